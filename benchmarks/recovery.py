@@ -1,0 +1,170 @@
+"""Seconds from a fault to the end of the next new step (L), and applied steps lost, for Muster and its peers.
+
+    python benchmarks/recovery.py --quick --json out.json
+
+Loopback (and network namespaces where this machine allows them), gloo, CPU ranks; one process tree per
+host. L runs from the injected fault to the end of the next step that goes beyond the last one applied
+before it; medians over ``--trials``. ``--quick`` is Muster alone; without it the peers in
+``benchmarks/peers`` run too, each in its own environment, in the same run.
+
+Tier granted: memory (host) for a rank's fault, a peer host's memory for a host's.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "live"))
+from cluster import LiveRun, namespaces_work, spec_of
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+}
+
+
+def bench_spec(**changes):
+    """A model whose step takes about 0.3 s on two ranks of two cores."""
+    return spec_of(
+        **{
+            "model.config": MODEL,
+            "training.sequence_length": 128,
+            "training.global_batch_size": 12,
+            "training.micro_batch_size": 2,
+            "training.steps": 10_000,
+            "data.sources": [{"type": "random", "rows": 4096}],
+            "recovery.heartbeat_timeout_s": 0.3,
+            "recovery.grace_s": 5.0,
+            **changes,
+        }
+    )
+
+
+def measure(run, inject, *, settle_steps=6):
+    """Inject a fault into a stepping run; returns (L seconds, applied steps lost)."""
+    at = run.step() + settle_steps
+    run.wait_for_step(at)
+    time.sleep(0.37 * (os.getpid() + at) % 0.3)  # anywhere within a step
+    began = time.monotonic_ns()
+    inject()
+    before = max(event.step for event in run.events("step") if event.mono_ns < began)
+    run.wait_until(lambda: run.step() > before, "a new step", 60)
+    first = min(event.mono_ns for event in run.events("step") if event.step == before + 1 and event.mono_ns > began)
+    repeated = {event.step for event in run.events("step") if event.mono_ns > began and event.step <= before}
+    return (first - began) / 1e9, len(repeated)
+
+
+def rank_fault(number, trials):
+    with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec()) as run:
+        run.start()
+        found = []
+        for trial in range(trials):
+            found.append(measure(run, lambda trial=trial: run.kill_rank(trial % 2, number)))
+        return found, step_s(run)
+
+
+def host_fault(inject, trials, *, spares, hosts, netns=False, min_hosts=None):
+    """One run a trial: a lost host does not come back."""
+    found, steps = [], []
+    changes = {"resources.hosts": hosts, "resources.ranks_per_host": 1, "resources.spare_hosts": spares}
+    if min_hosts:
+        changes["resources.min_hosts"] = min_hosts
+    for _ in range(trials):
+        with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes), netns=netns) as run:
+            run.start()
+            run.wait_for_step(2)
+            if spares:
+                run.wait_for_spare()
+            victim = run.ranks()[hosts - 1][1]
+            found.append(measure(run, lambda run=run, victim=victim: inject(run, victim)))
+            steps.append(step_s(run))
+    return found, statistics.median(steps)
+
+
+def grow(trials):
+    """The longest gap between two steps' ends while a host joins, beyond the median step."""
+    found = []
+    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1}
+    for _ in range(trials):
+        with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes)) as run:
+            run.start()
+            run.wait_for_step(3)
+            run.signal_host("host-2")
+            run.wait_until(lambda run=run: len(run.events("recovered")) == 1, "the shrink")
+            run.start_agent("host-2")
+            run.wait_until(lambda run=run: "grow" in run.actions(), "the return")
+            at = run.step()
+            run.wait_for_step(at + 4)
+            ends = sorted(event.mono_ns for event in run.events("step") if event.step >= at - 2)
+            gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(ends)]
+            found.append((max(gaps), 0))
+    return found, None
+
+
+def step_s(run):
+    return statistics.median(event.detail["step_ns"] for event in run.events("step")[2:]) / 1e9
+
+
+def cases(trials):
+    kill = lambda run, name: run.signal_host(name)  # noqa: E731
+    stop = lambda run, name: run.signal_host(name, signal.SIGSTOP)  # noqa: E731
+    cut = lambda run, name: run.network.cut(name)  # noqa: E731
+    netns = namespaces_work()
+    yield "rank_kill", lambda: rank_fault(signal.SIGKILL, trials)
+    yield "rank_stop", lambda: rank_fault(signal.SIGSTOP, trials)
+    yield "host_swap", lambda: host_fault(kill, trials, hosts=2, spares=1, netns=netns)
+    yield "host_stop", lambda: host_fault(stop, trials, hosts=2, spares=1, netns=netns)
+    if netns:
+        yield "host_cut", lambda: host_fault(cut, trials, hosts=2, spares=1, netns=True)
+    yield "shrink", lambda: host_fault(kill, trials, hosts=3, spares=0, min_hosts=2, netns=netns)
+    yield "grow", lambda: grow(trials)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="Muster alone, no peer installed")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    arguments = parser.parse_args()
+    found = {}
+    for name, play in cases(arguments.trials):
+        if arguments.only and name not in arguments.only:
+            continue
+        trials, step = play()
+        times, lost = [t for t, _ in trials], [n for _, n in trials]
+        found[f"{name}_s"] = round(statistics.median(times), 3)
+        found[f"{name}_min_max_s"] = [round(min(times), 3), round(max(times), 3)]
+        found[f"{name}_steps_lost"] = max(lost)
+        if step is not None:
+            found[f"{name}_step_s"] = round(step, 3)
+        print(
+            f"{name:10s} L median {statistics.median(times):.3f} s ({min(times):.3f}-{max(times):.3f}, n={len(times)})"
+            f"  steps lost {max(lost)}" + (f"  step {step:.3f} s" if step else ""),
+            flush=True,
+        )
+    result = {"muster": found, "machine": {"cpus": os.cpu_count(), "platform": platform.platform()}}
+    if not arguments.quick:
+        from peers.recovery import measure_peers
+
+        result.update(measure_peers(arguments.trials))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Sets up Muster in .venv and runs it:
+#   ./setup.sh run [RUN.yaml [key.path=value ...]]   trains; default examples/text2sql-cpu.yaml
+#   ./setup.sh test [pytest arguments]               runs the tests
+#   ./setup.sh install [extras]                      only installs; default train,data
+# Needs Python 3.11 or newer, and git to have cloned this. Variables:
+#   MUSTER_PYTHON  the Python to use
+#   MUSTER_VENV    where the environment lies; default .venv here
+#   MUSTER_TORCH   pip's arguments for torch, where the choice made here is not yours,
+#                  for example "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+set -euo pipefail
+cd "$(dirname "$0")"
+
+VENV=${MUSTER_VENV:-.venv}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH=$(grep -E '^torch==' constraints.txt)
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 2; }
+
+find_python() {
+  local name
+  for name in ${MUSTER_PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  die "no Python 3.11 or newer" "sudo apt-get install python3 python3-venv, or set MUSTER_PYTHON"
+}
+
+# Debian and Ubuntu split ensurepip off into python3-venv; pip of the system can stand in for it.
+make_venv() {
+  [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
+  local python
+  python=$(find_python)
+  say "making $VENV with $("$python" --version)"
+  if "$python" -c 'import ensurepip' 2>/dev/null; then
+    "$python" -m venv --clear "$VENV"
+  elif "$python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear --without-pip "$VENV"
+    "$python" -m pip --python "$VENV/bin/python" install --quiet pip
+  else
+    die "this Python cannot make virtual environments" "sudo apt-get install python3-venv"
+  fi
+}
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# Which torch? With an NVIDIA GPU the index's own build. Without one the CPU build: the index's own where that
+# is a CPU build (it asks for no CUDA packages), else PyTorch's CPU index: the CUDA build is gigabytes larger.
+torch_arguments() {
+  if [ -n "${MUSTER_TORCH:-}" ]; then
+    echo "$MUSTER_TORCH"
+  elif nvidia-smi -L 2>/dev/null | grep -q GPU || [ "$(uname -s)" != Linux ]; then
+    echo "$TORCH"
+  elif index_torch_is_cpu; then
+    echo "$TORCH"
+  else
+    echo "$TORCH --index-url $CPU_INDEX"
+  fi
+}
+
+index_torch_is_cpu() {
+  local report
+  report=$(mktemp)
+  if ! pip install --quiet --dry-run --no-deps --ignore-installed --report "$report" "$TORCH" >/dev/null 2>&1; then
+    rm -f "$report"
+    return 1
+  fi
+  "$VENV/bin/python" - "$report" <<'PY'
+import json, sys
+wheel = json.load(open(sys.argv[1]))["install"][0]
+needs = " ".join(wheel["metadata"].get("requires_dist", [])).lower()
+cuda = "nvidia-" in needs or "cuda-" in needs
+sys.exit(cuda and "cpu" not in wheel["metadata"]["version"])
+PY
+  local code=$?
+  rm -f "$report"
+  return $code
+}
+
+install() {
+  local extras=$1 stamp
+  make_venv
+  stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)-$(echo "$extras" | tr ',' '+')
+  [ -e "$stamp" ] && return
+  if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
+    local arguments
+    arguments=$(torch_arguments)
+    say "installing $arguments"
+    # shellcheck disable=SC2086  (several arguments)
+    pip install --quiet $arguments
+  fi
+  say "installing muster[$extras]"
+  pip install --quiet -c constraints.txt -e ".[$extras]"
+  touch "$stamp"
+}
+
+mode=${1:-}
+[ $# -gt 0 ] && shift
+case $mode in
+  run)
+    install train,data
+    [ $# -gt 0 ] || set -- examples/text2sql-cpu.yaml
+    exec "$VENV/bin/muster" train "$@"
+    ;;
+  test)
+    install all,test
+    [ $# -gt 0 ] || set -- -m "not soak"
+    exec "$VENV/bin/python" -m pytest "$@"
+    ;;
+  install)
+    install "${1:-train,data}"
+    say "done: $VENV/bin/muster"
+    ;;
+  *)
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
+esac

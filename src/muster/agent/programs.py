@@ -1,0 +1,314 @@
+"""The programs an agent starts: data preparation, the fork server, the mover. Argument lists only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from muster.agent.ranks import Worker, open_pidfd
+from muster.core.nouns import Layout
+from muster.core.ring import file_name
+
+if TYPE_CHECKING:
+    from muster.agent.agent import Agent
+
+
+class Programs:
+    """Children that are not ranks."""
+
+    def __init__(self, *, agent: Agent) -> None:
+        self.agent = agent
+        self.prepared = False
+        self.coming = 0
+        """Standbys asked for and not yet here."""
+        self.memory_address: list[Any] | None = None
+        self.forkserver_pid: int | None = None
+        self._forkserver_deaths = 0
+        self._mover: subprocess.Popen[str] | None = None
+        self._prepare: subprocess.Popen[str] | None = None
+        self._step_s: deque[float] = deque(maxlen=20)
+        self._last_step_s: float | None = None
+        self._layout = ""
+        self._tidied = 0
+
+    # ------------------------------------------------------------ starting
+
+    def start(self) -> None:
+        """Prepare data and import torch at the same time; a predecessor's fork server comes by itself."""
+        self._start_prepare()
+        self._start_mover()
+        if self._adoptable():
+            self.agent.contact_after = time.monotonic() + 0.5  # ranks look for us every 0.1 s
+        else:
+            self._start_forkserver()
+
+    def reload(self) -> None:
+        """The run file changed: prepare its data again. Fork server and standbys stay: they hold imports only."""
+        self.prepared = False
+        self._start_prepare()
+
+    def _environment(self) -> dict[str, str]:
+        cores = len(os.sched_getaffinity(0))
+        spec = self.agent.spec
+        ranks_here = (spec.resources.ranks_per_host or 1) * (spec.resources.hosts if spec.backend == "local" else 1)
+        threads = spec.resources.threads_per_rank or max(1, cores // ranks_here)
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "OPENBLAS_NUM_THREADS": "1",  # its pool would be a thread before the fork
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def _start_prepare(self) -> None:
+        if self.agent.spec.data is None:
+            self.prepared = True
+            return
+        log = self._log_file("prepare")
+        self._prepare = subprocess.Popen(
+            [sys.executable, "-m", "muster.data", "--run-dir", str(self.agent.run_dir)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        log.close()
+        fd = open_pidfd(self._prepare.pid)
+        assert fd is not None
+        self.agent.hub.watch(fd, lambda: self._prepare_done(fd))
+
+    def _prepare_done(self, fd: int) -> None:
+        assert self._prepare is not None
+        self.agent.hub.unwatch(fd)
+        os.close(fd)
+        out, _ = self._prepare.communicate()
+        code, self._prepare = self._prepare.returncode, None
+        found: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, IndexError):
+            found = json.loads(out.strip().splitlines()[-1])
+        if code != 0:
+            self.agent.failed(
+                str(
+                    found.get(
+                        "error", f"data preparation ended with code {code}; see logs/prepare-{self.agent.host}.log"
+                    )
+                ),
+                exit_code=int(found.get("exit_code", 1)),
+                hint=found.get("hint"),
+            )
+            return
+        self.agent.log_event("data.prepared", found)
+        self.prepared = True
+        self.agent.check_ready()
+
+    def _adoptable(self) -> bool:
+        """A living fork server of a dead predecessor will connect by itself."""
+        try:
+            pid = int((self.agent.memory / "forkserver.pid").read_text())
+            return b"muster.train.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return False
+
+    def _start_forkserver(self) -> None:
+        log = self._log_file("forkserver")
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "muster.train.forkserver",
+                "--run-dir",
+                str(self.agent.run_dir),
+                "--agent-socket",
+                str(self.agent.socket_path),
+                "--bind",
+                self.agent.bind,
+                "--beat-every-s",
+                str(min(0.25, self.agent.spec.recovery.heartbeat_timeout_s / 4)),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        log.close()
+        self.forkserver_pid = child.pid
+        (self.agent.memory / "forkserver.pid").write_text(str(child.pid))
+        fd = open_pidfd(child.pid)
+        if fd is not None:
+            self.agent.hub.watch(fd, lambda: self._forkserver_died(fd, child))
+
+    def _forkserver_died(self, fd: int, child: subprocess.Popen[bytes]) -> None:
+        self.agent.hub.unwatch(fd)
+        os.close(fd)
+        code = child.wait()
+        if self.agent.leaving is not None or child.pid != self.forkserver_pid:
+            return
+        self._forkserver_deaths += 1
+        if self._forkserver_deaths > 2 and code != 0:
+            tail = self._tail("forkserver")
+            self.agent.failed(f"the fork server on {self.agent.host} died with code {code}: {tail}")
+            return
+        self._start_forkserver()
+
+    def _log_file(self, name: str) -> IO[bytes]:
+        path = self.agent.run_dir / "logs" / f"{name}-{self.agent.host}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab")
+
+    def _tail(self, name: str) -> str:
+        with contextlib.suppress(OSError):
+            text = (self.agent.run_dir / "logs" / f"{name}-{self.agent.host}.log").read_text(errors="replace")
+            return text.strip().splitlines()[-1] if text.strip() else "no output"
+        return "no output"
+
+    # ------------------------------------------------------------ standbys
+
+    def forkserver_came(self, pid: int) -> None:
+        self.forkserver_pid = pid
+        self._forkserver_deaths = 0
+        self.coming = 0
+        self.refill()
+
+    def forkserver_gone(self, reason: str) -> None:
+        self.coming = 0
+
+    def refill(self) -> None:
+        """Keep one standby for each rank of the host (or only what is needed, where none are wanted)."""
+        wanted = self.agent.ranks_per_host if self.agent.spec.recovery.standby or not self.agent.workers else 0
+        self.spawn(wanted - len(self.agent.standbys) - self.coming)
+
+    def spawn(self, count: int) -> None:
+        if count > 0 and self.agent.forkserver is not None:
+            self.coming += count
+            self.agent.hub.send(self.agent.forkserver, {"t": "spawn", "count": count})
+
+    def came(self) -> None:
+        self.coming = max(0, self.coming - 1)
+
+    def from_forkserver(self, message: dict[str, Any]) -> None:
+        if message.get("t") == "exited":
+            self.agent.exited(int(message["pid"]), int(message["code"]))
+        elif message.get("t") == "store":
+            self.agent.new_store(message["store"])
+
+    # ------------------------------------------------------------ progress
+
+    def stepped(self, worker: Worker, step: int) -> None:
+        """A rank begins ``step``, so the one before is applied and its snapshot lies ready.
+
+        The first rank's steps are the watchdog's clock, and the sign that standbys may be forked in peace.
+        """
+        if self._tidied != worker.attempt:
+            self._tidied = worker.attempt
+            self._tidy()
+        if worker.rank == min(other.rank for other in self.agent.workers.values()):
+            now = time.monotonic()
+            if self._last_step_s is not None:
+                self._step_s.append(now - self._last_step_s)
+            self._last_step_s = now
+            self.refill()
+        self._tell_mover({"do": "copy", "step": step - 1})
+
+    def _tidy(self) -> None:
+        """The new world steps: snapshots of another layout, and what was fetched for its start, have served."""
+        for path in self.agent.memory.glob("*.ring"):
+            if path.name.startswith("fetched.") or (self._layout and f".{self._layout}." not in path.name):
+                path.unlink(missing_ok=True)
+
+    def step_timeout_s(self) -> float:
+        """The limit given, or ten median steps and at least 30 s."""
+        given = self.agent.spec.recovery.step_timeout_s
+        if given is not None:
+            return given
+        return max(30.0, 10 * statistics.median(self._step_s)) if self._step_s else 600.0
+
+    # ------------------------------------------------------------ mover
+
+    def _start_mover(self) -> None:
+        if not self.agent.spec.checkpoint.memory_every_steps:
+            return
+        log = self._log_file("mover")
+        self._mover = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "muster.agent.mover",
+                "--run-dir",
+                str(self.agent.run_dir),
+                "--memory",
+                str(self.agent.memory),
+                "--bind",
+                self.agent.bind,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        log.close()
+        assert self._mover.stdout is not None
+        found = json.loads(self._mover.stdout.readline() or "null")
+        self.memory_address = found["address"] if found else None
+
+    def _tell_mover(self, message: dict[str, Any]) -> None:
+        if self._mover is not None and self._mover.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._mover.stdin.write(json.dumps(message) + "\n")
+                self._mover.stdin.flush()
+
+    def fetch(self, message: dict[str, Any]) -> dict[str, str]:
+        """Where each needed shard will lie on this host; what lies elsewhere is on its way at once."""
+        contexts = message["contexts"]
+        if not contexts:
+            return {}
+        self._layout = Layout(**contexts[0]["layout"]).key
+        self._tell_mover({"do": "peers", "peer": message.get("peer"), "layout": self._layout,
+                          "ranks": [context["rank"] for context in contexts]})  # fmt: skip
+        restore = contexts[0].get("restore")
+        if restore is None:
+            return {}
+        key = Layout(**restore["layout"]).key
+        sources = {}
+        for item in message["fetch"]:
+            rank, tier = int(item["rank"]), "own" if item["tier"] == "memory" else "peer"
+            if item["address"] is None:
+                sources[str(rank)] = str(self.agent.memory / file_name(tier, key, rank))
+                continue
+            target = file_name("fetched", key, rank)
+            self._tell_mover(
+                {
+                    "do": "fetch",
+                    "address": item["address"],
+                    "file": file_name(tier, key, rank),
+                    "target": target,
+                    "step": restore["step"],
+                    "attempt": message["restore_attempt"],
+                }
+            )
+            sources[str(rank)] = str(self.agent.memory / target)
+        return sources
+
+    # ------------------------------------------------------------ the end
+
+    def end(self) -> None:
+        """End every child; never waits long."""
+        for child in (self._mover, self._prepare):
+            if child is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(1)
+        if self.forkserver_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.forkserver_pid, signal.SIGKILL)

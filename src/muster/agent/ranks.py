@@ -1,0 +1,68 @@
+"""What an agent knows of the processes on its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.core.channel import Peer
+
+
+@dataclass(kw_only=True)
+class Standby:
+    """A forked process that waits for a rank."""
+
+    pid: int
+    peer: Peer
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """A process that runs a rank."""
+
+    pid: int
+    rank: int
+    attempt: int
+    peer: Peer | None
+    pidfd: int
+    parent: int = 0
+    """The fork server that forked it: it alone can tell the exit code."""
+    step: int = -1
+    micro: int = 0
+    first_step: int | None = None
+    stepped: bool = False
+    progress_s: float = 0.0
+    """Monotonic moment of the last progress (step or micro-batch)."""
+    seen_s: float = 0.0
+    """Monotonic moment of the last sign of life."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    reported_hang: bool = False
+
+
+def parent_of(pid: int) -> int:
+    """The parent's pid; 0 when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rsplit(")", 1)[1].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel holds the process stopped (SIGSTOP, a debugger, a freezer)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A file descriptor that becomes readable when ``pid`` is gone; None when it is gone already."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None

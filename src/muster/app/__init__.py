@@ -1,0 +1,1 @@
+"""Use cases: one module per verb, over the seams. They return values; only ``cli`` prints and exits."""

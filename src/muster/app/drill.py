@@ -1,0 +1,237 @@
+"""Drill: start a run here, break it on purpose, and compare what happened with what had to happen.
+
+The run is the user's own file on this machine's back end, in a folder of its own, ended when the drill is
+over; neither the file's ``run_dir`` nor its ``checkpoint.dir`` is touched.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.app import faults, recover, stop, submit
+from muster.app.faults import Fault
+from muster.app.report import report
+from muster.app.scene import Scene
+from muster.core import runfile
+from muster.core.errors import BackendError, MusterError
+from muster.core.events import Event
+from muster.core.runs import RunDir
+from muster.report.invariants import broken, check
+
+#: Steps beyond the fault that count as "it trains on".
+SETTLE_STEPS = 5
+#: Whatever the user's file does first (data, imports, compile) must be over by then.
+START_TIMEOUT_S = 900.0
+#: A drill replaces these, whatever the file says: its run belongs to nobody else.
+OWN = (
+    "backend=local", "run_dir=null", "checkpoint.dir=null", "output.tracker=none", "evaluation.at_start=false",
+    "training.epochs=null", "training.steps=1000000", "recovery.hold_s=0", "recovery.policy=default",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a drill found."""
+
+    fault: Fault
+    run: RunDir
+    seed: int
+    overrides: tuple[str, ...]
+    at_step: int = 0
+    noticed: list[str] = field(default_factory=list)
+    """Incident kinds, in order."""
+    done: list[str] = field(default_factory=list)
+    """Actions, in order, those that did nothing left out."""
+    sentences: list[str] = field(default_factory=list)
+    lost_s: float | None = None
+    """L: from the blow to the end of the first step beyond the last one applied before it."""
+    redone: int | None = None
+    exit_code: int | None = None
+    reached_step: int = 0
+    invariants: list[str] = field(default_factory=list)
+    """What is broken; empty: all hold."""
+    failures: list[str] = field(default_factory=list)
+    """Where what was seen is not what was expected."""
+
+    @property
+    def as_expected(self) -> bool:
+        return not self.failures
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fault": self.fault.name,
+            "what": self.fault.what,
+            "seed": self.seed,
+            "run_id": self.run.run_id,
+            "run_dir": str(self.run.path),
+            "overrides": list(self.overrides),
+            "at_step": self.at_step,
+            "expected": {
+                "noticed": list(self.fault.noticed),
+                "done": [list(each) for each in self.fault.done],
+                "redone_steps": self.fault.redone,
+                "exit_code": self.fault.exit_code,
+            },
+            "seen": {
+                "noticed": self.noticed,
+                "done": self.done,
+                "redone_steps": self.redone,
+                "exit_code": self.exit_code,
+                "lost_s": self.lost_s,
+                "reached_step": self.reached_step,
+                "sentences": self.sentences,
+            },
+            "invariants_broken": self.invariants,
+            "failures": self.failures,
+            "as_expected": self.as_expected,
+        }
+
+
+def drill(
+    run_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    fault: str,
+    at_step: int = 10,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Play one fault of the menu through. Blocks; whatever happens, no process of the run is left.
+
+    Raises:
+        UsageError, RunFileError: no such fault; the file does not hold.
+        MusterError: the run never came to the step, or never came back.
+    """
+    chosen = faults.find(fault)
+    spec = runfile.load(run_file, [*overrides, *OWN]).spec
+    needed = chosen.overrides(spec)
+    for each in needed:
+        tell(f"this drill sets {each}")
+    loaded = runfile.load(run_file, [*overrides, *OWN, *needed])
+    started = submit.submit(loaded, argv=["muster", "drill", run_file, "--fault", fault])
+    tell(f"run {started.run.run_id} in {started.run.path}")
+    scene = Scene(run=started.run, spec=started.spec, random=random.Random(seed))
+    outcome = Outcome(fault=chosen, run=started.run, seed=seed, overrides=tuple(needed))
+    try:
+        _ready(scene, chosen, at_step, tell)
+        _play(scene, chosen, outcome, tell)
+    finally:
+        _end(scene, tell)
+    _judge(scene, outcome)
+    return outcome
+
+
+def _ready(scene: Scene, fault: Fault, at_step: int, tell: Callable[[str], None]) -> None:
+    tell(f"waiting for step {at_step}")
+    scene.wait(lambda: scene.step() >= at_step, f"step {at_step}", START_TIMEOUT_S)
+    if fault.spares:
+        scene.wait(lambda: len(scene.spares()) >= fault.spares, "spare", START_TIMEOUT_S)
+    if fault.checkpoint:
+        scene.wait(lambda: len(scene.events("checkpoint.committed")) >= 2, "checkpoint", START_TIMEOUT_S)
+
+
+def _play(scene: Scene, fault: Fault, outcome: Outcome, tell: Callable[[str], None]) -> None:
+    tell(f"step {scene.step()}: {fault.what}")
+    began_ns = time.time_ns()
+    fault.strike(scene)
+    struck_ns = scene.struck_ns
+    before = [event for event in scene.events("step") if event.wall_ns <= struck_ns]
+    outcome.at_step = max((event.step or 0 for event in before), default=0)
+    if fault.exit_code is not None:
+        scene.wait(lambda: _ended(scene, began_ns), "end", scene.spec.recovery.grace_s + 30)
+        outcome.exit_code = int(_ended(scene, began_ns)[0].detail["exit_code"])
+    if fault.recover:
+        time.sleep(0.5)  # the dead must be seen dead, and a living trainer must be seen to go on
+        tell(f"muster recover {scene.run.run_id}")
+        scene.revived_ns = time.time_ns()
+        recover.recover(scene.run.run_id, argv=["muster", "recover", scene.run.run_id])
+        scene.wait(
+            lambda: _taken_over(scene, began_ns), "supervisor that takes over", scene.spec.recovery.start_timeout_s
+        )
+    need = len([each for each in fault.done[0] if each in ("swap", "shrink")])
+    timeout_s = scene.spec.recovery.start_timeout_s
+    scene.wait(
+        lambda: len([a for a in _actions(scene, began_ns) if a in ("swap", "shrink")]) >= need,
+        f"{need} swaps or shrinks",
+        timeout_s,
+    )
+    goal = max(outcome.at_step, scene.step() if not fault.recover else 0) + SETTLE_STEPS
+    tell(f"waiting for step {goal}")
+    scene.wait(lambda: _stepping_beyond(scene, goal), f"step {goal} after the fault", timeout_s)
+    _measure(scene, outcome)
+    outcome.noticed = [str(event.detail["incident"]) for event in scene.events("incident")]
+    outcome.done = _actions(scene, began_ns)
+
+
+def _measure(scene: Scene, outcome: Outcome) -> None:
+    """L and the steps redone. Where a new attempt began, a step that the old one still finished is before the fault."""
+    steps = sorted(scene.events("step"), key=_wall)
+    begun = [event.attempt for event in scene.events("attempt.started") if event.wall_ns > scene.struck_ns]
+    newest = min(begun, default=0)
+    if begun:
+        outcome.at_step = max((event.step or 0 for event in steps if event.attempt < newest), default=0)
+    after = [event for event in steps if event.wall_ns > scene.struck_ns and event.attempt >= newest]
+    first = next(event for event in after if (event.step or 0) > outcome.at_step)
+    outcome.lost_s = (first.wall_ns - scene.struck_ns) / 1e9
+    outcome.redone = sum(1 for event in after if event.wall_ns < first.wall_ns)
+
+
+def _taken_over(scene: Scene, since_ns: int) -> bool:
+    """A new supervisor found the ranks stepping, or began an attempt."""
+    begun = any(event.wall_ns > since_ns for event in scene.events("attempt.started"))
+    notes = (event for event in scene.events("run.note") if event.wall_ns > since_ns)
+    return begun or any("under a new supervisor" in str(event.detail["text"]) for event in notes)
+
+
+def _stepping_beyond(scene: Scene, goal: int) -> bool:
+    """The goal is reached, and by the newest attempt: an older one's last steps prove nothing."""
+    newest = max((event.attempt for event in scene.events("attempt.started")), default=0)
+    return any((event.step or 0) >= goal and event.attempt == newest for event in scene.events("step"))
+
+
+def _actions(scene: Scene, since_ns: int) -> list[str]:
+    decisions = sorted(scene.events("decision"), key=_wall)
+    actions = [str(event.detail["action"]) for event in decisions if event.wall_ns > since_ns]
+    return [action for action in actions if action != "ignore"]
+
+
+def _ended(scene: Scene, since_ns: int) -> list[Event]:
+    return [event for event in scene.events("run.finished") if event.wall_ns > since_ns]
+
+
+def _wall(event: Event) -> int:
+    return event.wall_ns
+
+
+def _end(scene: Scene, tell: Callable[[str], None]) -> None:
+    """Let the run end as a user would; what does not end by itself is made to."""
+    try:
+        stop.stop(scene.run.run_id, save=False)
+    except MusterError as error:
+        tell(f"it could not be stopped ({error}); ending its processes")
+    try:
+        stop.down(scene.run.run_id)
+    except BackendError as error:
+        tell(f"error: {error}")
+
+
+def _judge(scene: Scene, outcome: Outcome) -> None:
+    fault = outcome.fault
+    outcome.reached_step = scene.step()
+    incidents = report(str(scene.run.path)).to_json()["incidents"]
+    outcome.sentences = [str(each["sentence"]) for each in incidents]
+    outcome.invariants = broken(check(scene.run.path, bound_s=scene.spec.recovery.start_timeout_s))
+    if fault.noticed and (not outcome.noticed or outcome.noticed[0] not in fault.noticed):
+        outcome.failures.append(f"noticed {outcome.noticed or 'nothing'}, expected {' or '.join(fault.noticed)}")
+    if tuple(outcome.done) not in fault.done:
+        expected = " or ".join(", ".join(each) or "nothing" for each in fault.done)
+        outcome.failures.append(f"done: {', '.join(outcome.done) or 'nothing'}; expected {expected}")
+    if fault.redone is not None and (outcome.redone or 0) > fault.redone:
+        outcome.failures.append(f"{outcome.redone} steps were taken again, expected {fault.redone}")
+    if fault.exit_code != outcome.exit_code:
+        outcome.failures.append(f"exit code {outcome.exit_code}, expected {fault.exit_code}")
+    outcome.failures += [f"invariant {each}" for each in outcome.invariants]

@@ -1,0 +1,87 @@
+"""Logs and events of a run, so far or as they come."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from muster.app.status import job
+from muster.core import eventlog, runs
+from muster.core.clock import SystemClock
+from muster.core.errors import UsageError
+from muster.core.events import KINDS, Event
+from muster.core.nouns import LogChunk
+from muster.core.seams import Clock
+
+LOOK_EVERY_S = 0.3
+
+
+def logs(
+    reference: str,
+    *,
+    follow: bool = False,
+    rank: int | None = None,
+    task: str | None = None,
+    clock: Clock | None = None,
+) -> Iterator[LogChunk]:
+    """Output of the run's processes (of one rank or task); with ``follow``, until the run has ended.
+
+    Raises:
+        UsageError: no such run, or no such log.
+    """
+    run = runs.find(reference)
+    launcher, handle = job(run)
+    clock = clock or SystemClock()
+    positions: dict[str, int] = {}
+    shown = 0
+    while True:
+        ended = launcher.poll(handle).state.ended
+        for chunk in launcher.logs(handle, after=positions):
+            positions[chunk.task] = chunk.next_offset
+            if _wanted(chunk.task, rank, task):
+                shown += 1
+                yield chunk
+        if not follow or ended:
+            break
+        clock.sleep(LOOK_EVERY_S)
+    known = sorted({path.stem for path in run.logs.glob("*.log")} | set(positions))
+    if not shown and (rank is not None or task is not None) and not any(_wanted(each, rank, task) for each in known):
+        what = f"rank {rank}" if rank is not None else f"task {task!r}"
+        raise UsageError(f"no log of {what} in {run.run_id}", hint=f"there are: {', '.join(known) or 'none'}")
+
+
+def events(
+    reference: str, *, follow: bool = False, kinds: tuple[str, ...] = (), clock: Clock | None = None
+) -> Iterator[Event]:
+    """The run's events, oldest first; with ``follow``, new ones until the run has ended.
+
+    Raises:
+        UsageError: no such run, or no such kind of event.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            near = difflib.get_close_matches(kind, KINDS, n=1)
+            raise UsageError(
+                f"no kind of event {kind!r}", hint=f"did you mean {near[0]}?" if near else "docs/events.md"
+            )
+    run = runs.find(reference)
+    launcher, handle = job(run)
+    clock = clock or SystemClock()
+    counts: dict[str, int] = {}
+    while True:
+        ended = launcher.poll(handle).state.ended
+        found = list(eventlog.read(run.events, after=counts))
+        for name, _ in found:
+            counts[name] = counts.get(name, 0) + 1
+        for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq)):
+            if not kinds or event.kind in kinds:
+                yield event
+        if not follow or ended:
+            return
+        clock.sleep(LOOK_EVERY_S)
+
+
+def _wanted(task: str, rank: int | None, name: str | None) -> bool:
+    if rank is not None:
+        return task == f"rank-{rank}" or task.startswith(f"rank-{rank}.a")
+    return name is None or task == name or task.startswith(f"{name}-")

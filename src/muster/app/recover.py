@@ -1,0 +1,67 @@
+"""Recover: go on with a run whose supervisor is gone, or that was stopped. A closed laptop is the same case."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from muster.app import submit, train
+from muster.app.status import job, spec_of
+from muster.app.submit import SUBMISSION, Intent, Submitted
+from muster.app.train import Ended
+from muster.core import runfile, runs
+from muster.core.errors import ConflictError, UsageError
+from muster.core.events import Event
+from muster.core.nouns import JobState
+from muster.core.runs import RunDir
+
+
+def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:
+    """Start what is missing of the run, detached: living agents are adopted, training resumes where it can.
+
+    Raises:
+        ConflictError: a supervisor holds the run.
+        UsageError: the run has succeeded and nothing in it was changed.
+    """
+    intent = _intent(reference, overrides, argv)
+    handle = intent.launcher.submit(intent.request)
+    return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
+
+
+def recover_here(
+    reference: str,
+    overrides: Sequence[str] = (),
+    *,
+    argv: Sequence[str] = (),
+    on_start: Callable[[RunDir], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Ended:
+    """The same with the supervisor in the foreground."""
+    return train.supervise(_intent(reference, overrides, argv), on_start=on_start, on_event=on_event)
+
+
+def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> Intent:
+    run = runs.find(reference)
+    launcher, handle = job(run)
+    status = launcher.poll(handle)
+    if status.tasks.get("supervisor", "").startswith("running"):
+        raise ConflictError(
+            f"a supervisor holds {run.run_id} ({status.tasks['supervisor']})", hint=f"muster logs -f {run.run_id}"
+        )
+    if status.state is JobState.SUCCEEDED and not overrides:
+        raise UsageError(
+            f"{run.run_id} is done: {status.reason}",
+            hint=f"muster recover {run.run_id} training.steps=... goes further",
+        )
+    if overrides and not status.state.ended:
+        raise ConflictError(f"agents of {run.run_id} still run with the old file", hint=f"muster down {run.run_id}")
+    spec = spec_of(run)
+    if overrides:
+        spec = runfile.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
+    resolved = spec.model_dump_json(indent=1) + "\n"
+    submit.log_intent(run, spec, resolved, argv)
+    runs.replace_text(run.resolved, resolved)
+    request = launcher.render(spec, run_id=run.run_id, run_dir=str(run.path))
+    number = submit.submission(run) + 1
+    request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
+    return Intent(run=run, spec=spec, launcher=launcher, request=request, new=False)

@@ -1,0 +1,67 @@
+"""Use case: a run file as what would be sent to GKE, offline: plain manifests, or a Helm chart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from muster.backends.gke.chart import chart
+from muster.backends.gke.checks import Finding, findings
+from muster.backends.gke.options import Options
+from muster.backends.gke.placement import place
+from muster.backends.gke.render import render as render_manifests
+from muster.core import runs
+from muster.core.errors import UsageError
+from muster.core.spec import RunSpec
+
+Format = Literal["yaml", "helm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Texts by relative file name, and what will surprise."""
+
+    run_id: str
+    files: dict[str, str]
+    warnings: tuple[Finding, ...]
+
+
+def render(
+    spec: RunSpec,
+    *,
+    format: Format = "yaml",
+    run_id: str | None = None,
+    run_dir: str | None = None,
+    options: Options | None = None,
+) -> Rendered:
+    """Everything that a run needs on a cluster, without project, credentials or network.
+
+    ``run_id`` and ``run_dir`` default to the run file's name and folder, so that the same file gives the same text.
+
+    Raises:
+        RunFileError: rules across keys are broken, each with its reason.
+        UsageError: the run file is for another back end, or names no folder.
+    """
+    if spec.backend != "gke":
+        raise UsageError(f"manifests are for GKE, and this run file's backend is {spec.backend!r}", hint="backend: gke")
+    run_id = run_id or runs.slug(spec.name, runs.MAX_ID)
+    run_dir = run_dir or spec.run_dir or f"/muster-runs/{run_id}"
+    options = options or Options()
+    if format == "helm":
+        files = chart(spec, run_id=run_id, run_dir=run_dir, options=options)
+    else:
+        files = dict(render_manifests(spec, run_id=run_id, run_dir=run_dir, options=options).files)
+    placement = place(spec, run_id=run_id, run_dir=run_dir, options=options)
+    return Rendered(run_id=run_id, files=files, warnings=tuple(findings(placement)))
+
+
+def write(rendered: Rendered, folder: Path) -> list[Path]:
+    """Write every file below ``folder``; return their paths."""
+    written = []
+    for name, text in rendered.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written

@@ -1,0 +1,109 @@
+"""Status: one look at a run, or at every run of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster import backends
+from muster.app.contact import NoAnswer, ask
+from muster.app.summary import Summary, summarise
+from muster.core import eventlog, runs
+from muster.core.errors import MusterError
+from muster.core.nouns import JobHandle, JobStatus
+from muster.core.runs import RunDir
+from muster.core.seams import Launcher
+from muster.core.spec import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """One look at one run."""
+
+    run: RunDir
+    backend: str
+    status: JobStatus
+    summary: Summary
+    live: dict[str, Any] = field(default_factory=dict)
+    """The supervisor's own words, where one answers."""
+
+    def to_json(self) -> dict[str, Any]:
+        summary = self.summary
+        return {
+            "run_id": self.run.run_id,
+            "run_dir": str(self.run.path),
+            "name": summary.name,
+            "backend": self.backend,
+            "state": self.status.state.value,
+            "reason": self.status.reason,
+            "exit_code": self.status.exit_code,
+            "tasks": dict(self.status.tasks),
+            "phase": self.live.get("phase"),
+            "attempt": summary.attempt,
+            "step": summary.last_step,
+            "loss": summary.final_loss,
+            "tokens": summary.tokens,
+            "tokens_per_s": summary.tokens_per_s,
+            "incidents": len(summary.incidents),
+        }
+
+
+def status(reference: str) -> RunStatus:
+    """The run that ``reference`` names.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    run = runs.find(reference)
+    launcher, handle = job(run)
+    found = launcher.poll(handle)
+    live: dict[str, Any] = {}
+    if not found.state.ended:
+        try:
+            live = ask(run, {"t": "status"}, timeout_s=1.0)
+        except MusterError:
+            live = {}
+    return RunStatus(
+        run=run,
+        backend=launcher.name,
+        status=found,
+        summary=summarise(eventlog.merged(run.events)),
+        live=live,
+    )
+
+
+def all_runs() -> list[RunStatus]:
+    """Every run of this user on this machine, by id; one that cannot be read is left out."""
+    found = []
+    for run_id, _ in runs.registry():
+        try:
+            found.append(status(run_id))
+        except MusterError:
+            continue
+    return found
+
+
+def job(run: RunDir) -> tuple[Launcher, JobHandle]:
+    """The run's back end and its handle there."""
+    launcher = backends.load(spec_of(run).backend)
+    handle = launcher.find(run.run_id) or JobHandle(
+        run_id=run.run_id, backend=launcher.name, job_id="", run_dir=str(run.path)
+    )
+    return launcher, handle
+
+
+def spec_of(run: RunDir) -> RunSpec:
+    """The run's resolved file.
+
+    Raises:
+        MusterError: it is absent or of another version.
+    """
+    try:
+        return RunSpec.model_validate_json(run.resolved.read_text())
+    except OSError as error:
+        raise MusterError(f"{run.path} holds no resolved.json", hint="was the submit interrupted?") from error
+    except ValueError as error:
+        raise MusterError(f"{run.resolved} is not of this version of Muster: {error}") from error
+
+
+__all__ = ["NoAnswer", "RunStatus", "all_runs", "job", "spec_of", "status"]

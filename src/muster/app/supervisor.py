@@ -1,0 +1,38 @@
+"""``python -m muster.app.supervisor``: the supervisor of a detached run. Its output is the run's own log."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from muster.app.lines import line
+from muster.core.errors import MusterError
+from muster.core.events import Event
+from muster.supervise.serve import serve
+
+
+def main() -> None:
+    """Block until the run has ended; exit with its code."""
+    parser = argparse.ArgumentParser(description="supervise one Muster run")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--run-id", required=True)
+    arguments = parser.parse_args()
+    try:
+        # An entry point: the back end says where agents on other hosts can reach us.
+        bind = os.environ.get("MUSTER_BIND", "127.0.0.1")
+        sys.exit(serve(arguments.run_dir, on_event=_print, bind=bind))
+    except MusterError as error:
+        print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _print(event: Event) -> None:
+    text = line(event)
+    if text is not None:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""The ``Launcher`` for GKE: a run is a JobSet, found by its label; the cluster's own API does the rest.
+
+The run's folder on the user's machine holds its intent and ``job.json``; the run itself lives in its bucket.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.backends.gke.explain import Observed, condition, explain
+from muster.backends.gke.jobset import Manifest
+from muster.backends.gke.options import Options
+from muster.backends.gke.placement import HOST, SUPERVISOR, object_name, place
+from muster.backends.gke.provision.http import GoogleHttp, Http
+from muster.backends.gke.provision.kube import Cluster, connect
+from muster.backends.gke.provision.session import Session
+from muster.backends.gke.provision.site import Site, site
+from muster.backends.gke.render import BACKEND, render
+from muster.catalog import offers as catalogue
+from muster.core import runs
+from muster.core.clock import SystemClock
+from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
+from muster.core.seams import Clock
+from muster.core.spec import RunSpec
+
+SUBMISSION = "submission"
+"""Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
+ANNOTATION = "muster/submission"
+JOBSET_API = "jobset.x-k8s.io/v1alpha2"
+KUEUE_API = "kueue.x-k8s.io/v1beta2"
+PROVISIONING_API = "autoscaling.x-k8s.io/v1"
+GONE_WITHIN_S = 120.0
+
+
+@dataclass(kw_only=True)
+class GkeLauncher:
+    """Runs jobs as JobSets on the cluster that the run file names."""
+
+    name: str = BACKEND
+    http: Http | None = None
+    """None: Google's services with application-default credentials, when first needed."""
+    clock: Clock = field(default_factory=SystemClock)
+    options: Options = field(default_factory=Options)
+
+    # ------------------------------------------------------------ before
+
+    def offers(self, spec: RunSpec) -> list[Offer]:
+        """The catalogue's rows for the run file's machine, accelerator and mode; availability is not asked."""
+        wanted = spec.resources
+        mode = wanted.mode.removesuffix("_queued") if wanted.mode else None
+        return [
+            option.offer
+            for option in catalogue.catalogue()
+            if option.offer.backend == self.name
+            and wanted.machine in (None, option.offer.machine)
+            and wanted.accelerator in (None, option.offer.accelerator)
+            and mode in (None, option.offer.mode)
+        ]
+
+    def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+        """The manifests; pure."""
+        return render(spec, run_id=run_id, run_dir=run_dir, options=self.options)
+
+    # ------------------------------------------------------------ start
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        """Check with the server's own dry run, then create; the same request twice makes one JobSet.
+
+        Raises:
+            BackendError: no such cluster, or the server refuses the objects.
+            AccessError: not allowed.
+            ConflictError: an older submission of the run is still being removed.
+        """
+        manifests = _documents(request.files["run.yaml"])
+        spec = _spec_of(manifests)
+        cluster = self._cluster(self._site(spec, request.run_id))
+        number = request.labels.get(SUBMISSION, "1")
+        jobset = next(one for one in manifests if one["kind"] == "JobSet")
+        jobset["metadata"]["annotations"][ANNOTATION] = number
+        there = cluster.get(jobset)
+        if there is not None and _ended(there) and there["metadata"]["annotations"].get(ANNOTATION) != number:
+            self._replace(cluster, there)
+            there = None
+        if there is None:
+            for manifest in manifests:
+                cluster.apply(manifest, dry_run=True)
+            cluster.apply(self._token(request, jobset), secret=True)
+            for manifest in manifests:
+                cluster.apply(manifest)
+        self._record(request, number)
+        return self._handle(request.run_id, request.run_dir, jobset)
+
+    # ------------------------------------------------------------ watch
+
+    def find(self, run_id: str) -> JobHandle | None:
+        """By the run's folder on this machine, which says the cluster, and the label there."""
+        spec = self._remembered(run_id)
+        if spec is None:
+            return None
+        cluster = connect(self._site(spec, run_id), self._session())
+        jobset = _jobset(cluster, self.options.namespace, run_id) if cluster else None
+        return self._handle(run_id, str(runs.find(run_id).path), jobset) if jobset else None
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Look once at everything, and say it in one sentence."""
+        spec = self._remembered(handle.run_id)
+        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        if cluster is None:
+            return JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
+        observed = observe(cluster, self.options.namespace, handle.run_id)
+        found = explain(observed)
+        reason = found.sentence + (f" (hint: {found.hint})" if found.hint else "")
+        return JobStatus(
+            state=found.state, reason=reason, exit_code=_exit_code(observed, found.state), tasks=_tasks(observed.pods)
+        )
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        """Output of each pod's own container beyond ``after`` (bytes); sidecars are left out."""
+        spec = self._remembered(handle.run_id)
+        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        if cluster is None:
+            return
+        namespace = self.options.namespace
+        for pod in cluster.list("v1", "pods", namespace=namespace, labels=_label(handle.run_id)):
+            task, container = _task(pod)
+            data = cluster.pod_log(namespace, pod["metadata"]["name"], container).encode()
+            position = (after or {}).get(task, 0)
+            # A replaced pod starts a log of its own: what is shorter than what was read is read from its beginning.
+            start = position if position <= len(data) else 0
+            if data[start:]:
+                yield LogChunk(task=task, text=data[start:].decode(errors="replace"), next_offset=len(data))
+
+    # ------------------------------------------------------------ end
+
+    def cancel(self, handle: JobHandle) -> None:
+        """Delete the JobSet and everything with the run's label; absent is success."""
+        spec = self._remembered(handle.run_id)
+        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        if cluster is None:
+            return
+        for one in self._labelled(cluster, handle.run_id):
+            cluster.delete(one)
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """What still exists of the run on the cluster."""
+        spec = self._remembered(handle.run_id)
+        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        if cluster is None:
+            return []
+        pods = cluster.list("v1", "pods", namespace=self.options.namespace, labels=_label(handle.run_id))
+        left = [*self._labelled(cluster, handle.run_id), *({**pod, "kind": "Pod"} for pod in pods)]
+        return [f"{one['kind']}/{one['metadata']['name']}" for one in left]
+
+    # ------------------------------------------------------------ below
+
+    def _labelled(self, cluster: Cluster, run_id: str) -> list[Manifest]:
+        kinds = [
+            (JOBSET_API, "JobSet", "jobsets"),
+            ("v1", "ConfigMap", "configmaps"),
+            ("v1", "Secret", "secrets"),
+            ("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
+        ]
+        return [
+            {**one, "apiVersion": api, "kind": kind}
+            for api, kind, plural in kinds
+            for one in cluster.list(api, plural, namespace=self.options.namespace, labels=_label(run_id))
+        ]
+
+    def _replace(self, cluster: Cluster, ended: Mapping[str, Any]) -> None:
+        old = {**ended, "apiVersion": JOBSET_API, "kind": "JobSet"}
+        cluster.delete(old)
+        waited_s = 0.0
+        while cluster.get(old) is not None:
+            if waited_s >= GONE_WITHIN_S:
+                name = ended["metadata"]["name"]
+                raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
+            self.clock.sleep(2.0)
+            waited_s += 2.0
+
+    def _token(self, request: JobRequest, jobset: Manifest) -> Manifest:
+        """The secret by which agents and supervisor know each other: the run folder's, or a new one."""
+        local = _local_dir(request.run_id)
+        path = local / "token" if local else None
+        token = path.read_text().strip() if path and path.exists() else secrets.token_hex(32)
+        metadata = {
+            "name": f"{jobset['metadata']['name']}-token",
+            "namespace": jobset["metadata"]["namespace"],
+            "labels": dict(jobset["metadata"]["labels"]),
+        }
+        data = {"token": base64.b64encode(token.encode()).decode()}
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
+
+    def _record(self, request: JobRequest, number: str) -> None:
+        local = _local_dir(request.run_id)
+        if local is not None:
+            record = {"version": 1, "run_id": request.run_id, "backend": self.name, SUBMISSION: int(number)}
+            runs.replace_text(local / "job.json", json.dumps({**record, "run_dir": request.run_dir}) + "\n")
+
+    def _handle(self, run_id: str, run_dir: str, jobset: Mapping[str, Any]) -> JobHandle:
+        metadata = jobset["metadata"]
+        job_id = f"{metadata['namespace']}/{metadata['name']}"
+        return JobHandle(run_id=run_id, backend=self.name, job_id=job_id, run_dir=run_dir)
+
+    def _remembered(self, run_id: str) -> RunSpec | None:
+        local = _local_dir(run_id)
+        if local is None or not (local / "resolved.json").exists():
+            return None
+        return RunSpec.model_validate_json((local / "resolved.json").read_text())
+
+    def _site(self, spec: RunSpec, run_id: str) -> Site:
+        return site(place(spec, run_id=run_id, run_dir="/unused", options=self.options))
+
+    def _cluster(self, where: Site) -> Cluster:
+        found = connect(where, self._session())
+        if found is None:
+            raise BackendError(
+                f"no cluster {where.cluster} in {where.region} of project {where.project}",
+                hint="muster up RUN.yaml makes it",
+            )
+        return found
+
+    def _session(self) -> Session:
+        if self.http is None:
+            self.http = GoogleHttp()
+        return Session(http=self.http, clock=self.clock)
+
+
+def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
+    """Everything that one sentence about the run may need, asked once."""
+    name = object_name(run_id)
+    jobset = _jobset(cluster, namespace, run_id)
+    workloads = cluster.list(KUEUE_API, "workloads", namespace=namespace)
+    workload = next((one for one in workloads if _owned_by(one, name)), None)
+    requests: list[Mapping[str, Any]] = []
+    checks: list[Mapping[str, Any]] = []
+    if workload is not None and condition(workload, "Admitted") is None:
+        owner = workload["metadata"]["name"]
+        rows = cluster.list(PROVISIONING_API, "provisioningrequests", namespace=namespace)
+        requests = [one for one in rows if _owned_by(one, owner)]
+        checks = list(cluster.list(KUEUE_API, "admissionchecks"))
+    pods = cluster.list("v1", "pods", namespace=namespace, labels=_label(run_id))
+    events = cluster.list("v1", "events", namespace=namespace) if pods else []
+    nodes = cluster.list("v1", "nodes") if pods else []
+    return Observed(
+        jobset=jobset,
+        workload=workload,
+        provisioning_requests=requests,
+        admission_checks=checks,
+        pods=pods,
+        events=events,
+        nodes=nodes,
+    )
+
+
+def _jobset(cluster: Cluster, namespace: str, run_id: str) -> Mapping[str, Any] | None:
+    rows = cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=_label(run_id))
+    return rows[0] if rows else None
+
+
+def _owned_by(one: Mapping[str, Any], name: str) -> bool:
+    return any(owner.get("name") == name for owner in one["metadata"].get("ownerReferences", []))
+
+
+def _label(run_id: str) -> str:
+    return f"app.kubernetes.io/instance={run_id}"
+
+
+def _local_dir(run_id: str) -> Path | None:
+    try:
+        return runs.find(run_id).path
+    except UsageError:
+        return None
+
+
+def _documents(text: str) -> list[Manifest]:
+    from ruamel.yaml import YAML
+
+    return [one for one in YAML(typ="safe", pure=True).load_all(text) if one]
+
+
+def _spec_of(manifests: list[Manifest]) -> RunSpec:
+    config = next(one for one in manifests if one["kind"] == "ConfigMap")
+    return RunSpec.model_validate_json(config["data"]["resolved.json"])
+
+
+def _ended(jobset: Mapping[str, Any]) -> bool:
+    return any((condition(jobset, kind) or {}).get("status") == "True" for kind in ("Completed", "Failed"))
+
+
+def _task(pod: Mapping[str, Any]) -> tuple[str, str]:
+    labels = pod["metadata"].get("labels", {})
+    role = labels.get("jobset.sigs.k8s.io/replicatedjob-name", HOST)
+    index = labels.get("jobset.sigs.k8s.io/job-index", "0")
+    return (SUPERVISOR if role == SUPERVISOR else f"{role}-{index}"), role
+
+
+def _tasks(pods: Any) -> dict[str, str]:
+    found = {}
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
+        node = pod.get("spec", {}).get("nodeName")
+        found[_task(pod)[0]] = str(pod.get("status", {}).get("phase", "?")).lower() + (f" on {node}" if node else "")
+    return found
+
+
+def _exit_code(observed: Observed, state: JobState) -> int | None:
+    """The supervisor's own, where its pod is still there; else what the JobSet says."""
+    if not state.ended:
+        return None
+    for pod in observed.pods:
+        if _task(pod)[0] == SUPERVISOR:
+            for container in pod.get("status", {}).get("containerStatuses", []):
+                ended = container.get("state", {}).get("terminated")
+                if ended and container.get("name") == SUPERVISOR:
+                    return int(ended["exitCode"])
+    return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state)

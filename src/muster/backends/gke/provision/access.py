@@ -1,0 +1,150 @@
+"""Before anything is made: billing, permissions with the role that brings each, services, the zone's profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from muster.backends.gke.provision.http import Call, Unreachable
+from muster.backends.gke.provision.networks import network_profile
+from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, Found
+from muster.backends.gke.provision.session import Session, refusal
+from muster.backends.gke.provision.site import Site
+from muster.core.errors import AccessError, CapacityError
+
+SERVICES = (
+    "artifactregistry.googleapis.com",
+    "cloudbilling.googleapis.com",
+    "cloudresourcemanager.googleapis.com",
+    "compute.googleapis.com",
+    "container.googleapis.com",
+    "storage.googleapis.com",
+)
+PERMISSIONS = {
+    "serviceusage.services.enable": "roles/serviceusage.serviceUsageAdmin",
+    "compute.networks.create": "roles/compute.networkAdmin",
+    "compute.networks.delete": "roles/compute.networkAdmin",
+    "compute.subnetworks.create": "roles/compute.networkAdmin",
+    "compute.subnetworks.delete": "roles/compute.networkAdmin",
+    "compute.firewalls.create": "roles/compute.securityAdmin",
+    "compute.firewalls.delete": "roles/compute.securityAdmin",
+    "container.clusters.create": "roles/container.admin",
+    "container.clusters.update": "roles/container.admin",
+    "container.clusters.delete": "roles/container.admin",
+    "storage.buckets.create": "roles/storage.admin",
+    "storage.buckets.setIamPolicy": "roles/storage.admin",
+    "artifactregistry.repositories.create": "roles/artifactregistry.admin",
+    "artifactregistry.repositories.delete": "roles/artifactregistry.admin",
+    "iam.serviceAccounts.actAs": "roles/iam.serviceAccountUser",
+}
+
+
+def preflight_calls(site: Site) -> list[Call]:
+    """What is asked before anything is made."""
+    calls = [_billing(site), _permissions(site)]
+    if profile := network_profile(site):
+        calls.append(Call(method="GET", url=profile))
+    return calls
+
+
+def preflight(site: Site, session: Session) -> None:
+    """Raise for everything that would fail later, before anything is made.
+
+    Raises:
+        AccessError: no such project, no billing, or permissions that are missing, each with its role.
+        CapacityError: the zone has no network profile for the machine.
+    """
+    call = _billing(site)
+    reply = session.send(call)
+    if NOT_SWITCHED_ON & reply.reasons:
+        # Even the questions need their service; switching it on makes nothing and costs nothing.
+        Services(site=site).make(session)
+        reply = session.send(call)
+    if reply.status in (403, 404):
+        raise AccessError(f"project {site.project} does not exist or cannot be seen: {reply.message}")
+    if reply.status >= 300:
+        raise refusal(call, reply)
+    if not reply.body.get("billingEnabled"):
+        raise AccessError(
+            f"project {site.project} has no billing account",
+            hint=f"https://console.cloud.google.com/billing/linkedaccount?project={site.project}",
+        )
+    question = _permissions(site)
+    try:
+        answer = session.ok(question)
+    except Unreachable:
+        answer = session.ok(question)
+    granted = set(answer.body.get("permissions", []))
+    missing = [permission for permission in PERMISSIONS if permission not in granted]
+    if missing:
+        lines = "\n".join(f"  {permission} (in {PERMISSIONS[permission]})" for permission in missing)
+        raise AccessError(
+            f"{len(missing)} permissions are missing in project {site.project}:\n{lines}",
+            hint="grant " + ", ".join(sorted({PERMISSIONS[permission] for permission in missing})),
+        )
+
+
+def check_zone(site: Site, session: Session) -> None:
+    """The RoCE network exists in certain zones only: say which, before a VPC is made. Needs Compute's service.
+
+    Raises:
+        CapacityError: not in this zone.
+    """
+    profile = network_profile(site)
+    if profile is None or session.send(Call(method="GET", url=profile)).status != 404:
+        return
+    listed = session.ok(Call(method="GET", url=f"{site.compute}/global/networkProfiles")).body.get("items", [])
+    suffix = f"-{site.placement.family.network_profile}"
+    zones = sorted(row["name"].removesuffix(suffix) for row in listed if row["name"].endswith(suffix))
+    raise CapacityError(
+        f"zone {site.zone} has no {site.placement.family.network_profile} network for {site.placement.machine.name}",
+        hint="it is in " + ", ".join(zones) if zones else "no zone has one",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Google's APIs that the rest needs, switched on. They are left on: they cost nothing and others may use them."""
+
+    site: Site
+    key: str = "services"
+    needs: tuple[str, ...] = ()
+    foreign: Literal["refuse", "use"] = "use"
+    bills: str | None = None
+
+    def look(self, session: Session) -> Found:
+        names = "&".join(f"names=projects/{self.site.project}/services/{name}" for name in SERVICES)
+        rows = session.ok(Call(method="GET", url=f"{self._url}:batchGet?{names}")).body.get("services", [])
+        on = sum(row.get("state") == "ENABLED" for row in rows)
+        return Found(state="there" if on == len(SERVICES) else "absent", ours=False)
+
+    def make(self, session: Session) -> None:
+        call = self.requests()[0]
+        try:
+            reply = session.ok(call)
+        except Unreachable:
+            reply = session.ok(call)
+        name = reply.body.get("name")
+        session.wait(reply.body, f"https://serviceusage.googleapis.com/v1/{name}" if name else None)
+
+    def settle(self, session: Session) -> None:
+        """Nothing: the operation that switches them on is waited for."""
+
+    def remove(self, session: Session) -> None:
+        """Nothing: see the class."""
+
+    def requests(self) -> list[Call]:
+        return [Call(method="POST", url=f"{self._url}:batchEnable", body={"serviceIds": list(SERVICES)})]
+
+    @property
+    def _url(self) -> str:
+        return f"https://serviceusage.googleapis.com/v1/projects/{self.site.project}/services"
+
+
+def _billing(site: Site) -> Call:
+    return Call(method="GET", url=f"https://cloudbilling.googleapis.com/v1/projects/{site.project}/billingInfo")
+
+
+def _permissions(site: Site) -> Call:
+    url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{site.project}:testIamPermissions"
+    return Call(method="POST", url=url, body={"permissions": list(PERMISSIONS)})

@@ -1,0 +1,171 @@
+"""The cluster, with its small CPU pool, and the pool of GPU nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from muster.backends.gke.placement import longest_run_s
+from muster.backends.gke.provision.http import Call
+from muster.backends.gke.provision.resources import LABEL, RestResource
+from muster.backends.gke.provision.site import Site
+from muster.catalog import gke as catalogue
+
+SUPERVISOR_MACHINE = "e2-standard-4"
+SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
+BROKEN = ("ERROR", "DEGRADED")
+
+
+def clusters(site: Site) -> list[RestResource]:
+    """The cluster and, where the run wants GPUs, their pool."""
+    return [_cluster(site), _pool(site)] if site.placement.machine.gpus else [_cluster(site)]
+
+
+def _cluster(site: Site) -> RestResource:
+    name = site.cluster
+    body: dict[str, Any] = {
+        "name": name,
+        "description": "made by muster",
+        "resourceLabels": LABEL,
+        "network": f"projects/{site.project}/global/networks/{site.prefix}-net",
+        "subnetwork": f"projects/{site.project}/regions/{site.region}/subnetworks/{site.prefix}-sub",
+        "ipAllocationPolicy": {"useIpAliases": True},
+        "networkConfig": {"datapathProvider": "ADVANCED_DATAPATH", "enableMultiNetworking": True},
+        "addonsConfig": {"gcsFuseCsiDriverConfig": {"enabled": True}},
+        "workloadIdentityConfig": {"workloadPool": f"{site.project}.svc.id.goog"},
+        "releaseChannel": {"channel": "REGULAR"},
+        "nodePools": [_cpu_pool(site)],
+    }
+    compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig", "network")}
+    return RestResource(
+        key=f"clusters/{name}",
+        url=f"{site.container}/clusters/{name}",
+        create=Call(method="POST", url=f"{site.container}/clusters", body={"cluster": body}),
+        owner=("resourceLabels", "managed-by"),
+        compared=compared,
+        needs=("services", f"networks/{site.prefix}-net", f"subnetworks/{site.prefix}-sub"),
+        ready=("RUNNING", "RECONCILING"),
+        broken=BROKEN,
+        operations=f"{site.container}/operations",
+        bills=f"a cluster and one {SUPERVISOR_MACHINE}",
+    )
+
+
+def _cpu_pool(site: Site) -> dict[str, Any]:
+    """Where supervisors run: on demand, because a supervisor that is preempted helps nobody."""
+    return {
+        "name": site.placement.options.supervisor_pool,
+        "initialNodeCount": 1,
+        "locations": [site.zone],
+        "autoscaling": {"enabled": True, "totalMinNodeCount": 1, "totalMaxNodeCount": 4, "locationPolicy": "BALANCED"},
+        "management": {"autoRepair": True, "autoUpgrade": True},
+        "config": {
+            "machineType": SUPERVISOR_MACHINE,
+            "diskType": "pd-balanced",
+            "diskSizeGb": 50,
+            "oauthScopes": SCOPES,
+            "resourceLabels": LABEL,
+            "workloadMetadataConfig": {"mode": "GKE_METADATA"},
+        },
+    }
+
+
+def _pool(site: Site) -> RestResource:
+    placement, pools = site.placement, f"{site.container}/clusters/{site.cluster}/nodePools"
+    mode = placement.mode
+    flex, queued = mode.startswith("flex_start"), mode == catalogue.QUEUED
+    nodes = placement.options.nodes_in_quota or placement.hosts
+    static = mode in ("reservation", "calendar")
+    body: dict[str, Any] = {
+        "name": site.pool,
+        "locations": [site.zone],
+        # A reservation is paid for anyway; its nodes are there, so that topology-aware placement can count them.
+        "initialNodeCount": nodes if static else 0,
+        # Repair or upgrade would drain a node that trains; flex-start refuses repair altogether.
+        "management": {"autoRepair": False, "autoUpgrade": not flex and mode != "spot" and not static},
+        "config": _node_config(site, flex=flex),
+    }
+    if queued:
+        body["queuedProvisioning"] = {"enabled": True}
+    if not static:
+        policy = "ANY" if flex or mode == "spot" else "BALANCED"
+        body["autoscaling"] = {
+            "enabled": True,
+            "totalMinNodeCount": 0,
+            "totalMaxNodeCount": nodes,
+            "locationPolicy": policy,
+        }
+    network = _networks_of_nodes(site)
+    if network:
+        body["networkConfig"] = network
+    compared = {
+        "queuedProvisioning": {"enabled": queued},
+        "config": {"machineType": placement.machine.name, "flexStart": flex, "spot": mode == "spot"},
+        "locations": [site.zone],
+    }
+    subnets = tuple(
+        f"subnetworks/{site.prefix}-{data.subnet}" for data in placement.machine.fabric.networks if not placement.claims
+    )
+    return RestResource(
+        key=f"nodePools/{site.pool}",
+        url=f"{pools}/{site.pool}",
+        create=Call(method="POST", url=pools, body={"nodePool": body}),
+        owner=("config", "resourceLabels", "managed-by"),
+        compared=compared,
+        needs=(f"clusters/{site.cluster}", *subnets),
+        ready=("RUNNING", "RECONCILING"),
+        broken=("ERROR", "RUNNING_WITH_ERROR"),
+        operations=f"{site.container}/operations",
+        bills=f"{nodes} x {placement.machine.name} as long as they exist"
+        if static
+        else f"{placement.machine.name} nodes while a run has them",
+    )
+
+
+def _node_config(site: Site, *, flex: bool) -> dict[str, Any]:
+    placement = site.placement
+    mode, family = placement.mode, placement.family
+    accelerator = {
+        "acceleratorType": family.label,
+        "acceleratorCount": str(placement.machine.gpus),
+        "gpuDriverInstallationConfig": {"gpuDriverVersion": family.driver},
+    }
+    config: dict[str, Any] = {
+        "machineType": placement.machine.name,
+        "accelerators": [accelerator],
+        "diskType": family.boot_disk,
+        "diskSizeGb": 200,
+        "oauthScopes": SCOPES,
+        "resourceLabels": LABEL,
+        "gvnic": {"enabled": True},
+        "workloadMetadataConfig": {"mode": "GKE_METADATA"},
+        "reservationAffinity": {"consumeReservationType": "NO_RESERVATION"},
+    }
+    labels = {}
+    if mode == catalogue.QUEUED:
+        labels["cloud.google.com/gke-queued"] = "true"
+    if placement.claims:
+        labels["cloud.google.com/gke-networking-dra-driver"] = "true"
+    if labels:
+        config["labels"] = labels
+    if flex:
+        config["flexStart"] = True
+        config["maxRunDuration"] = f"{longest_run_s(placement.spec)}s"
+    if mode == "spot":
+        config["spot"] = True
+    if mode in ("reservation", "calendar"):
+        config["reservationAffinity"] = {
+            "consumeReservationType": "SPECIFIC_RESERVATION",
+            "key": "compute.googleapis.com/reservation-name",
+            "values": [placement.spec.resources.reservation],
+        }
+    return config
+
+
+def _networks_of_nodes(site: Site) -> dict[str, Any]:
+    if site.placement.claims:
+        return {"acceleratorNetworkProfile": "auto"}
+    rows = [
+        {"network": f"{site.prefix}-{data.vpc}", "subnetwork": f"{site.prefix}-{data.subnet}"}
+        for data in site.placement.machine.fabric.networks
+    ]
+    return {"additionalNodeNetworkConfigs": rows} if rows else {}

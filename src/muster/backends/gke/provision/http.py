@@ -1,0 +1,132 @@
+"""The seam to Google: one method. The real one adds credentials; tests answer from memory."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from muster.core.errors import AccessError, BackendError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request, exactly as it is sent (credentials aside)."""
+
+    method: str
+    url: str
+    body: Mapping[str, Any] | None = None
+    content_type: str = "application/json"
+    ca_pem: str | None = None
+    """Certificate authority of a cluster's own endpoint."""
+    secret: bool = False
+    """The body holds a token: it is never printed."""
+
+    def shown(self) -> str:
+        """The request as text, for a dry run."""
+        if self.body is None:
+            return f"{self.method} {self.url}"
+        body = "(secret)" if self.secret else json.dumps(self.body, indent=1, sort_keys=True)
+        return f"{self.method} {self.url}\n{body}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What came back; a refusal is data, not an exception."""
+
+    status: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """What came back where it was no JSON (a container's log)."""
+
+    @property
+    def message(self) -> str:
+        """The service's own words."""
+        error = self.body.get("error")
+        if isinstance(error, Mapping):
+            return str(error.get("message", self.status))
+        return str(self.body.get("message", f"status {self.status}"))
+
+    @property
+    def reasons(self) -> set[str]:
+        """Machine-readable words of the refusal, over the ways in which Google's services say them."""
+        error = self.body.get("error")
+        if not isinstance(error, Mapping):
+            return {str(self.body.get("reason", ""))}
+        rows = [*error.get("errors", []), *error.get("details", [])]
+        return {str(error.get("status", "")), *(str(row.get("reason", "")) for row in rows)}
+
+
+class Unreachable(BackendError):
+    """The request may have arrived or not: nobody answered."""
+
+
+class Http(Protocol):
+    """Sends one request."""
+
+    def send(self, call: Call) -> Reply:
+        """Raises Unreachable where no answer came."""
+        ...
+
+
+class GoogleHttp:
+    """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        try:
+            import google.auth
+            import google.auth.exceptions
+            from google.auth.transport.requests import Request
+        except ImportError as error:
+            raise AccessError("google-auth is not installed", hint="pip install 'muster[gke]'") from error
+        try:
+            scopes = ["https://www.googleapis.com/auth/cloud-platform"]
+            self._credentials, self.project = google.auth.default(scopes=scopes)
+        except google.auth.exceptions.DefaultCredentialsError as error:
+            raise AccessError(
+                "no Google credentials found",
+                hint="set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run: gcloud auth application-default login",
+            ) from error
+        self._request = Request()
+        self._refresh_error: type[Exception] = google.auth.exceptions.GoogleAuthError
+        self._timeout_s = timeout_s
+
+    def send(self, call: Call) -> Reply:
+        data = None if call.body is None else json.dumps(call.body).encode()
+        request = urllib.request.Request(call.url, data=data, method=call.method)
+        request.add_header("content-type", call.content_type)
+        request.add_header("authorization", f"Bearer {self._token()}")
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s, context=_trust(call.ca_pem)) as answer:
+                return _reply(answer.status, answer.read())
+        except urllib.error.HTTPError as error:
+            return _reply(error.code, error.read())
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            raise Unreachable(f"no answer from {call.url}: {error}") from error
+
+    def _token(self) -> str:
+        try:
+            if not self._credentials.valid:
+                self._credentials.refresh(self._request)
+        except self._refresh_error as error:
+            raise AccessError(f"Google refused the credentials: {error}") from error
+        return str(self._credentials.token)
+
+
+def _trust(ca_pem: str | None) -> ssl.SSLContext | None:
+    if ca_pem is None:
+        return None
+    return ssl.create_default_context(cadata=ca_pem)
+
+
+def _reply(status: int, data: bytes) -> Reply:
+    text = data.decode(errors="replace")
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = {"message": text[:500]} if status >= 300 else {}
+    return Reply(status=status, body=found if isinstance(found, dict) else {"items": found}, text=text)

@@ -1,0 +1,62 @@
+"""The ``Provisioner`` seam for GKE: hardware is a cluster, named by the run file and shared by runs of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from muster.backends.gke.options import Options
+from muster.backends.gke.placement import place
+from muster.backends.gke.provision.http import Http
+from muster.backends.gke.provision.session import Session
+from muster.backends.gke.provision.site import Site, site
+from muster.backends.gke.provision.up import down, resources, up_first
+from muster.core.clock import SystemClock
+from muster.core.seams import Clock, Lease
+from muster.core.spec import RunSpec
+
+
+@dataclass(kw_only=True)
+class GkeProvisioner:
+    """Makes and removes what one run file needs; ``find`` and ``release`` speak of that run file's cluster."""
+
+    http: Http
+    spec: RunSpec
+    manifests: Mapping[str, str] = field(default_factory=dict)
+    """Name -> text of the released manifests (``kueue.yaml``...)."""
+    clock: Clock = field(default_factory=SystemClock)
+    options: Options = field(default_factory=Options)
+    workers: int = 8
+
+    def ensure(self, spec: RunSpec, *, run_id: str) -> Lease:
+        """Make what is missing at the first place with room; what is there already is left alone."""
+        where, lease = up_first(self._sites(spec, run_id), self._session(), self.manifests, workers=self.workers)
+        return Lease(run_id=run_id, resources=lease.resources, labels={**lease.labels, "zone": where.zone})
+
+    def find(self, run_id: str) -> Lease | None:
+        """What exists of the run file's resources, in any of its places; None where nothing of ours does."""
+        session = self._session()
+        for where in self._sites(self.spec, run_id):
+            there = []
+            for resource in resources(where, None):
+                found = resource.look(session)
+                if found.state != "absent" and found.ours:
+                    there.append(resource.key)
+            if there:
+                return Lease(run_id=run_id, resources=tuple(there), labels={"managed-by": "muster", "zone": where.zone})
+        return None
+
+    def release(self, run_id: str) -> list[str]:
+        """Remove everything of ours in all places; returns what still exists afterwards."""
+        left: dict[str, None] = {}
+        for where in self._sites(self.spec, run_id):
+            found = down(where, self._session(), workers=self.workers)
+            left |= dict.fromkeys([*found.troubles, *(f"{one.kind}/{one.name}" for one in found.leftovers)])
+        return list(left)
+
+    def _sites(self, spec: RunSpec, run_id: str) -> list[Site]:
+        placement = place(spec, run_id=run_id, run_dir=spec.run_dir or "/muster-runs", options=self.options)
+        return [site(placement, zone=zone) for zone in spec.resources.locations] or [site(placement)]
+
+    def _session(self) -> Session:
+        return Session(http=self.http, clock=self.clock)

@@ -1,0 +1,213 @@
+"""Something that is, is not, or differs. One shape for all of Google's REST resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from muster.backends.gke.provision.http import Call, Reply, Unreachable
+from muster.backends.gke.provision.session import Session, failure, refusal
+from muster.core.errors import BackendError, ConflictError
+
+MARK = "made by muster"
+LABEL = {"managed-by": "muster"}
+NOT_SWITCHED_ON = {"accessNotConfigured", "SERVICE_DISABLED"}
+"""The API itself is off: nothing of it can exist."""
+State = Literal["absent", "changing", "there", "broken"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One look at a resource."""
+
+    state: State
+    body: Mapping[str, Any] = field(default_factory=dict)
+    ours: bool = True
+    differences: tuple[str, ...] = ()
+
+
+class Resource(Protocol):
+    """What the engine needs of anything that can be made and removed."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys of what has to be there before."""
+        ...
+
+    def look(self, session: Session) -> Found: ...
+
+    def make(self, session: Session) -> None:
+        """Create it and wait; there already is success."""
+        ...
+
+    def settle(self, session: Session) -> None:
+        """Wait until it is no longer changing.
+
+        Raises:
+            CapacityError, BackendError: it ended up broken.
+        """
+        ...
+
+    def remove(self, session: Session) -> None:
+        """Remove it and wait; absent is success."""
+        ...
+
+    def requests(self) -> list[Call]:
+        """What making it sends."""
+        ...
+
+    @property
+    def foreign(self) -> Literal["refuse", "use"]:
+        """What to do with one of that name that somebody else made. Never removed, either way."""
+        ...
+
+    @property
+    def bills(self) -> str | None:
+        """What it costs while it exists; None: nothing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestResource:
+    """A resource with an address of its own that is created by one POST."""
+
+    key: str
+    url: str
+    create: Call
+    owner: tuple[str, ...]
+    """Path of the field that says whose it is."""
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    """Part of the body in which a difference matters."""
+    needs: tuple[str, ...] = ()
+    foreign: Literal["refuse", "use"] = "refuse"
+    bills: str | None = None
+    ready: tuple[str, ...] = ()
+    """Values of ``status`` of a finished one; empty: it has no status."""
+    broken: tuple[str, ...] = ()
+    operations: str | None = None
+    """Folder of operations; None: the operation's own address (Compute), or none at all."""
+
+    def look(self, session: Session) -> Found:
+        call = Call(method="GET", url=self.url)
+        reply = session.send(call)
+        if reply.status == 404 or NOT_SWITCHED_ON & reply.reasons:
+            return Found(state="absent")
+        if reply.status >= 300:
+            raise refusal(call, reply)
+        status = reply.body.get("status")
+        state: State = "there"
+        if status in self.broken:
+            state = "broken"
+        elif self.ready and status not in self.ready:
+            state = "changing"
+        return Found(
+            state=state,
+            body=reply.body,
+            ours=_at(reply.body, self.owner) in (MARK, LABEL["managed-by"]),
+            differences=tuple(differences(self.compared, reply.body)),
+        )
+
+    def make(self, session: Session) -> None:
+        for _ in range(3):
+            try:
+                reply = session.send(self.create)
+            except Unreachable:
+                # The answer is lost, not necessarily the request: look before asking for a second one.
+                if self.look(session).state == "absent":
+                    continue
+                return self.settle(session)
+            if reply.status == 409:
+                return self.settle(session)
+            if reply.status >= 300:
+                raise refusal(self.create, reply)
+            session.wait(reply.body, self._poll(reply)) if _is_operation(reply.body) else None
+            return self.settle(session)
+        raise BackendError(f"no answer when making {self.key}", hint="run the same again")
+
+    def remove(self, session: Session) -> None:
+        call = Call(method="DELETE", url=self.url)
+        reply = session.delete(call)
+        if reply.status == 404:
+            return
+        if reply.status >= 300:
+            raise refusal(call, reply)
+        if _is_operation(reply.body):
+            session.wait(reply.body, self._poll(reply))
+
+    def requests(self) -> list[Call]:
+        return [self.create]
+
+    def settle(self, session: Session) -> None:
+        """Wait until it is finished, whoever asked for it."""
+        pause_s, waited_s = 1.0, 0.0
+        while (found := self.look(session)).state == "changing":
+            if waited_s > session.operation_timeout_s:
+                raise BackendError(f"{self.key} is still {found.body.get('status')}", hint="run the same again")
+            session.clock.sleep(pause_s)
+            waited_s += pause_s
+            pause_s = min(30.0, pause_s * 1.5)
+        if found.state == "broken":
+            raise failure(f"{self.key} is {found.body.get('status')}: {found.body.get('statusMessage', '')}")
+
+    def _poll(self, reply: Reply) -> str | None:
+        if self.operations is None:
+            link: str | None = reply.body.get("selfLink")
+            return link
+        return f"{self.operations}/{str(reply.body['name']).rpartition('/')[2]}"
+
+
+def differences(wanted: Any, there: Any, at: str = "") -> list[str]:
+    """Where ``there`` is not as ``wanted`` says; keys that ``wanted`` does not name do not matter."""
+    if isinstance(wanted, Mapping):
+        found = []
+        for key, value in wanted.items():
+            inner = there.get(key) if isinstance(there, Mapping) else None
+            found += differences(value, inner, f"{at}.{key}" if at else key)
+        return found
+    if isinstance(wanted, list) and isinstance(there, list) and len(wanted) == len(there):
+        return [
+            line
+            for index, pair in enumerate(zip(wanted, there, strict=True))
+            for line in differences(*pair, f"{at}[{index}]")
+        ]
+    if wanted == there or _same_address(wanted, there) or (not wanted and not there) or str(wanted) == str(there):
+        return []
+    return [f"{at} should be {wanted!r}, is {there!r}"]
+
+
+def refuse_foreign(resource: Resource, found: Found, *, adopt: bool) -> None:
+    """Somebody else's resource under our name is left alone.
+
+    Raises:
+        ConflictError: it is not ours and ``adopt`` is not set, or it differs from what the run file needs.
+    """
+    if not found.ours and resource.foreign == "refuse" and not adopt:
+        raise ConflictError(
+            f"{resource.key} exists and was not made by muster",
+            hint="choose another name, or --adopt to use it as it is",
+        )
+    if found.differences and found.ours:
+        raise ConflictError(
+            f"{resource.key} is not as the run file needs it: " + "; ".join(found.differences),
+            hint="muster down, then muster up; or another name",
+        )
+
+
+def _same_address(wanted: Any, there: Any) -> bool:
+    """Google answers with full addresses where short ones were given."""
+    both = isinstance(wanted, str) and isinstance(there, str) and "/" in wanted
+    return both and there.endswith("/" + wanted.split("/projects/")[-1].removeprefix("projects/"))
+
+
+def _is_operation(body: Mapping[str, Any]) -> bool:
+    return "operationType" in body or "done" in body or "/operations/" in str(body.get("name", ""))
+
+
+def _at(body: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        body = body.get(key) if isinstance(body, Mapping) else None
+    return body

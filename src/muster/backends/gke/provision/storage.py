@@ -1,0 +1,224 @@
+"""Buckets, who may write to them, and the image repository."""
+
+from __future__ import annotations
+
+import urllib.parse
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from muster.backends.gke.provision.http import Call, Unreachable
+from muster.backends.gke.provision.resources import LABEL, Found, Resource, RestResource
+from muster.backends.gke.provision.session import Session, refusal
+from muster.backends.gke.provision.site import Site
+from muster.core.errors import AccessError, BackendError, ConflictError
+
+STORAGE = "https://storage.googleapis.com/storage/v1"
+ROLE = "roles/storage.objectUser"
+
+
+def storage(site: Site) -> list[Resource]:
+    """Every bucket of the run file with its binding, and a repository for images."""
+    found: list[Resource] = [_repository(site)]
+    for name in site.buckets:
+        found += [Bucket(site=site, name=name), Binding(site=site, bucket=name)]
+    return found
+
+
+def _repository(site: Site) -> RestResource:
+    folder = f"https://artifactregistry.googleapis.com/v1/projects/{site.project}/locations/{site.region}"
+    body = {"format": "DOCKER", "description": "made by muster", "labels": LABEL}
+    return RestResource(
+        key=f"repositories/{site.prefix}",
+        url=f"{folder}/repositories/{site.prefix}",
+        create=Call(method="POST", url=f"{folder}/repositories?repositoryId={site.prefix}", body=body),
+        owner=("labels", "managed-by"),
+        compared={"format": "DOCKER"},
+        needs=("services",),
+        operations=f"{folder}/operations",
+        bills="the bytes of its images",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """A bucket in the cluster's region with a hierarchical namespace; one that is there already is used as it is."""
+
+    site: Site
+    name: str
+    foreign: Literal["refuse", "use"] = "use"
+    bills: str | None = "the bytes in it"
+
+    @property
+    def key(self) -> str:
+        return f"buckets/{self.name}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("services",)
+
+    def look(self, session: Session) -> Found:
+        try:
+            return self._rest().look(session)
+        except AccessError as error:
+            raise ConflictError(
+                f"bucket {self.name} is somebody else's: {error}",
+                hint="bucket names are shared by all the world; choose another",
+            ) from error
+
+    def make(self, session: Session) -> None:
+        self._rest().make(session)
+
+    def settle(self, session: Session) -> None:
+        """A bucket is there at once."""
+
+    def remove(self, session: Session) -> None:
+        """Empty it and remove it."""
+        base = f"{STORAGE}/b/{self.name}"
+        while rows := self._rows(session, f"{base}/o?versions=true"):
+            for row in rows:
+                generation = f"?generation={row['generation']}" if "generation" in row else ""
+                _delete(session, f"{base}/o/{_quoted(row['name'])}{generation}")
+        # In a hierarchical namespace folders are things of their own, and go from the inside out.
+        while rows := self._rows(session, f"{base}/folders"):
+            for row in sorted(rows, key=lambda row: -row["name"].count("/")):
+                _delete(session, f"{base}/folders/{_quoted(row['name'])}")
+        self._rest().remove(session)
+
+    def _rows(self, session: Session, url: str) -> list[Any]:
+        reply = session.send(Call(method="GET", url=url))
+        if reply.status == 404 or reply.status == 409:
+            # The bucket is gone, or has no hierarchical namespace and therefore no folders.
+            return []
+        if reply.status >= 300:
+            raise refusal(Call(method="GET", url=url), reply)
+        return list(reply.body.get("items", []))
+
+    def requests(self) -> list[Call]:
+        return self._rest().requests()
+
+    def _rest(self) -> RestResource:
+        body = {
+            "name": self.name,
+            "location": self.site.region.upper(),
+            "hierarchicalNamespace": {"enabled": True},
+            "iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}, "publicAccessPrevention": "enforced"},
+            # Deleted objects would be kept, and billed, for a week.
+            "softDeletePolicy": {"retentionDurationSeconds": "0"},
+            "labels": LABEL,
+        }
+        return RestResource(
+            key=self.key,
+            url=f"{STORAGE}/b/{self.name}",
+            create=Call(method="POST", url=f"{STORAGE}/b?project={self.site.project}", body=body),
+            owner=("labels", "managed-by"),
+            foreign="use",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """The pods' identity may read and write the bucket's objects: by principal, no Google service account."""
+
+    site: Site
+    bucket: str
+    foreign: Literal["refuse", "use"] = "use"
+    bills: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"bindings/{self.bucket}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        # The workload pool comes into being with the first cluster of the project that has one.
+        return (f"buckets/{self.bucket}", f"clusters/{self.site.cluster}")
+
+    def look(self, session: Session) -> Found:
+        reply = session.send(Call(method="GET", url=self._url))
+        if reply.status >= 300:
+            return Found(state="absent")
+        there = any(self._ours(row, self._member(session)) for row in reply.body.get("bindings", []))
+        return Found(state="there" if there else "absent", body=reply.body)
+
+    def settle(self, session: Session) -> None:
+        """A binding is there at once."""
+
+    def make(self, session: Session) -> None:
+        member = self._member(session)
+
+        def with_member(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            if any(self._ours(row, member) for row in rows):
+                return rows
+            return [*rows, {"role": ROLE, "members": [member]}]
+
+        self._change(session, with_member)
+
+    def remove(self, session: Session) -> None:
+        member = self._member(session)
+
+        def without(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            kept = []
+            for row in rows:
+                members = [one for one in row["members"] if one != member or row["role"] != ROLE]
+                if members:
+                    kept.append({**row, "members": members})
+            return kept
+
+        self._change(session, without)
+
+    def requests(self) -> list[Call]:
+        row = {"role": ROLE, "members": [principal(self.site, "PROJECT_NUMBER")]}
+        return [Call(method="GET", url=self._url), Call(method="PUT", url=self._url, body={"bindings": ["...", row]})]
+
+    @property
+    def _url(self) -> str:
+        return f"{STORAGE}/b/{self.bucket}/iam"
+
+    def _change(self, session: Session, change: Any) -> None:
+        """Read, change, write back under the policy's etag: a lost race is tried again."""
+        for _ in range(5):
+            reply = session.send(Call(method="GET", url=f"{self._url}?optionsRequestedPolicyVersion=3"))
+            if reply.status == 404:
+                return
+            if reply.status >= 300:
+                raise refusal(Call(method="GET", url=self._url), reply)
+            policy = dict(reply.body)
+            rows = list(policy.get("bindings", []))
+            changed = change(rows)
+            if changed == rows:
+                return
+            call = Call(method="PUT", url=self._url, body={**policy, "bindings": changed})
+            try:
+                answer = session.send(call)
+            except Unreachable:
+                continue
+            if answer.status < 300:
+                return
+            if answer.status != 412:
+                raise refusal(call, answer)
+        raise BackendError(f"the policy of bucket {self.bucket} keeps changing", hint="run the same again")
+
+    def _member(self, session: Session) -> str:
+        url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{self.site.project}"
+        return principal(self.site, str(session.ok(Call(method="GET", url=url)).body["projectNumber"]))
+
+    def _ours(self, row: dict[str, Any], member: str) -> bool:
+        return row.get("role") == ROLE and member in row.get("members", []) and "condition" not in row
+
+
+def _delete(session: Session, url: str) -> None:
+    call = Call(method="DELETE", url=url)
+    reply = session.delete(call)
+    if reply.status >= 300 and reply.status != 404:
+        raise refusal(call, reply)
+
+
+def _quoted(name: str) -> str:
+    return urllib.parse.quote(name, safe="")
+
+
+def principal(site: Site, project_number: str) -> str:
+    """The Kubernetes service account as IAM names it (Workload Identity Federation)."""
+    pool = f"projects/{project_number}/locations/global/workloadIdentityPools/{site.project}.svc.id.goog"
+    options = site.placement.options
+    return f"principal://iam.googleapis.com/{pool}/subject/ns/{options.namespace}/sa/{options.service_account}"

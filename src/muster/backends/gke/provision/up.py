@@ -1,0 +1,222 @@
+"""``up`` and ``down`` for one run file: the list of resources, and what is done with it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from muster.backends.gke.networks import network_objects
+from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
+from muster.backends.gke.provision.audit import Leftover, audit
+from muster.backends.gke.provision.clusters import clusters
+from muster.backends.gke.provision.engine import Progress, ensure, remove, survey
+from muster.backends.gke.provision.http import Call
+from muster.backends.gke.provision.kube import Objects
+from muster.backends.gke.provision.networks import networks
+from muster.backends.gke.provision.resources import Resource
+from muster.backends.gke.provision.session import Session
+from muster.backends.gke.provision.site import Site
+from muster.backends.gke.provision.storage import Binding, Bucket, storage
+from muster.backends.gke.queue import queue_objects, service_account
+from muster.catalog import gke as catalogue
+from muster.core.errors import BackendError, CapacityError, UsageError
+from muster.core.seams import Lease
+
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What is installed on the cluster: released manifests, read from files whose hash is checked where it is known."""
+
+    documents: Mapping[str, tuple[Manifest, ...]]
+    """Name (``kueue.yaml``) -> its objects."""
+    hugging_face_token: str | None = None
+
+
+def wanted_software(site: Site) -> dict[str, str]:
+    """File name -> address it is released at, of everything that this run file's cluster needs."""
+    releases = catalogue.versions()["releases"]
+    fabric = site.placement.machine.fabric
+    found = {f"{name}.yaml": str(releases[name]["url"]) for name in ("jobset", "kueue")}
+    if site.placement.machine.gpus:
+        found |= {path.rpartition("/")[2]: catalogue.installers_url() + path for path in fabric.installers}
+    return found
+
+
+def software(site: Site, texts: Mapping[str, str], *, hugging_face_token: str | None = None) -> Software:
+    """Parse the released manifests.
+
+    Raises:
+        UsageError: files are missing, each with the address to get it from, or one is not the release in the table.
+    """
+    from ruamel.yaml import YAML
+
+    wanted = wanted_software(site)
+    if missing := [name for name in wanted if name not in texts]:
+        lines = "\n".join(f"  curl -L -o {name} {wanted[name]}" for name in missing)
+        raise UsageError(f"released manifests are needed:\n{lines}", hint="put them in a folder: --manifests FOLDER")
+    releases = catalogue.versions()["releases"]
+    for name in wanted:
+        known = releases.get(name.removesuffix(".yaml"), {}).get("sha256")
+        digest = hashlib.sha256(texts[name].encode()).hexdigest()
+        if known and digest != known:
+            raise UsageError(f"{name} has sha256 {digest}, the release has {known}", hint=f"get it from {wanted[name]}")
+    documents = {
+        name: tuple(one for one in YAML(typ="safe", pure=True).load_all(texts[name]) if one) for name in wanted
+    }
+    return Software(documents=documents, hugging_face_token=hugging_face_token)
+
+
+def resources(site: Site, installed: Software | None) -> list[Resource]:
+    """Everything for the run file, in an order that satisfies each one's needs. ``installed`` None: without objects."""
+    found: list[Resource] = [Services(site=site), *networks(site), *storage(site), *clusters(site)]
+    return found if installed is None else [*found, *_objects(site, installed)]
+
+
+def requests(site: Site, installed: Software) -> list[Call]:
+    """Every request that makes something, and the questions before: a dry run. Pure."""
+    calls = preflight_calls(site)
+    for resource in resources(site, installed):
+        calls += resource.requests()
+    return calls
+
+
+def up(
+    site: Site, session: Session, installed: Software, *, workers: int = 8, progress: Progress | None = None
+) -> Lease:
+    """Make what is missing and return it; run again after any interruption, it goes on where it was.
+
+    Raises:
+        AccessError: billing, credentials or permissions, before anything is made.
+        ConflictError: somebody else's cluster or network has the name.
+        CapacityError: no quota or no machines.
+    """
+    preflight(site, session)
+    survey(resources(site, None), session, adopt=site.adopt)
+    services = Services(site=site)
+    ensure([services], session, progress=progress)
+    check_zone(site, session)
+    wanted = [one for one in resources(site, installed) if one.key != services.key]
+    ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
+    return Lease(run_id=site.cluster, resources=tuple(one.key for one in wanted), labels={"managed-by": "muster"})
+
+
+def up_first(
+    sites: Sequence[Site],
+    session: Session,
+    texts: Mapping[str, str],
+    *,
+    token: str | None = None,
+    workers: int = 8,
+    progress: Progress | None = None,
+) -> tuple[Site, Lease]:
+    """``up`` at the first place that has room; one place at a time, and nothing of a place without room stays.
+
+    Raises:
+        CapacityError: no place had room; the last one's words.
+    """
+    for number, where in enumerate(sites):
+        installed = software(where, texts, hugging_face_token=token)
+        try:
+            return where, up(where, session, installed, workers=workers, progress=progress)
+        except CapacityError:
+            if number == len(sites) - 1:
+                raise
+            withdraw(where, sites[number + 1], session, workers=workers, progress=progress)
+    raise UsageError("no place to try", hint="resources.locations: [us-central1-b]")
+
+
+def withdraw(
+    where: Site, following: Site, session: Session, *, workers: int = 8, progress: Progress | None = None
+) -> None:
+    """Remove what was made at ``where`` and is of no use to the place that is tried next.
+
+    Raises:
+        BackendError: something could not be removed.
+    """
+    useful = {one.key: one.requests() for one in resources(following, None)}
+
+    def keep(one: Resource) -> bool:
+        return useful.get(one.key) == one.requests() or isinstance(one, (Bucket, Binding))
+
+    if troubles := remove(resources(where, None), session, keep=keep, workers=workers, progress=progress):
+        raise BackendError(f"{where.zone} cannot be cleared: " + "; ".join(troubles), hint="muster down RUN.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down:
+    """What is left after everything of ours was removed."""
+
+    troubles: tuple[str, ...]
+    leftovers: tuple[Leftover, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Nothing of ours bills but what was kept on purpose."""
+        return not self.troubles and all(one.kept for one in self.leftovers)
+
+
+def down(
+    site: Site, session: Session, *, keep_data: bool = False, workers: int = 8, progress: Progress | None = None
+) -> Down:
+    """Remove everything of ours in order, then look at the project for what still exists."""
+    kept = {f"buckets/{name}" for name in site.buckets} if keep_data else set()
+    found = [*resources(site, None), *_objects_on_an_adopted_cluster(site, session)]
+    troubles = remove(found, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
+    leftovers = audit(site, session, kept={key.partition("/")[2] for key in kept})
+    return Down(troubles=tuple(troubles), leftovers=tuple(leftovers))
+
+
+def _objects_on_an_adopted_cluster(site: Site, session: Session) -> list[Resource]:
+    """Ours go one by one where the cluster stays; what was installed on it (Kueue, JobSet) may be in others' use."""
+    cluster = clusters(site)[0].look(session)
+    if cluster.state == "absent" or cluster.ours:
+        return []
+    ours = _objects(site, Software(documents={}, hugging_face_token="any"))
+    return [replace(one, removed_with_cluster=False) for one in ours]
+
+
+def _objects(site: Site, installed: Software) -> list[Objects]:
+    placement, cluster = site.placement, f"clusters/{site.cluster}"
+    found = []
+    names = []
+    for name, documents in installed.documents.items():
+        key = f"software/{name.removesuffix('.yaml')}"
+        names.append(key)
+        found.append(Objects(site=site, key=key, needs=(cluster,), manifests=documents))
+    account = Objects(
+        site=site, key="objects/account", needs=(cluster,), manifests=(*_namespace(site), service_account(placement))
+    )
+    found.append(account)
+    if data := network_objects(placement):
+        found.append(Objects(site=site, key="objects/networks", needs=(cluster,), manifests=tuple(data)))
+    if placement.options.kueue:
+        queue = tuple(queue_objects(placement))
+        found.append(Objects(site=site, key="objects/queue", needs=(*names, account.key), manifests=queue))
+    if installed.hugging_face_token:
+        found.append(
+            Objects(
+                site=site,
+                key="objects/hugging-face",
+                needs=(account.key,),
+                manifests=(_secret(site, installed.hugging_face_token),),
+                secret=True,
+            )
+        )
+    return found
+
+
+def _namespace(site: Site) -> list[Manifest]:
+    name = site.placement.options.namespace
+    return [] if name == "default" else [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}]
+
+
+def _secret(site: Site, token: str) -> Manifest:
+    options = site.placement.options
+    metadata = {"name": options.hugging_face_secret, "namespace": options.namespace}
+    data = {"token": base64.b64encode(token.encode()).decode()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}

@@ -1,0 +1,355 @@
+"""The ``Launcher`` of this machine. One job is a few detached processes and a record, ``job.json``.
+
+The record is written under a lock that dies with its holder, one process at a time, so that a submit that
+was killed half-way is completed by running it again: what lives is adopted, what is missing is started.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import muster.backends.local.machine as machine
+import muster.backends.local.processes as processes
+from muster.backends.local.processes import Process
+from muster.core import runs
+from muster.core.clock import SystemClock, SystemShell
+from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.core.places import memory_prefix
+from muster.core.seams import Clock, Shell
+from muster.core.spec import RunSpec
+
+#: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
+SUBMISSION = "submission"
+#: Bytes of a log read at once.
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LocalLauncher:
+    """Runs jobs as detached processes of this user on this machine."""
+
+    name: str = "local"
+    clock: Clock = field(default_factory=SystemClock)
+    shell: Shell = field(default_factory=SystemShell)
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    grace_s: float = 10.0
+    """From SIGTERM to SIGKILL in ``cancel``."""
+
+    # ------------------------------------------------------------ before
+
+    def offers(self, spec: RunSpec) -> list[Offer]:
+        """This machine, once."""
+        gpus = machine.gpus(self.shell, self.environ)
+        return [
+            Offer(
+                backend=self.name,
+                machine=platform.node() or "this machine",
+                location="here",
+                accelerator=gpus[0].name if gpus else "cpu",
+                gpus_per_node=len(gpus),
+                gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
+                usd_per_node_hour=0.0,
+                peak_flops_per_gpu=None,
+                max_nodes=spec.resources.hosts + spec.resources.spare_hosts,
+                mode="owned",
+            )
+        ]
+
+    def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+        """A supervisor, and an agent per host and spare: "hosts" are processes here."""
+        common = ("--run-dir", run_dir, "--run-id", run_id)
+        # -P: a module in the current folder never shadows the library's.
+        supervisor = TaskSpec(name="supervisor", argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
+        agent = TaskSpec(
+            name="agent",
+            argv=(sys.executable, "-P", "-m", "muster.agent", *common, "--host", "host-{index}"),
+            count=spec.resources.hosts + spec.resources.spare_hosts,
+        )
+        return JobRequest(
+            run_id=run_id,
+            backend=self.name,
+            run_dir=run_dir,
+            tasks=(supervisor, agent),
+            labels={"muster-run": run_id, SUBMISSION: "1"},
+        )
+
+    # ------------------------------------------------------------ submit and find
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        """Start what is missing of the request and return; the same request twice makes one job.
+
+        Raises:
+            BackendError: a process cannot be started.
+            ConflictError: the folder is another run's.
+        """
+        run_dir = Path(request.run_dir)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        number = int(request.labels.get(SUBMISSION, "1"))
+        with _locked(run_dir):
+            record = _read(run_dir)
+            if record and record["run_id"] != request.run_id:
+                raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
+            if not record or number > record[SUBMISSION]:
+                record = self._new_record(request, number)
+                _write(run_dir, record)
+            if record["state"] != "cancelled":
+                self._start_missing(request, record, run_dir)
+        return _handle(record, run_dir)
+
+    def attach(self, handle: JobHandle, *, task: str, pid: int) -> None:
+        """Record a process that runs ``task`` without having been started here (a supervisor in the foreground)."""
+        run_dir = Path(handle.run_dir)
+        found = processes.look(pid)
+        with _locked(run_dir):
+            record = _read(run_dir)
+            if record and found:
+                record["tasks"][task] = {"pid": pid, "start_ticks": found.start_ticks, "foreground": True}
+                _write(run_dir, record)
+
+    def find(self, run_id: str) -> JobHandle | None:
+        """By the registry; failing that, by the label of a living process."""
+        with contextlib.suppress(UsageError):
+            run = runs.find(run_id)
+            record = _read(run.path)
+            if record:
+                return _handle(record, run.path)
+        for process in processes.labelled(run_id):
+            return JobHandle(run_id=run_id, backend=self.name, job_id=str(process.pid), run_dir=process.run_dir)
+        return None
+
+    def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "run_id": request.run_id,
+            "backend": self.name,
+            SUBMISSION: number,
+            "state": "starting",
+            "submitted_wall_ns": self.clock.wall_ns(),
+            "cwd": os.getcwd(),
+            "tasks": {},
+        }
+
+    def _start_missing(self, request: JobRequest, record: dict[str, Any], run_dir: Path) -> None:
+        living = {process.argv: process for process in processes.labelled(request.run_id)}
+        for task in request.tasks:
+            for index in range(task.count):
+                name, argv = _copy(task, index)
+                if name in record["tasks"]:
+                    continue
+                process = living.get(argv) or processes.start(
+                    argv,
+                    env=processes.environment(
+                        self.environ, run_id=request.run_id, run_dir=request.run_dir, extra=task.env
+                    ),
+                    log=run_dir / "logs" / f"{name}.log",
+                    cwd=run_dir,
+                )
+                record["tasks"][name] = {"pid": process.pid, "start_ticks": process.start_ticks, "argv": list(argv)}
+                _write(run_dir, record)
+        record["state"] = "started"
+        _write(run_dir, record)
+
+    # ------------------------------------------------------------ watch
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Look once: at the record, at ``/proc``, and for a verdict at the end of the supervisor's log."""
+        run_dir = Path(handle.run_dir)
+        record = _read(run_dir)
+        if not record:
+            return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
+        living = {name: processes.lives(each["pid"], each["start_ticks"]) for name, each in record["tasks"].items()}
+        words = {
+            name: f"running (pid {record['tasks'][name]['pid']})" if alive else "ended"
+            for name, alive in sorted(living.items())
+        }
+        state, reason, code = _judge(record, living, _verdict(run_dir, record["submitted_wall_ns"]))
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=words)
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        """What each file in the run's ``logs`` holds beyond ``after``; a half character waits for its rest."""
+        positions = after or {}
+        folder = Path(handle.run_dir) / "logs"
+        for path in sorted(folder.glob("*.log")) if folder.is_dir() else []:
+            position = positions.get(path.stem, 0)
+            while chunk := _read_chunk(path, position):
+                position = chunk.next_offset
+                yield chunk
+
+    # ------------------------------------------------------------ end
+
+    def cancel(self, handle: JobHandle) -> None:
+        """SIGTERM to the job's processes, after a grace SIGKILL to everything with its label; absent is success.
+
+        Raises:
+            BackendError: something could not be ended.
+        """
+        run_dir = Path(handle.run_dir)
+        mine: list[Process] = []
+        if run_dir.is_dir():
+            with _locked(run_dir):
+                record = _read(run_dir)
+                if record:
+                    record["state"] = "cancelled"
+                    _write(run_dir, record)
+                    mine = [
+                        Process(pid=each["pid"], start_ticks=each["start_ticks"]) for each in record["tasks"].values()
+                    ]
+        spared = processes.ancestors()
+        processes.send([each for each in mine if each.pid not in spared], signal.SIGTERM)
+        self._wait_until_gone(handle.run_id, mine, spared, self.grace_s if mine else 0.0)
+        for _ in range(20):  # a process can fork between the look and the kill
+            left = _remaining(handle.run_id, mine, spared)
+            if not left:
+                break
+            processes.send(left, signal.SIGKILL)
+            self._wait_until_gone(handle.run_id, mine, spared, 1.0)
+        left = _remaining(handle.run_id, mine, spared)
+        if left:
+            raise BackendError(
+                f"{len(left)} processes of {handle.run_id} do not end: {', '.join(str(each.pid) for each in left[:5])}",
+                hint="run muster down again, or look at them with ps",
+            )
+        _remove_memory(run_dir, handle.run_id)
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """What still exists of the run, in words: the proof of a tear-down."""
+        left = _remaining(handle.run_id, [], processes.ancestors())
+        found = [f"process {each.pid}: {' '.join(each.argv)[:80]}" for each in left]
+        prefix = Path(memory_prefix(handle.run_dir, handle.run_id)).name
+        return found + [f"memory {path}" for path in _memory(prefix)]
+
+    def _wait_until_gone(self, run_id: str, mine: Sequence[Process], spared: set[int], seconds: float) -> None:
+        until = self.clock.monotonic_ns() + int(seconds * 1e9)
+        while self.clock.monotonic_ns() < until and _remaining(run_id, mine, spared):
+            self.clock.sleep(0.05)
+
+
+# ---------------------------------------------------------------- tasks and records
+
+
+def _copy(task: TaskSpec, index: int) -> tuple[str, tuple[str, ...]]:
+    """Name and argv of one copy; ``{index}`` stands for its number where a whole word ends with it."""
+    argv = tuple(word.removesuffix("{index}") + str(index) if word == "host-{index}" else word for word in task.argv)
+    if argv == task.argv and task.count == 1:
+        return task.name, argv
+    return f"{task.name}-host-{index}", argv
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    with open(run_dir / ".job.lock", "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run_dir / "job.json").read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BackendError(f"cannot read {run_dir / 'job.json'}: {error}", hint="muster down ends what runs") from error
+    return found if isinstance(found, dict) and "tasks" in found else None
+
+
+def _write(run_dir: Path, record: Mapping[str, Any]) -> None:
+    try:
+        runs.replace_text(run_dir / "job.json", json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise BackendError(f"cannot write {run_dir / 'job.json'}: {error.strerror}") from error
+
+
+def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
+    return JobHandle(run_id=record["run_id"], backend="local", job_id=record["run_id"], run_dir=str(run_dir))
+
+
+# ---------------------------------------------------------------- judging
+
+
+def _judge(
+    record: Mapping[str, Any], living: Mapping[str, bool], verdict: Mapping[str, Any] | None
+) -> tuple[JobState, str, int | None]:
+    alive = sum(living.values())
+    if record["state"] == "cancelled" and (verdict is None or verdict["outcome"] == "preempted"):
+        # SIGTERM means preemption to a supervisor; this one came from `cancel`.
+        return JobState.STOPPED, "cancelled" + (f", {alive} processes are ending" if alive else ""), None
+    if verdict is not None:
+        code = int(verdict.get("exit_code", 1))
+        return JobState(verdict["outcome"]), str(verdict.get("reason", "")), code
+    if record["state"] == "starting":
+        reason = f"{alive} processes started; the submit was interrupted" if alive else "being started"
+        return JobState.WAITING, reason, None
+    if alive == 0:
+        return JobState.FAILED, "its processes ended without a verdict; the logs say why", None
+    if living.get("supervisor") is False:
+        return JobState.RUNNING, f"the supervisor is gone, {alive} agents are left; muster recover takes over", None
+    return JobState.RUNNING, f"{alive} of {len(living)} processes run", None
+
+
+def _verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
+    """The ``run.finished`` of this submission; it stands near the end of the newest supervisor's file."""
+    folder = run_dir / "events"
+    if not folder.is_dir():
+        return None
+    files = sorted(folder.glob("supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
+    for path in files[-1:]:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            lines = file.read().split(b"\n")
+        for line in reversed(lines):
+            if b'"run.finished"' in line:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    found: Mapping[str, Any] = event["detail"]
+                    return found if event["wall_ns"] >= since_wall_ns else None
+    return None
+
+
+# ---------------------------------------------------------------- logs and leftovers
+
+
+def _read_chunk(path: Path, position: int) -> LogChunk | None:
+    try:
+        with open(path, "rb") as file:
+            if position > os.fstat(file.fileno()).st_size:
+                position = 0  # replaced by a new file
+            file.seek(position)
+            data = file.read(CHUNK_BYTES)
+    except OSError:
+        return None
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text = decoder.decode(data)
+    waiting = len(decoder.getstate()[0])
+    if not text:
+        return None
+    return LogChunk(task=path.stem, text=text, next_offset=position + len(data) - waiting)
+
+
+def _remaining(run_id: str, mine: Sequence[Process], spared: set[int]) -> list[Process]:
+    found = {each.pid: each for each in processes.labelled(run_id)}
+    found |= {each.pid: each for each in mine if processes.lives(each.pid, each.start_ticks)}
+    return [each for pid, each in sorted(found.items()) if pid not in spared]
+
+
+def _memory(prefix: str) -> list[Path]:
+    root = Path(os.environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"))
+    return sorted(root.glob(f"{prefix}-*"))
+
+
+def _remove_memory(run_dir: Path, run_id: str) -> None:
+    """Snapshots in memory that killed agents left."""
+    for path in _memory(memory_prefix(run_dir, run_id)):
+        shutil.rmtree(path, ignore_errors=True)

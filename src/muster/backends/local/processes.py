@@ -1,0 +1,171 @@
+"""Processes of this machine, read from ``/proc``: starting detached ones, finding them by label, ending them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.core.errors import BackendError
+
+#: The label: in the environment of every process of a run, whoever forked it and whatever its session.
+RUN_ID = "MUSTER_RUN_ID"
+RUN_DIR = "MUSTER_RUN_DIR"
+
+#: What a run's processes get of the submitter's environment.
+KEPT = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+)
+KEPT_PREFIXES = (
+    "LC_", "XDG_", "MUSTER_", "LD_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_",
+    "MKL_", "HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TRACKIO_", "GOOGLE_", "CLOUDSDK_",
+    "GCSFS_", "AWS_", "SSL_CERT_", "REQUESTS_CA_", "STORAGE_EMULATOR_", "http_proxy", "https_proxy", "no_proxy",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One living process."""
+
+    pid: int
+    start_ticks: int
+    """With the pid, unique in this boot: pids are used again."""
+    argv: tuple[str, ...] = ()
+    run_dir: str = ""
+
+
+def environment(given: Mapping[str, str], *, run_id: str, run_dir: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """What a process of the run gets: only what is needed, and the label."""
+    kept = {
+        key: value
+        for key, value in given.items()
+        if (key in KEPT or key.startswith(KEPT_PREFIXES)) and key not in (RUN_ID, RUN_DIR)
+    }
+    return {**kept, **extra, RUN_ID: run_id, RUN_DIR: run_dir}
+
+
+def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) -> Process:
+    """Start ``argv`` detached: a session of its own, no stdin, both outputs appended to ``log``.
+
+    Raises:
+        BackendError: the program cannot be started.
+    """
+    try:
+        with open(log, "ab") as output:
+            child = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+                close_fds=True,
+            )
+    except OSError as error:
+        raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
+    found = look(child.pid)
+    # Gone already: its record says so by a start that no living process has.
+    return found or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+
+
+def look(pid: int) -> Process | None:
+    """The process, unless it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, IndexError):
+        return None
+    if fields[0] in ("Z", "X"):
+        return None
+    words = argv.decode(errors="replace").split("\0")
+    return Process(pid=pid, start_ticks=int(fields[19]), argv=tuple(words[:-1]))
+
+
+def lives(pid: int, start_ticks: int) -> bool:
+    """Is it still that very process?"""
+    found = look(pid)
+    return found is not None and found.start_ticks == start_ticks
+
+
+def labelled(run_id: str) -> list[Process]:
+    """Every living process of this user that carries the run's label."""
+    return [process for label, process in _all_labelled() if label == run_id]
+
+
+def _all_labelled() -> Iterator[tuple[str, Process]]:
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # another user's, or gone
+        found = dict(word.decode(errors="replace").partition("=")[::2] for word in words if word.startswith(b"MUSTER_"))
+        process = look(int(entry.name)) if found.get(RUN_ID) else None
+        if process is not None:
+            yield (
+                found[RUN_ID],
+                Process(
+                    pid=process.pid,
+                    start_ticks=process.start_ticks,
+                    argv=process.argv,
+                    run_dir=found.get(RUN_DIR, ""),
+                ),
+            )
+
+
+def ancestors() -> set[int]:
+    """This process and those above it: never to be ended by a run's tear-down."""
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            break
+    return found
+
+
+def send(processes: Sequence[Process], number: signal.Signals) -> None:
+    """Signal each that is still itself; gone is success."""
+    for process in processes:
+        if lives(process.pid, process.start_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def run_visibly(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run ``argv`` to its end; its stderr is ours. Returns the exit code and what it printed.
+
+    Raises:
+        BackendError: the program cannot be started.
+    """
+    try:
+        done = subprocess.run(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(env) if env else None,
+            check=False,
+        )
+    except OSError as error:
+        raise BackendError(f"cannot start {argv[0]}: {error.strerror}") from error
+    return done.returncode, done.stdout

@@ -1,0 +1,155 @@
+"""Google's billing SKUs to prices of machines. Pure: the SKUs are an argument.
+
+A naive match picks the wrong row: B200 Spot and every DWS SKU carry ``usageType: OnDemand``; "H100 80GB" is a prefix
+of A3 Mega's name; "A100" of the 80 GB part's. So a description is taken apart: a way of buying (by its marker), and
+what is left, which must be one of the names below exactly. Whatever does not match is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from muster.catalog import rows
+from muster.catalog.rows import Price
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """SKU names that a machine's bill is made of, besides local SSD (which is billed apart)."""
+
+    gpu: tuple[str, ...]
+    core: tuple[str, ...] = ()
+    ram: tuple[str, ...] = ()
+    vcpus: int = 0
+    ram_gb: int = 0
+
+
+#: SKU names: the catalogue's descriptions as quoted in public projects of 2025-2026 (see docs/plan.md); vCPUs and
+#: memory: Google's machine pages. Calendar and flex names differ from on-demand ones ("Mega" v. "Plus").
+MACHINES: Mapping[str, Parts] = {
+    "g2-standard-4": Parts(gpu=("Nvidia L4 GPU",), core=("G2 Instance Core", "G2 Core"),
+                           ram=("G2 Instance Ram", "G2 Ram"), vcpus=4, ram_gb=16),
+    "g2-standard-96": Parts(gpu=("Nvidia L4 GPU",), core=("G2 Instance Core", "G2 Core"),
+                            ram=("G2 Instance Ram", "G2 Ram"), vcpus=96, ram_gb=384),
+    "a2-highgpu-8g": Parts(gpu=("Nvidia Tesla A100 GPU",), core=("A2 Instance Core", "A2 Core"),
+                           ram=("A2 Instance Ram", "A2 Ram"), vcpus=96, ram_gb=680),
+    "a2-ultragpu-8g": Parts(gpu=("Nvidia Tesla A100 80GB GPU",), core=("A2 Instance Core", "A2 Core"),
+                            ram=("A2 Instance Ram", "A2 Ram"), vcpus=96, ram_gb=1360),
+    "a3-highgpu-8g": Parts(gpu=("Nvidia H100 80GB GPU",), core=("A3 Instance Core", "A3 Core"),
+                           ram=("A3 Instance Ram", "A3 Ram"), vcpus=208, ram_gb=1872),
+    "a3-megagpu-8g": Parts(gpu=("Nvidia H100 80GB Plus GPU", "Nvidia H100 80GB Mega GPU", "Nvidia H100 Mega 80GB GPU"),
+                           core=("A3Plus Instance Core", "A3Plus Core", "A3 Plus Core"),
+                           ram=("A3Plus Instance Ram", "A3Plus Ram", "A3 Plus Ram"), vcpus=208, ram_gb=1872),
+    "a3-ultragpu-8g": Parts(gpu=("H200 141GB GPU", "Nvidia H200 141GB GPU"),
+                            core=("A3Ultra Instance Core", "A3Ultra Core"),
+                            ram=("A3Ultra Instance Ram", "A3Ultra Ram"), vcpus=224, ram_gb=2952),
+    "a4-highgpu-8g": Parts(gpu=("A4 Nvidia B200 (1 gpu slice)",)),
+}  # fmt: skip
+_PLACE = re.compile(r" (?:running )?in [^()]*$")
+_WAYS = re.compile(
+    r"^(Reserved|DWS Calendar Mode|DWS Defined Duration|Spot Preemptible) "
+    r"| attached to (Spot Preemptible|DWS Defined Duration|DWS Calendar Mode) VMs"
+)
+_MARKS: Sequence[tuple[str, re.Pattern[str]]] = (
+    ("", re.compile(r"^Commitment|Sole Tenancy|\bCustom\b|vGPU|no lssd", re.IGNORECASE)),
+    ("calendar", re.compile(r"^Reserved (?=.*Calendar Mode)|^DWS Calendar Mode | attached to DWS Calendar Mode VMs")),
+    ("", re.compile(r"^Reserved ")),
+    ("flex_start", re.compile(r"^DWS Defined Duration | attached to DWS Defined Duration VMs")),
+    ("spot", re.compile(r"^Spot Preemptible | attached to Spot Preemptible VMs")),
+)
+
+
+def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Price], list[str]]:
+    """(prices, what was looked for and not found) from the Cloud Billing Catalog's ``skus``."""
+    rates: dict[tuple[str, str, str], float] = {}
+    for sku in skus:
+        mode, name = take_apart(str(sku.get("description", "")))
+        usd = hourly_usd(sku)
+        if mode is None or usd is None or usd <= 0:
+            continue
+        for region in sku.get("serviceRegions", []):
+            rates[mode, name, region] = usd
+    found: list[Price] = []
+    missing: list[str] = []
+    regions = sorted({region for _, _, region in rates})
+    for machine, parts in MACHINES.items():
+        count = rows.machines()[machine].count
+        for mode in ("on_demand", "spot", "flex_start", "calendar"):
+            here = []
+            for region in regions:
+                usd = _machine_usd(rates, parts, mode, region, count)
+                if usd is not None:
+                    here.append(
+                        Price(
+                            machine=machine, mode=mode, region=region, usd_per_gpu_hour=usd / count,
+                            low=usd / count, high=usd / count, date=date, reliability="first-hand",
+                            source="Cloud Billing Catalog",
+                        )
+                    )  # fmt: skip
+            found += here
+            if not here and mode in rows.machines()[machine].modes:
+                missing.append(f"{machine} {mode}")
+    return found, missing
+
+
+def take_apart(description: str) -> tuple[str | None, str]:
+    """(way of buying, what) of an SKU; None: one that no plan uses.
+
+    ``Nvidia H100 80GB GPU attached to DWS Defined Duration VMs running in Americas`` is flex-start of
+    ``Nvidia H100 80GB GPU``.
+    """
+    text = " ".join(description.split())
+    mode = next((mode for mode, mark in _MARKS if mark.search(text)), "on_demand")
+    name = _WAYS.sub("", _PLACE.sub("", text)).strip()
+    return mode or None, name
+
+
+def hourly_usd(sku: Mapping[str, Any]) -> float | None:
+    """Dollars an hour (or GiB-hour) of an SKU's newest price; money may carry ``nanos`` and no ``units``."""
+    try:
+        expression = sku["pricingInfo"][-1]["pricingExpression"]
+        if expression.get("usageUnit") not in ("h", "GiBy.h"):
+            return None
+        price = expression["tieredRates"][-1]["unitPrice"]
+        return float(price.get("units") or 0) + float(price.get("nanos") or 0) / 1e9
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def as_csv(prices: Iterable[Price]) -> str:
+    """A price file as ``rows.prices_from`` reads it."""
+    out = StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["machine", "mode", "region", "usd_per_gpu_hour", "low", "high", "date", "reliability", "source"])
+    for each in prices:
+        writer.writerow(
+            [each.machine, each.mode, each.region, f"{each.usd_per_gpu_hour:.6f}", f"{each.low:.6f}",
+             f"{each.high:.6f}", each.date, each.reliability, each.source]
+        )  # fmt: skip
+    return out.getvalue()
+
+
+def _machine_usd(
+    rates: Mapping[tuple[str, str, str], float], parts: Parts, mode: str, region: str, count: int
+) -> float | None:
+    """Sum of a machine's parts; None where one of them has no rate."""
+
+    def rate(names: Sequence[str]) -> float | None:
+        return next((rates[mode, name, region] for name in names if (mode, name, region) in rates), None)
+
+    gpu = rate(parts.gpu)
+    if gpu is None:
+        return None
+    total = gpu * count
+    for names, amount in ((parts.core, parts.vcpus), (parts.ram, parts.ram_gb)):
+        if names:
+            each = rate(names)
+            if each is None:
+                return None
+            total += each * amount
+    return total

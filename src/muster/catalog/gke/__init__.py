@@ -1,0 +1,246 @@
+"""GKE's side of each machine family, as data with origin and date: labels, fabrics, NCCL environments, versions.
+
+::
+
+    family("a4-highgpu-8g") -> Family(name="a4", label="nvidia-b200", fabric=Fabric(name="gib", ...), ...)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from muster.core.errors import UsageError
+
+QUEUED = "flex_start_queued"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """A folder of the node (``host``) or of the pod alone (None) at ``path`` in a container."""
+
+    name: str
+    path: str
+    host: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataNetwork:
+    """One NIC of the data network as a pod sees it, and the VPC and subnet (suffixes) behind it."""
+
+    name: str
+    interface: str
+    mode: str
+    """GKENetworkParamSet deviceMode: NetDevice or RDMA."""
+    vpc: str
+    subnet: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """The daemon that GPUDirect-TCPX and TCPXO need beside each pod's own process."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    args: tuple[str, ...]
+    capabilities: tuple[str, ...]
+    env: Mapping[str, str]
+    mounts: tuple[Mount, ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """How pods reach the data network, and what NCCL is told."""
+
+    name: str
+    env: Mapping[str, str]
+    env_when_not_sourced: Mapping[str, str] = field(default_factory=dict)
+    forbidden_env: tuple[str, ...] = ()
+    source: str | None = None
+    """Script on the node that sets NCCL's environment; Google's way, in place of fixed values."""
+    mtu: int | None = None
+    installers: tuple[str, ...] = ()
+    """Paths below ``installers_url``."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    """What the trainer's own container is allowed besides the default."""
+    networks: tuple[DataNetwork, ...] = ()
+    sidecar: Sidecar | None = None
+    claim_class: str | None = None
+    """Device class of a resource claim (DRANET), where there is one."""
+    claim_count: int = 0
+    dra_only: bool = False
+    tuner_folder: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine type."""
+
+    name: str
+    gpus: int
+    vcpus: int
+    memory_gb: int
+    modes: tuple[str, ...]
+    fabric: Fabric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Machines that share an accelerator, a node label and a network."""
+
+    name: str
+    accelerator: str
+    label: str
+    """Value of ``cloud.google.com/gke-accelerator``; empty without GPUs."""
+    machines: Mapping[str, Machine]
+    default_machine: str
+    boot_disk: str
+    network_profile: str | None = None
+    """Suffix of the zone's network profile (``vpc-roce``): the VPC is tied to one zone."""
+    topology: bool = False
+    """Nodes carry ``cloud.google.com/gce-topology-{block,subblock,host}``."""
+    arch: str = "amd64"
+    driver: str = "DEFAULT"
+    tuner_config: str | None = None
+    busbw_gb_s: tuple[float, float] | None = None
+    """all_gather at 8 GiB on 2 hosts, as others measured it."""
+
+
+def families() -> Mapping[str, Family]:
+    """Every family, by name."""
+    return _families()
+
+
+def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> tuple[Family, Machine]:
+    """The family and machine type that a run file asks for by machine, by accelerator, or as CPU alone.
+
+    Raises:
+        UsageError: nothing named, an unknown name, or a word that fits several machines.
+    """
+    known = {name: (family, one) for family in _families().values() for name, one in family.machines.items()}
+    if machine is not None:
+        if machine not in known:
+            raise UsageError(f"unknown machine type {machine!r}", hint=_nearest(machine, known))
+        return known[machine]
+    if accelerator is None:
+        if cpu:
+            family = _families()["cpu"]
+            return family, family.machines[family.default_machine]
+        raise UsageError(
+            "no machine named", hint="set resources.machine (a4-highgpu-8g) or resources.accelerator (B200)"
+        )
+    wanted = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
+    if wanted in (choices := _document("families.yaml")["ambiguous"]):
+        raise UsageError(
+            f"accelerator {accelerator!r} comes in several machines",
+            hint="resources.machine: " + ", ".join(choices[wanted]),
+        )
+    for family in _families().values():
+        if family.accelerator and wanted == family.accelerator.upper():
+            return family, family.machines[family.default_machine]
+    names = {one.accelerator: one for one in _families().values() if one.accelerator}
+    raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(wanted, names))
+
+
+def installers_url() -> str:
+    """Prefix of every NCCL installer's address."""
+    return str(_document("fabrics.yaml")["installers"])
+
+
+def versions() -> dict[str, Any]:
+    """Releases to install, least GKE versions, and pairs known to work together."""
+    return _document("versions.yaml")
+
+
+def date() -> str:
+    """The oldest date of the tables: what they say was true then."""
+    return min(str(_document(name)["date"]) for name in ("families.yaml", "fabrics.yaml", "versions.yaml"))
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return "did you mean " + " or ".join(near) + "?" if near else "known: " + ", ".join(sorted(known))
+
+
+@cache
+def _document(name: str) -> dict[str, Any]:
+    from ruamel.yaml import YAML
+
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    loaded: dict[str, Any] = YAML(typ="safe", pure=True).load(text)
+    return loaded
+
+
+@cache
+def _families() -> dict[str, Family]:
+    fabrics = {name: _fabric(name, row) for name, row in _document("fabrics.yaml")["fabrics"].items()}
+    return {name: _family(name, row, fabrics) for name, row in _document("families.yaml")["families"].items()}
+
+
+def _family(name: str, row: Mapping[str, Any], fabrics: Mapping[str, Fabric]) -> Family:
+    machines = {
+        machine: Machine(
+            name=machine,
+            gpus=facts["gpus"],
+            vcpus=facts["vcpus"],
+            memory_gb=facts["memory_gb"],
+            modes=tuple(facts.get("modes", row["modes"])),
+            fabric=fabrics[facts.get("fabric", row["fabric"])],
+        )
+        for machine, facts in row["machines"].items()
+    }
+    plain = {key: row[key] for key in ("network_profile", "topology", "arch", "driver", "tuner_config") if key in row}
+    busbw = tuple(row["busbw_gb_s"]) if "busbw_gb_s" in row else None
+    return Family(
+        name=name,
+        accelerator=row["accelerator"],
+        label=row["label"],
+        machines=machines,
+        default_machine=row["default_machine"],
+        boot_disk=row["boot_disk"],
+        busbw_gb_s=busbw,
+        **plain,
+    )
+
+
+def _fabric(name: str, row: Mapping[str, Any]) -> Fabric:
+    plain = {
+        key: row[key]
+        for key in ("env", "env_when_not_sourced", "source", "mtu", "images", "dra_only", "tuner_folder")
+        if key in row
+    }
+    claim = row.get("claim", {})
+    sidecar = row.get("sidecar")
+    return Fabric(
+        name=name,
+        installers=tuple(row.get("installers", ())),
+        forbidden_env=tuple(row.get("forbidden_env", ())),
+        mounts=tuple(Mount(**mount) for mount in row.get("mounts", ())),
+        capabilities=tuple(row.get("capabilities", ())),
+        networks=tuple(DataNetwork(**network) for network in row.get("networks", ())),
+        sidecar=_sidecar(sidecar, row["images"]) if sidecar else None,
+        claim_class=claim.get("device_class"),
+        claim_count=claim.get("count", 0),
+        **plain,
+    )
+
+
+def _sidecar(row: Mapping[str, Any], images: Mapping[str, str]) -> Sidecar:
+    return Sidecar(
+        name=row["name"],
+        image=images[row["image"]],
+        command=tuple(row["command"]),
+        args=tuple(row["args"]),
+        capabilities=tuple(row["capabilities"]),
+        env=row["env"],
+        mounts=tuple(Mount(**mount) for mount in row["mounts"]),
+        devices=tuple(row["devices"]),
+    )

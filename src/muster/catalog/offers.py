@@ -1,0 +1,195 @@
+"""What a plan chooses from: every machine x mode x region, with its price, fabric and failure rate.
+
+An ``Offer`` of the core says what a back end could give; ``Option`` adds what planning needs to know about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+
+from muster.catalog import rows
+from muster.catalog.rows import Accelerator, Machine, Mode, Price
+from muster.core.nouns import Offer
+
+#: Machines of one type that a plan may take at most: beyond it neither prices nor failure rates are known to hold.
+MAX_NODES = 128
+UNKNOWN_REGION = "any region"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Bandwidths that collectives see, bytes a second, one direction."""
+
+    intra: float | None
+    """Bus bandwidth between the GPUs of a machine."""
+    inter: float | None
+    """Bus bandwidth of a machine's data network; None: unknown."""
+    measured: bool
+    """``inter`` was published, not modelled from the line rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An offer with everything that a plan computes from. Compared by value: a plan is a function of these."""
+
+    offer: Offer
+    accelerator: Accelerator
+    mode: Mode
+    fabric: Fabric
+    ceiling_flops: float | None
+    """bf16 matmul ceiling."""
+    ceiling_measured: bool
+    price: Price | None
+    """None: unknown."""
+
+    @property
+    def title(self) -> str:
+        """``a4-highgpu-8g Spot us-central1``."""
+        return f"{self.offer.machine} {self.mode.title} {self.offer.location}"
+
+
+def catalogue(
+    overrides: Iterable[Price] = (),
+    *,
+    max_nodes: int = MAX_NODES,
+) -> list[Option]:
+    """Every machine in every mode and region that has a price, and once without where it has none.
+
+    ``overrides``: a user's own prices; they replace a list price of the same machine, mode and region.
+    """
+    prices: dict[tuple[str, str, str], Price] = {}
+    for price in (*rows.shipped_prices(), *overrides):
+        prices[price.machine, price.mode, price.region] = price
+    found = []
+    for machine in rows.machines().values():
+        for name in machine.modes:
+            mode = rows.modes()[name]
+            priced = [price for key, price in prices.items() if key[:2] == (machine.name, name)]
+            found += [option(machine, mode, price.region, price, max_nodes=max_nodes) for price in priced]
+            if not priced:
+                found.append(option(machine, mode, UNKNOWN_REGION, None, max_nodes=max_nodes))
+    found += [
+        option(rows.machines()[price.machine], rows.modes()["owned"], price.region, price, max_nodes=max_nodes)
+        for (_, mode_name, _), price in prices.items()
+        if mode_name == "owned"
+    ]
+    return found
+
+
+def option(machine: Machine, mode: Mode, region: str, price: Price | None, *, max_nodes: int = MAX_NODES) -> Option:
+    """One row of the catalogue as something to choose."""
+    chip = rows.accelerators()[machine.accelerator]
+    ceiling, measured = chip.ceiling(matmul_share())
+    return Option(
+        offer=Offer(
+            backend="gke",
+            machine=machine.name,
+            location=region,
+            accelerator=machine.accelerator,
+            gpus_per_node=machine.count,
+            gpu_memory_bytes=chip.memory_bytes,
+            usd_per_node_hour=None if price is None else price.usd_per_gpu_hour * machine.count,
+            peak_flops_per_gpu=chip.peak_flops.get("bf16"),
+            max_nodes=max_nodes,
+            mode=mode.name,
+        ),
+        accelerator=chip,
+        mode=mode,
+        fabric=fabric(machine, mode),
+        ceiling_flops=ceiling,
+        ceiling_measured=measured,
+        price=price,
+    )
+
+
+def owned(offers: Sequence[Offer]) -> list[Option]:
+    """Offers of a back end (machines that are there) as options; machines unknown to the catalogue have no fabric."""
+    found = []
+    for offer in offers:
+        machine = rows.machines().get(offer.machine)
+        chip = rows.accelerators().get(offer.accelerator)
+        mode = rows.modes().get(offer.mode, rows.modes()["owned"])
+        if chip is None:
+            continue
+        ceiling, measured = chip.ceiling(matmul_share())
+        found.append(
+            Option(
+                offer=offer,
+                accelerator=chip,
+                mode=mode,
+                fabric=Fabric(intra=None, inter=None, measured=False) if machine is None else fabric(machine, mode),
+                ceiling_flops=ceiling,
+                ceiling_measured=measured,
+                price=None
+                if offer.usd_per_node_hour is None
+                else Price(
+                    machine=offer.machine,
+                    mode=offer.mode,
+                    region=offer.location,
+                    usd_per_gpu_hour=offer.usd_per_node_hour / offer.gpus_per_node,
+                    low=offer.usd_per_node_hour / offer.gpus_per_node,
+                    high=offer.usd_per_node_hour / offer.gpus_per_node,
+                    date="now",
+                    reliability="user",
+                    source=f"back end {offer.backend}",
+                ),
+            )
+        )
+    return found
+
+
+def fabric(machine: Machine, mode: Mode) -> Fabric:
+    """What collectives get, placement considered."""
+    intra = None if machine.intra_bytes_per_s is None else machine.intra_bytes_per_s * NVLINK_SHARE
+    inter, measured = machine.busbw_bytes_per_s, True
+    if inter is None:
+        line, measured = machine.network_bytes_per_s, False
+        inter = None if line is None else line * network_share()
+    return Fabric(intra=intra, inter=None if inter is None else inter * mode.network_factor, measured=measured)
+
+
+#: Share of a GPU's one-way NVLink rate that NCCL's all_gather reaches inside a machine at large sizes: H100 machines
+#: show 360 GB/s of 450. From memory, unchecked.
+NVLINK_SHARE = 0.8
+
+
+@cache
+def matmul_share() -> float:
+    """Median share of the vendor's peak that a measured matmul reaches, over the chips that have both."""
+    shares = [
+        chip.matmul_flops["bf16"] / peak
+        for chip in rows.accelerators().values()
+        if "bf16" in chip.matmul_flops and (peak := chip.peak_flops.get("bf16"))
+    ]
+    return median(shares)
+
+
+@cache
+def network_share() -> float:
+    """Median share of the line rate that published bus bandwidths reach."""
+    shares = [
+        machine.busbw_bytes_per_s / machine.network_bytes_per_s
+        for machine in rows.machines().values()
+        if machine.busbw_bytes_per_s and machine.network_bytes_per_s
+    ]
+    return median(shares)
+
+
+def cheaper_regions(options: Iterable[Option]) -> Mapping[tuple[str, str], Option]:
+    """The cheapest region of each machine and mode."""
+    best: dict[tuple[str, str], Option] = {}
+    for each in options:
+        key = (each.offer.machine, each.mode.name)
+        usd = each.offer.usd_per_node_hour
+        held = best.get(key)
+        if held is None or (usd is not None and usd < (held.offer.usd_per_node_hour or float("inf"))):
+            best[key] = each
+    return best
+
+
+def with_calibration(each: Option, *, ceiling_flops: float) -> Option:
+    """The option with a matmul ceiling measured by the user."""
+    return replace(each, ceiling_flops=ceiling_flops, ceiling_measured=True)

@@ -1,0 +1,321 @@
+"""The tables as typed values. Reading is cached; a malformed row is our own bug and fails loudly.
+
+Unknown numbers are None: whoever needs one refuses and says which.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from io import StringIO
+from typing import Any
+
+from muster.core.errors import UsageError
+from muster.core.flops import ModelShape
+
+GIGA = 10**9
+RELIABILITY = ("measured", "cited", "first-hand", "second-hand", "third-hand", "memory", "user")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One kind of chip."""
+
+    name: str
+    kind: str
+    """gpu or tpu."""
+    memory_bytes: int
+    memory_bytes_per_s: float | None
+    peak_flops: Mapping[str, float | None]
+    """Dense peak by precision (bf16, fp8, fp16)."""
+    matmul_flops: Mapping[str, float]
+    """Best matrix multiplication measured by anybody, by precision."""
+    origin: str
+    reliability: str
+
+    def ceiling(self, share: float, precision: str = "bf16") -> tuple[float | None, bool]:
+        """(matmul ceiling in FLOP/s, measured?). Without a measurement: the peak times ``share``."""
+        measured = self.matmul_flops.get(precision)
+        if measured:
+            return measured, True
+        peak = self.peak_flops.get(precision)
+        return (None if peak is None else peak * share), False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine type."""
+
+    name: str
+    family: str
+    accelerator: str
+    count: int
+    intra_bytes_per_s: float | None
+    """A GPU's link to its neighbours in the machine, one direction."""
+    network_bytes_per_s: float | None
+    """All NICs of the data network together, one direction (line rate)."""
+    nics: int
+    busbw_bytes_per_s: float | None
+    """Published NCCL bus bandwidth between two machines."""
+    modes: tuple[str, ...]
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A number that is known within bounds."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A way of buying."""
+
+    name: str
+    title: str
+    max_hours: float | None
+    quota: str
+    notice_s: float
+    compact: bool
+    network_factor: float
+    """Share of the fabric's bandwidth that remains without compact placement."""
+    failures_per_node_day: float
+    preemptions_per_node_day: Rate
+    rules: tuple[str, ...]
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """List price of a machine in a mode and region, per GPU."""
+
+    machine: str
+    mode: str
+    region: str
+    usd_per_gpu_hour: float
+    low: float
+    high: float
+    date: str
+    reliability: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """A model whose shape needs no hub."""
+
+    name: str
+    shape: ModelShape
+    parameters: int
+    """As the hub shows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchor:
+    """A published training throughput. ``use``: fit or check."""
+
+    stack: str
+    use: str
+    model: str
+    machine: str
+    gpus: int
+    precision: str
+    job: str
+    sequence_length: int
+    micro_batch: int
+    rounds: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    pp: int
+    chunks: int
+    style: str
+    """fsdp: gathers each round; megatron: once a step."""
+    checkpointing: str
+    compile: bool
+    tokens_per_s_per_gpu: float
+    source: str
+
+
+@cache
+def accelerators() -> Mapping[str, Accelerator]:
+    """Every chip by name."""
+    return {
+        name: Accelerator(
+            name=name,
+            kind=row["kind"],
+            memory_bytes=round(row["memory_gb"] * GIGA),
+            memory_bytes_per_s=_times(row["memory_tb_s"], 1e12),
+            peak_flops={key: _times(value, 1e12) for key, value in row["peak_tflops"].items()},
+            matmul_flops={key: float(value) * 1e12 for key, value in row["matmul_tflops"].items()},
+            origin=row["origin"],
+            reliability=row["reliability"],
+        )
+        for name, row in _table("accelerators.yaml")["accelerators"].items()
+    }
+
+
+@cache
+def machines() -> Mapping[str, Machine]:
+    """Every machine type by name."""
+    return {
+        name: Machine(
+            name=name,
+            family=row["family"],
+            accelerator=row["accelerator"],
+            count=row["count"],
+            intra_bytes_per_s=_times(row["intra_gb_s"], GIGA),
+            network_bytes_per_s=_times(row["network_gbps"], GIGA / 8),
+            nics=row["nics"],
+            busbw_bytes_per_s=_times(row["busbw_gb_s"], GIGA),
+            modes=tuple(row["modes"]),
+            origin=row["origin"],
+        )
+        for name, row in _table("machines.yaml")["machines"].items()
+    }
+
+
+@cache
+def modes() -> Mapping[str, Mode]:
+    """Every consumption mode by name."""
+    return {
+        name: Mode(
+            name=name,
+            title=row["title"],
+            max_hours=row["max_hours"],
+            quota=row["quota"],
+            notice_s=row["notice_s"],
+            compact=row["compact"],
+            network_factor=row["network_factor"],
+            failures_per_node_day=row["failures_per_node_day"],
+            preemptions_per_node_day=Rate(**row["preemptions_per_node_day"]),
+            rules=tuple(row["rules"]),
+            origin=row["origin"],
+        )
+        for name, row in _table("modes.yaml")["modes"].items()
+    }
+
+
+@cache
+def shipped_prices() -> tuple[Price, ...]:
+    """The list prices that ship."""
+    return tuple(prices_from(_text("prices.csv"), source="prices.csv"))
+
+
+def prices_from(text: str, *, source: str) -> Iterable[Price]:
+    """Rows of a price file (the columns of ``tables/prices.csv``; low, high, date, reliability, source may be empty).
+
+    Raises:
+        UsageError: a row that is none, with its line.
+    """
+    reader = csv.DictReader(line for line in StringIO(text) if line.strip() and not line.startswith("#"))
+    wanted = {"machine", "mode", "region", "usd_per_gpu_hour"}
+    if not wanted <= set(reader.fieldnames or ()):
+        missing = ", ".join(sorted(wanted - set(reader.fieldnames or ())))
+        raise UsageError(f"{source}: no column {missing}", hint="columns: machine,mode,region,usd_per_gpu_hour")
+    for number, row in enumerate(reader, start=2):
+        try:
+            usd = float(row["usd_per_gpu_hour"])
+            low, high = (float(row.get(key) or usd) for key in ("low", "high"))
+        except ValueError as error:
+            raise UsageError(f"{source}:{number}: {error}", hint="prices are dollars per GPU and hour") from error
+        if not 0 <= low <= usd <= high:
+            raise UsageError(f"{source}:{number}: needs 0 <= low <= usd <= high, got {low}, {usd}, {high}")
+        if row["machine"] not in machines() or row["mode"] not in modes():
+            raise UsageError(f"{source}:{number}: no machine {row['machine']!r} or no mode {row['mode']!r}")
+        yield Price(
+            machine=row["machine"],
+            mode=row["mode"],
+            region=row["region"],
+            usd_per_gpu_hour=usd,
+            low=low,
+            high=high,
+            date=row.get("date") or "undated",
+            reliability=row.get("reliability") or "user",
+            source=row.get("source") or source,
+        )
+
+
+_CHIP_MACHINES = {"h100": "a3-megagpu-8g", "h200": "a3-ultragpu-8g", "b200": "a4-highgpu-8g"}
+
+
+@cache
+def anchors() -> tuple[Anchor, ...]:
+    """Published runs, each on the machine of the catalogue whose GPUs and links are nearest."""
+    lines = (line for line in StringIO(_text("anchors.csv")) if not line.startswith("#"))
+    found = []
+    for row in csv.DictReader(lines):
+        found.append(
+            Anchor(
+                stack=row["stack"],
+                use=row["use"],
+                model=row["model"],
+                machine=_CHIP_MACHINES[row["machine"]],
+                gpus=int(row["gpus"]),
+                precision=row["precision"],
+                job=row["job"],
+                sequence_length=int(row["sequence_length"]),
+                micro_batch=int(row["micro_batch"]),
+                rounds=int(row["rounds"]),
+                dp_replicate=int(row["dp_replicate"]),
+                dp_shard=int(row["dp_shard"]),
+                tp=int(row["tp"]),
+                pp=int(row["pp"]),
+                chunks=int(row["chunks"]),
+                style=row["style"],
+                checkpointing=row["checkpointing"],
+                compile=row["compile"] == "yes",
+                tokens_per_s_per_gpu=float(row["tokens_per_s_per_gpu"]),
+                source=row["source"],
+            )
+        )
+    return tuple(found)
+
+
+@cache
+def models() -> Mapping[str, KnownModel]:
+    """Shapes of common open models by hub name."""
+    return {
+        name: KnownModel(name=name, shape=ModelShape.from_config(row["config"]), parameters=row["parameters"])
+        for name, row in _table("models.yaml")["models"].items()
+    }
+
+
+def find_model(name: str) -> KnownModel | None:
+    """A shipped model by hub id, case-insensitive; instruction-tuned names share their base's shape."""
+    known = {key.lower(): model for key, model in models().items()}
+    wanted = name.lower()
+    for suffix in ("", "-instruct", "-chat", "-base", "-it", "-hf", "-pt"):
+        if wanted.endswith(suffix) and (found := known.get(wanted.removesuffix(suffix))) is not None:
+            return found
+    for extra in ("-pt", "-base", "-hf"):
+        stem = wanted.removesuffix("-it").removesuffix("-instruct")
+        if (found := known.get(stem + extra)) is not None:
+            return found
+    return None
+
+
+def table_date(name: str) -> str:
+    """When a table was last gone over."""
+    return str(_table(name)["date"])
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else float(value) * factor
+
+
+@cache
+def _table(name: str) -> Any:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe").load(_text(name))
+
+
+def _text(name: str) -> str:
+    return resources.files("muster.catalog").joinpath("tables", name).read_text(encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Find the newest checkpoint that is whole and ours, and restore it into any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from muster.checkpoint import exchange
+from muster.checkpoint.reader import Shard, open_checkpoint
+from muster.checkpoint.shards import ShardReader, gaps, mismatch, restore
+from muster.core.errors import CheckpointError, MusterError
+from muster.core.manifest import Manifest, OnSkip, committed, damage, missing
+from muster.core.seams import Store
+
+
+def newest_valid(
+    store: Store,
+    directory_uri: str,
+    on_skip: OnSkip | None = None,
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    verify: bool = True,
+) -> Manifest | None:
+    """The newest committed checkpoint whose every file matches its size and checksum; None when there is none.
+
+    With ``state``, one of another model (names or shapes) does not count either. With ``group`` (gloo) the
+    call is collective: ranks share the reading of files, and all return the same manifest. ``on_skip`` is
+    called with (uri, reason), on rank 0, for each that does not count. ``verify=False`` leaves the checksums
+    out.
+    """
+    skip = on_skip if on_skip is not None and exchange.rank_of(group) == 0 else _ignore
+    for manifest in _candidates(store, directory_uri, skip, group):
+        try:
+            problem = missing(manifest) or (_foreign(manifest, state) if state is not None else None)
+            if problem is None and verify:
+                problem = damage(manifest, part=exchange.rank_of(group), parts=exchange.size_of(group))
+        except MusterError as error:
+            problem = str(error)
+        problems = [found for found in exchange.gather(problem, group) if found]
+        if not problems:
+            return manifest
+        skip(manifest.uri, problems[0])
+    return None
+
+
+def load_into(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> int:
+    """Restore the checkpoint into ``state`` in place, whatever layout either has; returns the bytes read here.
+
+    Each rank reads what it needs, without a collective. Call after ``newest_valid``.
+
+    Raises:
+        CheckpointError: it is of another model, or cannot be read.
+    """
+    return restore(open_checkpoint(manifest), state)
+
+
+def _candidates(store: Store, directory_uri: str, skip: OnSkip, group: dist.ProcessGroup | None) -> list[Manifest]:
+    """Rank 0's listing on every rank: two listings could differ, and then so would the ranks' answers."""
+    found: list[str] = []
+    error: MusterError | None = None
+    if exchange.rank_of(group) == 0:
+        try:
+            found = [m.encode().decode() for m in committed(store, directory_uri, on_skip=skip)]
+        except MusterError as failure:
+            error = failure
+    answer = exchange.gather(str(error) if error else found, group)[0]
+    if error is not None:
+        raise error
+    if isinstance(answer, str):
+        raise CheckpointError(f"rank 0 could not list {directory_uri}: {answer}")
+    return [Manifest.decode(text.encode(), directory=directory_uri) for text in answer]
+
+
+def _foreign(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> str | None:
+    opened: list[Shard] = open_checkpoint(manifest)
+    reader = ShardReader(opened)
+    return mismatch(reader, state) or gaps(reader, state)
+
+
+def _ignore(uri: str, reason: str) -> None:
+    pass

@@ -1,0 +1,130 @@
+"""Where a tensor's bytes come from: one protocol for every tier.
+
+A tier hands over ``Shard``s (what the bytes are, and a way to get some of them); ``checkpoint.shards``
+reads tensors by name and slice from any set of them, whatever layout they were written in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from muster.core import shards, uris
+from muster.core.errors import CheckpointError
+from muster.core.manifest import Manifest
+from muster.core.store import blobs
+
+INDEX = "index.json"
+INDEX_FORMAT = 1
+
+
+class Source(Protocol):
+    """Random access to the tensors' bytes of one shard."""
+
+    def read(self, start: int, stop: int) -> bytes | bytearray | memoryview:
+        """Bytes ``start`` to ``stop``, counted from the first tensor's. Raises CheckpointError when short."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a shard holds, and where to get it."""
+
+    tensors: tuple[shards.Chunk, ...]
+    source: Source
+    name: str = "shard"
+
+
+@dataclass(frozen=True)
+class BufferSource:
+    """Bytes in memory: a ring's slot, what a peer sent."""
+
+    data: memoryview
+    """The tensors' bytes alone, without the header."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if stop > len(self.data):
+            raise CheckpointError(f"shard in memory ends at {len(self.data)}, before {stop}")
+        return self.data[start:stop]
+
+
+@dataclass(frozen=True)
+class BlobSource:
+    """A file on a disk or in a bucket, read by ranges."""
+
+    uri: str
+    begin: int
+    """Where the tensors' bytes begin in it."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            data = blobs.read_range(self.uri, self.begin + start, self.begin + stop)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.uri} is missing") from error
+        if len(data) != stop - start:
+            raise CheckpointError(f"{self.uri} is truncated: {len(data)} bytes at {start}, not {stop - start}")
+        return data
+
+
+def open_buffer(data: bytes | bytearray | memoryview, *, name: str = "shard") -> Shard:
+    """A whole shard (header and bytes) in memory. Raises CheckpointError."""
+    header, body = shards.split(memoryview(data))
+    return Shard(tensors=header.tensors, source=BufferSource(body), name=name)
+
+
+def open_header(header: bytes, data: memoryview, *, name: str = "shard") -> Shard:
+    """A shard whose header lies apart from its bytes (a ring). Raises CheckpointError."""
+    found = shards.decode_header(header)
+    if len(data) < found.data_bytes:
+        raise CheckpointError(f"{name}: {len(data)} bytes, its header says {found.data_bytes}")
+    return Shard(tensors=found.tensors, source=BufferSource(data), name=name)
+
+
+def open_blob(uri: str) -> Shard:
+    """A shard file. Reads its header alone. Raises CheckpointError."""
+    try:
+        end, begin = shards.preamble_bytes(blobs.read_range(uri, 0, 16))
+        header = shards.decode_header(blobs.read_range(uri, 16, end))
+        if blobs.size(uri) < begin + header.data_bytes:
+            raise CheckpointError(f"{uri} is truncated")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{uri} is missing") from error
+    return Shard(tensors=header.tensors, source=BlobSource(uri, begin), name=uris.name(uri))
+
+
+def encode_index(files: Sequence[tuple[str, int, tuple[shards.Chunk, ...]]]) -> bytes:
+    """The index of a checkpoint: (file, where its tensors begin, what they are), so that a reader opens one file."""
+    found = [
+        {
+            "name": name,
+            "begin": begin,
+            "tensors": [[c.name, c.dtype, c.global_shape, c.offsets, c.shape, c.byte_offset] for c in chunks],
+        }
+        for name, begin, chunks in files
+    ]
+    return json.dumps({"format": INDEX_FORMAT, "files": found}, separators=(",", ":")).encode()
+
+
+def open_checkpoint(manifest: Manifest) -> list[Shard]:
+    """The shards of a committed checkpoint, from its index. Raises CheckpointError."""
+    uri = uris.join(manifest.uri, INDEX)
+    try:
+        with blobs.reading(uri) as file:
+            found = json.loads(file.read())
+        if found["format"] != INDEX_FORMAT:
+            raise CheckpointError(f"{uri}: unknown format {found['format']!r}")
+        known = {item.name for item in manifest.files}
+        opened = []
+        for item in found["files"]:
+            if item["name"] not in known:
+                raise CheckpointError(f"{uri} names {item['name']!r}, which the manifest does not")
+            chunks = tuple(shards.chunk_from_json(entry) for entry in item["tensors"])
+            source = BlobSource(uris.join(manifest.uri, item["name"]), int(item["begin"]))
+            opened.append(Shard(tensors=chunks, source=source, name=item["name"]))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{uri} is missing") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{uri} is no index: {error}") from error
+    return opened

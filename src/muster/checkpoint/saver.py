@@ -1,0 +1,301 @@
+"""Save training state, sharded and in the background, and commit it.
+
+Each rank copies its share aside and goes on training; a thread writes it as one shard file under the
+attempt's and step's final prefix, computing the checksum on the way. The ranks then exchange sizes and
+checksums (two small collectives on a group of their own), and rank 0 writes the commit marker. One save at
+a time: overlapping ones would interleave their collectives and deadlock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import muster
+from muster.checkpoint import exchange
+from muster.checkpoint.reader import INDEX, encode_index
+from muster.checkpoint.staging import Staging
+from muster.core import manifest as manifests
+from muster.core import shards, uris
+from muster.core.errors import MusterError
+from muster.core.manifest import Manifest, StoredFile
+from muster.core.nouns import Layout
+from muster.core.seams import Store
+from muster.core.store import blobs
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """How a save ended; the same on every rank, except the times."""
+
+    step: int
+    committed: bool
+    reason: str = ""
+    """Why it is not committed."""
+    stall_ns: int = 0
+    """How long ``save`` held its caller."""
+    duration_ns: int = 0
+    bytes: int = 0
+    """All ranks."""
+
+
+@dataclass
+class _Job:
+    step: int
+    extra: Mapping[str, Any]
+    begun_ns: int
+    problem: str | None = None
+    stall_ns: int = 0
+    thread: threading.Thread | None = None
+    result: Saved | None = None
+    removed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Saver:
+    """Checkpoints of one attempt. Every rank makes one and calls it in the same order.
+
+    Rank 0 takes the folder's fence when the Saver is made. ``on_event(kind, step=..., **detail)`` gets the
+    ``checkpoint.*`` events on rank 0, always from the caller's thread (in ``save``, ``poll``, ``finish``). A save
+    that fails is an event, not an exception: training goes on.
+
+    Raises:
+        ConflictError: a newer attempt holds the folder (rank 0).
+        AccessError, BackendError: the folder cannot be written (rank 0).
+    """
+
+    def __init__(
+        self,
+        directory_uri: str,
+        *,
+        run_id: str,
+        attempt: int,
+        layout: Layout,
+        keep_last: int,
+        asynchronous: bool,
+        group: dist.ProcessGroup | None,
+        store: Store,
+        on_event: Callable[..., None],
+    ) -> None:
+        self.directory = directory_uri
+        self.run_id, self.attempt, self.layout = run_id, attempt, layout
+        self.keep_last, self.asynchronous = keep_last, asynchronous
+        self.tier = "disk" if uris.is_local(directory_uri) else "bucket"
+        self._group, self._store, self._on_event = group, store, on_event
+        self.rank = exchange.rank_of(group)
+        self._staging: Staging | None = None
+        self._job: _Job | None = None
+        self._committed_step: int | None = None
+        self._tidied = False
+        if self.rank == 0:
+            manifests.claim(store, directory_uri, run_id=run_id, attempt=attempt)
+
+    def prepare(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Plan and allocate now, so that the first save stalls no longer than the others. Collective."""
+        if self._staging is None:
+            self._staging = Staging(state, self._group)
+
+    def save(self, step: int, state: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+        """Save ``state`` as of ``step``; ``extra`` holds small JSON values. Collective.
+
+        Waits for the save before, copies, and returns while the bytes are written (at once when asynchronous,
+        else when committed). The same step again is no work.
+        """
+        begun_ns = time.monotonic_ns()
+        self.finish()
+        if step == self._committed_step:
+            return
+        job = _Job(step=step, extra=dict(extra), begun_ns=begun_ns)
+        self._emit("checkpoint.begun", step, uri=self._uri(step))
+        try:
+            self.prepare(state)
+            assert self._staging is not None
+            self._staging.copy(state)
+        except (MusterError, RuntimeError, MemoryError) as error:
+            job.problem = f"rank {self.rank}: {error}"
+        self._job = job
+        if self.asynchronous:
+            job.thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)
+            job.thread.start()
+        else:
+            self._run(job)
+        job.stall_ns = time.monotonic_ns() - begun_ns
+        if not self.asynchronous:
+            self.poll()
+
+    def poll(self) -> Saved | None:
+        """Collect a save that is done, emitting its events; None while it runs or where there is none."""
+        job = self._job
+        if job is None or job.result is None:
+            return None
+        if job.thread is not None:
+            job.thread.join()
+        self._job = None
+        done = job.result
+        uri = self._uri(job.step)
+        if done.committed:
+            self._committed_step = job.step
+            self._emit(
+                "checkpoint.committed",
+                job.step,
+                uri=uri,
+                bytes=done.bytes,
+                duration_ns=done.duration_ns,
+                stall_ns=job.stall_ns,
+            )
+        else:
+            self._emit("checkpoint.failed", job.step, uri=uri, reason=done.reason)
+        for removed in job.removed:
+            self._on_event("checkpoint.removed", step=job.step, uri=removed)
+        for note in job.notes:
+            self._on_event("run.note", step=job.step, text=note)
+        return Saved(**{**done.__dict__, "stall_ns": job.stall_ns})
+
+    def finish(self) -> Saved | None:
+        """Wait for the running save and collect it; None where there is none."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+        return self.poll()
+
+    @property
+    def busy(self) -> bool:
+        """A save has begun and is not collected yet."""
+        return self._job is not None
+
+    def _run(self, job: _Job) -> None:
+        """Write, exchange, commit: the background thread's whole life. Never raises."""
+        try:
+            job.result = self._write_and_commit(job)
+        except BaseException as error:  # noqa: BLE001 (a thread's edge; torch's CheckpointException is a BaseException)
+            job.result = Saved(step=job.step, committed=False, reason=f"rank {self.rank}: {_words(error)}")
+
+    def _write_and_commit(self, job: _Job) -> Saved:
+        written: dict[str, Any] = {}
+        if job.problem is None:
+            try:
+                written = self._write_shard(job)
+            except (MusterError, OSError) as error:
+                job.problem = f"rank {self.rank}: {_words(error)}"
+        reports = exchange.gather({"problem": job.problem, **written}, self._group)
+        verdict: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                verdict = self._commit(job, reports)
+            except (MusterError, OSError) as error:
+                verdict = {"problem": _words(error)}
+        verdict = exchange.gather(verdict, self._group)[0]
+        if self.rank == 0 and "problem" not in verdict:
+            self._tidy(job)
+        return Saved(
+            step=job.step,
+            committed="problem" not in verdict,
+            reason=verdict.get("problem", ""),
+            duration_ns=time.monotonic_ns() - job.begun_ns,
+            bytes=verdict.get("bytes", 0),
+        )
+
+    def _write_shard(self, job: _Job) -> dict[str, Any]:
+        """This rank's file; nothing where it has nothing to write."""
+        staging = self._staging
+        assert staging is not None
+        if not staging.mine:
+            return {}
+        preamble = shards.preamble(self._header(job.step, self.rank))
+        data = memoryview(staging.buffer.numpy().data)
+        crc = manifests.crc32(preamble)
+        with blobs.writing(uris.join(self._uri(job.step), _file(self.rank))) as file:
+            _write_all(file, memoryview(preamble))
+            for start in range(0, len(data), _CHUNK_BYTES):
+                piece = data[start : start + _CHUNK_BYTES]
+                _write_all(file, piece)
+                crc = manifests.crc32(piece, crc)
+        return {"name": _file(self.rank), "bytes": len(preamble) + len(data), "crc32": crc}
+
+    def _commit(self, job: _Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0: the index, then the marker."""
+        problems = [report["problem"] for report in reports if report["problem"]]
+        if problems:
+            return {"problem": problems[0]}
+        assert self._staging is not None
+        files = [
+            StoredFile(name=report["name"], bytes=report["bytes"], crc32=report["crc32"])
+            for report in reports
+            if "name" in report
+        ]
+        index = encode_index(
+            [
+                (_file(rank), len(shards.preamble(self._header(job.step, rank))), chunks)
+                for rank, chunks in enumerate(self._staging.chunks)
+                if chunks
+            ]
+        )
+        self._store.put(uris.join(self._uri(job.step), INDEX), index)
+        files.append(StoredFile(name=INDEX, bytes=len(index), crc32=manifests.crc32(index)))
+        total = sum(item.bytes for item in files)
+        manifests.commit(
+            self._store,
+            Manifest(
+                run_id=self.run_id,
+                attempt=self.attempt,
+                step=job.step,
+                layout=self.layout,
+                prefix=manifests.step_prefix(job.step, self.attempt),
+                files=tuple(files),
+                bytes=total,
+                created_ns=time.time_ns(),
+                version=muster.__version__,
+                extra=job.extra,
+                directory=self.directory,
+            ),
+        )
+        return {"bytes": total}
+
+    def _tidy(self, job: _Job) -> None:
+        """Rank 0, after a commit: old versions and, once, what older attempts left. A failure is a note."""
+        store, folder, run_id, attempt = self._store, self.directory, self.run_id, self.attempt
+        try:
+            job.removed += manifests.prune(store, folder, keep_last=self.keep_last, run_id=run_id, attempt=attempt)
+            if not self._tidied:
+                job.removed += manifests.remove_orphans(store, folder, run_id=run_id, attempt=attempt)
+                self._tidied = True
+        except (MusterError, OSError) as error:
+            job.notes.append(f"old checkpoints could not be removed: {_words(error)}")
+
+    def _header(self, step: int, rank: int) -> shards.ShardHeader:
+        assert self._staging is not None
+        return shards.ShardHeader(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            step=step,
+            rank=rank,
+            layout=self.layout,
+            tensors=self._staging.chunks[rank],
+        )
+
+    def _uri(self, step: int) -> str:
+        return uris.join(self.directory, manifests.step_prefix(step, self.attempt))
+
+    def _emit(self, kind: str, step: int, **detail: Any) -> None:
+        if self.rank == 0:
+            self._on_event(kind, step=step, tier=self.tier, **detail)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.shard"
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

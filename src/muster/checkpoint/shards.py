@@ -1,0 +1,210 @@
+"""Restore from shards of any tier into any layout: a torch.distributed.checkpoint reader, without its files.
+
+``ShardReader`` can be given to ``torch.distributed.checkpoint.load``; ``restore`` does that for one rank on
+its own, without a collective.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from muster.checkpoint.reader import Shard
+from muster.core.errors import CheckpointError, MusterError
+from muster.core.shards import ITEM_BYTES, Chunk
+
+_PIECE_BYTES = 64 << 20
+
+
+class ShardReader(StorageReader):
+    """Reads tensors by name and slice from a set of shards; of a box that several hold, the first shard's."""
+
+    def __init__(self, opened: Sequence[Shard]) -> None:
+        self._where: dict[tuple[str, tuple[int, ...]], tuple[Shard, Chunk]] = {}
+        self._tensors: dict[str, list[Chunk]] = defaultdict(list)
+        self.bytes_read = 0
+        for shard in opened:
+            for chunk in shard.tensors:
+                key = (chunk.name, chunk.offsets)
+                first = self._tensors[chunk.name][0] if self._tensors[chunk.name] else chunk
+                if (chunk.dtype, chunk.global_shape) != (first.dtype, first.global_shape):
+                    raise CheckpointError(f"{shard.name}: {chunk.name} differs in shape or type from another shard's")
+                if key in self._where:
+                    if self._where[key][1].shape != chunk.shape:
+                        raise CheckpointError(f"{shard.name}: {chunk.name} is cut differently than in another shard")
+                    continue
+                self._where[key] = (shard, chunk)
+                self._tensors[chunk.name].append(chunk)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> global shape of everything there."""
+        return {name: chunks[0].global_shape for name, chunks in self._tensors.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        return {name: chunks[0].dtype for name, chunks in self._tensors.items()}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=getattr(torch, chunks[0].dtype)),
+                    size=torch.Size(chunks[0].global_shape),
+                    chunks=[
+                        ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape))
+                        for chunk in chunks
+                    ],
+                )
+                for name, chunks in self._tensors.items()
+            }
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            self._read(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        shard, chunk = self._where[(item.storage_index.fqn, tuple(item.storage_index.offset or ()))]
+        target = planner.resolve_tensor(item).detach()
+        start, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        for first, count in _pieces(chunk, start, lengths):
+            piece = _rows(shard, chunk, first, count)
+            self.bytes_read += piece.nbytes
+            for axis in range(1, piece.dim()):
+                piece = torch.narrow(piece, axis, start[axis], lengths[axis])
+            into = target if target.dim() == 0 else target.narrow(0, first - start[0], count)
+            into.copy_(piece)
+        planner.commit_tensor(item, target)
+
+    # What the base class asks for and shards have no use for.
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
+    """Fill ``state`` (DTensors of any layout, plain tensors) in place; returns the bytes read. No collective.
+
+    Raises:
+        CheckpointError: something in ``state`` is missing, of another shape, or could not be read. The
+            state may be half filled when reading (not finding) failed: do not train on.
+    """
+    reader = ShardReader(opened)
+    problem = mismatch(reader, state) or gaps(reader, state)
+    if problem:
+        raise CheckpointError(problem)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(dict(state), storage_reader=reader, no_dist=True)
+    except MusterError:
+        raise
+    except dcp.CheckpointException as error:  # a BaseException: ``except Exception`` would let it through
+        reasons = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
+        ours = [reason for reason in reasons if isinstance(reason, MusterError)]
+        raise ours[0] if ours else CheckpointError(f"cannot restore: {reasons[:3]}") from error
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"cannot restore: {error}") from error
+    return reader.bytes_read
+
+
+def mismatch(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | None:
+    """Why the shards are of another model than ``state``; None when they fit."""
+    shapes = reader.shapes()
+    for name, tensor in state.items():
+        if name not in shapes:
+            return f"foreign: it has no tensor {name!r}"
+        if shapes[name] != tuple(tensor.shape):
+            return f"foreign: {name} has shape {list(shapes[name])} there and {list(tensor.shape)} here"
+    strange = sorted(set(shapes) - set(state))
+    if strange:
+        return f"foreign: it has {strange[0]!r}, which this run does not ({len(strange)} such tensors)"
+    return None
+
+
+def gaps(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | None:
+    """Which tensor's boxes do not make up the whole of it; None when all do."""
+    for name in state:
+        chunks = reader._tensors[name]
+        held = sum(math.prod(chunk.shape) for chunk in chunks)
+        if held != math.prod(chunks[0].global_shape):
+            return f"incomplete: {name} has {held} of {math.prod(chunks[0].global_shape)} elements"
+    return None
+
+
+def read_tensor(reader: ShardReader, name: str) -> torch.Tensor:
+    """One whole tensor on the CPU. Raises CheckpointError when it is absent or incomplete."""
+    chunks = reader._tensors.get(name)
+    if not chunks:
+        raise CheckpointError(f"no tensor {name!r}")
+    tensor = torch.empty(chunks[0].global_shape, dtype=getattr(torch, chunks[0].dtype))
+    problem = gaps(reader, {name: tensor})
+    if problem:
+        raise CheckpointError(problem)
+    for chunk in chunks:
+        shard = reader._where[(name, chunk.offsets)][0]
+        into = tensor
+        for axis, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
+            into = into.narrow(axis, offset, length)
+        for first, count in _pieces(chunk, (0,) * len(chunk.shape), chunk.shape):
+            piece = _rows(shard, chunk, first, count)
+            reader.bytes_read += piece.nbytes
+            (into if into.dim() == 0 else into.narrow(0, first, count)).copy_(piece)
+    return tensor
+
+
+def _pieces(chunk: Chunk, start: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(first row, rows) of the chunk to read at a time, so that no read is larger than it must be."""
+    if not chunk.shape:
+        return [(0, 1)]
+    row_bytes = max(1, chunk.bytes // max(1, chunk.shape[0]))
+    step = max(1, _PIECE_BYTES // row_bytes)
+    stop = start[0] + lengths[0]
+    return [(first, min(step, stop - first)) for first in range(start[0], stop, step)]
+
+
+def _rows(shard: Shard, chunk: Chunk, first: int, count: int) -> torch.Tensor:
+    """Rows of a chunk as a tensor over the bytes that the source returned."""
+    dtype = getattr(torch, chunk.dtype)
+    row = 1
+    for length in chunk.shape[1:]:
+        row *= length
+    row_bytes = row * ITEM_BYTES[chunk.dtype]
+    if row_bytes == 0 or count == 0:
+        return torch.empty((count, *chunk.shape[1:]), dtype=dtype)
+    start = chunk.byte_offset + first * row_bytes
+    data = shard.source.read(start, start + count * row_bytes)
+    with warnings.catch_warnings():
+        # Read-only memory is fine: it is copied from and dropped.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(data, dtype=dtype)
+    return flat.view((count, *chunk.shape[1:])) if chunk.shape else flat.view(())

@@ -1,0 +1,115 @@
+"""A rank's share of the state, copied aside in one go, so that training may change the originals at once.
+
+The buffer is laid out as the shard's bytes will be in the file, and reused by every save: pinned memory
+on CUDA, whose pages a fresh allocation would have to fault in each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.tensor import DTensor
+
+from muster.checkpoint import exchange
+from muster.core import shards
+from muster.core.errors import CheckpointError
+
+Box = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""name, dtype, global shape, offsets, shape."""
+
+
+def boxes(state: Mapping[str, torch.Tensor]) -> list[Box]:
+    """What this rank holds of each tensor, as torch.distributed.checkpoint sees it."""
+    found: list[Box] = []
+    for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
+        data = item.tensor_data
+        if data is None or data.chunk is None:
+            raise CheckpointError(f"{item.index.fqn} is no tensor: only tensors are saved")
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        found.append((item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+    return found
+
+
+def shares(held: list[list[Box]]) -> list[list[Box]]:
+    """Who writes what: each box once, by the least loaded of the ranks that hold it. Pure.
+
+    Raises:
+        CheckpointError: the boxes do not make up the tensors, or ranks disagree about one.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    known: dict[tuple[str, tuple[int, ...]], Box] = {}
+    for rank, mine in enumerate(held):
+        for box in mine:
+            key = (box[0], box[3])
+            if known.setdefault(key, box) != box:
+                raise CheckpointError(f"{box[0]}: ranks disagree about its shape or type")
+            if math.prod(box[4]):
+                holders[key].append(rank)
+    written: list[list[Box]] = [[] for _ in held]
+    load = [0] * len(held)
+    covered: dict[str, int] = defaultdict(int)
+    # Boxes without a choice first, so that the free ones can even the load out.
+    for key in sorted(holders, key=lambda key: (len(holders[key]), key)):
+        box = known[key]
+        rank = min(holders[key], key=lambda rank: (load[rank], rank))
+        written[rank].append(box)
+        load[rank] += math.prod(box[4]) * shards.ITEM_BYTES.get(box[1], 1)
+        covered[box[0]] += math.prod(box[4])
+    for name, _, shape, *_ in known.values():
+        if covered[name] != math.prod(shape):
+            raise CheckpointError(f"{name}: ranks hold {covered[name]} of its {math.prod(shape)} elements")
+    return written
+
+
+class Staging:
+    """The buffer of one rank and the plan of all. Making one is collective over ``group``."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        mine = boxes(state)
+        held = [[_box(item) for item in rank] for rank in exchange.gather(mine, group)]
+        self.chunks = [shards.pack(rank) for rank in shares(held)]
+        """Per rank: what its file holds."""
+        self.mine = self.chunks[exchange.rank_of(group)]
+        self._signature = mine
+        length = max((chunk.byte_offset + chunk.bytes for chunk in self.mine), default=0)
+        on_cuda = any(local(tensor).is_cuda for tensor in state.values())
+        self.buffer = torch.zeros(length, dtype=torch.uint8, pin_memory=on_cuda)
+        self._views = [
+            self.buffer[chunk.byte_offset : chunk.byte_offset + chunk.bytes]
+            .view(getattr(torch, chunk.dtype))
+            .view(chunk.shape)
+            for chunk in self.mine
+        ]
+
+    def copy(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's share; when it returns the originals may change.
+
+        Raises:
+            CheckpointError: the state has other tensors than the one this was made for.
+        """
+        if boxes(state) != self._signature:
+            raise CheckpointError("the state's tensors have changed since the first save")
+        sources = [local(state[chunk.name]).detach() for chunk in self.mine]
+        if sources:
+            torch._foreach_copy_(self._views, sources, non_blocking=True)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.current_stream().synchronize()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    if isinstance(tensor, DTensor):
+        found: torch.Tensor = tensor.to_local()
+        return found
+    return tensor
+
+
+def _box(item: list[Any] | Box) -> Box:
+    name, dtype, global_shape, offsets, shape = item
+    return (name, dtype, tuple(global_shape), tuple(offsets), tuple(shape))

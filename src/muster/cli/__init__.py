@@ -1,0 +1,1 @@
+"""Parse, call one use case, print. The only floor that exits."""

@@ -1,0 +1,89 @@
+"""``muster drill``: break a run on purpose, on this machine, and see whether it heals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from muster.cli.acting import OVERRIDES
+from muster.cli.reading import JSON
+
+if TYPE_CHECKING:
+    from muster.app.drill import Outcome
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(drill)
+
+
+def drill(
+    run_file: str | None = typer.Argument(None, metavar="RUN.yaml", help="The run file."),
+    overrides: list[str] = OVERRIDES,
+    fault: str | None = typer.Option(None, "--fault", help="What to break; --list names the menu."),
+    at_step: int = typer.Option(10, "--at-step", min=1, help="Strike after this step."),
+    seed: int = typer.Option(0, "--seed", help="Chooses the victim and the moments: the same seed, the same blows."),
+    listed: bool = typer.Option(False, "--list", help="Print the menu of faults."),
+    json: bool = JSON,
+) -> None:
+    """Break a run of this file on purpose, and compare what happened with what had to happen."""
+    from muster.app import drill as use_case
+    from muster.app.faults import MENU
+    from muster.cli import say
+    from muster.core.errors import UsageError
+
+    if listed:
+        _print_menu(json)
+        return
+    if run_file is None or fault is None:
+        raise UsageError("a run file and --fault NAME are needed", hint=f"one of: {', '.join(MENU)}")
+    outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=say.talk)
+    if json:
+        say.as_json(outcome.to_json())
+    else:
+        _print(outcome)
+    if not outcome.as_expected:
+        raise typer.Exit(1)
+
+
+def _print_menu(json: bool) -> None:
+    from muster.app.faults import MENU
+    from muster.cli import say
+
+    if json:
+        say.as_json([{"name": each.name, "what": each.what} for each in MENU.values()])
+        return
+    for each in MENU.values():
+        say.data(f"{each.name:<20} {each.what}")
+
+
+def _print(outcome: Outcome) -> None:
+    from muster.cli import say
+
+    found = outcome.to_json()
+    expected, seen = found["expected"], found["seen"]
+    either = " or ".join(", ".join(each) or "nothing" for each in expected["done"])
+    limit = expected["redone_steps"]
+    again = "back to the last checkpoint" if limit is None else f"at most {limit}" if limit else "none"
+    say.data(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
+    say.data(f"{'':<12}{'expected':<44}seen")
+    rows = [
+        ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
+        ("done", either, ", ".join(seen["done"]) or "nothing"),
+        ("redone", again, seen["redone_steps"]),
+        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it never came back"),
+        ("exit code", _none(expected["exit_code"]), _none(seen["exit_code"])),
+        ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
+    ]
+    for name, wanted, was in rows:
+        say.data(f"{name:<12}{wanted!s:<44}{was}")
+    for text in outcome.sentences:
+        say.data(f"  {text}")
+    for text in outcome.failures:
+        say.data(f"NOT AS EXPECTED: {text}")
+    say.data("as expected" if outcome.as_expected else f"the run's folder: {outcome.run.path}")
+
+
+def _none(code: int | None) -> str:
+    return "it trains on" if code is None else str(code)

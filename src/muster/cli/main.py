@@ -1,0 +1,126 @@
+"""The entry point: runs one command, prints an error once, exits with its code.
+
+Nothing heavy is imported up here: commands import what they need, so that ``muster --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from muster import __version__
+from muster.cli import acting, cloud, drill, plan, reading, render, simulate, watch
+
+app = typer.Typer(
+    name="muster",
+    help="Train language models on GPUs that come and go. Start with: muster train RUN.yaml",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+acting.register(app)
+reading.register(app)
+drill.register(app)
+watch.register(app)
+plan.register(app)
+simulate.register(app)
+cloud.register(app)
+app.command()(render.render)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"muster {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+) -> None:
+    """Train language models on GPUs that come and go. Start with: muster train RUN.yaml"""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"muster {__version__}")
+
+
+def main() -> None:
+    """Run ``sys.argv`` and exit."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    sys.exit(code)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line; return the exit code. Every error has been printed."""
+    from muster.cli import say
+    from muster.core.errors import MusterError
+
+    try:
+        found: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
+        return found if isinstance(found, int) else 0
+    except MusterError as error:
+        say.error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        say.talk("stopped")
+        return 130
+    except BrokenPipeError:  # `muster events | head`
+        _forget_stdout()
+        return 141
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except Exception as error:  # noqa: BLE001 (the process's edge: one line, the rest in a file)
+        return _wrong_words(error) if hasattr(error, "format_message") else _unexpected(error)
+
+
+def _wrong_words(error: Any) -> int:
+    """The command line cannot be parsed (an exception of the parser's)."""
+    from muster.cli import say
+
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "muster")
+    message = error.format_message()
+    if message:  # none: the help was printed, for want of a command
+        say.talk(f"error: {message}")
+        say.talk(f"hint: {command} --help")
+    return 2
+
+
+def _unexpected(error: Exception) -> int:
+    """A bug of ours, or an abort at a prompt: one line, and the traceback in a file."""
+    import tempfile
+    import traceback
+
+    from muster.cli import say
+    from muster.core.redact import redact
+
+    if type(error).__name__ == "Abort":
+        say.talk("stopped")
+        return 130
+    with tempfile.NamedTemporaryFile("w", prefix="muster-crash-", suffix=".txt", delete=False) as file:
+        file.write(redact("".join(traceback.format_exception(error))))
+    first = (str(error).splitlines() or [""])[0]
+    say.talk(redact(f"error: unexpected {type(error).__name__}: {first}"))
+    say.talk(f"hint: this is a bug in Muster; the traceback is in {file.name}")
+    return 1
+
+
+def _forget_stdout() -> None:
+    """The reader is gone; what is still buffered must not raise at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The verbs of planning: plan, prices, calibrate. ``register`` adds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from muster.cli.acting import OVERRIDES, RUN_FILE
+from muster.cli.reading import JSON
+
+prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(plan)
+    app.command()(calibrate)
+    app.add_typer(prices_app, name="prices")
+
+
+def plan(
+    run_file: str = RUN_FILE,
+    overrides: list[str] | None = OVERRIDES,
+    json: bool = JSON,
+    why: bool = typer.Option(False, "--why", help="Say in words why."),
+    fastest: bool = typer.Option(
+        False, "--fastest", help="Choose the fastest plan within the limits, not the cheapest."
+    ),
+    trace: bool = typer.Option(False, "--trace", help="Check the memory with a run on fake tensors (imports torch)."),
+    out: str | None = typer.Option(None, "--out", help="Write the plan to a file that train and submit take."),
+    all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
+) -> None:
+    """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
+    from muster.app import plan as use_case
+    from muster.cli import plan_table, say
+
+    found = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json)
+    answer: dict[str, Any] = found.plan.to_json()
+    if trace:
+        from muster.app.memory_trace import compare
+
+        answer["trace"] = compare(found)
+    if out is not None:
+        _write(out, answer)
+        say.talk(f"plan written to {out}; muster train {out} runs it")
+    if json:
+        say.as_json(answer)
+        return
+    for line in plan_table.lines(found, every=all_offers):
+        say.data(line)
+    for sentence in found.plan.why if why else ():
+        say.data(f"* {sentence}")
+    if trace:
+        for line in plan_table.trace_lines(answer["trace"]):
+            say.data(line)
+
+
+def calibrate(
+    run_dir: str = typer.Argument(..., metavar="RUN", help="A run or its folder."), json: bool = JSON
+) -> None:
+    """Fit the plan's constant to a measured run, and say how far the model was off."""
+    from muster.app.calibrate import calibrate_run
+    from muster.cli import say
+    from muster.core import runs
+
+    path = Path(run_dir)
+    found = calibrate_run(path if path.is_dir() else runs.find(run_dir).path)
+    if json:
+        say.as_json(found.to_json())
+        return
+    fit = found.calibration
+    say.data(
+        f"{found.run_id} on {found.accelerator}: {fit.measured_step_s:.4g} s a step ({fit.steps} steps, spread "
+        f"{fit.spread:.1%}); the model said {fit.predicted_step_s:.4g} s ({fit.off:+.0%}); "
+        f"efficiency {fit.efficiency:.3f}"
+    )
+    say.talk(f"kept in {found.path}")
+
+
+@prices_app.command()
+def update(json: bool = JSON) -> None:
+    """Fetch Google's list prices with your credentials; without them nothing changes."""
+    from muster.app.prices import update as use_case
+    from muster.cli import say
+
+    found = use_case()
+    if json:
+        say.as_json(
+            {"path": str(found.path), "prices": len(found.prices), "skus": found.skus, "missing": found.missing}
+        )
+        return
+    say.data(f"{len(found.prices)} prices of {found.skus} SKUs in {found.path}")
+    if found.missing:
+        say.talk("not found: " + ", ".join(found.missing))
+
+
+@prices_app.command(name="list")
+def list_prices(json: bool = JSON) -> None:
+    """Show every price a plan would use, with its date and source."""
+    from dataclasses import asdict
+
+    from muster.app.prices import all_prices
+    from muster.cli import say
+
+    found = all_prices()
+    if json:
+        say.as_json([asdict(each) for each in found])
+        return
+    for each in found:
+        spread = "" if each.low == each.high else f" ({each.low:g}-{each.high:g})"
+        say.data(
+            f"{each.machine:<20} {each.mode:<12} {each.region:<16} ${each.usd_per_gpu_hour:<8.4g}{spread:<18} "
+            f"{each.date:<11} {each.reliability:<12} {each.source}"
+        )
+
+
+def _write(path: str, answer: Any) -> None:
+    import json as writer
+
+    from muster.core.errors import UsageError
+
+    try:
+        Path(path).write_text(writer.dumps(answer, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,99 @@
+"""A plan as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from muster.app.plan import Planned, words
+
+REJECTED_SHOWN = 8
+
+
+def lines(found: Planned, *, every: bool = False) -> Iterator[str]:
+    """The chosen plan, the frontier, and why other offers were not taken."""
+    chosen = found.plan.chosen
+    yield f"{found.plan.extra['job']}: {chosen['title']}"
+    yield from _figures(chosen)
+    yield ""
+    yield from _memory(chosen)
+    yield ""
+    yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
+    for each in found.plan.frontier:
+        yield _row(each)
+    shown = found.plan.rejected if every else _telling(found.plan.rejected)
+    if shown:
+        yield ""
+        yield "not taken:"
+    for each in shown:
+        yield f"  {each['machine']:<20} {each['mode']:<11} {each['location']:<16} {each['reason']}"
+    left = len(found.plan.rejected) - len(shown)
+    if left:
+        yield f"  and {left} more (--all)"
+    yield ""
+    for assumption in (*found.plan.assumptions, *chosen["modelled"]):
+        yield f"assumed: {assumption}"
+
+
+def trace_lines(trace: Mapping[str, Any]) -> Iterator[str]:
+    """The closed form against the trace."""
+    yield ""
+    yield (
+        f"memory of tensors on one rank: closed form {trace['closed_form_bytes'] / 2**30:.2f} GiB, "
+        f"trace {trace['trace_bytes'] / 2**30:.2f} GiB ({trace['difference']:+.1%})"
+    )
+
+
+def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
+    layout = " x ".join(f"{name} {size}" for name, size in chosen["layout"].items() if size > 1) or "one GPU"
+    usd, hours = chosen["usd"], chosen["hours"]
+    mfu = f", MFU {chosen['mfu']:.1%}" if chosen["mfu"] is not None else ""
+    yield (
+        f"  layout   {layout}; micro-batch {chosen['micro_batch_size']}, {chosen['rounds']} round(s), "
+        f"checkpointing {chosen['activation_checkpointing']}"
+    )
+    yield f"  step     {chosen['step_s']:.3g} s, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
+    yield (
+        f"  time     {words.duration(hours['p50'])} (p90 {words.duration(hours['p90'])}), "
+        f"goodput {chosen['goodput']:.1%}, checkpoint every {chosen['checkpoint_every_steps']} steps"
+    )
+    if usd["p50"] is not None:
+        yield (
+            f"  cost     {words.dollars(usd['p50'])} (p90 {words.dollars(usd['p90'])}), "
+            f"{words.dollars(chosen['usd_per_step'])} a step, "
+            f"{words.dollars(chosen['usd_per_million_tokens'])} a million tokens, "
+            f"{words.dollars(chosen['usd_per_hour'])}/h"
+        )
+    price = chosen["price"]
+    if price:
+        origin = f"{price['reliability']}, {price['date']}: {price['source']}"
+        yield f"  price    ${price['usd_per_gpu_hour']:g} a GPU-hour ({origin})"
+    for key, what in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
+        if key in chosen:
+            yield f"  chance   {chosen[key]:.0%} {what}"
+
+
+def _memory(chosen: Mapping[str, Any]) -> Iterator[str]:
+    total, have = chosen["memory_bytes_per_gpu"], chosen["gpu_memory_bytes"]
+    moment = chosen["memory_peak_moment"]
+    yield f"  memory   {words.gigabytes(total)} of {words.gigabytes(have)} a GPU at its peak ({moment})"
+    for name, count in sorted(chosen["memory_bytes_by_item"].items(), key=lambda item: -item[1]):
+        yield f"    {name:<22} {count / 1e9:8.2f} GB"
+
+
+def _row(each: Mapping[str, Any]) -> str:
+    mfu = f"{each['mfu']:.1%}" if each["mfu"] is not None else "-"
+    usd, hours = each["usd"], each["hours"]
+    return (
+        f"{each['title']:<52} {each['gpus']:>5} {each['step_s']:>8.3g} {mfu:>6} {words.duration(hours['p50']):>9} "
+        f"{words.duration(hours['p90']):>9} {words.dollars(usd['p50']):>10} {words.dollars(usd['p90']):>10}"
+    )
+
+
+def _telling(rejected: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
+    """One example of each kind of reason, those with numbers first."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for each in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r["reason"])):
+        kind = "".join(c for c in each["reason"] if not c.isdigit() and c not in ".,")[:18]
+        found.setdefault(kind, each)
+    return list(found.values())[:REJECTED_SHOWN]

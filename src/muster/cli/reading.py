@@ -1,0 +1,210 @@
+"""Verbs that read: status, logs, events, report, checkpoints, show, data. Each answers in JSON too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from muster.cli.acting import OVERRIDES, RUN, RUN_FILE
+
+if TYPE_CHECKING:
+    from muster.app.status import RunStatus
+
+KIND = typer.Option([], "--kind", help="Only this kind; may be repeated.")
+RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
+JSON = typer.Option(False, "--json", help="Answer in JSON.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order of the help."""
+    for command in (status, logs, events, report, checkpoints, show, data):
+        app.command()(command)
+
+
+def status(
+    run: str | None = typer.Argument(None, metavar="[RUN]", help="A run; default: all of this machine."),
+    json: bool = JSON,
+) -> None:
+    """Say where a run is and why, or list the runs of this machine."""
+    from muster.app import status as use_case
+    from muster.cli import say
+
+    if run is not None:
+        found = use_case.status(run)
+        if json:
+            say.as_json(found.to_json())
+        else:
+            _print_status(found)
+        return
+    every = use_case.all_runs()
+    if json:
+        say.as_json([each.to_json() for each in every])
+    elif not every:
+        say.talk("no runs on this machine")
+    for each in [] if json else every:
+        step = each.summary.last_step
+        say.data(f"{each.run.run_id:<52} {each.status.state:<10} step {step if step is not None else '-'}")
+
+
+def _print_status(found: RunStatus) -> None:
+    from muster.cli import say
+
+    shown = found.to_json()
+    say.data(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
+    for key in ("name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
+        value = shown[key]
+        if value not in (None, 0) or key == "step":
+            say.data(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")
+    for name, word in shown["tasks"].items():
+        say.data(f"  {name:<13} {word}")
+
+
+def logs(
+    run: str = RUN,
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run has ended."),
+    rank: int | None = typer.Option(None, "--rank", help="Of this rank alone."),
+    task: str | None = typer.Option(None, "--task", help="Of this process alone: supervisor, agent, prepare..."),
+) -> None:
+    """Print what the run's processes wrote."""
+    from muster.app.logs import logs as use_case
+    from muster.cli import say
+
+    rest: dict[str, str] = {}
+    alone = rank is not None or task is not None
+    for chunk in use_case(run, follow=follow, rank=rank, task=task):
+        *lines, rest[chunk.task] = (rest.get(chunk.task, "") + chunk.text).split("\n")
+        for line in lines:
+            say.data(line if alone else f"{chunk.task} | {line}")
+    for name, line in rest.items():
+        if line:
+            say.data(line if alone else f"{name} | {line}")
+
+
+def events(
+    run: str = RUN,
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run has ended."),
+    kind: list[str] = KIND,
+    json: bool = typer.Option(False, "--json", help="One JSON object a line."),
+) -> None:
+    """Print the run's events, oldest first."""
+    import json as writer
+    import time
+
+    from muster.app.lines import line as words
+    from muster.app.lines import one_line
+    from muster.app.logs import events as use_case
+    from muster.cli import say
+
+    for event in use_case(run, follow=follow, kinds=tuple(kind)):
+        if json:
+            say.data(writer.dumps(event.to_json(), ensure_ascii=False))
+            continue
+        at = time.strftime("%H:%M:%S", time.gmtime(event.wall_ns / 1e9)) + f".{event.wall_ns // 10**6 % 1000:03d}"
+        who = event.host if event.rank is None else f"{event.host}/{event.rank}"
+        text = words(event) or one_line(writer.dumps(dict(event.detail), ensure_ascii=False), 160)
+        phase = f" {event.phase}" if event.phase else ""
+        say.data(f"{at} a{event.attempt} {who:<12} {event.kind}{phase}  {text}")
+
+
+def report(
+    runs: list[str] = RUNS,
+    json: bool = JSON,
+    html: bool = typer.Option(False, "--html", help="Write one self-contained page."),
+    output: str | None = typer.Option(None, "--output", "-o", help="Where the page goes; default: the run's folder."),
+    reference: float | None = typer.Option(
+        None, "--reference-tokens-per-s", help="Rate that goodput divides by, measured with fault tolerance off."
+    ),
+    form: str | None = typer.Option(None, "--from", help="RUN is another system's log: google-resiliency."),
+    step_time_s: float | None = typer.Option(None, "--step-time", help="With --from: seconds a step takes."),
+) -> None:
+    """Account for the run: figures, time by category, dollars. Works from its folder alone, years later."""
+    from muster.app import report as use_case
+    from muster.cli import say
+
+    if form is not None:
+        foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
+        say.as_json(foreign) if json else say.data(use_case.foreign_table(foreign))
+        return
+    found = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
+    if html:
+        for run, each in zip(runs, found, strict=True):
+            say.data(str(use_case.write_page(each, run, output)))
+    elif len(found) > 1:
+        side_by_side = use_case.compare(found)
+        say.as_json(side_by_side) if json else say.data(use_case.comparison_table(side_by_side))
+    elif json:
+        say.as_json(found[0].to_json())
+    else:
+        say.data(use_case.table(found[0]))
+
+
+def checkpoints(run: str = RUN, json: bool = JSON) -> None:
+    """List the run's checkpoints, newest first, and what was passed over."""
+    from muster.app.checkpoints import checkpoints as use_case
+    from muster.cli import say
+
+    found = use_case(run)
+    if json:
+        say.as_json(found.to_json())
+        return
+    for each in found.to_json()["committed"]:
+        say.data(f"step {each['step']:<8} {each['bytes'] / 2**20:10.1f} MiB  {each['uri']}")
+    for uri, reason in found.skipped:
+        say.talk(f"passed over: {uri}: {reason}")
+    if not found.committed:
+        say.talk(f"no committed checkpoint in {found.directory}")
+
+
+def show(
+    run_file: str | None = typer.Argument(None, metavar="RUN.yaml", help="The run file."),
+    overrides: list[str] = OVERRIDES,
+    json: bool = JSON,
+    schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of run files, for editors."),
+) -> None:
+    """Print the run file as it will be taken, every default included."""
+    from muster.app import reference
+    from muster.app.show import resolved_json, resolved_yaml
+    from muster.cli import say
+    from muster.core import runfile
+    from muster.core.errors import UsageError
+
+    if schema:
+        say.data(reference.run_file_schema().rstrip("\n"))
+        return
+    if run_file is None:
+        raise UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")
+    loaded = runfile.load(run_file, overrides or [])
+    say.warnings(loaded.warnings)
+    if json:
+        say.as_json(resolved_json(loaded.spec))
+    else:
+        say.data(resolved_yaml(loaded.spec).rstrip("\n"))
+
+
+def data(
+    run_file: str = RUN_FILE,
+    overrides: list[str] = OVERRIDES,
+    examples: int = typer.Option(3, "--examples", "-n", min=0, help="Documents to show."),
+    json: bool = JSON,
+) -> None:
+    """Prepare the run's data and show a few documents; what is not learned from is dimmed."""
+    import sys
+
+    from muster.app.data import prepare_and_preview
+    from muster.cli import say
+    from muster.cli.live import preparing
+    from muster.core import runfile
+
+    loaded = runfile.load(run_file, overrides or [])
+    say.warnings(loaded.warnings)
+    with preparing() as progress:
+        found = prepare_and_preview(loaded, examples=examples, progress=progress)
+    if json:
+        say.as_json(found.to_json())
+        return
+    from rich.console import Console
+
+    from muster.app.data import render
+
+    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(found))

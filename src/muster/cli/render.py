@@ -1,0 +1,58 @@
+"""``muster render RUN.yaml``: what would be sent, as text."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Format(StrEnum):
+    YAML = "yaml"
+    HELM = "helm"
+
+
+class Network(StrEnum):
+    AUTO = "auto"
+    ANNOTATIONS = "annotations"
+    CLAIMS = "claims"
+
+
+class Nccl(StrEnum):
+    NODE = "node"
+    CATALOGUE = "catalogue"
+
+
+def render(
+    run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as for train.")] = None,
+    format: Annotated[Format, typer.Option(help="Plain manifests, or a chart.")] = Format.YAML,
+    output: Annotated[Path | None, typer.Option(help="Folder to write to; default for yaml: standard output.")] = None,
+    namespace: Annotated[str, typer.Option(help="Kubernetes namespace.")] = "default",
+    network: Annotated[Network, typer.Option(help="How data NICs are attached; claims: DRANET.")] = Network.AUTO,
+    nccl: Annotated[Nccl, typer.Option(help="NCCL's environment: Google's script on the node, or ours.")] = Nccl.NODE,
+    run_claim: Annotated[str | None, typer.Option(help="ReadWriteMany claim for run folders, not a bucket.")] = None,
+    kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
+) -> None:
+    """Render a run for GKE, offline: no project, no credentials."""
+    from muster.app import render as use_case
+    from muster.core import runfile
+    from muster.core.errors import UsageError
+
+    if format is Format.HELM and output is None:
+        raise UsageError("a chart is a folder of files", hint="--output FOLDER")
+    options = use_case.Options(
+        namespace=namespace, network=network.value, nccl=nccl.value, kueue=kueue, run_claim=run_claim
+    )
+    spec = runfile.load(run_file, overrides or [], environment=False).spec
+    rendered = use_case.render(spec, format=format.value, options=options)
+    for warning in rendered.warnings:
+        print(f"warning: {warning.key}: {warning.message}: {warning.reason}", file=sys.stderr)
+    if output is None:
+        print("---\n".join(rendered.files.values()), end="")
+    else:
+        for path in use_case.write(rendered, output):
+            print(path)

@@ -1,0 +1,45 @@
+"""Where words go: stdout is data, stderr is talk."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from muster.core.errors import MusterError, Problem, RunFileError
+
+
+def data(text: str) -> None:
+    """A line of what was asked for."""
+    print(text, flush=True)
+
+
+def as_json(value: Any) -> None:
+    """What was asked for, for programs."""
+    print(json.dumps(value, indent=1, ensure_ascii=False, default=str), flush=True)
+
+
+def talk(text: str) -> None:
+    """A line about what is going on."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def error(problem: MusterError) -> None:
+    """An error, once: what was wrong, and the next command."""
+    if isinstance(problem, RunFileError):
+        count = len(problem.problems)
+        for each in problem.problems:
+            talk(f"error: {each.render()}")
+        if count > 1:
+            talk(f"{count} problems; nothing was started")
+        return
+    talk(f"error: {problem}")
+    if problem.hint:
+        talk(f"hint: {problem.hint}")
+
+
+def warnings(problems: Iterable[Problem]) -> None:
+    """Knobs without effect."""
+    for problem in problems:
+        talk(f"warning: {problem.render()}")

@@ -1,0 +1,144 @@
+"""``muster watch``: a run's hosts, ranks, tiers and incidents, live on a terminal, as lines in a pipe."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from muster.cli.acting import RUN
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from muster.app.watch import HostView, View
+
+#: In a pipe, a line about where the run is at most so often (seconds), besides what happens.
+LINE_EVERY_S = 5.0
+_SHOWN = (
+    "attempt.started", "run.note", "incident", "decision", "recovered", "notice", "host.lost", "checkpoint.committed",
+    "checkpoint.failed", "checkpoint.skipped", "eval", "run.finished",
+)  # fmt: skip
+_STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(watch)
+
+
+def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
+    """Show a run live: hosts, ranks, step, checkpoint tiers, incidents. Ctrl-C leaves it running."""
+    from muster.app.watch import watch as use_case
+
+    if sys.stdout.isatty():
+        _live(use_case(run, every_s=every))
+    else:
+        _lines(use_case(run, every_s=every))
+
+
+def _live(views: Any) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        for view in views:
+            live.update(_render(view), refresh=True)
+
+
+def _lines(views: Any) -> None:
+    """What happens, and now and then where the run is."""
+    from muster.app.lines import line
+    from muster.cli import say
+
+    said, since_s = "", LINE_EVERY_S
+    before_ns = None
+    for view in views:
+        for event in view.news:
+            text = line(event) if event.kind in _SHOWN else None
+            if text is not None:
+                say.data(text)
+        now_ns = max((event.wall_ns for event in view.news), default=before_ns)
+        since_s += (now_ns - before_ns) / 1e9 if now_ns and before_ns else 0.0
+        before_ns = now_ns
+        text = summary(view)
+        if text != said and (since_s >= LINE_EVERY_S or view.ended):
+            say.data(text)
+            said, since_s = text, 0.0
+
+
+def summary(view: View) -> str:
+    """The run in one line."""
+    words = [f"step {view.step}" + (f"/{view.total_steps}" if view.total_steps else ""), f"attempt {view.attempt}"]
+    words.append(f"{view.world_size} ranks on {sum(host.state == 'training' for host in view.hosts.values())} hosts")
+    words += [f"{tier.tier} step {tier.step}" for tier in view.tiers if tier.step is not None]
+    return "  ".join([*words, view.sentence])
+
+
+def _render(view: View) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    axes = " x ".join(f"{axis} {size}" for axis, size in view.layout.items() if size != 1) or "one rank"
+    head = Text(f"{view.run.run_id}  ", style="bold")
+    head.append(f"{view.state}: {view.sentence}", style="red" if view.state == "failed" else "")
+    step = Text(f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else ""), style="bold green")
+    step.append(f"  attempt {view.attempt}  {view.world_size} ranks ({axes})", style="")
+    step.append(f"  {_numbers(view)}", style="")
+    parts: list[Any] = [head, step, _hosts(view), _tiers(view)]
+    if view.incidents:
+        parts.append(Text("last incidents", style="bold"))
+        parts += [Text(f"  {sentence}") for sentence in view.incidents]
+    return Group(*parts)
+
+
+def _numbers(view: View) -> str:
+    detail, words = view.numbers, []
+    if detail.get("loss") is not None:
+        words.append(f"loss {detail['loss']:.4f}")
+    if detail.get("tokens") and detail.get("step_ns"):
+        words.append(f"{detail['tokens'] / detail['step_ns'] * 1e9:,.0f} tokens/s")
+    if detail.get("mfu") is not None:
+        words.append(f"MFU {detail['mfu']:.1%}")
+    if view.step_age_s is not None and not view.ended:
+        words.append(f"{age(view.step_age_s)} ago")
+    return "  ".join(words)
+
+
+def _hosts(view: View) -> Table:
+    table = _table("host", "state", "ranks")
+    for host in sorted(view.hosts.values(), key=lambda host: (len(host.name), host.name)):
+        style = _STYLES.get(host.state, "")
+        table.add_row(host.name, f"[{style}]{host.state}[/]" if style else host.state, _ranks(host))
+    return table
+
+
+def _ranks(host: HostView) -> str:
+    return ", ".join(f"{rank.rank} {rank.phase} (pid {rank.pid})" for _, rank in sorted(host.ranks.items())) or "-"
+
+
+def _tiers(view: View) -> Table:
+    table = _table("tier", "newest whole step", "age")
+    for tier in view.tiers:
+        table.add_row(tier.tier, "none" if tier.step is None else str(tier.step), age(tier.age_s))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def age(seconds: float | None) -> str:
+    """``0.4 s``, ``3 min``, ``2.1 h``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,57 @@
+"""The real clock and the real shell; their virtual twins live beside the tests and the simulator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from muster.core.errors import BackendError
+from muster.core.seams import Completed
+
+
+@dataclass(frozen=True)
+class SystemClock:
+    """The machine's own time."""
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        return time.time_ns()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class SystemShell:
+    """Runs real programs, found on PATH, without a shell in between."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Completed:
+        merged = {**os.environ, **env} if env else None
+        try:
+            done = subprocess.run(
+                list(argv),
+                env=merged,
+                input=stdin,
+                capture_output=True,
+                timeout=timeout_s,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise BackendError(f"program {argv[0]!r} not found", hint="install it or fix PATH") from error
+        except subprocess.TimeoutExpired as error:
+            raise BackendError(f"{argv[0]} did not finish within {timeout_s} s") from error
+        return Completed(argv=tuple(argv), returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)

@@ -1,0 +1,118 @@
+"""The one tree of errors that users can meet.
+
+::
+
+    MusterError                    1   the run or the command failed
+    ├── UsageError                 2   bad command line, bad run file (RunFileError lists them all)
+    ├── NoPlanError                3   nothing on offer fits the spec
+    ├── CapacityError              4   no machines now; ``retry_after_s`` says when to ask again
+    ├── AccessError                5   credentials, permissions, tokens
+    ├── BackendError               6   the scheduler, the cloud or the host misbehaved
+    ├── ConflictError              1   somebody else holds the name, the lease or the generation
+    ├── CheckpointError            1   torn, truncated, foreign or unreadable checkpoint
+    ├── RunFailed                  1   the training itself failed; the verdict says why
+    ├── Preempted                 75   saved, wants to run again (a scheduler may requeue it)
+    └── Stopped                  130   the user stopped it
+
+An adapter translates a library's exception once (``raise CapacityError(...) from error``); only ``cli``
+prints it, as one line and a hint, and only ``cli`` exits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class MusterError(Exception):
+    """An error with a message for the user, a hint for the next step, and an exit code."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(MusterError):
+    """The command line or an argument cannot be used as given."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing wrong with a run file: where, what, which value, and what would be right."""
+
+    key: str
+    message: str
+    value: object = None
+    line: int | None = None
+    source: str = "run file"
+    hint: str | None = None
+
+    def render(self) -> str:
+        """One line: ``RUN.yaml:12: training.steps: must be at least 1, got 0 (hint: ...)``."""
+        place = f"{self.source}:{self.line}" if self.line is not None else self.source
+        key = f" {self.key}:" if self.key else ""
+        hint = f" (hint: {self.hint})" if self.hint else ""
+        return f"{place}:{key} {self.message}{hint}"
+
+
+class RunFileError(UsageError):
+    """Everything wrong with a run file, all at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problem.render() for problem in problems))
+
+
+class NoPlanError(MusterError):
+    """Nothing on offer fits what the spec asks for."""
+
+    exit_code = 3
+
+
+class CapacityError(MusterError):
+    """No machines now."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class AccessError(MusterError):
+    """Credentials, permissions or a run's token do not allow this."""
+
+    exit_code = 5
+
+
+class BackendError(MusterError):
+    """The scheduler, the cloud or the host misbehaved."""
+
+    exit_code = 6
+
+
+class ConflictError(MusterError):
+    """A conditional write lost: somebody else wrote first, or holds the lease."""
+
+
+class CheckpointError(MusterError):
+    """A checkpoint is torn, truncated, foreign or unreadable."""
+
+
+class RunFailed(MusterError):
+    """The training failed; the message is the verdict."""
+
+
+class Preempted(MusterError):
+    """The run saved on notice and wants to run again."""
+
+    exit_code = 75
+
+
+class Stopped(MusterError):
+    """The user stopped the run."""
+
+    exit_code = 130

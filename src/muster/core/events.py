@@ -1,0 +1,316 @@
+"""The event schema: the only record of a run, from which everything else is read.
+
+An event is one JSON object on one line. ``KINDS`` lists every kind with the keys of its ``detail``;
+``docs/events.md`` is generated from it. Times are integer nanoseconds. ``mono_ns`` never steps back but
+compares only within one host and boot; ``wall_ns`` is for people; the supervisor logs each host's
+``clock.offset`` so that a reader can put hosts on one axis.
+
+One writer has one file per attempt (``events/<writer>.<attempt>.jsonl``) and one chain: ``prev`` is the
+SHA-256 of the line before, so that an edited line is found and a torn last line is tolerated. Writers are
+``client`` (the command that submitted), ``supervisor`` (its ``attempt`` in the file name is its term,
+the generation of its lease) and each host's agent, which writes its ranks' events too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+#: What a rank (or host) spends its time on. ``phase`` events mark the moment it changes; the ledger turns
+#: the gaps into host-seconds. The order is that of a healthy life.
+PHASES = (
+    "queue",  # wanted but not held: wall time, costs nothing
+    "provision",  # bought, not yet running our agent
+    "start",  # processes, imports, rendezvous
+    "restore",  # weights or state are being read
+    "warmup",  # compile and the first, slow step
+    "train",
+    "eval",
+    "checkpoint",  # training stands still for a save
+    "detect",  # broken, not yet noticed (set by the ledger, from the incident)
+    "restart",  # noticed, not yet stepping again
+    "wait",  # for capacity
+    "spare",  # held for an emergency
+    "hold",  # kept warm after the user's own failure
+    "idle",  # the tail: finished, not yet released
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of event: what it means and what its ``detail`` holds."""
+
+    doc: str
+    required: Mapping[str, str] = field(default_factory=dict)
+    """Key -> meaning and unit."""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    open: bool = False
+    """Further keys are allowed (free-form detail)."""
+
+
+_COST = {"usd_per_hour": "price of the whole host; absent: unknown"}
+#: A loop of the user's own (``command:``) may leave any of these but ``step_ns`` null: unknown, never zero.
+_STEP = {
+    "loss": "mean over the step's supervised tokens, all ranks",
+    "grad_norm": "global norm before clipping",
+    "learning_rate": "as applied",
+    "step_ns": "wall time of the step, the previous step's end to this one's",
+    "tokens": "tokens of the global batch, padding excluded",
+    "supervised_tokens": "tokens that count in the loss",
+    "padding_tokens": "positions without a document, zero-weight rounds included",
+}
+_STEP_OPTIONAL = {
+    "data_wait_ns": "time the loop waited for its batch",
+    "stall_ns": "time a snapshot or save held the loop",
+    "tokens_per_s": "tokens / step time, all ranks",
+    "model_flops": "FLOPs of the step by the CAUSAL convention (docs/mfu.md)",
+    "mfu": "model_flops / (step time x peak x ranks)",
+    "tflops_per_rank": "model_flops / step time / ranks / 1e12",
+    "memory_bytes": "peak on this rank: CUDA allocator, or resident set on CPU",
+    "rows": "sequences of the global batch",
+    "padding_rounds": "zero-weight micro-batches of this step, all ranks",
+    "state_hash": "hash of the state after this step, where asked for",
+}
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        # -------- life of a run (client, supervisor)
+        "run.submitted": Kind(
+            doc="The intent, written before anything is done about it.",
+            required={"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
+            optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
+        ),
+        "run.note": Kind(doc="Something a person should know.", required={"text": "one sentence"}, open=True),
+        "run.finished": Kind(
+            doc="The end: nothing of this run acts after it.",
+            required={
+                "outcome": "succeeded, failed, stopped or preempted",
+                "exit_code": "process exit code",
+                "reason": "the verdict, one sentence",
+            },
+            optional={"final_step": "last applied step"},
+        ),
+        # -------- hardware
+        "host.requested": Kind(doc="Asked for; the queue begins.", required={"count": "hosts"}, open=True),
+        "host.granted": Kind(
+            doc="Bought: from here a host costs money.",
+            required={"gpus": "on this host (CPU: ranks)", "role": "active or spare"},
+            optional={**_COST, "machine": "type", "location": "zone", "peak_flops": "per rank"},
+        ),
+        "host.released": Kind(doc="Given back: costs nothing from here.", optional={"reason": "why"}),
+        "host.lost": Kind(doc="Gone or silent.", required={"evidence": "what was seen"}),
+        "host.quarantined": Kind(doc="Not used again.", required={"reason": "why"}),
+        "clock.offset": Kind(
+            doc="A host's monotonic clock against the supervisor's, by round trips.",
+            required={"offset_ns": "add to the host's mono_ns", "error_ns": "half the best round trip"},
+        ),
+        # -------- supervisor and agents
+        "supervisor.started": Kind(
+            doc="A supervisor took the lease.",
+            required={"term": "lease generation, rises by one", "pid": "process id"},
+            optional={"heads": "writer -> SHA-256 of the last line seen", "address": "host:port"},
+        ),
+        "supervisor.ended": Kind(doc="It gave the lease back.", required={"reason": "why"}),
+        "log.heads": Kind(
+            doc="The supervisor cites the other writers' chains.", required={"heads": "writer -> SHA-256"}
+        ),
+        "agent.started": Kind(
+            doc="An agent is ready.",
+            required={"pid": "process id", "ranks": "ranks it can run"},
+            optional={"boot_id": "kernel's", "adopted": "ranks found alive"},
+            open=True,
+        ),
+        "agent.ended": Kind(doc="An agent leaves.", required={"reason": "why"}),
+        # -------- attempts and ranks
+        "attempt.started": Kind(
+            doc="A world of ranks is formed. `attempt` is the fence from here on.",
+            required={"world_size": "ranks", "layout": "axis -> size", "hosts": "host -> its ranks"},
+            optional={
+                "resume_step": "last applied step it starts from, -1: none",
+                "tier": "where from",
+                "cause": "incident id",
+            },
+        ),
+        "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),
+        "rank.started": Kind(
+            doc="A rank's process exists.", required={"pid": "process id"}, optional={"standby": "was warm"}
+        ),
+        "rank.exited": Kind(
+            doc="A rank's process is gone.",
+            required={"exit_code": "negative: the signal"},
+            optional={"reason": "last words", "exception": "class name", "traceback": "last lines"},
+        ),
+        "phase": Kind(doc="From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
+        # -------- training (rank 0 unless said)
+        "data.prepared": Kind(
+            doc="Tokens are ready.",
+            required={
+                "fingerprint": "of the prepared data",
+                "tokens": "in it",
+                "sequences": "in it",
+                "cached": "was there already",
+            },
+            open=True,
+        ),
+        "model.ready": Kind(
+            doc="What will train.",
+            required={"parameters": "count", "trainable_parameters": "count", "attention": "kernel chosen and why"},
+            optional={
+                "flops_per_token": "CAUSAL, fwd+bwd",
+                "peak_flops": "per rank that MFU divides by",
+                "peak_source": "where from",
+            },
+            open=True,
+        ),
+        "step": Kind(doc="An optimizer step was applied by every rank.", required=_STEP, optional=_STEP_OPTIONAL),
+        "reference": Kind(
+            doc="The rate of these ranks with fault tolerance off and no checkpoints: what goodput divides by.",
+            required={
+                "tokens_per_s": "all ranks, median of the steps",
+                "world_size": "ranks",
+                "steps": "measured after warm-up",
+            },
+            optional={"spread": "robust standard deviation / median", "mfu": "of the median step"},
+        ),
+        "eval": Kind(
+            doc="Held-out figures after `step`.",
+            optional={
+                "loss": "held-out, mean per supervised token",
+                "execution_accuracy": "share of questions whose rows equal the gold query's",
+                "query_match": "share of queries equal to gold after normalising",
+                "questions": "asked",
+                "baseline_accuracy": "majority-template baseline on the same questions",
+                "duration_ns": "time it took",
+                "timeouts": "queries stopped",
+            },
+            open=True,
+        ),
+        "sample": Kind(
+            doc="One generation, shown.",
+            required={"prompt": "text", "completion": "text"},
+            optional={"expected": "gold text", "correct": "bool", "rows": "what it returned"},
+        ),
+        # -------- checkpoints
+        "checkpoint.begun": Kind(
+            doc="Bytes start to move.", required={"tier": "memory, peer, disk, bucket", "uri": "where"}
+        ),
+        "checkpoint.committed": Kind(
+            doc="The marker stands: this version can be restored.",
+            required={"tier": "memory, peer, disk, bucket", "uri": "where", "bytes": "all ranks"},
+            optional={"duration_ns": "begun to committed", "stall_ns": "training held up"},
+        ),
+        "checkpoint.failed": Kind(
+            doc="Not written; training goes on.", required={"tier": "which", "uri": "where", "reason": "why"}
+        ),
+        "checkpoint.skipped": Kind(
+            doc="Found, not usable.", required={"uri": "where", "reason": "torn, truncated, foreign..."}
+        ),
+        "checkpoint.restored": Kind(
+            doc="Training state was read.",
+            required={"tier": "which", "uri": "where"},
+            optional={"bytes": "read by this rank", "duration_ns": "time it took"},
+        ),
+        "checkpoint.removed": Kind(doc="Beyond keep_last.", required={"uri": "where"}),
+        # -------- incidents
+        "incident": Kind(
+            doc="Something went wrong.",
+            required={
+                "incident_id": "unique in the run",
+                "incident": "IncidentKind",
+                "evidence": "one sentence with values",
+            },
+            optional={"since_ns": "earliest moment (supervisor's mono_ns) it can have begun"},
+            open=True,
+        ),
+        "decision": Kind(
+            doc="What will be done; written before it is.",
+            required={"incident_id": "which", "action": "Action", "reason": "one sentence"},
+            open=True,
+        ),
+        "recovered": Kind(
+            doc="The first step beyond the last applied one before the incident.",
+            required={"incident_id": "which", "lost_ns": "L: from the fault's detection to this step's end"},
+            optional={"redone_steps": "applied steps taken again", "stages_ns": "stage -> time"},
+        ),
+        "notice": Kind(
+            doc="Told in advance: preemption, maintenance, a time limit, a user's stop.",
+            required={"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
+            optional={"grace_s": "time given"},
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened, once."""
+
+    run_id: str
+    attempt: int
+    seq: int
+    mono_ns: int
+    wall_ns: int
+    host: str
+    kind: str
+    rank: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that stands on the line; absent fields are left out."""
+        found: dict[str, Any] = {
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "seq": self.seq,
+            "mono_ns": self.mono_ns,
+            "wall_ns": self.wall_ns,
+            "host": self.host,
+            "kind": self.kind,
+        }
+        for name in ("rank", "phase", "step"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.detail:
+            found["detail"] = dict(self.detail)
+        return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Event:
+        """Read one line's object. Raises ValueError on a missing or unknown field."""
+        names = set(cls.__dataclass_fields__)
+        given = {key: value for key, value in found.items() if key not in ("prev",)}
+        unknown = set(given) - names
+        if unknown:
+            raise ValueError(f"unknown event field {sorted(unknown)[0]!r}")
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise ValueError(f"not an event: {error}") from error
+
+
+def check(event: Event) -> None:
+    """Raise ValueError where an event does not fit the schema: our own bug, caught at the writer."""
+    kind = KINDS.get(event.kind)
+    if kind is None:
+        raise ValueError(f"unknown event kind {event.kind!r}")
+    if event.phase is not None and event.phase not in PHASES:
+        raise ValueError(f"unknown phase {event.phase!r}")
+    missing = [key for key in kind.required if key not in event.detail]
+    if missing:
+        raise ValueError(f"event {event.kind} lacks detail {missing}")
+    if not kind.open:
+        extra = [key for key in event.detail if key not in kind.required and key not in kind.optional]
+        if extra:
+            raise ValueError(f"event {event.kind} has unknown detail {extra}")
+
+
+def encode(found: Mapping[str, Any]) -> bytes:
+    """Canonical bytes of one line, newline included: sorted keys, no spaces, finite numbers only."""
+    text = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"

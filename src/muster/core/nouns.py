@@ -1,0 +1,203 @@
+"""The nouns that floors hand to each other: frozen, keyword-only, units in the names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """Machines that a back end could give us, and what they cost."""
+
+    backend: str
+    machine: str
+    location: str
+    accelerator: str
+    gpus_per_node: int
+    gpu_memory_bytes: int
+    usd_per_node_hour: float | None
+    """None: unknown, never guessed. 0.0: really free (the user's own machine)."""
+    peak_flops_per_gpu: float | None
+    max_nodes: int
+    mode: str
+    """Provisioning mode: owned, on_demand, spot, flex_start, calendar, reservation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """One kind of process in a job: how many copies, what they run."""
+
+    name: str
+    argv: tuple[str, ...]
+    count: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What will be sent, exactly: printing it shows everything that submitting it would do."""
+
+    run_id: str
+    backend: str
+    run_dir: str
+    tasks: tuple[TaskSpec, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Relative name -> text: the rendered script or manifests, where a back end has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobHandle:
+    """What came back: enough to find the job again from another machine."""
+
+    run_id: str
+    backend: str
+    job_id: str
+    run_dir: str
+
+
+class JobState(StrEnum):
+    """Where a job is, in the words that every back end shares."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    ABSENT = "absent"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (JobState.WAITING, JobState.RUNNING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """One look at a job."""
+
+    state: JobState
+    reason: str
+    """One sentence: why the job is where it is."""
+    exit_code: int | None = None
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    """Task name -> a word about it (``running (pid 123)``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogChunk:
+    """Some output of one task."""
+
+    task: str
+    text: str
+    next_offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How ranks share the model: the product of all axes is the number of ranks."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different micro-batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def key(self) -> str:
+        """A name that is safe in a file name: ``r1s4t1``."""
+        return f"r{self.dp_replicate}s{self.dp_shard}t{self.tp}"
+
+    @classmethod
+    def from_key(cls, key: str) -> Layout:
+        """The inverse of ``key``. Raises ValueError."""
+        replicate, _, rest = key.removeprefix("r").partition("s")
+        shard, _, tp = rest.partition("t")
+        return cls(dp_replicate=int(replicate), dp_shard=int(shard), tp=int(tp))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One complete version of the training state."""
+
+    step: int
+    tier: str
+    """memory, peer, disk or bucket."""
+    uri: str
+    bytes: int
+    layout: Layout
+    committed: bool
+
+
+class IncidentKind(StrEnum):
+    """What can go wrong, in the supervisor's words."""
+
+    RANK_EXIT = "rank_exit"
+    RANK_EXCEPTION = "rank_exception"
+    RANK_HANG = "rank_hang"
+    RANK_OOM = "rank_oom"
+    HOST_LOST = "host_lost"
+    HOST_UNHEALTHY = "host_unhealthy"
+    LINK_FLAP = "link_flap"
+    STRAGGLER = "straggler"
+    BAD_SAMPLE = "bad_sample"
+    NOT_FINITE = "not_finite"
+    PREEMPTION_NOTICE = "preemption_notice"
+    CAPACITY = "capacity"
+    START_UP = "start_up"
+    HOST_RETURNED = "host_returned"
+
+
+class Action(StrEnum):
+    """What can be done about it."""
+
+    RESTART = "restart"
+    RESET = "reset"
+    SWAP = "swap"
+    SHRINK = "shrink"
+    GROW = "grow"
+    WAIT = "wait"
+    STOP = "stop"
+    IGNORE = "ignore"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """What went wrong: enough for a policy to decide, and for a person to understand."""
+
+    incident_id: str
+    kind: IncidentKind
+    attempt: int
+    step: int | None = None
+    host: str | None = None
+    rank: int | None = None
+    evidence: str = ""
+    """One sentence, with values: ``rank 3 on host-1 was killed by signal 9 during step 412``."""
+    detected_ns: int = 0
+    detail: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do about an incident, and why."""
+
+    incident_id: str
+    action: Action
+    reason: str
+    host: str | None = None
+    replacement: str | None = None
+    wait_s: float = 0.0
+    exit_code: int = 1
+    """Used by STOP alone."""
+    detail: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,96 @@
+"""What a rank is told when it starts, and the link over which it speaks to its host's agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from muster.core.nouns import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """Where a rank's state comes from, when not from the checkpoint folder."""
+
+    step: int
+    """Last applied step; training goes on with the next one."""
+    attempt: int = 0
+    """The attempt that took the snapshots: versions of two attempts never mix."""
+    tier: str = "memory"
+    """memory or peer."""
+    shards: Mapping[str, str] = field(default_factory=dict)
+    """Rank of the earlier world (as text) -> snapshot file on this host; one that is being fetched appears
+    under its name when it is whole."""
+    layout: Layout = field(default_factory=Layout)
+    """Layout of the world that took the snapshots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """One rank's place in the world."""
+
+    run_id: str
+    run_dir: str
+    attempt: int
+    host: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    layout: Layout
+    master_addr: str
+    master_port: int
+    snapshot_dir: str | None = None
+    """Folder in memory (tmpfs) for this rank's snapshots; None: take none."""
+    restore: Restore | None = None
+    peer_copy: bool = False
+    """Another host gets a copy of each snapshot: take the next one only when it holds the last."""
+
+    def to_json(self) -> dict[str, Any]:
+        # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
+        restore = self.restore
+        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None}
+        if restore is not None:
+            found["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
+        return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> RankContext:
+        """The inverse of ``to_json``. Raises TypeError on unknown or missing keys."""
+        given = dict(found)
+        given["layout"] = Layout(**given["layout"])
+        if given.get("restore") is not None:
+            restore = dict(given["restore"])
+            restore["layout"] = Layout(**restore["layout"])
+            given["restore"] = Restore(**restore)
+        return cls(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the supervisor wants of the ranks, through the agent."""
+
+    kind: str
+    """``stop``: save and leave after the current step."""
+    save: bool = True
+    exit_code: int = 0
+    """What the run will answer: 130 the user stopped it, 75 it was preempted."""
+    deadline_s: float | None = None
+    """Seconds from now."""
+
+
+class Link(Protocol):
+    """A rank's end of the line to its agent. Calls return at once and never raise for a slow reader."""
+
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
+        """Send one event of ``core.events``."""
+        ...
+
+    def beat(self, step: int) -> None:
+        """Progress: micro-batches and steps, for the watchdog."""
+        ...
+
+    def order(self) -> Order | None:
+        """The newest order not yet taken, or None."""
+        ...

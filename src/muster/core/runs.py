@@ -1,0 +1,206 @@
+"""Runs on this machine: their ids, their folders, and the registry that finds one by its id.
+
+::
+
+    <home>/runs/<run_id>/     a run's folder, unless run_dir says another
+    <home>/index/<run_id>     one line: where a run elsewhere lies
+
+A run's folder holds ``run_id``, ``run.yaml`` (as given), ``resolved.json``, ``token``, ``job.json``, ``lease.json``,
+``events/``, ``logs/``, ``checkpoints/``, ``traces/``, ``tensorboard/``, ``tokenizer/`` and exports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.core.errors import AccessError, UsageError
+
+MAX_ID = 50
+_ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
+
+
+def home(environ: Mapping[str, str] | None = None) -> Path:
+    """``$MUSTER_HOME`` or ``~/.muster``."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
+
+
+def new_run_id(name: str, *, now_s: float | None = None, salt: str | None = None) -> str:
+    """An id from the run's name, UTC time and 4 hex digits: a DNS label (at most 50 characters), unique in practice."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
+    tail = f"-{stamp}-{salt or secrets.token_hex(2)}"
+    return slug(name, MAX_ID - len(tail)) + tail
+
+
+def slug(name: str, length: int) -> str:
+    """``name`` in lower-case letters, digits and single dashes, beginning with a letter; ``run`` for nothing."""
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
+    found = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    if not found:
+        return "run"
+    if not found[0].isalpha():
+        found = f"run-{found}"
+    return found[:length].strip("-")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run. Nothing is created by asking."""
+
+    path: Path
+    run_id: str
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.json"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def lease(self) -> Path:
+        return self.path / "lease.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+
+def place(run_id: str, run_dir: str | None) -> Path:
+    """Where the run lives."""
+    return Path(run_dir).expanduser().absolute() if run_dir else home() / "runs" / run_id
+
+
+def existing_id(path: Path) -> str | None:
+    """The id of the run that lies in ``path``; None where there is none."""
+    try:
+        run_id = (path / "run_id").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return run_id if _ID.match(run_id) else None
+
+
+def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
+    """Make (or complete) the run's folder, its token and its entry in the registry.
+
+    Raises:
+        UsageError: the folder cannot be made, or holds something that is no run of ours.
+    """
+    run = RunDir(path=path, run_id=run_id)
+    try:
+        if path.is_dir() and existing_id(path) is None and any(path.iterdir()):
+            raise UsageError(f"{path} is not empty and holds no run", hint="choose another run_dir")
+        path.mkdir(parents=True, exist_ok=True)
+        replace_text(path / "run_id", run_id + "\n")
+        replace_text(run.run_file, run_file)
+        replace_text(run.resolved, resolved)
+        run.logs.mkdir(exist_ok=True)
+        _make_token(run.token)
+        if path != home() / "runs" / run_id:
+            index = home() / "index"
+            index.mkdir(parents=True, exist_ok=True)
+            replace_text(index / run_id, f"{path}\n")
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the run's folder {path}: {error.strerror}", hint="run_dir=PATH chooses another place"
+        ) from error
+    return run
+
+
+def find(reference: str) -> RunDir:
+    """The run that ``reference`` names: an id, the beginning of one id, a folder, or ``last``.
+
+    Raises:
+        UsageError: none, or several.
+    """
+    as_path = Path(reference).expanduser()
+    if as_path.is_dir() and (run_id := existing_id(as_path.absolute())):
+        return RunDir(path=as_path.absolute(), run_id=run_id)
+    known = dict(registry())
+    if reference == "last" and known:
+        newest = max(known, key=lambda run_id: _made(known[run_id]))
+        return RunDir(path=known[newest], run_id=newest)
+    matching = [reference] if reference in known else [run_id for run_id in known if run_id.startswith(reference)]
+    if len(matching) == 1 and reference:
+        return RunDir(path=known[matching[0]], run_id=matching[0])
+    if len(matching) > 1 and reference:
+        raise UsageError(f"{reference!r} names {len(matching)} runs: {', '.join(sorted(matching)[:5])}")
+    if as_path.is_dir():
+        raise UsageError(f"{reference} holds no run", hint="muster status lists the runs of this machine")
+    raise UsageError(f"no run {reference!r}", hint="muster status lists the runs of this machine")
+
+
+def registry() -> Iterator[tuple[str, Path]]:
+    """``(run id, folder)`` of every run of this user that still has its folder."""
+    folder = home()
+    for path in sorted((folder / "runs").iterdir()) if (folder / "runs").is_dir() else []:
+        if _ID.match(path.name) and (path / "run_id").is_file():
+            yield path.name, path
+    for entry in sorted((folder / "index").iterdir()) if (folder / "index").is_dir() else []:
+        with contextlib.suppress(OSError):
+            target = Path(entry.read_text().strip())
+            if _ID.match(entry.name) and existing_id(target) == entry.name:
+                yield entry.name, target
+
+
+def spec_digest(resolved: str) -> str:
+    """SHA-256 of the resolved run file."""
+    return hashlib.sha256(resolved.encode()).hexdigest()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the whole file or leave the old one: never a half one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _make_token(path: Path) -> None:
+    """32 random bytes as hex, readable by the user alone; kept where there is one."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if path.stat().st_size >= 64:
+            return
+        path.unlink()  # a writer was killed before its first byte
+        _make_token(path)
+        return
+    except PermissionError as error:
+        raise AccessError(f"cannot write {path}: {error.strerror}") from error
+    with os.fdopen(fd, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def _made(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return (path / "resolved.json").stat().st_mtime
+    return 0.0

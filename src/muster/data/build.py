@@ -1,0 +1,304 @@
+"""One build of prepared data: tokenise, cut, hold out, mix, pack, write; called by `prepare` under its lock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.core.errors import UsageError
+from muster.core.spec import Data, RandomSource, RunSpec
+from muster.data import answers, mixture
+from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages
+from muster.data.packing import pack
+from muster.data.schedule import hashed_order
+from muster.data.sequences import write_store
+from muster.data.sources import OpenedSource, Row
+from muster.data.tokenise import Recipe, Tokens, tokenise
+from muster.data.tokenizer import Encoder, check_vocabulary
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One source's documents of one split, in the token array of all."""
+
+    documents: mixture.Documents
+    counts: dict[str, int]
+    rows: int
+
+
+def build(
+    spec: RunSpec,
+    data: Data,
+    sources: list[OpenedSource],
+    encoder: Encoder | None,
+    model_vocab: int | None,
+    folder: Path,
+    progress: Progress,
+) -> None:
+    """Write a whole prepared folder: train/, heldout/, questions.jsonl, meta.json (tokenizer/ is there already).
+
+    Raises:
+        UsageError: no usable row, every label masked, or a vocabulary the model lacks.
+    """
+    size = encoder.vocab_size if encoder else 0
+    vocab_size = check_vocabulary(size, model_vocab, "the tokenizer")
+    length = spec.training.sequence_length
+    spool = _Spool(folder)
+    try:
+        formats = [_format(opened, data) for opened in sources]
+        train, heldout, questions = [], [], []
+        for number, (opened, format) in enumerate(zip(sources, formats, strict=True)):
+            if isinstance(opened.source, RandomSource):
+                parts = _random(opened.source, spool, length, vocab_size, data.heldout_fraction)
+                held_rows: Any = ()
+            else:
+                assert encoder is not None and format is not None
+                recipe = Recipe(encoder.folder, format, opened.source.template, _loss_on(data))
+                parts, held_rows = _source(opened, recipe, data, spool, length, progress)
+                questions.append(answers.collect(opened, format, number, held_rows))
+            train.append(parts[0])
+            heldout.append(parts[1])
+        stats = _write(folder, data, sources, train, heldout, spool, encoder, length, progress)
+    finally:
+        spool.remove()
+    stats["unknown_tokens"] = spool.unknown
+    stats["questions"] = answers.write(folder, questions)
+    stats["majority_template"] = answers.template(sources) if stats["questions"] else ""
+    meta = {
+        "vocab_size": vocab_size,
+        "tokenizer_size": size,
+        "pad_id": encoder.pad_id if encoder else 0,
+        "eos_id": encoder.eos_id if encoder else None,
+        "formats": formats,
+        "stats": stats,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
+
+
+def training_texts(opened: OpenedSource) -> Iterator[str]:
+    """A source's text for training a tokenizer. Prompts and completions come apart, as they will be tokenised."""
+    format: Format | None = None
+    for row in opened.rows():
+        format = format or choose_format(opened.source, [name for name in row if not name.startswith("_")])
+        if format == "text":
+            yield row["text"]
+        elif format == "chat":
+            yield from (str(message["content"]) for message in row_messages(row))
+        else:
+            yield from prompt_and_completion(row, opened.source.template)
+
+
+class _Spool:
+    """All tokens of a build, appended to two files and read back by mapping: memory does not grow with the data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = (folder / "spool.ids", folder / "spool.mask")
+        self.files = tuple(open(path, "wb") for path in self.paths)  # noqa: SIM115 (held for the build)
+        self.tokens = 0
+        self.unknown = 0
+
+    def add(self, tokens: Tokens) -> None:
+        self.files[0].write(tokens.ids.astype("<i4").tobytes())
+        self.files[1].write(tokens.supervised.astype(np.uint8).tobytes())
+        self.tokens += int(tokens.ids.shape[0])
+        self.unknown += tokens.unknown
+
+    def arrays(self) -> tuple[Any, Any]:
+        for file in self.files:
+            file.flush()
+        if not self.tokens:
+            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint8)
+        ids = np.memmap(self.paths[0], dtype="<i4", mode="r", shape=(self.tokens,))
+        mask = np.memmap(self.paths[1], dtype=np.uint8, mode="r", shape=(self.tokens,))
+        return ids, mask
+
+    def remove(self) -> None:
+        for file, path in zip(self.files, self.paths, strict=True):
+            file.close()
+            path.unlink(missing_ok=True)
+
+
+def _loss_on(data: Data) -> str | tuple[str, ...]:
+    return data.loss_on if isinstance(data.loss_on, str) else tuple(data.loss_on)
+
+
+def _format(opened: OpenedSource, data: Data) -> Format | None:
+    """The source's format by its first row; None for random tokens."""
+    if isinstance(opened.source, RandomSource):
+        return None
+    first = next(opened.rows(), None)
+    if first is None:
+        raise UsageError(f"data source {_name(opened)} has no rows", hint="check its path, split and limit")
+    format = choose_format(opened.source, [name for name in first if not name.startswith("_")])
+    if data.overlong == "split" and format != "text":
+        raise UsageError(
+            f"data.overlong: split is for plain text, but {_name(opened)} is {format}", hint="use drop or truncate"
+        )
+    return format
+
+
+def _source(
+    opened: OpenedSource, recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress
+) -> tuple[tuple[_Part, _Part], Any]:
+    """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
+    train = _part(opened.rows(), recipe, data, spool, length, progress, opened.expected_rows or 0)
+    if not len(train.documents):
+        raise UsageError(*_why_nothing(_name(opened), train, length))
+    if opened.heldout_rows is not None:
+        held = _part(opened.heldout_rows(), recipe, data, spool, length, progress, 0)
+        return (train, held), None
+    kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction)
+    return (
+        _Part(documents=kept, counts=train.counts, rows=train.rows),
+        _Part(documents=out, counts={}, rows=len(np.unique(out.rows))),
+    ), rows
+
+
+def _part(
+    rows: Iterator[Row], recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress, total: int
+) -> _Part:
+    lengths: list[Any] = []
+    first_token = spool.tokens
+    done = 0
+    for tokens in tokenise(rows, recipe, workers=data.workers):
+        spool.add(tokens)
+        lengths.append(tokens.lengths)
+        done += len(tokens.lengths)
+        progress("tokenise", done, max(total, done) if total else 0)
+    row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+    _, mask = spool.arrays()
+    found = mixture.cut(row_tokens, mask[first_token:], length=length, overlong=data.overlong)
+    counts = {
+        name: getattr(found, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
+    }
+    documents = found.documents
+    moved = mixture.Documents(rows=documents.rows, starts=documents.starts + first_token, lengths=documents.lengths)
+    return _Part(documents=moved, counts=counts, rows=done)
+
+
+def _why_nothing(name: str, part: _Part, length: int) -> tuple[str]:
+    """The message for a source that yields no document; raised with its hint by the caller."""
+    if part.rows == 0:
+        raise UsageError(f"data source {name} has no rows", hint="check its path, split and limit")
+    if part.counts["masked"]:
+        raise UsageError(
+            f"every label of data source {name} is masked: nothing would be learned from its {part.rows} rows",
+            hint="check data.loss_on, and that completions (assistant turns) are not empty",
+        )
+    if part.counts["dropped"]:
+        raise UsageError(
+            f"all {part.counts['dropped']} rows of data source {name} are longer than "
+            f"training.sequence_length {length}",
+            hint="raise it, or set data.overlong to truncate (or split, for plain text)",
+        )
+    raise UsageError(f"all {part.rows} rows of data source {name} are empty")
+
+
+def _random(source: RandomSource, spool: _Spool, length: int, vocab_size: int, fraction: float) -> tuple[_Part, _Part]:
+    """Uniform ids from a counter-based generator; all supervised. One token more than a row's positions."""
+    positions = min(source.row_length or length, length)
+    start = spool.tokens
+    generator = np.random.Generator(np.random.Philox(source.seed))
+    block = max(1, 1_000_000 // (positions + 1))
+    for first in range(0, source.rows, block):
+        count = min(block, source.rows - first) * (positions + 1)
+        ids = generator.integers(0, vocab_size, size=count, dtype=np.int32)
+        spool.add(Tokens(ids=ids, supervised=np.ones(count, dtype=np.uint8), lengths=()))
+    rows = np.arange(source.rows, dtype=np.int64)
+    documents = mixture.Documents(
+        rows=rows, starts=start + rows * (positions + 1), lengths=np.full(source.rows, positions, dtype=np.int64)
+    )
+    kept, out, held = mixture.hold_out(documents, fraction)
+    return _Part(documents=kept, counts={}, rows=source.rows), _Part(documents=out, counts={}, rows=len(held))
+
+
+def _write(
+    folder: Path,
+    data: Data,
+    sources: list[OpenedSource],
+    train: list[_Part],
+    heldout: list[_Part],
+    spool: _Spool,
+    encoder: Encoder | None,
+    length: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Mix, pack and write both splits; the statistics of the build."""
+    ids, mask = spool.arrays()
+    pad_id = encoder.pad_id if encoder else 0
+    used = mixture.mix([len(part.documents) for part in train], [opened.source.weight for opened in sources])
+    chosen = [
+        part.documents.take(np.repeat(np.arange(len(uses)), uses)) for part, uses in zip(train, used, strict=True)
+    ]
+    written = {}
+    for name, parts in (("train", chosen), ("heldout", [part.documents for part in heldout])):
+        joined = mixture.Documents(
+            *(np.concatenate([getattr(part, field) for part in parts]) for field in ("rows", "starts", "lengths"))
+        )
+        if not len(joined):
+            continue
+        joined = joined.take(hashed_order(len(joined), "documents"))
+        progress("pack", 0, len(joined))
+        lengths = joined.lengths.tolist()
+        bins = pack(lengths, length) if data.packing else [[place] for place in range(len(lengths))]
+        written[name] = write_store(
+            folder / name,
+            bins=bins,
+            ids=ids,
+            supervised=mask,
+            starts=joined.starts,
+            lengths=joined.lengths,
+            pad_id=pad_id,
+            length=length,
+        )
+        progress("pack", len(joined), len(joined))
+    return _stats(sources, train, heldout, used, written)
+
+
+def _stats(
+    sources: list[OpenedSource], train: list[_Part], heldout: list[_Part], used: list[Any], written: dict[str, Any]
+) -> dict[str, Any]:
+    """What a report shows: rows and their fate, and the split of positions into supervised, context, padding."""
+    counts = written["train"]
+    by_source = [
+        {
+            "name": _name(opened),
+            "rows": part.rows,
+            "documents": len(part.documents),
+            "documents_used": int(uses.sum()),
+            "heldout_documents": len(held.documents),
+            "weight": opened.source.weight,
+            **part.counts,
+        }
+        for opened, part, held, uses in zip(sources, train, heldout, used, strict=True)
+    ]
+    return {
+        "rows": sum(part.rows for part in train),
+        **{
+            name: sum(part.counts.get(name, 0) for part in train)
+            for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
+        },
+        **counts,
+        "context_tokens": counts["tokens"] - counts["supervised_tokens"],
+        "padding_tokens": counts["positions"] - counts["tokens"],
+        "fill": counts["tokens"] / counts["positions"],
+        "heldout": written.get("heldout"),
+        "sources": by_source,
+    }
+
+
+def _name(opened: OpenedSource) -> str:
+    """How messages and statistics call a source."""
+    source = opened.source
+    if source.type == "file":
+        return repr(source.path)
+    if source.type == "hub":
+        return repr(source.name)
+    return f"text2sql level {source.level}" if source.type == "text2sql" else source.type

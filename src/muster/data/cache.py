@@ -1,0 +1,151 @@
+"""Folders that appear whole or not at all: built aside, synced, renamed; one builder per fingerprint at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from muster.core.errors import AccessError, MusterError
+
+_PARTIAL = ".partial-"
+
+
+def fingerprint(identity: Any) -> str:
+    """32 hex digits that stand for a JSON value, whatever the order of its keys."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def code_version() -> str:
+    """SHA-256 over this floor's own source: data prepared by other code is never taken for ours."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
+    """Make sure ``folder`` exists, built by ``build`` in a folder aside; False where it was there already.
+
+    Safe among processes: one builds, the others wait for it; a killed builder leaves nothing that counts, and
+    the next one clears it away.
+
+    Raises:
+        AccessError, MusterError: the place cannot be written, or is full. Nothing is left behind.
+    """
+    if folder.is_dir():
+        return False
+    with translated(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / f".{folder.name}.lock"):
+            if folder.is_dir():
+                return False
+            _clear_abandoned(folder.parent)
+            partial = folder.parent / f"{_PARTIAL}{folder.name}-{socket.gethostname()}-{os.getpid()}"
+            try:
+                partial.mkdir()
+                build(partial)
+                _sync(partial)
+                os.rename(partial, folder)
+                _sync_folder(folder.parent)
+            except OSError as error:
+                # A lock that does not hold across hosts (some network file systems) lets two builders meet here.
+                if folder.is_dir() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    return False
+                raise
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+@contextmanager
+def translated(place: Path) -> Iterator[None]:
+    """Turn the file system's errors about ``place`` into ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise MusterError(
+                f"no space left for prepared data in {place}", hint="free some, or set data.cache_dir"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise AccessError(
+                f"{place} cannot be written: {error.strerror}", hint="set data.cache_dir to a folder of yours"
+            ) from error
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise AccessError(f"{place} is not a folder", hint="set data.cache_dir to a folder") from error
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """An exclusive lock that leaves no file behind: its holder removes the file, and a waiter that then finds
+    itself on a removed file starts over."""
+    while True:
+        file = open(path, "a")  # noqa: SIM115 (held for the lock's life)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            yield  # no locks here: the rename alone decides
+            path.unlink(missing_ok=True)
+            return
+        try:
+            if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+        except FileNotFoundError:
+            pass
+        file.close()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _clear_abandoned(parent: Path) -> None:
+    """Remove what killed builders of this host left."""
+    here = f"-{socket.gethostname()}-"
+    for path in parent.glob(f"{_PARTIAL}*{here}*"):
+        pid = path.name.rsplit("-", 1)[1]
+        if path.name.endswith(f"{here}{pid}") and pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

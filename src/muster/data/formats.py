@@ -1,0 +1,186 @@
+"""From a row to text with a mask: chat turns, prompt and completion, plain text.
+
+A document is a list of segments in order; a supervised segment's tokens count in the loss. Whether the
+tokenizer is asked segment by segment (prompt and completion, as generation will see the prompt) or on the whole
+text (chat) is the format's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Literal
+
+from muster.core.errors import UsageError
+from muster.core.spec import AnySource, PromptTemplate
+
+Format = Literal["chat", "prompt_completion", "text"]
+RenderChat = Callable[[Sequence[dict[str, Any]], bool], str]
+"""(messages, add the assistant's header) -> text, by the tokenizer's chat template."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a document's text, and whether its tokens are supervised."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """One row as text."""
+
+    segments: tuple[Segment, ...]
+    whole: bool
+    """Tokenise the joined text and place the mask by character offsets; else segment by segment."""
+    ends: bool
+    """Append the end-of-sequence token (supervised if the last segment is)."""
+
+    @property
+    def text(self) -> str:
+        return "".join(segment.text for segment in self.segments)
+
+
+def choose_format(source: AnySource, columns: Sequence[str]) -> Format:
+    """The format a source says, or the one its columns show.
+
+    Raises:
+        UsageError: the columns fit none, or not the one asked for.
+    """
+    needed: dict[str, tuple[str, ...]] = {"chat": ("messages",), "text": ("text",)}
+    if source.format:
+        if source.format == "prompt_completion" and source.template is None:
+            needed["prompt_completion"] = ("prompt", "completion")
+        missing = [name for name in needed.get(source.format, ()) if name not in columns]
+        if missing and not (source.format == "chat" and source.type == "text2sql"):
+            raise UsageError(f"format {source.format!r} needs column {missing[0]!r}; there are {_listed(columns)}")
+        return source.format
+    if source.template is not None:
+        return "prompt_completion"
+    if "messages" in columns:
+        return "chat"
+    if "prompt" in columns and "completion" in columns:
+        return "prompt_completion"
+    if "text" in columns:
+        return "text"
+    raise UsageError(
+        f"no known format fits the columns {_listed(columns)}",
+        hint='give the source a template, for example {prompt: "Q: {question}\\nSQL:", completion: " {sql}"}',
+    )
+
+
+def prompt_and_completion(row: dict[str, Any], template: PromptTemplate | None) -> tuple[str, str]:
+    """The two texts of a row.
+
+    Raises:
+        UsageError: a column is missing or not text.
+    """
+    if template is not None:
+        return fill(template.prompt, row), fill(template.completion, row)
+    texts = []
+    for name in ("prompt", "completion"):
+        if not isinstance(row.get(name), str):
+            raise UsageError(f"column {name!r} must be text, got {type(row.get(name)).__name__}")
+        texts.append(row[name])
+    return texts[0], texts[1]
+
+
+def fill(template: str, row: dict[str, Any]) -> str:
+    """A format string over a row's columns: ``{name}`` only, so that a template can reach nothing else.
+
+    Raises:
+        UsageError: not a format string, or a column that is not there.
+    """
+    parts = []
+    try:
+        for text, name, spec, conversion in Formatter().parse(template):
+            parts.append(text)
+            if name is None:
+                continue
+            if spec or conversion or name not in row:
+                raise UsageError(
+                    f"template field {{{name}}} is no column; there are {_listed(list(row))}",
+                    hint="fields are column names; write {{ and }} for braces",
+                )
+            parts.append("" if row[name] is None else str(row[name]))
+    except ValueError as error:
+        raise UsageError(f"template {template!r}: {error}", hint="write {{ and }} for braces") from error
+    return "".join(parts)
+
+
+def document(
+    row: dict[str, Any],
+    format: Format,
+    template: PromptTemplate | None,
+    loss_on: str | Sequence[str],
+    render_chat: RenderChat,
+) -> Document:
+    """One row in ``format``, masked by ``loss_on``.
+
+    Raises:
+        UsageError: the row does not fit the format, or the chat template cannot be masked.
+    """
+    if not isinstance(loss_on, str) and format != "chat":
+        raise UsageError(
+            f"data.loss_on names chat roles {list(loss_on)}, but the format is {format!r}",
+            hint="use completions or all",
+        )
+    if format == "chat":
+        return Document(segments=_chat(row_messages(row), loss_on, render_chat), whole=True, ends=False)
+    if format == "text":
+        if not isinstance(row.get("text"), str):
+            raise UsageError(f"column 'text' must be text, got {type(row.get('text')).__name__}")
+        return Document(segments=(Segment(row["text"], True),), whole=False, ends=True)
+    prompt, completion = prompt_and_completion(row, template)
+    return Document(segments=(Segment(prompt, loss_on == "all"), Segment(completion, True)), whole=False, ends=True)
+
+
+def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chat turns of a row: its ``messages``, or for question-and-SQL rows a user and an assistant turn."""
+    messages = row.get("messages")
+    if messages is None and "question" in row and "sql" in row:
+        asked = f"{row.get('ddl') or row.get('schema', '')}\n\n{row['question']}".strip()
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["sql"]}]
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("column 'messages' must be a list with at least one turn")
+    for message in messages:
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            raise UsageError(f"a chat turn needs 'role' and 'content', got {str(message)[:80]}")
+    return messages
+
+
+def _chat(messages: list[dict[str, Any]], loss_on: str | Sequence[str], render: RenderChat) -> tuple[Segment, ...]:
+    """Render the conversation once and find each supervised turn in it as the part between two prefixes.
+
+    A turn's text starts where the conversation before it ends (for the assistant: after its header, as when it
+    is asked to answer) and ends where the conversation with it ends. This needs no marks in the template, but
+    each prefix must really be one.
+    """
+    whole = render(messages, False)
+    if loss_on == "all":
+        return (Segment(whole, True),)
+    roles = {"assistant"} if loss_on == "completions" else set(loss_on)
+    segments: list[Segment] = []
+    done = 0
+    for place, message in enumerate(messages):
+        if message["role"] not in roles:
+            continue
+        before = render(messages[:place], message["role"] == "assistant") if place else ""
+        after = whole if place == len(messages) - 1 else render(messages[: place + 1], False)
+        if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) <= len(after)):
+            raise UsageError(
+                f"the chat template renders turn {place + 1} ({message['role']}) differently inside the whole "
+                "conversation, so its tokens cannot be told apart",
+                hint="use a template that only appends, or data.loss_on: all",
+            )
+        segments.append(Segment(whole[done : len(before)], False))
+        segments.append(Segment(whole[len(before) : len(after)], True))
+        done = len(after)
+    segments.append(Segment(whole[done:], False))
+    return tuple(segment for segment in segments if segment.text)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in list(names)[:12] if not name.startswith("_")) or "none"

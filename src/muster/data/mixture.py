@@ -1,0 +1,129 @@
+"""Which documents train, which are held out, and how often: arithmetic on row numbers, the same everywhere.
+
+No random stream is used: rows are ordered by a keyed hash of their number, so the choice does not change with a
+library's version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from muster.data.schedule import hashed_order
+
+Overlong = Literal["drop", "split", "truncate"]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents as stretches of one token array. A document of n tokens takes n - 1 positions."""
+
+    rows: Any
+    """int64: the row each comes from"""
+    starts: Any
+    """int64: first token"""
+    lengths: Any
+    """int64: positions"""
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[0])
+
+    def take(self, places: Any) -> Documents:
+        return Documents(rows=self.rows[places], starts=self.starts[places], lengths=self.lengths[places])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What cutting rows to length did to them."""
+
+    documents: Documents
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    empty: int = 0
+    masked: int = 0
+    """Documents left out because none of their targets counts."""
+    masked_rows: int = 0
+
+
+def cut(row_tokens: Any, supervised: Any, *, length: int, overlong: Overlong) -> Cut:
+    """Rows of ``row_tokens[i]`` tokens, end to end, as documents of at most ``length`` positions.
+
+    A split row's parts share one token (the last target of one is the first input of the next), so no
+    prediction is lost. Documents without a supervised target are left out.
+    """
+    row_starts = np.cumsum(row_tokens) - row_tokens
+    positions = row_tokens - 1
+    long = positions > length
+    keep = positions >= 1
+    split = truncated = dropped = 0
+    parts = np.ones(len(row_tokens), dtype=np.int64)
+    if overlong == "drop":
+        dropped = int(long.sum())
+        keep = keep & ~long
+    elif overlong == "truncate":
+        truncated = int(long.sum())
+        positions = np.minimum(positions, length)
+    else:
+        split = int(long.sum())
+        parts = np.where(long, -(-positions // length), 1)
+    parts = np.where(keep, parts, 0)
+    rows = np.repeat(np.arange(len(row_tokens)), parts)
+    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts = row_starts[rows] + number * length
+    lengths = np.minimum(positions[rows] - number * length, length)
+    counted = np.concatenate([[0], np.cumsum(supervised, dtype=np.int64)])
+    targets = counted[starts + lengths + 1] - counted[starts + 1]
+    whole = Documents(rows=rows, starts=starts, lengths=lengths)
+    useful = targets > 0
+    return Cut(
+        documents=whole.take(useful),
+        dropped=dropped,
+        truncated=truncated,
+        split=split,
+        empty=int((row_tokens < 2).sum()),
+        masked=int((~useful).sum()),
+        masked_rows=len(np.unique(rows)) - len(np.unique(rows[useful])),
+    )
+
+
+def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents, Any]:
+    """(train, held out, held-out row numbers): whole rows, at least one where there are two or more.
+
+    A single row (one long text) gives up the last part of its documents instead; then no row number is held out.
+    """
+    none = np.zeros(0, dtype=np.int64)
+    if fraction <= 0 or len(documents) < 2:
+        return documents, documents.take(none), none
+    present = np.unique(documents.rows)
+    if len(present) == 1:
+        count = max(1, math.floor(fraction * len(documents)))
+        places = np.arange(len(documents))
+        return documents.take(places[:-count]), documents.take(places[-count:]), none
+    count = min(len(present) - 1, max(1, round(fraction * len(present))))
+    chosen = np.sort(present[hashed_order(len(present), "heldout")[:count]])
+    out = np.isin(documents.rows, chosen)
+    return documents.take(~out), documents.take(out), chosen
+
+
+def mix(rows: Sequence[int], weights: Sequence[float]) -> list[Any]:
+    """How often each row of each source is used in an epoch of the mixture: one int64 array a source.
+
+    Shares of rows follow the weights. The source that its weight favours least is used exactly once; the others
+    repeat, the remainder being the first of a fixed random order. Sources of equal weight and unequal size thus
+    repeat the smaller one.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    total = max(count / share for count, share in zip(rows, shares, strict=True))
+    found = []
+    for place, (count, share) in enumerate(zip(rows, shares, strict=True)):
+        wanted = max(round(total * share), 1) if count else 0
+        whole, rest = divmod(wanted, count) if count else (0, 0)
+        uses = np.full(count, whole, dtype=np.int64)
+        uses[hashed_order(count, f"mixture-{place}")[:rest]] += 1
+        found.append(uses)
+    return found

@@ -1,0 +1,206 @@
+"""Data prepared once: sources to packed sequences in a cache, found again by fingerprint.
+
+``prepare`` may be called by anybody any number of times: the first call builds, all others find. The fingerprint
+covers the sources' content, tokenizer, template, mask, length, packing, over-long rule and this floor's code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from muster.core.errors import MusterError, UsageError
+from muster.core.spec import Data, Model, RandomSource, RunSpec, TrainedTokenizer
+from muster.data import build
+from muster.data.cache import build_once, code_version, fingerprint, translated
+from muster.data.sequences import SequenceStore
+from muster.data.sources import OpenedSource, open_source
+from muster.data.tokenise import refuse_while_starting
+from muster.data.tokenizer import Encoder, locate, model_vocab_size, train
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, done, total; total 0: not known)."""
+
+_POINTER = "data.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Data that a run can train on."""
+
+    fingerprint: str
+    folder: Path
+    vocab_size: int
+    """Of the model: its config's where that says one, else the tokenizer's."""
+    pad_id: int
+    eos_id: int | None
+    train: SequenceStore
+    heldout: SequenceStore | None
+    tokenizer_dir: Path | None
+    """None: random tokens, which need none."""
+    stats: Mapping[str, Any]
+    """rows, dropped, truncated, split, empty, masked_rows, documents, sequences, positions, tokens,
+    supervised_tokens, context_tokens, padding_tokens, fill, unknown_tokens, questions, majority_template,
+    heldout (its counts), sources (the fate of each one's rows), cached, seconds."""
+
+
+def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -> Prepared:
+    """Make sure the run's data is in the cache, save the tokenizer to ``run_dir/tokenizer`` and open both.
+
+    Idempotent and safe among processes. Blocks while building.
+
+    Raises:
+        UsageError: the data, the tokenizer or their fit to the model is wrong.
+        AccessError, BackendError: the hub or a folder refuses.
+        MusterError: no space.
+    """
+    refuse_while_starting()
+    began = time.monotonic()
+    data, model = _sections(spec)
+    sources = [open_source(source) for source in data.sources]
+    place = locate(model)
+    if place is None and not all(isinstance(source.source, RandomSource) for source in sources):
+        raise UsageError(
+            "the model has no tokenizer", hint="set model.tokenizer: a hub id, a folder, or {vocab_size: 512}"
+        )
+    model_vocab = model_vocab_size(model)
+    if place is None and model_vocab is None:
+        raise UsageError("random tokens need a vocabulary size", hint="set model.config.vocab_size")
+    mark = _fingerprint(spec, data, sources, place, model_vocab)
+    folder = cache_folder(data) / mark
+    report = progress or (lambda what, done, total: None)
+
+    def make(partial: Path) -> None:
+        encoder = _encoder(place, sources, partial / "tokenizer", report)
+        build.build(spec, data, sources, encoder, model_vocab, partial, report)
+
+    built = build_once(folder, make)
+    prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
+    _point(run_dir, folder, prepared, _asked(spec))
+    return prepared
+
+
+def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
+    """What ``prepare`` made for this run; does no work.
+
+    Raises:
+        MusterError: nothing was prepared, or for another run file, or it has been removed from the cache.
+    """
+    path = run_dir / _POINTER
+    try:
+        found = json.loads(path.read_text())
+        folder, asked = Path(found["folder"]), found["asked"]
+    except (OSError, ValueError, KeyError) as error:
+        raise MusterError(f"no data was prepared for the run in {run_dir}", hint="`muster data RUN.yaml`") from error
+    if asked != _asked(spec):
+        raise MusterError(f"{path} names data of another run file", hint="`muster data RUN.yaml` prepares this one's")
+    if not folder.is_dir():
+        raise MusterError(f"prepared data {folder} is gone", hint="`muster data RUN.yaml` makes it again")
+    return _open(folder, cached=True, seconds=0.0)
+
+
+def cache_folder(data: Data) -> Path:
+    """Where prepared data lies."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "muster" / "data"
+
+
+def _asked(spec: RunSpec) -> str:
+    """Stands for what the run file says about its data, without looking at any file."""
+    data, model = _sections(spec)
+    said = [data.model_dump(mode="json"), model.model_dump(mode="json"), spec.training.sequence_length]
+    return fingerprint(said)
+
+
+def _sections(spec: RunSpec) -> tuple[Data, Model]:
+    if spec.data is None or spec.model is None:
+        raise UsageError("the run file has no data or no model section", hint="data is prepared for a model")
+    return spec.data, spec.model
+
+
+def _fingerprint(
+    spec: RunSpec, data: Data, sources: list[OpenedSource], place: Path | TrainedTokenizer | None, vocab: int | None
+) -> str:
+    import tokenizers
+
+    if isinstance(place, TrainedTokenizer):
+        tokenizer: Any = place.model_dump()
+    else:
+        tokenizer = None if place is None else Encoder(place).fingerprint()
+    return fingerprint(
+        {
+            "code": code_version(),
+            "tokenizers": tokenizers.__version__,
+            "sources": [source.identity for source in sources],
+            "tokenizer": tokenizer,
+            "model_vocab": vocab,
+            "sequence_length": spec.training.sequence_length,
+            "data": data.model_dump(mode="json", exclude={"sources", "workers", "cache_dir"}),
+        }
+    )
+
+
+def _encoder(
+    place: Path | TrainedTokenizer | None, sources: list[OpenedSource], target: Path, report: Progress
+) -> Encoder | None:
+    """The tokenizer, trained where asked for, with its copy in ``target``."""
+    if place is None:
+        return None
+    if isinstance(place, TrainedTokenizer):
+        report("train tokenizer", 0, 0)
+        return train(lambda: _texts(sources), place, target)
+    Encoder(place).save(target)
+    return Encoder(target)
+
+
+def _texts(sources: list[OpenedSource]) -> Iterator[str]:
+    """The training text of all sources, as the tokenizer will see it: prompts and completions apart."""
+    for opened in sources:
+        yield from build.training_texts(opened)
+
+
+def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise MusterError(
+            f"prepared data in {folder} is damaged: {error}", hint="remove that folder and start again"
+        ) from error
+    tokenizer = folder / "tokenizer"
+    return Prepared(
+        fingerprint=folder.name,
+        folder=folder,
+        vocab_size=meta["vocab_size"],
+        pad_id=meta["pad_id"],
+        eos_id=meta["eos_id"],
+        train=SequenceStore(folder / "train"),
+        heldout=SequenceStore(folder / "heldout") if (folder / "heldout").is_dir() else None,
+        tokenizer_dir=tokenizer if tokenizer.is_dir() else None,
+        stats=MappingProxyType({**meta["stats"], "cached": cached, "seconds": seconds}),
+    )
+
+
+def _point(run_dir: Path, folder: Path, prepared: Prepared, asked: str) -> None:
+    """Leave in the run's folder where its data is, and a copy of the tokenizer. Many ranks may do so at once."""
+    with translated(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        aside = run_dir / f".{_POINTER}.{os.getpid()}"
+        aside.write_text(json.dumps({"folder": str(folder.resolve()), "asked": asked}))
+        os.replace(aside, run_dir / _POINTER)
+        target = run_dir / "tokenizer"
+        if prepared.tokenizer_dir is None or target.is_dir():
+            return
+        aside = run_dir / f".tokenizer.{os.getpid()}"
+        shutil.copytree(prepared.tokenizer_dir, aside, dirs_exist_ok=True)
+        try:
+            os.rename(aside, target)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            if not target.is_dir():
+                raise

@@ -1,0 +1,143 @@
+"""What the model will see and what it will learn from, as data and as text with the masked part dimmed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from muster.data.prepare import Prepared
+from muster.data.sequences import UNSUPERVISED, Sequence
+from muster.data.tokenizer import Encoder
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+#: Documents whose supervised share goes into the histogram.
+_SAMPLED = 2_000
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of a document as the model reads it; supervised: it counts in the loss."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A few documents, and how much of the data is learned from."""
+
+    examples: tuple[tuple[Segment, ...], ...]
+    histogram: tuple[int, ...]
+    """Documents by supervised share: ten bins of 10 %, over the first documents of the data."""
+    stats: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "examples": [
+                [{"text": segment.text, "supervised": segment.supervised} for segment in example]
+                for example in self.examples
+            ],
+            "supervised_share_histogram": list(self.histogram),
+            "stats": dict(self.stats),
+        }
+
+
+def preview(prepared: Prepared, *, examples: int = 3) -> Preview:
+    """The first ``examples`` documents of the training data, decoded, and the histogram. Reads what is prepared."""
+    encoder = Encoder(prepared.tokenizer_dir) if prepared.tokenizer_dir else None
+    shown: list[tuple[Segment, ...]] = []
+    histogram = [0] * 10
+    seen = 0
+    for sequence in prepared.train:
+        for ids, supervised in _documents(sequence):
+            if len(shown) < examples:
+                shown.append(_segments(ids, supervised, encoder))
+            share = sum(supervised[1:]) / max(1, len(supervised) - 1)
+            histogram[min(9, int(share * 10))] += 1
+            seen += 1
+        if seen >= _SAMPLED:
+            break
+    return Preview(examples=tuple(shown), histogram=tuple(histogram), stats=prepared.stats)
+
+
+def render_preview(found: Preview) -> Group:
+    """The preview for a terminal: supervised text bright, the masked part dimmed, then the counts."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = []
+    for number, example in enumerate(found.examples, start=1):
+        text = Text(f"[{number}] ", style="bold")
+        for segment in example:
+            text.append(segment.text, style="green" if segment.supervised else "dim")
+        parts.append(text)
+    parts.append(Text(summary(found)))
+    return Group(*parts)
+
+
+def summary(found: Preview) -> str:
+    """The counts in a few plain lines."""
+    stats = found.stats
+    positions = max(1, stats["positions"])
+    most = max(found.histogram) or 1
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in found.histogram)
+    lines = [
+        f"{stats['rows']:,} rows -> {stats['documents']:,} documents in {stats['sequences']:,} sequences, "
+        f"{stats['tokens']:,} tokens",
+        f"supervised {stats['supervised_tokens'] / positions:.1%}, context {stats['context_tokens'] / positions:.1%}, "
+        f"padding {stats['padding_tokens'] / positions:.1%} of all positions",
+        f"supervised share of a document, 0 to 100 %: |{bars}|",
+    ]
+    fates = {
+        "too long, dropped": stats["dropped"],
+        "truncated": stats["truncated"],
+        "split": stats["split"],
+        "empty": stats["empty"],
+        "without a supervised token": stats["masked_rows"],
+    }
+    told = [f"{count:,} {what}" for what, count in fates.items() if count]
+    lines.append("rows: " + (", ".join(told) if told else "all used whole"))
+    if len(stats["sources"]) > 1:
+        for source in stats["sources"]:
+            times = source["documents_used"] / max(1, source["documents"])
+            lines.append(f"source {source['name']}: {source['documents_used']:,} documents, each {times:.3g} times")
+    if stats.get("unknown_tokens"):
+        lines.append(f"{stats['unknown_tokens']:,} tokens are unknown to the tokenizer (<unk>)")
+    return "\n".join(lines)
+
+
+def _documents(sequence: Sequence) -> list[tuple[list[int], list[bool]]]:
+    """Each document's tokens and which of them are targets; the padding tail is left out.
+
+    The last token is known only as a target, so a masked last token is not shown.
+    """
+    found = []
+    start = 0
+    for length in sequence.document_lengths.tolist():
+        if start >= sequence.tokens:
+            break
+        ids = sequence.input_ids[start : start + length].tolist()
+        labels = sequence.labels[start : start + length].tolist()
+        supervised = [False, *(label != UNSUPERVISED for label in labels)]
+        if labels[-1] == UNSUPERVISED:
+            supervised.pop()
+        else:
+            ids.append(labels[-1])
+        found.append((ids, supervised))
+        start += length
+    return found
+
+
+def _segments(ids: list[int], supervised: list[bool], encoder: Encoder | None) -> tuple[Segment, ...]:
+    """Runs of equal mask, decoded with special tokens shown; without a tokenizer the ids themselves."""
+    found = []
+    for flag, run in groupby(zip(ids, supervised, strict=True), key=lambda pair: pair[1]):
+        tokens = [token for token, _ in run]
+        text = encoder.decode(tokens, skip_special=False) if encoder else " ".join(map(str, tokens)) + " "
+        found.append(Segment(text=text, supervised=flag))
+    return tuple(found)

@@ -1,0 +1,189 @@
+"""Rows into token arrays, in worker processes where there is enough to do.
+
+The workers are plain processes outside any process group: they share nothing with training, so slow preparation
+can never run into a collective's timeout. Chunks come back in order, whoever finishes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import current_process, get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.core.errors import MusterError, UsageError
+from muster.core.spec import PromptTemplate
+from muster.data.formats import Document, Format, document
+from muster.data.tokenizer import Encoder
+
+CHUNK_ROWS = 4096
+#: Up to so many chunks are tokenised here: starting processes costs more (about a second) than they would save.
+_CHUNKS_HERE = 8
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How rows become tokens; small, so that it travels to workers."""
+
+    folder: Path
+    format: Format
+    template: PromptTemplate | None
+    loss_on: str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The documents of a chunk, end to end. Row i has ``lengths[i]`` tokens (0: nothing in it)."""
+
+    ids: Any = field(repr=False)
+    """int32"""
+    supervised: Any = field(repr=False)
+    """uint8: 1 where the token counts as a target"""
+    lengths: Any = field(repr=False)
+    """int64"""
+    unknown: int = 0
+    """Tokens that are the unknown token."""
+
+
+def tokenise(rows: Iterable[dict[str, Any]], recipe: Recipe, *, workers: int) -> Iterator[Tokens]:
+    """Tokens of ``rows``, chunk by chunk, in order. ``workers`` 0: one process per core.
+
+    Raises:
+        UsageError: a row does not fit; the message carries its number.
+        MusterError: a worker died.
+    """
+    chunks = _chunks(rows)
+    first = list(itertools.islice(chunks, _CHUNKS_HERE))
+    count = workers or len(os.sched_getaffinity(0))
+    if len(first) < _CHUNKS_HERE or count == 1:
+        encoder = Encoder(recipe.folder)
+        for start, chunk in itertools.chain(first, chunks):
+            yield tokenise_rows(chunk, recipe, encoder, first_row=start)
+        return
+    yield from _in_processes(itertools.chain(first, chunks), recipe, count)
+
+
+def refuse_while_starting() -> None:
+    """Fail in a worker that is importing an unguarded main script: there, a second preparation of the same data
+    would wait for the first, which waits for this worker.
+
+    Raises:
+        UsageError: always in such a worker.
+    """
+    if getattr(current_process(), "_inheriting", False):
+        raise UsageError("data prepared by a script without a main guard", hint="use if __name__ == '__main__'")
+
+
+def tokenise_rows(rows: Sequence[dict[str, Any]], recipe: Recipe, encoder: Encoder, *, first_row: int = 0) -> Tokens:
+    """One chunk, here. Raises UsageError with the row's number."""
+    documents: list[Document] = []
+    for place, row in enumerate(rows):
+        try:
+            documents.append(document(row, recipe.format, recipe.template, recipe.loss_on, encoder.render_chat))
+        except UsageError as error:
+            raise UsageError(f"row {first_row + place + 1}: {error}", hint=error.hint) from error
+    if recipe.format == "chat":
+        found = _by_offsets(documents, encoder)
+    else:
+        found = _by_segments(documents, encoder)
+    ids = np.fromiter(itertools.chain.from_iterable(each for each, _ in found), dtype=np.int32)
+    supervised = np.fromiter(itertools.chain.from_iterable(each for _, each in found), dtype=np.uint8)
+    unknown = encoder.fast.token_to_id(encoder.special["unk"]) if "unk" in encoder.special else None
+    return Tokens(
+        ids=ids,
+        supervised=supervised,
+        lengths=np.array([len(each) for each, _ in found], dtype=np.int64),
+        unknown=0 if unknown is None else int((ids == unknown).sum()),
+    )
+
+
+def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
+    """Segments tokenised apart: a prompt's tokens are then exactly those that generation will start from."""
+    encoded = iter(encoder.encode([segment.text for each in documents for segment in each.segments]))
+    prefix, end = list(encoder.prefix), encoder.eos_id
+    found = []
+    for each in documents:
+        ids, mask = list(prefix), bytes(len(prefix))
+        for segment in each.segments:
+            part = next(encoded)
+            ids += part
+            mask += (b"\1" if segment.supervised else b"\0") * len(part)
+        if each.ends and end is not None:
+            ids.append(end)
+            mask += b"\1" if each.segments[-1].supervised else b"\0"
+        found.append((ids, mask))
+    return found
+
+
+def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
+    """The whole text tokenised at once; a token is supervised where all its characters are."""
+    found = []
+    encoded = encoder.encode_with_offsets([each.text for each in documents])
+    for each, (ids, offsets) in zip(documents, encoded, strict=True):
+        spans = []
+        place = 0
+        for segment in each.segments:
+            if segment.supervised:
+                spans.append((place, place + len(segment.text)))
+            place += len(segment.text)
+        mask = bytearray(len(ids))
+        at = 0
+        for number, (start, end) in enumerate(offsets):
+            while at < len(spans) and spans[at][1] <= start:
+                at += 1
+            if at < len(spans) and spans[at][0] <= start and end <= spans[at][1]:
+                mask[number] = 1
+        found.append((ids, bytes(mask)))
+    return found
+
+
+def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    iterator = iter(rows)
+    start = 0
+    while chunk := list(itertools.islice(iterator, CHUNK_ROWS)):
+        yield start, chunk
+        start += len(chunk)
+
+
+def _in_processes(chunks: Iterator[tuple[int, list[dict[str, Any]]]], recipe: Recipe, count: int) -> Iterator[Tokens]:
+    """A bounded number of chunks is on its way, so a slow reader cannot fill the memory."""
+    waiting: deque[Future[Tokens]] = deque()
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(recipe,))
+    try:
+        for start, chunk in chunks:
+            waiting.append(pool.submit(_work, start, chunk))
+            if len(waiting) >= count * _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise MusterError(
+            "a tokenising process died",
+            hint="out of memory? try data.workers: 1; in a script of yours, guard it: if __name__ == '__main__'",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(recipe: Recipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker["recipe"] = recipe
+    _worker["encoder"] = Encoder(recipe.folder)
+
+
+def _work(start: int, chunk: list[dict[str, Any]]) -> Tokens:
+    return tokenise_rows(chunk, _worker["recipe"], _worker["encoder"], first_row=start)

@@ -1,0 +1,330 @@
+"""Tokenizers: a folder's ``tokenizer.json`` opened directly, or a small one trained on the run's own text.
+
+transformers is imported only where it must be: for chat templates, and for folders without a ``tokenizer.json``.
+Whatever is used is saved as a Hugging Face folder beside the run, so that a reader needs no hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from muster.core.errors import UsageError
+from muster.core.spec import Model, TrainedTokenizer
+from muster.data import hub
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+#: A word keeps the space before it, so that the tokens joined are the text again. Digits, signs and blanks apart.
+WORD_PATTERN = r" ?[^\W\d]\w*| ?\d+| ?[^\w\s]+|\s+"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer in a folder, opened."""
+
+    folder: Path
+
+    @cached_property
+    def fast(self) -> Any:
+        """``tokenizers.Tokenizer`` with the folder's special tokens added, no padding, no truncation."""
+        from tokenizers import AddedToken, Tokenizer
+
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            return self._through_transformers()
+        try:
+            found = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise UsageError(f"{path} is not a readable tokenizer: {error}") from error
+        found.no_padding()
+        found.no_truncation()
+        missing = [name for name in self.special.values() if found.token_to_id(name) is None]
+        found.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        return found
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return _read_json(self.folder / "tokenizer_config.json")
+
+    @cached_property
+    def special(self) -> dict[str, str]:
+        """Role (``bos``, ``eos``, ``pad``, ``unk``) -> token, where the folder names one."""
+        found: dict[str, str] = {}
+        for source in (_read_json(self.folder / "special_tokens_map.json"), self.config):
+            for role in ("bos", "eos", "pad", "unk"):
+                value = source.get(f"{role}_token")
+                if isinstance(value, dict):
+                    value = value.get("content")
+                if isinstance(value, str):
+                    found[role] = value
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that can come out."""
+        vocabulary = self.fast.get_vocab(with_added_tokens=True)
+        return int(max(vocabulary.values())) + 1 if vocabulary else 0
+
+    @cached_property
+    def eos_id(self) -> int | None:
+        return self._id("eos")
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The padding token's id; without one the end token's, since padding is never supervised or attended."""
+        for role in ("pad", "eos", "unk"):
+            found = self._id(role)
+            if found is not None:
+                return found
+        return 0
+
+    @cached_property
+    def prefix(self) -> tuple[int, ...]:
+        """What the tokenizer puts before every text (a beginning token), found by asking it."""
+        plain = list(self.fast.encode("a", add_special_tokens=False).ids)
+        full = list(self.fast.encode("a", add_special_tokens=True).ids)
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                found = tuple(full[:start])
+                break
+        else:
+            found = ()
+        begin = self._id("bos")
+        if not found and begin is not None and self.config.get("add_bos_token"):
+            return (begin,)
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, nothing added."""
+        return [each.ids for each in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids as a model reads a prompt: with the beginning token, where the tokenizer has one."""
+        return [*self.prefix, *self.encode([text])[0]]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text and the characters [start, end) that each came from."""
+        found = self.fast.encode_batch(list(texts), add_special_tokens=False)
+        return [(each.ids, each.offsets) for each in found]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return str(self.fast.decode(list(ids), skip_special_tokens=skip_special))
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """The conversation by the folder's chat template.
+
+        Raises:
+            UsageError: there is no template, or it refuses the conversation.
+        """
+        if not self.has_chat_template:
+            raise UsageError(
+                f"the tokenizer in {self.folder} has no chat template",
+                hint="use an instruct model's tokenizer (model.tokenizer), or a prompt/completion template",
+            )
+        try:
+            return str(
+                self._transformers.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+        except Exception as error:
+            raise UsageError(f"the chat template refuses a conversation: {str(error)[:200]}") from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.config.get("chat_template")) or (self.folder / "chat_template.jinja").is_file()
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the folder's tokenizer files."""
+        digest = hashlib.sha256()
+        for name in FILES:
+            path = self.folder / name
+            if path.is_file():
+                digest.update(f"{name}:{path.stat().st_size}:".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def save(self, target: Path) -> None:
+        """Copy the folder's tokenizer files; writes ``tokenizer.json`` where the folder had none."""
+        target.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, target / name)
+        if not (target / "tokenizer.json").is_file():
+            self.fast.save(str(target / "tokenizer.json"))
+
+    def _id(self, role: str) -> int | None:
+        name = self.special.get(role)
+        found = self.fast.token_to_id(name) if name is not None else None
+        return None if found is None else int(found)
+
+    @cached_property
+    def _transformers(self) -> Any:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UsageError("chat templates need transformers", hint="pip install 'muster[train]'") from error
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        except Exception as error:
+            raise UsageError(f"the tokenizer in {self.folder} cannot be loaded: {str(error)[:200]}") from error
+
+    def _through_transformers(self) -> Any:
+        backend = getattr(self._transformers, "backend_tokenizer", None)
+        if backend is None:
+            raise UsageError(
+                f"the tokenizer in {self.folder} has no fast form", hint="save it with a tokenizer.json first"
+            )
+        return backend
+
+
+def locate(model: Model) -> Path | TrainedTokenizer | None:
+    """Where the model's tokenizer is: a local folder (fetched from the hub where need be), or one to train.
+
+    None: the model names none (a config alone), which only random tokens can do without.
+
+    Raises:
+        UsageError: a folder without a tokenizer.
+        AccessError, BackendError: the hub refuses or cannot be reached.
+    """
+    chosen = model.tokenizer if model.tokenizer is not None else model.source
+    if chosen is None or isinstance(chosen, TrainedTokenizer):
+        return chosen
+    folder = Path(chosen).expanduser()
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            raise UsageError(f"{chosen} has no tokenizer", hint="set model.tokenizer")
+        return folder
+    if chosen.startswith((".", "/", "~")) or chosen.count("/") > 1:
+        raise UsageError(f"tokenizer folder {chosen!r} does not exist", hint="check model.source and model.tokenizer")
+    files = hub.fetch_model_files(chosen, model.revision, FILES)
+    if not files:
+        raise UsageError(f"{chosen!r} has no tokenizer on the hub", hint="set model.tokenizer")
+    return next(iter(files.values())).parent
+
+
+def model_vocab_size(model: Model) -> int | None:
+    """The vocabulary size of the model's config; None where it does not say.
+
+    Raises:
+        UsageError: the config file is missing or unreadable.
+    """
+    config: Any = model.config
+    if model.source is not None:
+        folder = Path(model.source).expanduser()
+        if folder.is_dir():
+            config = _read_json(folder / "config.json")
+        else:
+            files = hub.fetch_model_files(model.source, model.revision, ("config.json",))
+            config = _read_json(files["config.json"]) if files else {}
+    elif isinstance(config, str):
+        path = Path(config).expanduser()
+        if not path.is_file():
+            raise UsageError(f"model config {config!r} does not exist", hint="check model.config")
+        config = _read_json(path)
+    config = config or {}
+    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return int(found) if isinstance(found, int) else None
+
+
+def check_vocabulary(tokenizer_size: int, model_size: int | None, what: str) -> int:
+    """The vocabulary size the model gets. A model may have spare rows; a tokenizer may have no spare ids.
+
+    Raises:
+        UsageError: the tokenizer has ids that the model's embedding lacks.
+    """
+    if model_size is not None and tokenizer_size > model_size:
+        raise UsageError(
+            f"vocabulary mismatch: {what} has {tokenizer_size} tokens, the model's config {model_size}",
+            hint=f"use the model's own tokenizer, or a config with vocab_size {tokenizer_size} or more",
+        )
+    return model_size or tokenizer_size
+
+
+def train(texts: Callable[[], Iterable[str]], wanted: TrainedTokenizer, target: Path) -> Encoder:
+    """Train a tokenizer on ``texts`` and write it as a Hugging Face folder. Same texts, same file.
+
+    Raises:
+        UsageError: ``vocab_size`` is too small for the kind.
+        OSError: ``target`` cannot be written.
+    """
+    tokenizer = _train_words(texts(), wanted.vocab_size) if wanted.kind == "word" else _train_bpe(texts(), wanted)
+    target.mkdir(parents=True, exist_ok=True)
+    pad, begin, end, unknown = SPECIAL
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": pad,
+        "bos_token": begin,
+        "eos_token": end,
+        "unk_token": unknown,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000_000,
+        "padding_side": "right",
+    }
+    (target / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tokens = {key: config[key] for key in config if key.endswith("_token")}
+    (target / "special_tokens_map.json").write_text(json.dumps(tokens, indent=2, sort_keys=True) + "\n")
+    return Encoder(target)
+
+
+def _train_words(texts: Iterable[str], vocab_size: int) -> Any:
+    """The commonest words, ties in alphabetical order; the rest become the unknown token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token=SPECIAL[3]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _train_bpe(texts: Iterable[str], wanted: TrainedTokenizer) -> Any:
+    """Byte-level BPE: every text can be written, nothing is unknown."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + len(SPECIAL)
+    if wanted.vocab_size < least:
+        raise UsageError(
+            f"model.tokenizer.vocab_size {wanted.vocab_size} is too small for bpe: its 256 bytes and "
+            f"{len(SPECIAL)} special tokens need {least}",
+            hint=f"use {least} or more, or kind: word",
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=wanted.vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} is not readable JSON: {error}") from error
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,4 @@
+"""Judgement before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper.
+
+Pure: no clock, no files, no network; offers and the present moment are arguments.
+"""

@@ -1,0 +1,123 @@
+"""Useful share of wall time, from the failure rate of the mode and what a recovery costs.
+
+Tiers as the trainer has them: a snapshot in the host's own memory survives what kills a process, a peer's copy or the
+bucket what kills a machine. Interval and waste formulas are ``core.intervals``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from muster.catalog.rows import Mode
+from muster.core import intervals
+from muster.plan.timing import Constants, local_state_bytes
+from muster.plan.workload import Setting, Workload
+
+DAY_S = 86400.0
+#: Share of failures after which the machine and its memory are still there (DLRover: 75 % of failures restart
+#: processes; ByteRobust and Llama 3 mixes agree within 10 points).
+PROCESS_SHARE = 0.75
+#: Seconds from a fault to the first new step, without the step itself: detection, new ranks from warm standby, state
+#: from memory; and with a replacement machine. Modelled; the first agrees with what local runs show.
+PROCESS_RECOVERY_S = 15.0
+MACHINE_RECOVERY_S = 300.0
+#: First start: images, imports, first compile.
+START_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Where wall time goes over a whole run."""
+
+    share: float
+    """Useful step time over wall time, start-up left out."""
+    failures_per_day: float
+    preemptions_per_day: float
+    checkpoint_every_s: float
+    checkpoint_every_steps: int
+    save_stall_s: float
+    save_drain_s: float
+    """Time until a save is in the bucket."""
+    restore_s: float
+    tier: str
+    """What survives the loss of a machine: peer or bucket."""
+
+    @property
+    def interruptions_per_day(self) -> float:
+        return self.failures_per_day + self.preemptions_per_day
+
+
+def goodput(
+    work: Workload,
+    setting: Setting,
+    mode: Mode,
+    num_nodes: int,
+    step_s: float,
+    constants: Constants,
+    *,
+    preemptions_per_node_day: float | None = None,
+) -> Goodput:
+    """The useful share of a long run at this step time.
+
+    ``preemptions_per_node_day``: instead of the mode's own middle value (its low and high give a plan's bounds).
+    """
+    per_day = mode.failures_per_node_day * num_nodes
+    rate = mode.preemptions_per_node_day.value if preemptions_per_node_day is None else preemptions_per_node_day
+    preempted = rate * num_nodes
+    state = local_state_bytes(work, setting) * setting.layout.dp_shard * setting.layout.tp
+    drain = state / (constants.store_bytes_per_s_per_node * num_nodes)
+    stall = local_state_bytes(work, setting) / constants.device_to_host_bytes_per_s
+    if not work.asynchronous:
+        stall, drain = drain, 0.0
+    restore = state * setting.layout.dp_replicate / (constants.store_bytes_per_s_per_node * num_nodes)
+    lost_machines = (1 - PROCESS_SHARE) * per_day + preempted
+    lost_processes = PROCESS_SHARE * per_day
+    process_s = PROCESS_RECOVERY_S + step_s / 2
+    if work.peer_copy and work.snapshot_every:
+        machine_s = MACHINE_RECOVERY_S + work.snapshot_every * step_s
+        bucket_rate, tier = 0.05 * lost_machines, "peer"  # several machines at once lose every copy
+        peer = lost_machines * machine_s / DAY_S
+    else:
+        bucket_rate, tier, peer = lost_machines, "bucket", 0.0
+    bucket = intervals.Tier(
+        name="bucket",
+        stall_s=stall,
+        drain_s=drain,
+        recovery_s=MACHINE_RECOVERY_S + restore,
+        mtbf_s=DAY_S / bucket_rate if bucket_rate else math.inf,
+    )
+    every_s, every_steps = _interval(work, bucket, step_s)
+    lost = intervals.waste(every_s, bucket) + lost_processes * process_s / DAY_S + peer
+    if not work.snapshot_every:  # then a dead process costs as much as a lost machine
+        lost += lost_processes * (every_s / 2 + restore) / DAY_S
+    return Goodput(
+        share=_never_below_zero(lost),
+        failures_per_day=per_day,
+        preemptions_per_day=preempted,
+        checkpoint_every_s=every_s,
+        checkpoint_every_steps=every_steps,
+        save_stall_s=stall,
+        save_drain_s=drain,
+        restore_s=restore,
+        tier=tier,
+    )
+
+
+def _interval(work: Workload, bucket: intervals.Tier, step_s: float) -> tuple[float, int]:
+    """(seconds, steps) between saves: the run file's, or the optimum; never beyond the run's end."""
+    length = work.steps
+    if work.checkpoint_every:
+        steps = min(work.checkpoint_every, length)
+    elif work.checkpoint_every == 0 or math.isinf(bucket.mtbf_s):
+        steps = length
+    else:
+        best = intervals.asynchronous(bucket)
+        steps = intervals.whole_steps(best, step_s, lambda t: 1 - intervals.waste(t, bucket))
+        steps = max(1, min(steps, length))
+    return steps * step_s, steps
+
+
+def _never_below_zero(lost: float) -> float:
+    """First-order waste beyond 1 means no progress at all; e^-lost agrees to first order and stays positive."""
+    return math.exp(-lost)

@@ -1,0 +1,91 @@
+"""Which layouts, micro-batches and recomputation the trainer can run on a number of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from muster.catalog.offers import Option
+from muster.core.nouns import Layout
+from muster.plan.workload import Setting, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """What the run file fixes; None: the plan chooses."""
+
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    micro_batch_size: int | None = None
+    activation_checkpointing: str | None = None
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    machine: str | None = None
+    accelerator: str | None = None
+    mode: str | None = None
+    locations: tuple[str, ...] = ()
+
+
+FREE = Pins()
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def settings(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Iterator[Setting]:
+    """Everything that could be run there, whether it fits or not."""
+    for layout in layouts(work, option, num_nodes, pins):
+        for micro in micro_batches(work, layout, pins):
+            for kind in (pins.activation_checkpointing,) if pins.activation_checkpointing else CHECKPOINTING:
+                yield Setting(layout=layout, micro_batch_size=micro, activation_checkpointing=kind)
+
+
+def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Iterator[Layout]:
+    """dp_replicate x dp_shard x tp = GPUs. tp stays in a machine and divides the heads; replicas are machines.
+
+    Sharding over a part of a machine is left out: it costs memory and saves nothing measurable on NVLink.
+    """
+    world = num_nodes * option.offer.gpus_per_node
+    for tp in _divisors(option.offer.gpus_per_node):
+        if pins.tp is not None and tp != pins.tp:
+            continue
+        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank):
+            continue
+        data = world // tp
+        inside = option.offer.gpus_per_node // tp
+        shards = {data, max(1, inside), 1}
+        shards |= {nodes * inside for nodes in _divisors(num_nodes)}
+        for shard in sorted(shards):
+            if data % shard:
+                continue
+            layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+            if pins.dp_shard not in (None, -1, shard) or pins.dp_replicate not in (None, layout.dp_replicate):
+                continue
+            yield layout
+
+
+def micro_batches(work: Workload, layout: Layout, pins: Pins) -> Iterator[int]:
+    """Sizes that divide the global batch; none so large that ranks would have nothing to do."""
+    if pins.micro_batch_size is not None:
+        yield pins.micro_batch_size
+        return
+    most = max(1, work.global_batch_size // layout.data_ranks)
+    for size in MICRO_BATCHES:
+        if size <= most and work.global_batch_size % size == 0:
+            yield size
+
+
+def node_counts(work: Workload, option: Option, pins: Pins) -> Iterator[int]:
+    """Machines to try: powers of two up to where every rank has one sequence a step."""
+    if pins.num_nodes is not None:
+        yield pins.num_nodes
+        return
+    most = max(1, -(-work.global_batch_size * 8 // option.offer.gpus_per_node))  # tp up to 8 shares a sequence
+    nodes = 1
+    while nodes <= min(most, option.offer.max_nodes):
+        yield nodes
+        nodes *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,295 @@
+"""Peak memory of one rank, item by item, in closed form.
+
+The trainer's own rules are followed: parameters cut by FSDP over ``dp_shard`` (and by ``tp`` before), one unit a
+decoder layer, one for a large untied embedding, the root (head, last norm, tied or small embedding) whole from
+forward to backward; gradients reduced in float32 and kept in the master type; loss in chunks with its gradients.
+
+The peak is the largest over the moments of a step: forward, loss, its backward, the layers' backward, the root's
+gradient, the update, a save. Each formula was set beside ``train.memory_trace``, which counts the real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from muster.core.nouns import Layout
+from muster.plan.activations import kept_per_token, working_per_token
+from muster.plan.workload import Setting, Workload
+
+MIB = 1 << 20
+GIB = 1 << 30
+REDUCE_BYTES = 4
+#: The trainer cuts a large untied embedding off the root (its ``EMBEDDING_UNIT_NUMEL``).
+EMBEDDING_UNIT_NUMEL = 64_000_000
+#: The trainer keeps whole gradients, reduced once a step, where they take less than this share of a rank's memory.
+LOCAL_GRADIENTS_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOverhead:
+    """What is taken beside tensors. CUDA context and NCCL from memory, unchecked; ``calibrate`` replaces them."""
+
+    context_bytes: int = 600 * MIB
+    communicator_bytes: int = 400 * MIB
+    """Buffers of NCCL, once there is more than one rank."""
+    fragmentation: float = 0.04
+    """Share of the tensors' bytes that the allocator holds and cannot use."""
+    expanded_kv: bool = False
+    """The attention kernel takes keys and values repeated to the queries' heads (CPU)."""
+    stages_here: bool = False
+    """A save's staging copy lies in the same memory (CPU): the state once more, beside the gradients."""
+    streams: bool = True
+    """Collectives run beside arithmetic (CUDA), so that the next unit's gather buffer and the last one's reduce-scatter
+    input are alive too."""
+    capacity_bytes: int | None = None
+
+
+CUDA = DeviceOverhead()
+
+
+def cpu_overhead(capacity_bytes: int | None = None) -> DeviceOverhead:
+    """The overheads of ranks on a CPU, where freed tensors go back to the system (benchmarks/plan_memory.py)."""
+    return DeviceOverhead(
+        context_bytes=40 * MIB,  # threads, logs, kernels' caches: what nine runs grew beyond their tensors
+        communicator_bytes=0,
+        fragmentation=0.0,
+        expanded_kv=True,
+        stages_here=True,
+        streams=False,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank at its peak, by what they are for. The items add up to ``total_bytes``."""
+
+    items: Mapping[str, int]
+    moment: str
+    """When the peak is: forward, loss, backward of the loss, backward, end of backward, update,
+    save."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.items.values())
+
+
+def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> MemoryEstimate:
+    """Peak of one rank (the fullest: uneven shards are rounded up)."""
+    units = _units(work, setting.layout.tp)
+    static = _static(work, setting, device)
+    gathered = _gathered(work, units, setting.layout.dp_shard, streams=device.streams)
+    tokens = setting.micro_batch_size * work.sequence_length
+    kept = tokens * _kept(work, setting, device)
+    working = tokens * _working(work, setting, device)
+    loss = _loss(work, tokens)
+    # In the first round no gradient exists yet; later the shards' do, or whole ones; the root's comes last.
+    later = setting.rounds(work) > 1
+    held = (static["whole gradients"] or static["gradients"]) if later else 0.0
+    before_root = static["gradients"] - static["root gradient"]
+    if later and not static["whole gradients"]:
+        before_root = static["gradients"]
+    moments: dict[str, dict[str, float]] = {
+        "forward": {"gradients": held, "activations": kept, "gathered parameters": gathered.root + gathered.forward},
+        "loss": {"gradients": held, "activations": kept, "logits and loss": loss.forward,
+                 "gathered parameters": gathered.root + gathered.between},
+        "backward of the loss": {"gradients": held, "activations": kept, "logits and loss": loss.backward,
+                                 "gathered parameters": gathered.root + gathered.between},
+        "backward": {"gradients": held + loss.head_gradient, "activations": kept + working,
+                     "gathered parameters": gathered.root + gathered.backward},
+        "end of backward": {"gradients": before_root + gathered.root_gradient, "gathered parameters": gathered.root},
+        "update": {"gradients": static["gradients"]},
+        "save": {"gradients": static["gradients"], "staged copy": static["saved"] if device.stages_here else 0},
+    }  # fmt: skip
+    base = {"weights": static["weights"], "optimizer state": static["optimizer"]}
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    items = {name: round(value) for name, value in {**base, **moments[moment]}.items() if value}
+    tensors = sum(items.values())
+    items["allocator"] = round(tensors * device.fragmentation)
+    items["context"] = device.context_bytes
+    if setting.layout.world_size > 1:
+        items["communicators"] = device.communicator_bytes
+    return MemoryEstimate(items={name: value for name, value in items.items() if value}, moment=moment)
+
+
+def held_parameters(work: Workload, layout: Layout) -> float:
+    """Parameters (without adapters) on one rank: layers are cut by tp and dp_shard, the rest by dp_shard alone."""
+    shape = work.shape
+    matrices = shape.layers * shape.layer_matmul_parameters
+    return (matrices / layout.tp + shape.parameters - matrices) / layout.dp_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Parameters of the FSDP units on one tensor-parallel rank."""
+
+    layer: float
+    layers: int
+    root: float
+    """Head, last norm, and the embedding where it is tied or small."""
+    embedding: float
+    """A unit of its own; 0: in the root."""
+    adapters_per_layer: float
+
+    @property
+    def total(self) -> float:
+        return self.layer * self.layers + self.root + self.embedding
+
+
+def _units(work: Workload, tp: int) -> Units:
+    shape = work.shape
+    adapters = work.trained_parameters / shape.layers if work.lora_rank else 0.0
+    norms = shape.layer_parameters - shape.layer_matmul_parameters
+    layer = shape.layer_matmul_parameters / tp + norms + adapters
+    root = float(shape.head_parameters + shape.hidden)  # the trainer cuts layers alone over tp
+    embedding = float(shape.embedding_parameters)
+    if shape.embedding_parameters < EMBEDDING_UNIT_NUMEL:
+        root, embedding = root + embedding, 0.0
+    if shape.parameters < work.whole_below:
+        root, layer = root + layer * shape.layers + embedding, 0.0
+        embedding = 0.0
+    return Units(layer=layer, layers=shape.layers, root=root, embedding=embedding, adapters_per_layer=adapters)
+
+
+def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[str, float]:
+    """What lives from step to step: weights, gradients (until the update), optimizer state."""
+    layout = setting.layout
+    held = held_parameters(work, layout)
+    trained = held if work.trains_all else work.trained_parameters / layout.dp_shard
+    base_bytes = work.master_bytes if work.trains_all else work.compute_bytes
+    weights = held * base_bytes + (0 if work.trains_all else trained * work.master_bytes)
+    gradients = trained * work.master_bytes
+    root = _units(work, layout.tp).root / layout.dp_shard * work.master_bytes if work.trains_all else 0.0
+    whole = 0.0
+    if (
+        setting.rounds(work) > 1
+        and not work.exact
+        and device.capacity_bytes is not None
+        and work.trained_parameters * 4 < LOCAL_GRADIENTS_SHARE * device.capacity_bytes
+    ):
+        whole = trained * layout.dp_shard * REDUCE_BYTES  # kept whole until the last round
+    if work.exact:
+        gradients += trained * 8  # the fixed-point totals
+    state = trained * (2 + 2 * 4 / 256) if work.optimizer == "adamw_8bit" else trained * 2 * work.master_bytes
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "root gradient": root,
+        "whole gradients": whole,
+        "optimizer": state,
+        "saved": (trained * work.master_bytes + state) / layout.dp_replicate,  # replicas share a save
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Bytes of whole (unsharded) parameters and of the buffers that move them, at different moments."""
+
+    root: float
+    forward: float
+    between: float
+    """Between forward and backward: nothing, unless layers stay gathered."""
+    backward: float
+    root_gradient: float
+    """The root's gradient on its way into shards: whole, as float32 input, and what comes out."""
+
+
+def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Gathered:
+    """FSDP2's buffers: whole parameters in the compute type, the gather of the next unit, reduce-scatter inputs.
+
+    One shard needs no collective: then only a cast copy exists, and none where nothing is cast.
+    """
+    c = work.compute_bytes
+    base_bytes = work.master_bytes if work.trains_all else c
+    whole = c if shards > 1 or base_bytes != c else 0
+    trained = units.layer if work.trains_all else units.adapters_per_layer
+    layer = whole * units.layer
+    copies = 1 if shards == 1 else 3 if streams else 2  # this layer's, the next one's, and its gather buffer
+    forward = layer * copies
+    between = 0.0
+    if not work.reshard_after_forward and shards > 1:
+        forward = between = layer * units.layers
+    reduce = trained * (_reducing(c, shards) + (REDUCE_BYTES if shards > 1 and streams else 0))
+    root_gradient = max(units.root, units.embedding) * _reducing(c, shards) if work.trains_all else 0.0
+    if work.shape.tied and work.trains_all:  # the embedding's gradient comes beside the head's and is added to it
+        root_gradient += work.shape.head_parameters * c
+    return Gathered(
+        root=whole * units.root,
+        forward=forward,
+        between=between,
+        backward=max(between, layer * copies) + reduce,
+        root_gradient=root_gradient,
+    )
+
+
+def _reducing(compute_bytes: int, shards: int) -> float:
+    """Bytes a parameter while its unit's gradient is reduced: whole, as float32 input, and what comes out of it.
+
+    What comes out is found, not derived: with one shard 5.6 bytes in measured ranks (8 in the trace), with more
+    between none (measured at 2) and 2.4 (traced at 2 and 4).
+    """
+    return compute_bytes + REDUCE_BYTES + (5.6 if shards == 1 else 1.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Bytes of the loss."""
+
+    forward: float
+    backward: float
+    head_gradient: float
+    """The head's gradient, whole until the root is reduced."""
+
+
+def _loss(work: Workload, tokens: float) -> Loss:
+    """Chunked cross-entropy, which computes its gradients in the forward pass.
+
+    A chunk's logits are there as the product, in float32 with one temporary, and as the gradient of the chunk before:
+    12 bytes a logit in either type. The head's gradient is summed in float32 (with a product beside it in bfloat16),
+    and multiplied by the incoming one in the backward pass, which takes a second copy.
+    """
+    c, vocab = work.compute_bytes, work.shape.vocab
+    targets = tokens * work.supervised
+    chunk = min(work.loss_chunk_tokens or targets, targets)
+    again = 1 if chunk < targets else 0
+    logits = chunk * vocab * (8 + again * c + (c if c < 4 else 0))
+    hidden = targets * work.shape.hidden * c * 2
+    head = work.shape.head_parameters if work.trains_all else 0
+    return Loss(
+        forward=logits + hidden + head * (4 + (c if c < 4 else 0)),
+        backward=hidden * 1.5 + 2 * head * c,
+        head_gradient=head * c,
+    )
+
+
+def _kept(work: Workload, setting: Setting, device: DeviceOverhead) -> float:
+    """Bytes a token that all layers, the embedding and the last norm keep for the backward pass."""
+    layer = kept_per_token(
+        work.shape,
+        setting.activation_checkpointing,
+        compute_bytes=work.compute_bytes,
+        compiled=work.compile,
+        lora_rank=work.lora_rank,
+        tp=setting.layout.tp,
+        expanded_kv=device.expanded_kv,
+    )
+    c = work.compute_bytes
+    last_norm = (4 + 2 * c) if c < 4 else 3 * c
+    return work.shape.layers * layer + (last_norm + c) * work.shape.hidden
+
+
+def _working(work: Workload, setting: Setting, device: DeviceOverhead) -> float:
+    """Bytes a token at the peak of one layer's backward pass beyond what the layers keep."""
+    kind, tp, c = setting.activation_checkpointing, setting.layout.tp, work.compute_bytes
+    again = 0.0
+    if kind != "none":
+        whole, kept = (
+            kept_per_token(
+                work.shape, name, compute_bytes=c, compiled=work.compile, lora_rank=work.lora_rank, tp=tp,
+                expanded_kv=device.expanded_kv,
+            )
+            for name in ("none", kind)
+        )  # fmt: skip
+        again = max(0.0, whole - kept)
+    return again + working_per_token(work.shape, compute_bytes=c, tp=tp)

@@ -1,0 +1,305 @@
+"""Seconds of one step: arithmetic at a measured ceiling, memory traffic, communication with overlap, stalls.
+
+Model FLOP utilisation is an outcome, never an input. What is modelled:
+
+* matrices: their FLOPs at ``ceiling x efficiency`` (fp8: the layers' linear parts at the fp8 ceiling);
+* the rest of a layer is memory traffic: passes over its activations, fewer where compiled;
+* FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
+  reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
+* tensor parallel: four all-reduces of the stream a layer and round (two more where layers run again), not hidden;
+* replicas: one all-reduce of float32 gradient shards after the last round, not hidden (the trainer does it then).
+
+A collective of S bytes over n ranks takes S (n-1)/n / bus bandwidth (all-gather, reduce-scatter), twice that as
+all-reduce; ranks of several groups on one machine share its data network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from muster.catalog.offers import Fabric, Option
+from muster.core.errors import NoPlanError
+from muster.core.flops import Convention
+from muster.plan.activations import recomputed_share
+from muster.plan.memory import held_parameters
+from muster.plan.workload import Setting, Workload
+
+REDUCE_BYTES = 4
+ALLREDUCE_LATENCY_S = 30e-6
+"""A collective's latency inside a machine and across a few; from memory, unchecked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The few numbers that ``calibrate`` fits; defaults are stated with their origin in docs/plan.md."""
+
+    efficiency: float = 0.65
+    """Share of the measured matmul ceiling that a layer's matrices reach: between what is fitted to the published FSDP2
+    runs at full power (Automodel on H100 0.61, torchtitan on B200 0.68; docs/plan.md). This trainer's own is not
+    measured on a GPU yet: ``calibrate``."""
+    overlap: float = 0.8
+    """Share of arithmetic during which FSDP's collectives can run hidden."""
+    device_to_host_bytes_per_s: float = 20e9
+    """Snapshots and staged checkpoints leave the GPU at this rate (PCIe 5, pinned; modelled)."""
+    store_bytes_per_s_per_node: float = 1e9
+    """A machine's rate to and from a bucket (modelled)."""
+    host_s_per_layer: float = 0.6e-3
+    """Python and launch time of a layer's forward and backward; compiled half of it (modelled)."""
+    precision: str = "bf16"
+
+
+DEFAULT = Constants()
+#: An fp8 operand is read twice and written once or twice (its largest value first, then the cast and its transpose).
+FP8_CAST_BYTES = 6.0
+#: Share of the measured fp8 ceiling that scaled matrices of a layer reach, relative to bf16's share of its own: NeMo's
+#: 8B in fp8 against bf16 gives it (a row that is therefore fitted on, not checked).
+FP8_SHARE = 0.85
+#: Bytes that a token moves through memory in a layer's forward pass, in units of (h, a + k, i) elements of 2 bytes:
+#: separate kernels, float32 norms counted double; and fused. The backward pass moves twice as much.
+TRAFFIC = {False: (52.0, 20.0, 10.0), True: (14.0, 8.0, 6.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step by what they go to; ``seconds`` is their sum."""
+
+    parts: Mapping[str, float]
+    useful_flops: float
+    """By the CAUSAL convention, padding and recompute left out."""
+    gpus: int
+    peak_flops_per_gpu: float | None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def mfu(self) -> float | None:
+        """An outcome: useful operations over what the chips' bf16 peak allows."""
+        if not self.peak_flops_per_gpu:
+            return None
+        return self.useful_flops / (self.seconds * self.gpus * self.peak_flops_per_gpu)
+
+
+def step_time(
+    work: Workload, setting: Setting, option: Option, num_nodes: int, constants: Constants = DEFAULT
+) -> StepTime:
+    """One step of ``work`` on ``num_nodes`` machines.
+
+    Raises:
+        NoPlanError: a number that is needed is unknown (peak, fabric).
+    """
+    ceiling = option.ceiling_flops
+    if not ceiling:
+        raise NoPlanError(f"the bf16 peak of {option.accelerator.name} is unknown")
+    layout, rounds = setting.layout, setting.rounds(work)
+    tokens = setting.micro_batch_size * work.sequence_length * rounds
+    matrices = _matrices(work, setting, option, tokens, ceiling, constants) / constants.efficiency / layout.pp
+    traffic = _traffic(work, setting, option, tokens, constants) / layout.pp
+    host = rounds * work.shape.layers * constants.host_s_per_layer * (0.5 if work.compile else 1.0)
+    arithmetic = max(matrices + traffic, host)
+    forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
+    forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)
+    links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.dp_shard)
+    exposed = _sharding(work, setting, links, rounds, arithmetic, forward_share, constants)
+    tensor = _tensor(work, setting, links, rounds) * (1 - work.hidden_tensor_parallel)
+    useful = work.useful_flops_per_token() * work.tokens_per_step * work.fill
+    padding = setting.padding(work)
+    return StepTime(
+        parts={
+            "matrices": matrices * (1 - padding),
+            "memory traffic": (arithmetic - matrices) * (1 - padding),
+            "padding": arithmetic * padding,
+            "sharding": exposed,
+            "tensor parallel": tensor,
+            "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
+            "replicas": _replicas(work, setting, links),
+            "optimizer": _optimizer(work, setting, option),
+            "snapshots": _snapshots(work, setting, constants),
+        },
+        useful_flops=useful,
+        gpus=layout.world_size,
+        peak_flops_per_gpu=option.offer.peak_flops_per_gpu,
+    )
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bus bandwidths of the groups of one layout."""
+
+    fabric: Fabric
+    gpus_per_node: int
+    num_nodes: int
+    tp: int
+    shards: int
+
+    def shard(self) -> float:
+        """Of one sharded group: inside a machine, or its part of the data network."""
+        inside = self.gpus_per_node // self.tp
+        if self.shards <= inside:
+            return self._intra()
+        return min(self._inter() * min(1.0, inside / self.gpus_per_node), self._intra())
+
+    def replicate(self) -> float:
+        """Of one group of replicas: every GPU of a machine has its own, and they share the data network."""
+        if self.num_nodes == 1:
+            return self._intra()
+        return self._inter() / self.gpus_per_node
+
+    def tensor(self) -> float:
+        return self._intra()
+
+    def _intra(self) -> float:
+        if self.gpus_per_node == 1:
+            return self._inter()
+        if self.fabric.intra is None:
+            raise NoPlanError("the link between its GPUs is unknown")
+        return self.fabric.intra
+
+    def _inter(self) -> float:
+        if self.fabric.inter is None:
+            raise NoPlanError("its data network is unknown")
+        return self.fabric.inter
+
+
+def _matrices(
+    work: Workload, setting: Setting, option: Option, tokens: float, ceiling: float, constants: Constants
+) -> float:
+    """Seconds of the matrix products of one rank at the ceiling."""
+    shape, tp = work.shape, setting.layout.tp
+    full = 6.0 * shape.layers * shape.layer_matmul_parameters + work.attention_flops_per_token()
+    head = 6.0 * shape.head_parameters
+    linear_part = 6.0 * shape.layers * shape.layer_matmul_parameters
+    again = recomputed_share(setting.activation_checkpointing) / 3.0
+    if work.trains_all:
+        linear, attention, head_work = linear_part * (1 + again), full - linear_part, head
+    else:
+        adapters = 6.0 * work.trained_parameters
+        linear, attention = linear_part * (2.0 / 3.0 + again) + adapters, full - linear_part
+        head_work = head * 2.0 / 3.0
+    attention *= 1 + again
+    rate = ceiling
+    if constants.precision == "fp8":
+        fast = option.accelerator.matmul_flops.get("fp8")
+        peak = option.accelerator.peak_flops.get("fp8")
+        if fast is None and peak is None:
+            raise NoPlanError(f"the fp8 peak of {option.accelerator.name} is unknown")
+        rate = fast or (peak or 0.0) * ceiling / (option.accelerator.peak_flops["bf16"] or 1.0)
+        rate *= FP8_SHARE
+    # The head is not cut: every tp rank does it whole.
+    return tokens * ((linear / rate + attention / ceiling) / tp + head_work / ceiling)
+
+
+def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, constants: Constants) -> float:
+    """Seconds of everything that is no matrix product: bound by memory, not by arithmetic."""
+    bandwidth = option.accelerator.memory_bytes_per_s
+    if bandwidth is None:
+        raise NoPlanError(f"the memory bandwidth of {option.accelerator.name} is unknown")
+    shape, tp = work.shape, setting.layout.tp
+    by_hidden, by_attention, by_mlp = TRAFFIC[work.compile]
+    kv = shape.kv_heads * shape.head_dim
+    elements = (
+        by_hidden * shape.hidden + (by_attention * (shape.attention_width + kv) + by_mlp * shape.intermediate) / tp
+    )
+    passes = 3.0 + recomputed_share(setting.activation_checkpointing)
+    if setting.activation_checkpointing == "selective":
+        passes += 1.0
+    layers = shape.layers * elements * work.compute_bytes * passes
+    if constants.precision == "fp8":  # inputs, weights' gradients' inputs and outgoing gradients are scaled and cast
+        cast = 4 * shape.hidden + (2 * shape.attention_width + 2 * kv + 3 * shape.intermediate) / tp
+        layers += FP8_CAST_BYTES * shape.layers * cast
+    logits = 20.0 * shape.vocab * work.supervised
+    chunk = work.loss_chunk_tokens or setting.micro_batch_size * work.sequence_length
+    head = 12.0 * shape.head_parameters / max(1, chunk) * work.supervised if work.trains_all else 0.0
+    return tokens * (layers + logits + head) / bandwidth
+
+
+def _sharding(
+    work: Workload, setting: Setting, links: Links, rounds: int, arithmetic: float, forward_share: float,
+    constants: Constants,
+) -> float:  # fmt: skip
+    """Seconds of FSDP's collectives that arithmetic does not hide."""
+    shards = setting.layout.dp_shard
+    if shards == 1:
+        return 0.0
+    cut = (shards - 1) / shards / links.shard()
+    held = held_parameters(work, setting.layout) * shards / setting.layout.pp
+    whole = held * work.compute_bytes
+    reduced = (held if work.trains_all else work.trained_parameters) * REDUCE_BYTES
+    if work.exact:
+        reduced *= 2
+    gathers = 1 if work.reshard_after_forward else 0
+    forward, backward = whole * cut, (whole * gathers + reduced) * cut
+    compute = arithmetic / rounds
+    hidden = constants.overlap * compute
+    unhidden = max(0.0, forward - hidden * forward_share) + max(0.0, backward - hidden * (1 - forward_share))
+    units = max(1, work.shape.layers)
+    ends = (forward + backward) / units + 2 * ALLREDUCE_LATENCY_S * units / 10
+    if work.once_a_step:
+        return max(0.0, whole * cut + reduced * cut - hidden) + ends
+    if not work.reshard_after_forward:  # gathered once a step, in the first round
+        first = max(0.0, forward - hidden * forward_share)
+        rest = max(0.0, backward - hidden * (1 - forward_share))
+        return first + rounds * rest + rounds * ends
+    return rounds * (unhidden + ends)
+
+
+def _tensor(work: Workload, setting: Setting, links: Links, rounds: int) -> float:
+    """Seconds of the all-reduces inside layers."""
+    tp = setting.layout.tp
+    if tp == 1:
+        return 0.0
+    stream = setting.micro_batch_size * work.sequence_length * work.shape.hidden * work.compute_bytes
+    calls = 4 + (2 if setting.activation_checkpointing == "full" else 0)
+    one = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S
+    return rounds * work.shape.layers / setting.layout.pp * calls * one
+
+
+def _replicas(work: Workload, setting: Setting, links: Links) -> float:
+    """Seconds of the sum over replicas, after the last round."""
+    layout = setting.layout
+    if layout.dp_replicate == 1:
+        return 0.0
+    shard = trained_here(work, setting) * work.master_bytes * (2 if work.exact else 1)
+    return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * shard / links.replicate() + ALLREDUCE_LATENCY_S
+
+
+def _optimizer(work: Workload, setting: Setting, option: Option) -> float:
+    """Seconds of the norm and the update: each rank reads and writes its part of weights, gradients and moments."""
+    bandwidth = option.accelerator.memory_bytes_per_s
+    assert bandwidth is not None
+    trained = trained_here(work, setting)
+    moments = 4 if work.optimizer == "adamw_8bit" else 4 * work.master_bytes
+    return trained * (4 * work.master_bytes + moments) / bandwidth
+
+
+def local_state_bytes(work: Workload, setting: Setting) -> float:
+    """What a rank must save: its weights (trained ones) and moments."""
+    moments = 2 if work.optimizer == "adamw_8bit" else 2 * work.master_bytes
+    return trained_here(work, setting) * (work.master_bytes + moments)
+
+
+def trained_here(work: Workload, setting: Setting) -> float:
+    """Trained parameters on one rank."""
+    if work.trains_all:
+        return held_parameters(work, setting.layout)
+    return work.trained_parameters / setting.layout.dp_shard
+
+
+def _snapshots(work: Workload, setting: Setting, constants: Constants) -> float:
+    """Seconds a step that the copy to the host's memory takes: the trainer waits for it."""
+    if not work.snapshot_every:
+        return 0.0
+    return local_state_bytes(work, setting) / constants.device_to_host_bytes_per_s / work.snapshot_every
+
+
+def tokens_per_second_per_gpu(work: Workload, time: StepTime) -> float:
+    """Positions a second and GPU, as most published figures count (padding is work)."""
+    return work.tokens_per_step / time.seconds / time.gpus
+
+
+def achieved_tflops(work: Workload, time: StepTime, convention: Convention = Convention.CAUSAL) -> float:
+    """TFLOP/s a GPU by a convention, to compare with what others print."""
+    flops = work.useful_flops_per_token(convention) * work.tokens_per_step
+    return flops / time.seconds / time.gpus / 1e12

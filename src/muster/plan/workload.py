@@ -1,0 +1,169 @@
+"""What a run file asks of hardware, in numbers: the planner's view of a ``RunSpec``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from muster.core.errors import UsageError
+from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor, step_flops
+from muster.core.nouns import Layout
+from muster.core.spec import RunSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training job without its hardware. Sizes in tokens, sequences and bytes an element."""
+
+    shape: ModelShape
+    sequence_length: int
+    global_batch_size: int
+    """Sequences a step."""
+    steps: int
+    document_length: int | None = None
+    """Typical length of a packed document; None: documents fill their sequences."""
+    fill: float = 1.0
+    """Share of the tokens that are no padding."""
+    supervised: float = 1.0
+    """Share of the tokens that have a target."""
+    compute_bytes: int = 2
+    master_bytes: int = 4
+    lora_rank: int = 0
+    """0: every parameter is trained."""
+    lora_targets: tuple[str, ...] | str = "all-linear"
+    optimizer: str = "adamw"
+    loss_chunk_tokens: int = 1024
+    """0: logits of the whole micro-batch at once."""
+    compile: bool = False
+    exact: bool = False
+    reshard_after_forward: bool = True
+    once_a_step: bool = False
+    """Parameters are gathered and gradients reduced once a step, whatever the rounds (Megatron's distributed
+    optimizer); the trainer gathers each round."""
+    pipeline_chunks: int = 1
+    """Pieces of a pipeline stage that are interleaved (other stacks; the trainer has no pipeline)."""
+    hidden_tensor_parallel: float = 0.0
+    """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
+    whole_below: int = 16_000_000
+    """Smaller models are one FSDP unit (the trainer's rule)."""
+    snapshot_every: int = 1
+    """Steps between in-memory snapshots; 0: none."""
+    peer_copy: bool = False
+    checkpoint_every: int | None = None
+    """Steps; None: chosen by the plan, 0: only at the end."""
+    asynchronous: bool = True
+    evaluation_every: int = 0
+    evaluation_tokens: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions, padding included: what hardware works through."""
+        return self.global_batch_size * self.sequence_length
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Parameters with gradients and optimizer state."""
+        if not self.lora_rank:
+            return self.shape.parameters
+        return self.shape.lora_parameters(self.lora_rank, self.lora_targets)
+
+    @property
+    def trains_all(self) -> bool:
+        return self.lora_rank == 0
+
+    @property
+    def title(self) -> str:
+        """``70B full AdamW``."""
+        how = f"LoRA r{self.lora_rank}" if self.lora_rank else "full"
+        optimizer = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW"}[self.optimizer]
+        return f"{billions(self.shape.parameters)} {how} {optimizer}"
+
+    def useful_flops_per_token(self, convention: Convention = Convention.CAUSAL) -> float:
+        """Operations a token counts for in MFU: no recompute, documents at their length, LoRA's share."""
+        length = self.document_length or self.sequence_length
+        whole = flops_per_token(self.shape, min(length, self.sequence_length), convention)
+        return whole * (1.0 if self.trains_all else lora_factor(self.shape, self.trained_parameters))
+
+    def attention_flops_per_token(self) -> float:
+        """The part of a full CAUSAL count that attention is."""
+        length = min(self.document_length or self.sequence_length, self.sequence_length)
+        return step_flops(self.shape, [length]) / length - 6.0 * self.shape.matmul_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a plan may choose."""
+
+    layout: Layout
+    micro_batch_size: int
+    activation_checkpointing: str
+
+    def rounds(self, work: Workload) -> int:
+        """Micro-batches that each rank works through in a step, zero-weight padding included."""
+        micro_batches = -(-work.global_batch_size // self.micro_batch_size)
+        return -(-micro_batches // self.layout.data_ranks)
+
+    def padding(self, work: Workload) -> float:
+        """Share of the computed micro-batches that are zero-weight padding."""
+        micro_batches = -(-work.global_batch_size // self.micro_batch_size)
+        return 1.0 - micro_batches / (self.rounds(work) * self.layout.data_ranks)
+
+
+def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> Workload:
+    """The job that ``spec`` describes, for a model of ``shape``.
+
+    ``steps``: where the file counts in epochs and the data's size is known.
+
+    Raises:
+        UsageError: nobody knows how long the run is, or it runs a command of the user's.
+    """
+    if spec.model is None:
+        raise UsageError("a run with `command` cannot be planned: what it computes is not known")
+    steps = steps or spec.training.steps
+    if steps is None:
+        raise UsageError(
+            "training.epochs alone does not say how many steps: the data has not been prepared",
+            hint="give training.steps=N for the plan",
+        )
+    training, lora = spec.training, spec.model.lora
+    every = spec.checkpoint.every_steps
+    rows = [getattr(source, "row_length", None) for source in spec.data.sources] if spec.data else []
+    document = rows[0] if len(rows) == 1 and rows[0] else None
+    return Workload(
+        shape=shape,
+        sequence_length=training.sequence_length,
+        global_batch_size=training.global_batch_size,
+        steps=steps,
+        document_length=document,
+        compute_bytes=DTYPE_BYTES[spec.model.dtype],
+        master_bytes=DTYPE_BYTES[spec.model.master_dtype],
+        lora_rank=lora.rank if lora else 0,
+        lora_targets="all-linear" if lora is None or isinstance(lora.targets, str) else tuple(lora.targets),
+        optimizer=training.optimizer.name,
+        loss_chunk_tokens=training.loss_chunk_tokens,
+        compile=training.compile,
+        exact=training.exact,
+        reshard_after_forward=spec.parallelism.reshard_after_forward,
+        snapshot_every=spec.checkpoint.memory_every_steps,
+        peer_copy=bool(spec.checkpoint.peer_copy),
+        checkpoint_every=None if every == "auto" else every,
+        asynchronous=spec.checkpoint.asynchronous,
+        evaluation_every=spec.evaluation.every_steps,
+        evaluation_tokens=spec.evaluation.loss_rows * training.sequence_length,
+    )
+
+
+def with_lora(work: Workload, rank: int = 16) -> Workload:
+    """The same job with adapters instead of a full fine-tune."""
+    return replace(work, lora_rank=rank, lora_targets="all-linear")
+
+
+def billions(parameters: float) -> str:
+    """``70B``, ``1.2B``, ``135M``."""
+    if parameters >= 9.5e9:
+        return f"{parameters / 1e9:.0f}B"
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.1f}B".replace(".0B", "B")
+    return f"{parameters / 1e6:.3g}M"

@@ -1,0 +1,40 @@
+"""What a policy may look at, and the protocol it fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from muster.core.nouns import Decision, Incident
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The run as the supervisor sees it at the moment of an incident."""
+
+    active: tuple[str, ...]
+    """Hosts that run ranks and are not lost."""
+    spares: tuple[str, ...]
+    """Hosts that could take over now."""
+    wanted_hosts: int
+    min_hosts: int
+    last_applied_step: int
+    """Highest step that every rank applied; 0: none."""
+    restarts_without_progress: int
+    """Attempts since the last step that was new."""
+    max_restarts_without_progress: int
+    same_error_repeats: int = 0
+    """How often this very error has now stood at this very step, this time included."""
+    host_failures: Mapping[str, int] = field(default_factory=dict)
+    """Host -> incidents it was blamed for, within the policy's window."""
+    resettable: frozenset[str] = frozenset()
+    """Hosts whose fault a reset may heal (the health verdict's word)."""
+    waited_s: float = 0.0
+    """Time already spent waiting for capacity in this incident."""
+
+
+class Policy(Protocol):
+    """Decides. Pure: the same situation and incident give the same decision."""
+
+    def decide(self, situation: Situation, incident: Incident) -> Decision: ...

@@ -1,0 +1,143 @@
+"""Reports of runs: the one module of this floor that reads files; the rest folds what it is given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from muster.core.errors import MusterError, UsageError
+from muster.core.eventlog import Verdict, check_directory, genesis
+from muster.core.events import KINDS, Event
+from muster.report import compare as comparing
+from muster.report import google, page, table
+from muster.report.document import document
+from muster.report.ledger import Ledger, fold
+
+__all__ = ["Report", "compare", "import_google", "load", "render_comparison", "render_html", "render_table", "report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run's ledger and what the check of its log found."""
+
+    ledger: Ledger
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented document (``docs/report.schema.json``)."""
+        return document(self.ledger, self.verdicts)
+
+
+def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = None) -> Report:
+    """Read a run's folder, its ``events`` folder, or a single ``.jsonl`` file; while it runs or years later.
+
+    An edited file does not stop the report: its lines are read, and ``log.problems`` says what is wrong.
+
+    Raises:
+        UsageError: there is no event log at that place.
+        MusterError: an edited value makes the log unreadable (the message says which).
+    """
+    place = Path(run_dir_or_log)
+    directory = place / "events" if (place / "events").is_dir() else place
+    single = place.suffix == ".jsonl" and place.is_file()
+    paths = [place] if single else sorted(directory.glob("*.jsonl"))
+    if not paths:
+        raise UsageError(f"no event log in {place}", hint="give a run id, a run's folder or its events folder")
+    files: dict[str, list[Event]] = {}
+    unreadable: dict[str, list[int]] = defaultdict(list)
+    for path in paths:
+        files[path.name] = _events(path, unreadable)
+    run_id = next((events[0].run_id for events in files.values() if events), "")
+    folder = place.parent if single else directory
+    verdicts = {name: verdict for name, verdict in check_directory(folder, run_id=run_id).items() if name in files}
+    if not single:
+        verdicts = _cited(directory, files, run_id, verdicts)
+    try:
+        found = fold(files, reference_tokens_per_s=reference_tokens_per_s)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise MusterError(
+            f"{directory}: an event holds a value that no writer of ours writes: {error}",
+            hint="; ".join(f"{name}: {v.problem}" for name, v in verdicts.items() if v.problem) or None,
+        ) from error
+    for name, lines in unreadable.items():
+        found.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is line {lines[0]}")
+    return Report(ledger=found, verdicts=verdicts)
+
+
+report = load
+
+
+def render_table(found: Report, *, width: int = 100, color: bool = False) -> str:
+    """The report for a terminal."""
+    return table.render(found.to_json(), width=width, color=color)
+
+
+def render_html(found: Report) -> str:
+    """One self-contained page: opens from a file, loads nothing from anywhere."""
+    return page.render(found.ledger, found.to_json())
+
+
+def compare(*reports: Report) -> dict[str, Any]:
+    """Two or more runs side by side: figures, category shares, and the change against the first."""
+    return comparing.compare([found.to_json() for found in reports])
+
+
+def render_comparison(found: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
+    """What ``compare`` found, for a terminal."""
+    return table.printed(comparing.table(found), width=width, color=color)
+
+
+def import_google(log: str | Path, step_time_s: float) -> dict[str, Any]:
+    """Goodput of a google-resiliency event log by its own definition (``google_goodput``) and by ours.
+
+    Raises:
+        UsageError: no such file, not such a log, or an impossible step time.
+    """
+    try:
+        lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {log}: {error.strerror}") from error
+    return google.measure(google.parse(lines), step_time_s)
+
+
+def _cited(
+    directory: Path, files: dict[str, list[Event]], run_id: str, verdicts: dict[str, Verdict]
+) -> dict[str, Verdict]:
+    """A file cut short still has a whole chain: what the supervisor cited of it must be in it."""
+    found = dict(verdicts)
+    hashes: dict[str, set[str]] = {}
+    for event in (event for events in files.values() for event in events):
+        for name, head in dict(event.detail.get("heads") or {}).items():
+            path = directory / name
+            if name not in hashes:
+                data = path.read_bytes() if path.is_file() else b""
+                lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+                hashes[name] = {genesis(run_id, name), *(hashlib.sha256(line).hexdigest() for line in lines)}
+            known = found.get(name, Verdict(events=0, head=""))
+            if head not in hashes[name] and known.problem is None:
+                found[name] = replace(
+                    known, problem="a line that the supervisor cited is missing: cut short or changed"
+                )
+    return found
+
+
+def _events(path: Path, unreadable: dict[str, list[int]]) -> list[Event]:
+    """Whole lines only: a torn last one is left out; what is no event is counted."""
+    data = path.read_bytes()
+    found = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            event = Event.from_json(json.loads(line))
+        except (ValueError, TypeError, AttributeError):
+            unreadable[path.name].append(number)
+            continue
+        kind = KINDS.get(event.kind)
+        if kind is None or all(key in event.detail for key in kind.required):
+            found.append(event)
+        else:
+            unreadable[path.name].append(number)
+    return found

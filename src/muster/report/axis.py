@@ -1,0 +1,157 @@
+"""Puts the events of every writer on one time axis: the first supervisor's monotonic clock.
+
+A host's events move by the offset that the supervisor measured (``clock.offset``); a later supervisor's
+by the offsets that both measured to the same host. Where nothing was measured, wall clocks stand in, and
+the report says so.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from muster.core.events import Event
+
+#: Two clocks whose wall-minus-monotonic differs by less are taken to be one machine's clock.
+_SAME_CLOCK_NS = 20_000_000
+#: Offsets of one host that differ by more belong to different boots.
+_SAME_BOOT_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One event and its place on the axis."""
+
+    t_ns: int
+    file: str
+    event: Event
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """All events in the order in which they happened."""
+
+    events: list[Timed]
+    wall_at_zero_ns: int
+    """Add to a ``t_ns`` to get nanoseconds since the Unix epoch, by the axis's own wall clock."""
+    clock_error_ns: Mapping[str, int | None] = field(default_factory=dict)
+    """File -> measured error of its clock; None: not measured, wall clocks used."""
+    notes: list[str] = field(default_factory=list)
+
+
+def writer_of(file: str) -> str:
+    """``supervisor.2.jsonl`` -> ``supervisor``."""
+    return file.removesuffix(".jsonl").rsplit(".", 1)[0]
+
+
+def _term(file: str) -> int:
+    tail = file.removesuffix(".jsonl").rsplit(".", 1)
+    return int(tail[1]) if len(tail) == 2 and tail[1].isdigit() else 0
+
+
+@dataclass(frozen=True)
+class _Offset:
+    """One measurement, on the axis: add ``offset_ns`` to the host's monotonic time."""
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+def align(files: Mapping[str, Sequence[Event]]) -> Aligned:
+    """Merge the files. The order within one instant is that of file names, then of writing."""
+    given = {name: list(events) for name, events in files.items() if events}
+    if not given:
+        return Aligned(events=[], wall_at_zero_ns=0)
+    supervisors = sorted((name for name in given if writer_of(name) == "supervisor"), key=_term)
+    axis_file = supervisors[0] if supervisors else min(given, key=lambda name: given[name][0].wall_ns)
+    first = given[axis_file][0]
+    wall_at_zero = first.wall_ns - first.mono_ns
+    notes: list[str] = []
+    shifts = _supervisor_shifts(supervisors, given, wall_at_zero)
+    offsets = _offsets(supervisors, given, shifts)
+    timed: list[Timed] = []
+    errors: dict[str, int | None] = {}
+    for name in sorted(given):
+        events = given[name]
+        if name in shifts:
+            errors[name] = 0
+            timed += [Timed(event.mono_ns + shifts[name], name, event) for event in events]
+            continue
+        found, errors[name] = _agent_times(name, events, offsets, wall_at_zero)
+        if errors[name] is None and name != axis_file:
+            notes.append(f"{name}: clock offset not measured; wall clocks place its events")
+        timed += found
+    order = {name: position for position, name in enumerate(sorted(given))}
+    timed.sort(key=lambda item: (item.t_ns, order[item.file], item.event.seq))
+    return Aligned(events=timed, wall_at_zero_ns=wall_at_zero, clock_error_ns=errors, notes=notes)
+
+
+def _by_wall(event: Event, wall_at_zero: int) -> int:
+    """What to add to this event's monotonic time, by wall clocks; 0 on the axis's own machine."""
+    shift = event.wall_ns - event.mono_ns - wall_at_zero
+    return 0 if abs(shift) < _SAME_CLOCK_NS else shift
+
+
+def _raw_offsets(events: Sequence[Event]) -> dict[str, _Offset]:
+    return {
+        event.host: _Offset(event.mono_ns, int(event.detail["offset_ns"]), int(event.detail["error_ns"]))
+        for event in events
+        if event.kind == "clock.offset"
+    }
+
+
+def _supervisor_shifts(
+    supervisors: Sequence[str], given: Mapping[str, list[Event]], wall_at_zero: int
+) -> dict[str, int]:
+    """Each supervisor file's own shift. Terms on other machines chain through hosts that both measured."""
+    shifts: dict[str, int] = {}
+    known: dict[str, int] = {}
+    for name in supervisors:
+        shift = _by_wall(given[name][0], wall_at_zero)
+        own = _raw_offsets(given[name])
+        chained = [known[host] - own[host].offset_ns for host in own if host in known]
+        if chained and abs(median(chained) - shift) < 10 * _SAME_BOOT_NS:
+            shift = 0 if shift == 0 else int(median(chained))
+        shifts[name] = shift
+        known.update({host: offset.offset_ns + shift for host, offset in own.items()})
+    return shifts
+
+
+def _offsets(
+    supervisors: Sequence[str], given: Mapping[str, list[Event]], shifts: Mapping[str, int]
+) -> dict[str, list[_Offset]]:
+    found: dict[str, list[_Offset]] = defaultdict(list)
+    for name in supervisors:
+        for event in given[name]:
+            if event.kind == "clock.offset":
+                shift = shifts[name]
+                found[event.host].append(
+                    _Offset(
+                        event.mono_ns + shift, int(event.detail["offset_ns"]) + shift, int(event.detail["error_ns"])
+                    )
+                )
+    for measured in found.values():
+        measured.sort(key=lambda offset: offset.at_ns)
+    return found
+
+
+def _agent_times(
+    name: str, events: Sequence[Event], offsets: Mapping[str, list[_Offset]], wall_at_zero: int
+) -> tuple[list[Timed], int | None]:
+    """A file that is no supervisor's: one boot, so one cluster of offsets, the nearest in time for each event."""
+    by_wall = _by_wall(events[0], wall_at_zero)
+    measured = next((offsets[event.host] for event in events if event.host in offsets), [])
+    if not measured:
+        return [Timed(event.mono_ns + by_wall, name, event) for event in events], (0 if by_wall == 0 else None)
+    anchor = min(measured, key=lambda offset: abs(offset.offset_ns - by_wall))
+    boot = [offset for offset in measured if abs(offset.offset_ns - anchor.offset_ns) < _SAME_BOOT_NS]
+    starts = [offset.at_ns for offset in boot]
+    found = []
+    for event in events:
+        position = max(0, bisect_right(starts, event.mono_ns + anchor.offset_ns) - 1)
+        found.append(Timed(event.mono_ns + boot[position].offset_ns, name, event))
+    return found, max(offset.error_ns for offset in boot)

@@ -1,0 +1,223 @@
+"""Figures out of a ledger: goodput, speed, money, incidents in numbers, checkpoint exposure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from muster.report.categories import CATEGORIES
+from muster.report.ledger import Ledger
+from muster.report.rate import clean_steps
+
+_HOUR_NS = 3_600_000_000_000
+
+
+def seconds(ns: int | float | None) -> float | None:
+    return None if ns is None else ns / 1e9
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Linear between order statistics (type 7, as numpy's default); None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * share
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def tokens(ledger: Ledger) -> dict[str, Any]:
+    """Tokens of the final lineage (each step once), and those that were computed in vain."""
+    final = ledger.lineage.final
+    lost = [step for step in ledger.lineage.steps if not step.final]
+    return {
+        "final_lineage": sum(step.tokens for step in final),
+        "supervised": sum(int(step.detail.get("supervised_tokens", 0)) for step in final),
+        "padding": sum(int(step.detail.get("padding_tokens", 0)) for step in final),
+        "recomputed": sum(step.tokens for step in lost),
+        "recomputed_steps": len(lost),
+    }
+
+
+def speed(ledger: Ledger) -> dict[str, Any]:
+    """Medians over clean steps (each attempt's first two left out): tokens/s, step time, MFU; null where unknown."""
+    clean = clean_steps(ledger.lineage.steps) or [s for s in ledger.lineage.steps if s.final and s.measured_ns > 0]
+    mfu = [float(step.detail["mfu"]) for step in clean if step.detail.get("mfu") is not None]
+    rates = [step.tokens / step.measured_ns * 1e9 for step in clean]
+    return {
+        "tokens_per_s": median(rates) if rates else None,
+        "step_s": median(step.measured_ns for step in clean) / 1e9 if clean else None,
+        "step_s_p95": quantile([step.measured_ns / 1e9 for step in clean], 0.95),
+        "mfu": median(mfu) if mfu else None,
+        "clean_steps": len(clean),
+    }
+
+
+def goodput(ledger: Ledger) -> dict[str, Any]:
+    """Token goodput G = tokens in the final lineage / (R* x T), on each denominator, and the share of host-time."""
+    total = tokens(ledger)["final_lineage"]
+    reference = ledger.reference
+    held = [span for lane in ledger.lanes.values() for span in lane.held]
+    purchased = ledger.purchased_ns
+    found: dict[str, Any] = {
+        "active": None,
+        "purchased": None,
+        "wall": None,
+        "time": ledger.categories_ns["productive"] / purchased if purchased else None,
+        "reference": None,
+    }
+    if reference is None:
+        return found
+    found["reference"] = {
+        "tokens_per_s": reference.tokens_per_s,
+        "world_size": reference.world_size,
+        "source": reference.source,
+        "steps": reference.steps,
+        "spread": reference.spread,
+    }
+    if held:
+        active_ns = max(end for _, end in held) - min(begin for begin, _ in held)
+        rank_ns = sum(lane.held_ns * lane.gpus for lane in ledger.lanes.values())
+        wall_ns = active_ns + ledger.queue_ns
+        for name, capacity in (
+            ("active", active_ns * reference.tokens_per_s),
+            ("purchased", rank_ns * reference.tokens_per_rank_s),
+            ("wall", wall_ns * reference.tokens_per_s),
+        ):
+            found[name] = total / (capacity / 1e9) if capacity else None
+    return found
+
+
+def cost(ledger: Ledger) -> dict[str, Any]:
+    """Dollars; null wherever a host's price is unknown, since a part is not the whole."""
+    unknown = sorted(host for host, lane in ledger.lanes.items() if lane.usd_per_hour is None)
+    found: dict[str, Any] = {
+        "usd": None,
+        "usd_known": None,
+        "hosts_without_price": unknown,
+        "usd_per_hour_now": None,
+        "usd_per_step": None,
+        "usd_per_million_tokens": None,
+        "usd_per_goodput_point": None,
+        "usd_lost": None,
+    }
+    if not ledger.lanes:
+        return found
+    known = sum(lane.held_ns / _HOUR_NS * (lane.usd_per_hour or 0.0) for lane in ledger.lanes.values())
+    if unknown:
+        found["usd_known"] = known if len(unknown) < len(ledger.lanes) else None
+        return found
+    final = ledger.lineage.final
+    total_tokens = sum(step.tokens for step in final)
+    by_category = category_usd(ledger)
+    found["usd"] = found["usd_known"] = known
+    found["usd_per_hour_now"] = sum(
+        lane.usd_per_hour or 0.0
+        for lane in ledger.lanes.values()
+        if ledger.finished is None and lane.held and lane.held[-1][1] == ledger.end_ns
+    )
+    found["usd_per_step"] = known / len(final) if final else None
+    found["usd_per_million_tokens"] = known / total_tokens * 1e6 if total_tokens else None
+    found["usd_lost"] = known - (by_category["productive"] or 0.0)
+    rate = goodput(ledger)["purchased"]
+    if rate is not None and rate > 0:
+        # The same tokens at a goodput one point higher take rate / (rate + 0.01) of the time, so of the money.
+        found["usd_per_goodput_point"] = known * 0.01 / (rate + 0.01)
+    return found
+
+
+def category_usd(ledger: Ledger) -> dict[str, float | None]:
+    """Category -> dollars; null where a host that spent time there has no known price."""
+    found: dict[str, float | None] = {}
+    for name in CATEGORIES:
+        total: float | None = 0.0
+        for host, spent in ledger.host_ns.items():
+            price = ledger.lanes[host].usd_per_hour
+            if not spent.get(name):
+                continue
+            total = None if price is None or total is None else total + spent[name] / _HOUR_NS * price
+        found[name] = total
+    return found
+
+
+def categories(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    """Category -> host-seconds, share of the purchased time, dollars, meaning; all of them, zeros included."""
+    purchased = ledger.purchased_ns
+    usd = category_usd(ledger)
+    return {
+        name: {
+            "host_s": ns / 1e9,
+            "host_ns": ns,
+            "share": ns / purchased if purchased else None,
+            "usd": usd[name],
+            "meaning": CATEGORIES[name],
+        }
+        for name, ns in ledger.categories_ns.items()
+    }
+
+
+def exposure(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    """Tier -> how old its newest restorable state was while training ran: mean, greatest and last age in seconds.
+
+    A state is as old as the end of its step. Integrated from the tier's first version on; tiers that never
+    held one do not appear.
+    """
+    ends = {step.step: step.end_ns for step in ledger.lineage.steps}
+    versions: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for timed in ledger.events:
+        event = timed.event
+        if event.kind == "checkpoint.committed" and event.step is not None:
+            taken = min(ends.get(event.step, timed.t_ns), timed.t_ns)
+            versions[str(event.detail["tier"])].append((timed.t_ns, taken, event.step))
+    until = max((step.end_ns for step in ledger.lineage.steps), default=ledger.end_ns)
+    found = {}
+    for tier, commits in versions.items():
+        found[tier] = _ages(sorted(commits), until)
+    return found
+
+
+def _ages(commits: Sequence[tuple[int, int, int]], until: int) -> dict[str, Any]:
+    area = 0.0
+    greatest = 0
+    newest = commits[0][1]
+    spans = [*(at for at, _, _ in commits[1:]), until]
+    for (begin, taken, _), end in zip(commits, spans, strict=True):
+        newest = max(newest, taken)
+        if end > begin:
+            area += (end - begin) * ((begin - newest) + (end - newest)) / 2
+            greatest = max(greatest, end - newest)
+    length = until - commits[0][0]
+    return {
+        "versions": len(commits),
+        "newest_step": max(step for _, _, step in commits),
+        "mean_age_s": area / length / 1e9 if length > 0 else None,
+        "greatest_age_s": greatest / 1e9,
+        "last_age_s": max(0, until - newest) / 1e9,
+    }
+
+
+def incident_kinds(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    """Kind -> count, L and detection latency (p50, p95, seconds) of the incidents that stopped training."""
+    groups = defaultdict(list)
+    for trouble in ledger.troubles.values():
+        if trouble.stopped_training:
+            groups[trouble.kind].append(trouble)
+            groups["all"].append(trouble)
+    found = {}
+    for kind, members in sorted(groups.items()):
+        lost = [trouble.lost_ns / 1e9 for trouble in members if trouble.lost_ns is not None]
+        noticed = [(trouble.detected_ns - trouble.fault_ns) / 1e9 for trouble in members]
+        found[kind] = {
+            "count": len(members),
+            "recovered": len(lost),
+            "lost_s_p50": quantile(lost, 0.5),
+            "lost_s_p95": quantile(lost, 0.95),
+            "detect_s_p50": quantile(noticed, 0.5),
+            "detect_s_p95": quantile(noticed, 0.95),
+            "host_s": sum(sum(trouble.host_ns.values()) for trouble in members) / 1e9,
+        }
+    return found

@@ -1,0 +1,94 @@
+"""A run's recorded history, read a second time: own parsing, own chain check, the standard library alone.
+
+For ``report.invariants``; everything else reads events through ``core.eventlog``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+@dataclass
+class Finding:
+    """What was checked for one invariant, and what breaks it."""
+
+    checked: int = 0
+    """Facts that were looked at; 0: this history carries none."""
+    problems: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, problem: str) -> None:
+        self.checked += 1
+        if not holds:
+            self.problems.append(problem)
+
+
+@dataclass
+class History:
+    """One run's folder, read."""
+
+    run_dir: Path
+    spec: Mapping[str, Any]
+    files: dict[str, list[Line]]
+    """File name -> lines, in the file's order."""
+    lines: list[Line]
+    """All of them by wall time."""
+
+    def of(self, *kinds: str) -> list[Line]:
+        return [line for line in self.lines if line["kind"] in kinds]
+
+
+def load(run_dir: Path, log: Finding) -> History:
+    """Read every event file, following its chain; what breaks it goes to ``log``."""
+    spec: Mapping[str, Any] = {}
+    try:
+        spec = json.loads((run_dir / "resolved.json").read_text())
+    except (OSError, ValueError):
+        log.problems.append("resolved.json is absent or no JSON")
+    files: dict[str, list[Line]] = {}
+    heads: dict[str, set[str]] = {}
+    for path in sorted((run_dir / "events").glob("*.jsonl")):
+        files[path.name], heads[path.name] = _chain(path, log)
+    log.expect(bool(files), f"no events in {run_dir / 'events'}")
+    lines = [line for each in files.values() for line in each]
+    lines.sort(key=lambda line: line["wall_ns"])
+    history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
+    for line in history.of("log.heads", "supervisor.started"):
+        for name, head in (line.get("detail", {}).get("heads") or {}).items():
+            log.expect(head in heads.get(name, set()), f"a head cited of {name} is not in that file: cut or changed")
+    return history
+
+
+def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
+    """(events, hash of every line) up to the first break; a torn last line is no break."""
+    data = path.read_bytes()
+    found: list[Line] = []
+    hashes: set[str] = set()
+    expected = None
+    for number, raw in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
+        try:
+            line = json.loads(raw)
+            if not isinstance(line, dict):
+                raise ValueError("no object")
+            run_id, prev, seq = str(line["run_id"]), line["prev"], line["seq"]
+            _ = (line["kind"], line["wall_ns"], line["mono_ns"], line["attempt"], line["host"])
+        except (ValueError, KeyError) as error:
+            log.expect(False, f"{path.name}:{number}: not an event ({error})")
+            break
+        if expected is None:
+            expected = hashlib.sha256(f"muster:{run_id}:{path.name}".encode()).hexdigest()
+            hashes.add(expected)
+        log.expect(prev == expected and seq == number - 1, f"{path.name}:{number}: the chain breaks here")
+        if log.problems and log.problems[-1].startswith(f"{path.name}:"):
+            break
+        expected = hashlib.sha256(raw).hexdigest()
+        hashes.add(expected)
+        line["file"] = path.name
+        found.append(line)
+    return found, hashes

@@ -1,0 +1,399 @@
+"""Virtual hosts for the real state machine: an event queue instead of sockets, a number instead of a clock.
+
+The machine under test or rehearsal is ``supervise.machine.Machine`` itself. A host answers its messages as
+an agent would, after stage times drawn from a profile; a fault is a function of the cluster at a time.
+Nothing sleeps and nothing polls: a healthy stretch of steps is one event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.simulate.hosttime import HostTime, VirtualHost, hold_snapshots
+from muster.simulate.queue import EventQueue
+from muster.simulate.stages import DiskTier, Pace, Stages, Stretch
+from muster.supervise.machine import Machine
+from muster.supervise.state import SECOND_NS, Effect, End, FromHost, HostDown, HostUp, Input, Log, Send, Tick
+
+
+@dataclass
+class Cluster:
+    """Hosts, a clock and the machine.
+
+    ``run`` plays until the run ends or ``until_s`` is reached. ``log`` is everything that the machine
+    logged: (seconds, Log). ``time`` is every purchased host-second by what became of it.
+    """
+
+    machine: Machine
+    names: list[str]
+    total_steps: int
+    stages: Stages = field(default_factory=Stages)
+    peer_copy: bool = True
+    memory_tier: bool = True
+    snapshot_every_steps: int = 1
+    disk: DiskTier | None = None
+    micro_batches: int = 0
+    """Of a step: each of a host's ``data_ranks_per_host`` computes whole ones, in rounds. 0: they divide evenly."""
+    data_ranks_per_host: int = 1
+    draw: Callable[[str, float], float] = field(default=lambda stage, seconds: seconds)
+    """(stage, its time in the profile) -> how long it takes this time."""
+    on_log: Callable[[Log], None] = field(default=lambda log: None)
+    on_end: Callable[[End], bool] = field(default=lambda end: False)
+    """True: somebody starts the run again (``resume``); False: the play is over."""
+    time: HostTime = field(default_factory=HostTime)
+    disk_step: int = 0
+    """Step of the newest usable checkpoint on disk."""
+    now_ns: int = 0
+    hosts: dict[str, VirtualHost] = field(default_factory=dict)
+    log: list[tuple[float, Log]] = field(default_factory=list)
+    result: End | None = None
+    history: list[tuple[int, int, Stretch]] = field(default_factory=list)
+    """(attempt, last applied step, the stretch) of every stretch that is over."""
+    extra_start_s: float = 0.0
+    """Of the next start alone: a device that is reset in place."""
+    slow: float = 1.0
+    _queue: EventQueue = field(default_factory=EventQueue)
+    _tick_ns: int | None = None
+    _step: int = 0
+    _stretch: int = 0
+    """Changes whenever what was scheduled for the steps under way no longer holds."""
+    _run: Stretch | None = None
+    _stretch_began_ns: int | None = None
+    _job: str = "start"
+    _world: frozenset[str] = frozenset()
+    _world_size: int = 0
+    _inputs: int = 0
+    _ending: tuple[int, float] = (-1, 0.0)
+
+    @property
+    def step_s(self) -> float:
+        """A step on the hosts that run: the batch is constant, so fewer hosts take longer."""
+        active = len(self.machine.state.active)
+        wanted = self.machine.settings.wanted_hosts
+        return self.slow * self.stages.pace_s(active, wanted, self.micro_batches, self.data_ranks_per_host)
+
+    @property
+    def now_s(self) -> float:
+        return self.now_ns / SECOND_NS
+
+    @property
+    def stepping(self) -> bool:
+        return self._stretch_began_ns is not None
+
+    def at(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do ``act`` when the clock reads ``seconds``."""
+        self._queue.push(round(seconds * SECOND_NS), act)
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now_s + max(0.0, seconds), act)
+
+    def run(self, until_s: float = 1e9) -> End | None:
+        """Play; returns how the run ended, or None when the time was up."""
+        self._effects(self.machine.start(self.now_ns))
+        for index, name in enumerate(self.names):
+            self.hosts[name] = VirtualHost(name=name)
+            self.after(self.stages.agent_start_s + index * 1e-6, lambda name=name: self.join(name))  # type: ignore[misc]
+        until_ns = round(until_s * SECOND_NS)
+        while self.result is None and (act := self._queue.pop(until_ns, self._advance)):
+            act()
+        self._close()
+        return self.result
+
+    # ------------------------------------------------------------ faults, for callers
+
+    def kill_rank(
+        self, rank: int, *, code: int = -9, last: Mapping[str, Any] | None = None, detect_s: float | None = None
+    ) -> bool:
+        """A rank's process dies; its host's agent sees it. False: nobody runs that rank now."""
+        host = self.running(rank)
+        if host is None:
+            return False
+        self._settle_steps()
+        message = {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": code,
+                   "step": self._step, "last": dict(last or {})}  # fmt: skip
+        self.break_world(host, message, self.stages.detect_exit_s if detect_s is None else detect_s)
+        return True
+
+    def kill_host(self, name: str, *, silent: bool = False, detect_s: float | None = None) -> None:
+        """All processes of a host die (connections close), or it goes silent (a cut link, a stopped host)."""
+        host = self.hosts[name]
+        if not host.up:
+            return
+        self._settle_steps()
+        if host.ranks:
+            self._stop_stepping("detect")
+        host.up = host.joined = False
+        host.boots += 1
+        host.ranks, host.snapshots = [], {}
+        why = "silent" if silent else "all its connections closed"
+        delay = self.stages.detect_silence_s if silent else self.stages.detect_exit_s
+        boots = host.boots
+        self.after(delay if detect_s is None else detect_s, lambda: self._down(name, why, boots))
+
+    def return_host(self, name: str) -> None:
+        """A repaired host's agent starts; a name not seen before is a new machine."""
+        host = self.hosts.get(name)
+        if host is None:
+            host = self.hosts[name] = VirtualHost(name=name, up=False, held_since_ns=None)
+        if host.up:
+            return
+        host.up, host.joined, host.attempt = True, False, 0
+        if host.held_since_ns is None:
+            host.held_since_ns = self.now_ns
+        boots = host.boots
+        self.after(self.draw("agent_start", self.stages.agent_start_s), lambda: self.join(name, boots=boots))
+
+    def change_pace(self, slow: float) -> None:
+        """From now on every step takes ``slow`` times as long as on healthy hosts."""
+        self._settle_steps()
+        self.slow = slow
+        if self._run is not None and self.stepping:
+            self._run.change(self._productive_s(), self.step_s, slow)
+            self._stretch += 1
+            self._schedule_steps(self.machine.state.attempt)
+
+    def hear(self, host: VirtualHost, message: Mapping[str, Any]) -> None:
+        """A host's agent says something, now."""
+        self._from(host.name, message, boots=host.boots)
+
+    def replace_supervisor(self, machine: Machine) -> None:
+        """The supervisor died; another one takes over with what the log told it."""
+        self.machine = machine
+        self._tick_ns = None
+        self._effects(machine.start(self.now_ns))
+        for host in self.hosts.values():
+            if host.up:
+                self.join(host.name)
+
+    def resume(self, machine: Machine) -> None:
+        """The run had ended and is started again, on agents of its own: only the disk tier remembers."""
+        self._job, self._world_size = "start", 0
+        for host in self.hosts.values():
+            host.attempt, host.ranks, host.snapshots, host.joined = 0, [], {}, False
+        self.machine, self._tick_ns = machine, None
+        self._effects(machine.start(self.now_ns))
+        for name, host in self.hosts.items():
+            if host.up:
+                self.after(self.draw("agent_start", self.stages.agent_start_s), lambda name=name: self.join(name))  # type: ignore[misc]
+
+    def _advance(self, to_ns: int) -> None:
+        """Let the clock go on to ``to_ns``; nothing happens in between."""
+        span_s = (to_ns - self.now_ns) / SECOND_NS
+        self.now_ns = to_ns
+        if span_s <= 0:
+            return
+        world = self._world if self._job in ("stepping", "detect") else None
+        self.time.pass_by(span_s, self._job, self.hosts.values(), self.machine.state, world)
+
+    def _close(self) -> None:
+        self._settle_steps()
+        self._stop_stepping(self._job)
+        for host in self.hosts.values():
+            if host.held_since_ns is not None:
+                self.time.purchased_s += (self.now_ns - host.held_since_ns) / SECOND_NS
+
+    def join(self, name: str, *, boots: int | None = None) -> None:
+        """An agent says hello; one of an earlier boot (``boots``) does not exist any more."""
+        host = self.hosts[name]
+        if host.up and boots in (None, host.boots):
+            host.joined = True
+            self._settle_steps()
+            self._give(HostUp(host=name, hello=host.hello(self._step)))
+
+    def _give(self, given: Input) -> None:
+        if self.result is None:
+            self._inputs += 1
+            self._effects(self.machine.handle(given, self.now_ns))
+
+    def _from(self, name: str, message: Mapping[str, Any], *, boots: int) -> None:
+        host = self.hosts[name]
+        if host.up and host.boots == boots:
+            self._give(FromHost(host=name, message=message))
+
+    def _down(self, name: str, why: str, boots: int) -> None:
+        if self.hosts[name].boots == boots and not self.hosts[name].joined:
+            self._give(HostDown(host=name, why=why))
+
+    def break_world(self, host: VirtualHost, message: Mapping[str, Any], detect_s: float) -> None:
+        """Nobody steps any more; the message that says why comes ``detect_s`` later."""
+        boots = host.boots
+        self._stop_stepping("detect")
+        self.after(detect_s, lambda: self._from(host.name, message, boots=boots))
+
+    def _effects(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Log):
+                self.log.append((self.now_s, effect))
+                self.on_log(effect)
+            elif isinstance(effect, Send):
+                self._deliver(effect.host, effect.message)
+            elif self.on_end(effect):
+                self._stop_stepping("stopped")
+                self._job = "stopped"
+            else:
+                self.result = effect
+        deadline = self.machine.deadline_ns
+        if deadline is not None and deadline != self._tick_ns:
+            self._tick_ns = deadline
+            self.at(deadline / SECOND_NS, lambda: self._tick(deadline))
+
+    def _tick(self, deadline: int) -> None:
+        if self.machine.deadline_ns == deadline:
+            self.now_ns = max(self.now_ns, deadline)
+            self._give(Tick())
+
+    def _deliver(self, name: str, message: Mapping[str, Any]) -> None:
+        host = self.hosts.get(name)
+        if host is None or not host.up:
+            return
+        kind = message["t"]
+        if kind == "start" and int(message["attempt"]) > host.attempt:
+            host.attempt = int(message["attempt"])
+            host.ranks = [int(context["rank"]) for context in message["contexts"]]
+            self._maybe_begin(host.attempt, message)
+        elif kind == "end":
+            self._end(host, int(message["attempt"]))
+        elif kind == "order":
+            self._obey(message["order"])
+
+    def _maybe_begin(self, attempt: int, message: Mapping[str, Any]) -> None:
+        world = int(message["contexts"][0]["world_size"])
+        if int(message["contexts"][-1]["rank"]) != world - 1:  # hosts are told in the order of their ranks
+            return
+        active = [host for host in self.hosts.values() if host.up and host.attempt == attempt and host.ranks]
+        if sum(len(host.ranks) for host in active) < world:
+            return
+        restore = message["contexts"][0].get("restore")
+        before = self._step
+        self._step = int(restore["step"]) if restore else self.disk_step
+        wanted = self.machine.settings.wanted_hosts
+        self.time.lose(max(0, before - self._step) * self.stages.step_s * wanted)
+        self._stretch += 1
+        self._world = frozenset(host.name for host in active)
+        self._begin(attempt, world, restore is None and self.disk is not None and self.disk_step > 0)
+
+    def _begin(self, attempt: int, world: int, from_disk: bool) -> None:
+        """Ranks start: in due time they step."""
+        stretch, first = self._stretch, self._world_size == 0
+        start_s, warmup_s = self.stages.starting(self.draw, first=first, other_size=world != self._world_size)
+        start_s, self.extra_start_s = start_s + self.extra_start_s, 0.0
+        restore_s = self.draw("restore", self.disk.restore_s) if self.disk and from_disk else 0.0
+        self._world_size = world
+        self._job = "start" if first else "restart"
+        if not first:
+            self.after(start_s, lambda: self._now_doing(stretch, "restore"))
+            self.after(start_s + restore_s, lambda: self._now_doing(stretch, "warmup"))
+        self.after(start_s + restore_s + warmup_s, lambda: self._step_on(stretch, attempt))
+
+    def _now_doing(self, stretch: int, job: str) -> None:
+        if stretch == self._stretch:
+            self._job = job
+
+    def _step_on(self, stretch: int, attempt: int) -> None:
+        """Ranks step from now on: the first step is told, then the end of the stretch."""
+        if stretch != self._stretch:
+            return
+        pace = Pace(from_s=0.0, steps=0.0, step_s=self.step_s, slow=self.slow)
+        self._run = Stretch(began_ns=self.now_ns, first_step=self._step, hosts=len(self._world), paces=[pace])
+        self._stretch_began_ns = self.now_ns
+        self._job = "stepping"
+        self._schedule_steps(attempt)
+
+    def _schedule_steps(self, attempt: int) -> None:
+        """What will be told of the steps under way: the first, the first new one, the last."""
+        stretch, run = self._stretch, self._run
+        assert run is not None
+        done = self._step - run.first_step
+        new = max(self.machine.state.last_applied_step + 1 - run.first_step, done + 1)
+        for steps in sorted({done + 1, new}):
+            self.at(run.when_s(steps, self.disk), lambda: self._tell_step(stretch, attempt))
+        self.at(run.when_s(self.total_steps - run.first_step, self.disk), lambda: self._leave(stretch, attempt, 0))
+
+    def _tell_step(self, stretch: int, attempt: int) -> None:
+        if stretch == self._stretch:
+            self._settle_steps()
+            self._report_step(attempt)
+
+    def _report_step(self, attempt: int) -> None:
+        first = next((host for host in self.hosts.values() if 0 in host.ranks and host.up), None)
+        if first is not None and self._step:
+            event = {"kind": "step", "attempt": attempt, "rank": 0, "step": self._step, "detail": {}}
+            self._from(first.name, {"t": "event", "event": event}, boots=first.boots)
+
+    def _productive_s(self) -> float:
+        """Training time of the stretch so far."""
+        elapsed_s = (self.now_ns - (self._stretch_began_ns or 0)) / SECOND_NS
+        return self.disk.productive_s(elapsed_s) if self.disk else elapsed_s
+
+    def _settle_steps(self) -> None:
+        """Bring the applied step, and the snapshots, up to now."""
+        run = self._run
+        if run is None or self._stretch_began_ns is None:
+            return
+        self._step = min(self.total_steps, run.first_step + int(run.steps(self._productive_s()) + 1e-6))
+        if self.disk is not None:
+            elapsed_s = (self.now_ns - self._stretch_began_ns) / SECOND_NS
+            if usable_s := self.disk.usable_s(elapsed_s):
+                self.disk_step = max(self.disk_step, run.first_step + int(run.steps(usable_s) + 1e-6))
+        held = self._step - self._step % max(1, self.snapshot_every_steps)
+        if held <= run.first_step or not self.memory_tier:
+            return
+        active = [self.hosts[name] for name in self.machine.state.active if name in self._world]
+        ring = [host for host in active if host.up and host.ranks]
+        hold_snapshots(ring, self.machine.state.layout.key, held, peer_copy=self.peer_copy)
+
+    def _stop_stepping(self, job: str) -> None:
+        """No more steps: their time is classified, and the hosts are in ``job`` from here on."""
+        if self._stretch_began_ns is not None:
+            self._settle_steps()
+            self._report_step(self.machine.state.attempt)
+        if self._stretch_began_ns is not None and self._run is not None:
+            self.history.append((self.machine.state.attempt, self._step, self._run))
+            steps, wanted = self._step - self._run.first_step, self.machine.settings.wanted_hosts
+            parts = self._run.parts((self.now_ns - self._stretch_began_ns) / SECOND_NS, self._productive_s(), steps)
+            good_host_s = steps * self.stages.step_s * wanted
+            self.time.classify(parts, self._run.hosts, good_host_s=good_host_s, tax=self.stages.tax)
+        self._stretch_began_ns = None
+        self._stretch += 1
+        if self._job not in ("start", "stopped"):
+            self._job = job
+
+    def _end(self, host: VirtualHost, attempt: int) -> None:
+        self._settle_steps()
+        if host.ranks:
+            self._stop_stepping("restart")
+        if self._job == "detect":
+            self._job = "restart"
+        host.ranks = []
+        message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory()}
+        boots = host.boots
+        if self._ending[0] != attempt:  # all hosts end one attempt's ranks alike: the slowest is what counts
+            self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))
+        self.after(self._ending[1], lambda: self._from(host.name, message, boots=boots))
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        """Save and leave (or only leave) after the step under way."""
+        if self._stretch_began_ns is None:
+            return
+        stretch, attempt, code = self._stretch, self.machine.state.attempt, int(order["exit_code"])
+        self.after(self.step_s, lambda: self._leave(stretch, attempt, code))
+
+    def _leave(self, stretch: int, attempt: int, code: int) -> None:
+        if stretch == self._stretch:
+            self._settle_steps()
+            self._stop_stepping("restart")
+            self._all_exit(attempt, code)
+
+    def _all_exit(self, attempt: int, code: int) -> None:
+        for host in list(self.hosts.values()):
+            for rank in list(host.ranks) if host.up else []:
+                message = {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}}
+                self._from(host.name, message, boots=host.boots)
+            host.ranks = []
+
+    def running(self, rank: int) -> VirtualHost | None:
+        return next((host for host in self.hosts.values() if host.up and rank in host.ranks), None)
+
+    _host_of = running

@@ -1,0 +1,347 @@
+"""One rehearsal: a scenario and a seed in, what became of every host-second out. The supervisor and the policy are
+the real ones; hosts, clock and faults are virtual."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.policy.load import load_policy
+from muster.policy.shipped import ConservativePolicy, DefaultPolicy
+from muster.policy.situation import Policy
+from muster.simulate import faults
+from muster.simulate.cluster import Cluster
+from muster.simulate.hosttime import RECOVERY
+from muster.simulate.scenario import HOUR_S, Scenario
+from muster.simulate.schedule import Fault, schedule
+from muster.simulate.stages import DiskTier, Stages
+from muster.supervise.machine import Machine
+from muster.supervise.state import End, Log, Phase, Settings, State
+
+#: Beyond every horizon: a rehearsal ends by the clock.
+ENDLESS_STEPS = 10**12
+#: How often the scheduler tries a run that wants to run again.
+REQUEUE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """L of one fault: from the fault to the end of the first step beyond the last one applied before it."""
+
+    kind: str
+    at_s: float
+    lost_s: float
+    sentence: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one seed came to. Seconds of the job, host-seconds by category."""
+
+    seed: int
+    wall_s: float
+    hosts: int
+    productive_s: float
+    """Applied steps of the final lineage at the reference's pace: tokens / R*."""
+    purchased_host_s: float
+    host_s: dict[str, float]
+    faults: dict[str, int]
+    """Kind -> how often it struck."""
+    interruptions: tuple[Interruption, ...]
+    redone_steps: int
+    attempts: int
+    gave_up: int
+    """Times the run ended by its own decision and had to be started again."""
+    identity_error: float
+    mean_out: float
+    """Hosts in repair, on average over time."""
+
+    @property
+    def goodput_active(self) -> float:
+        return self.productive_s / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def goodput_purchased(self) -> float:
+        return self.productive_s * self.hosts / self.purchased_host_s if self.purchased_host_s else 0.0
+
+    @property
+    def lost_job_s(self) -> float:
+        """What interruptions cost the hosts that train, in full-job seconds."""
+        return sum(self.host_s[name] for name in RECOVERY) / self.hosts
+
+    def share(self, category: str) -> float:
+        return self.host_s[category] / self.purchased_host_s if self.purchased_host_s else 0.0
+
+
+def rehearse(scenario: Scenario, seed: int) -> Outcome:
+    """Play one seed. Pure: the same scenario and seed give the same outcome."""
+    return Play(scenario, seed).run()
+
+
+def policy_of(scenario: Scenario) -> Policy:
+    """The policy by name or file; a shipped one with the scenario's patience."""
+    found = load_policy(scenario.policy)
+    if scenario.max_wait_s is not None:
+        patient = DefaultPolicy(max_wait_s=scenario.max_wait_s)
+        if isinstance(found, ConservativePolicy):
+            return PatientConservative(inner=patient, max_wait_s=scenario.max_wait_s)
+        if isinstance(found, DefaultPolicy):
+            return patient
+    return found
+
+
+@dataclass(frozen=True)
+class PatientConservative(ConservativePolicy):
+    """``conservative`` with another patience, which the supervisor reads off the policy."""
+
+    max_wait_s: float = 3600.0
+
+
+@dataclass
+class Play:
+    """A cluster with the scenario's faults in its queue."""
+
+    scenario: Scenario
+    seed: int
+    struck: Counter[str] = field(default_factory=Counter)
+    open: list[tuple[float, str]] = field(default_factory=list)
+    began: list[float] = field(default_factory=list)
+    """When each fault that stopped training struck."""
+    interruptions: list[Interruption] = field(default_factory=list)
+    gave_up: int = 0
+    _replaced: Counter[str] = field(default_factory=Counter)
+    _going: set[str] = field(default_factory=set)
+    _capacity: int = 0
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        self.rng = random.Random(f"{self.seed}:stages")
+        names = [f"host-{index}" for index in range(scenario.hosts + scenario.spares)]
+        self.spec = scenario.run_spec()
+        self.policy = policy_of(scenario)
+        self.cluster = Cluster(
+            machine=self.machine(State()),
+            names=names,
+            total_steps=ENDLESS_STEPS,
+            stages=stages_of(scenario),
+            peer_copy=scenario.peer_copy,
+            memory_tier=scenario.memory_tier,
+            snapshot_every_steps=scenario.snapshot_every,
+            disk=disk_of(scenario),
+            micro_batches=scenario.micro_batches,
+            data_ranks_per_host=scenario.data_ranks_per_host,
+            draw=self.draw,
+            on_log=self.note,
+            on_end=self.ended,
+        )
+        for fault in schedule(scenario, self.seed):
+            self.cluster.at(fault.at_s, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+        if scenario.trace is not None:
+            self._capacity = len(names)
+            for at_s, count in zip(scenario.trace.times_s, scenario.trace.counts, strict=True):
+                self.cluster.at(at_s, lambda count=count: self.hold(count))  # type: ignore[misc]
+
+    def machine(self, state: State) -> Machine:
+        settings = Settings(spec=self.spec, run_id="rehearsal", run_dir="/", ranks_per_host=1)
+        return Machine(settings=settings, policy=self.policy, state=state)
+
+    def run(self) -> Outcome:
+        """Play to the horizon."""
+        scenario, cluster = self.scenario, self.cluster
+        hours = min(scenario.hours, scenario.trace.hours) if scenario.trace else scenario.hours
+        wall_s = hours * HOUR_S
+        cluster.at(wall_s, lambda: None)
+        cluster.run(until_s=wall_s)
+        redone = cluster.time.by["redone"] / (scenario.hosts * cluster.stages.step_s)
+        return Outcome(
+            seed=self.seed,
+            wall_s=wall_s,
+            hosts=scenario.hosts,
+            productive_s=cluster.time.credit_s / scenario.hosts,
+            purchased_host_s=cluster.time.purchased_s,
+            host_s=dict(cluster.time.by),
+            faults=dict(self.struck),
+            interruptions=tuple(self.interruptions),
+            redone_steps=round(redone),
+            attempts=cluster.machine.state.attempt,
+            gave_up=self.gave_up,
+            identity_error=cluster.time.identity_error,
+            mean_out=cluster.time.by["out"] / wall_s,
+        )
+
+    def draw(self, stage: str, mean_s: float) -> float:
+        """The profile's stage, scaled to this mean; a mean that no stage has stays as it is."""
+        usual_s = self.scenario.profile.mean_s(stage)
+        if mean_s <= 0 or usual_s <= 0:
+            return max(0.0, mean_s)
+        return self.scenario.profile.draw(stage, self.rng) * mean_s / usual_s
+
+    # ------------------------------------------------------------ faults
+
+    def strike(self, fault: Fault) -> None:
+        """One blow, on hosts that run at this moment."""
+        cluster = self.cluster
+        if fault.kind == "slow":
+            self.struck["slow"] += 1
+            cluster.change_pace(fault.factor)
+            cluster.after(fault.repair_s, lambda: cluster.change_pace(1.0))
+            return
+        state = cluster.machine.state
+        active = [name for name in (state.active if state.phase is Phase.RUN else state.target)
+                  if cluster.hosts[name].up]  # fmt: skip
+        if not active:
+            return
+        self.struck[fault.kind] += 1
+        stepping = cluster.stepping
+        first = int(fault.where * len(active))
+        if fault.kind == "maintenance":
+            self.tell(active[first], fault)
+        elif fault.kind == "false_alarm":
+            faults.false_alarm(cluster, rank_of(cluster, active[first]))
+        elif fault.swap:
+            for name in dict.fromkeys(active[(first + offset) % len(active)] for offset in range(fault.hosts)):
+                cluster.kill_host(name, detect_s=fault.detect_s)
+                self.repair(name, fault.detect_s + fault.repair_s)
+        elif fault.hangs:
+            faults.hang_rank(cluster, rank_of(cluster, active[first]), detect_s=fault.detect_s)
+        else:
+            cluster.extra_start_s += fault.reset_s
+            cluster.kill_rank(rank_of(cluster, active[first]), detect_s=fault.detect_s)
+        if not cluster.stepping and (stepping or self.open):
+            self.open.append((cluster.now_s, fault.kind))
+            self.began.append(cluster.now_s)
+
+    def struck_before(self, at_s: float) -> float | None:
+        """When the fault struck that stopped training last before ``at_s``; None: none has yet."""
+        return max((began for began in self.began if began <= at_s), default=None)
+
+    def tell(self, name: str, fault: Fault) -> None:
+        """A host has to go: it is told, then it goes, then it is back."""
+        notice_s = self.scenario.maintenance_notice_s
+        self._going.add(name)
+        faults.notice(self.cluster, name, grace_s=notice_s)
+        self.cluster.after(notice_s, lambda: self.cluster.kill_host(name))
+        self.cluster.after(notice_s, lambda: self.repair(name, fault.repair_s))
+
+    def repair(self, name: str, after_s: float) -> None:
+        """It comes back; one that the supervisor will not use again is replaced by another machine."""
+        self._going.add(name)
+        self.cluster.after(after_s, lambda: self.come_back(name))
+
+    def come_back(self, name: str) -> None:
+        cluster = self.cluster
+        self._going.discard(name)
+        known = cluster.machine.state.hosts.get(name)
+        if known is not None and known.quarantined:
+            faults.release_host(cluster, name)
+            slot = name.partition("+")[0]
+            self._replaced[slot] += 1
+            name = f"{slot}+{self._replaced[slot]}"
+        cluster.return_host(name)
+
+    # ------------------------------------------------------------ what the supervisor says
+
+    def note(self, log: Log) -> None:
+        if log.kind == "host.quarantined" and log.host not in self._going and log.host is not None:
+            self.repair(log.host, self.scenario.repair_h * HOUR_S)
+        elif log.kind == "recovered" and self.open:
+            at_s, kind = self.open[0]
+            text = f"{kind}: recovered after {self.cluster.now_s - at_s:.1f} s"
+            if len(self.open) > 1:
+                text += f", struck {len(self.open)} times meanwhile"
+            self.interruptions.append(
+                Interruption(kind=kind, at_s=at_s, lost_s=self.cluster.now_s - at_s, sentence=text)
+            )
+            self.open.clear()
+
+    def ended(self, end: End) -> bool:
+        """The run ended by its own decision: the scheduler (75) or a person (else) starts it again."""
+        self.gave_up += 1
+        wait_s = REQUEUE_S if end.exit_code == 75 else self.scenario.person_s
+        if self.scenario.trace is not None:
+            for name, host in list(self.cluster.hosts.items()):
+                if host.up:
+                    faults.release_host(self.cluster, name)
+        state = self.cluster.machine.state
+        kept = State(attempt=state.attempt, next_incident=state.next_incident)
+        self.cluster.after(wait_s, lambda: self.start_again(kept))
+        return True
+
+    def start_again(self, kept: State) -> None:
+        wanted = self.scenario.hosts if self.scenario.policy == "conservative" else self.scenario.min_hosts or 1
+        up = sum(host.up for host in self.cluster.hosts.values())
+        if (self._capacity if self.scenario.trace is not None else up) < wanted:
+            self.cluster.after(REQUEUE_S, lambda: self.start_again(kept))
+            return
+        if self.scenario.trace is not None:
+            for index, name in enumerate(self.cluster.names):
+                if index < self._capacity:
+                    self.cluster.return_host(name)
+        self.cluster.resume(self.machine(kept))
+
+    # ------------------------------------------------------------ spot capacity
+
+    def hold(self, count: int) -> None:
+        """The market gives ``count`` hosts from now on."""
+        names = self.cluster.names
+        self._capacity = min(count, len(names))
+        if self.cluster.machine.state.phase is Phase.ENDED:
+            return
+        up = [name for name in names if self.cluster.hosts[name].up]
+        for name in reversed(up[self._capacity :]):
+            stepping = self.cluster.stepping
+            faults.release_host(self.cluster, name)
+            self.struck["preempted"] += 1
+            if stepping and not self.cluster.stepping:
+                self.open.append((self.cluster.now_s, "preempted"))
+        missing = self._capacity - min(len(up), self._capacity)
+        for name in [name for name in names if not self.cluster.hosts[name].up][:missing]:
+            self.cluster.return_host(name)
+
+
+def rank_of(cluster: Cluster, name: str) -> int:
+    """A rank on that host; -1 (nobody's) where it runs none."""
+    ranks = cluster.hosts[name].ranks
+    return ranks[0] if ranks else -1
+
+
+def stages_of(scenario: Scenario) -> Stages:
+    """The profile's means, as the cluster takes them."""
+    mean_s = scenario.profile.mean_s
+    return Stages(
+        step_s=mean_s("step"),
+        detect_exit_s=0.03,
+        end_ranks_s=mean_s("end"),
+        start_s=mean_s("start"),
+        warmup_s=mean_s("warmup"),
+        agent_start_s=mean_s("agent_start"),
+        first_start_s=mean_s("first_start"),
+        relayout_s=mean_s("relayout"),
+        tax=mean_s("tax"),
+    )
+
+
+def disk_of(scenario: Scenario) -> DiskTier | None:
+    """The scenario's saves; None where there are none."""
+    every_s, saves = scenario.every_s, scenario.saves
+    if saves is None or math.isinf(every_s):
+        return None
+    return DiskTier(every_s=every_s, stall_s=saves.cost_s, drain_s=saves.drain_s, restore_s=saves.restore_s)
+
+
+def spec_for(name: str = "rehearsal", **recovery: Any) -> Any:
+    """A run file with nothing but the supervisor's settings, where a rehearsal has no run file."""
+    from muster.core.spec import RunSpec
+
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 1000},
+            "recovery": recovery,
+        }
+    )

@@ -1,0 +1,203 @@
+"""From one attempt to the next: end the ranks, learn what lives, form a world, start it. And the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from muster.core.ranks import RankContext, Restore
+from muster.supervise.context import LEFT, Context
+from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete
+from muster.supervise.state import End, Phase
+
+
+def collect(c: Context, *, wait: bool = False) -> None:
+    """End every rank of the attempt and learn which snapshots live."""
+    state = c.state
+    members = {name for name in [*state.active, *state.target] if state.hosts[name].connected}
+    if state.attempt:
+        c.log("attempt.ended", {"reason": state.open.incident_id if state.open else "restart"})
+    state.phase = Phase.COLLECT
+    state.yielding = False
+    state.collecting = set(members)
+    c.deadline(c.settings.collect_timeout_s)
+    for name in sorted(members):
+        c.send(name, {"t": "end", "attempt": state.attempt, "why": state.open.incident_id if state.open else ""})
+    collected_all(c)
+
+
+def collected_all(c: Context) -> None:
+    """Once every host has reported: begin, or wait for more hosts."""
+    state = c.state
+    if state.phase is not Phase.COLLECT or state.collecting:
+        return
+    if state.open is not None:
+        state.open.stages_ns["collected"] = c.now_ns - state.open.detected_ns
+    usable = [name for name in state.target if state.hosts[name].connected and state.hosts[name].ready]
+    if len(usable) < c.needed() or not has_store(c, usable):
+        state.phase = Phase.WAIT
+        state.waiting_since_ns = state.waiting_since_ns if state.waiting_since_ns is not None else c.now_ns
+        missing = f"{len(usable)} of {c.needed()} hosts" if len(usable) < c.needed() else "no rendezvous store yet"
+        c.log("phase", {"reason": missing}, phase="wait")
+        c.deadline(getattr(c.policy, "max_wait_s", 3600.0))
+        return
+    state.target = usable
+    begin(c)
+
+
+def has_store(c: Context, names: list[str]) -> bool:
+    """Whether the ranks of these hosts have a place to meet: a killed fork server's store went with it."""
+    return any(c.state.hosts[name].store for name in names)
+
+
+def begin(c: Context) -> None:
+    """Form a world on ``target`` and start its ranks."""
+    state = c.state
+    layout = None
+    hosts = list(state.target)
+    while hosts and layout is None:
+        layout = layout_for(c.settings.spec.parallelism, len(hosts) * c.settings.ranks_per_host)
+        if layout is None:
+            hosts.pop()
+    if layout is None:
+        finish(c, "failed", 3, f"no layout fits {len(state.target)} hosts of {c.settings.ranks_per_host} ranks")
+        return
+    state.active, state.target, state.layout = hosts, [], layout
+    state.attempt += 1
+    state.phase, state.stepped, state.exited = Phase.RUN, False, {}
+    state.waiting_since_ns, state.needed_hosts = None, 0
+    per_host = c.settings.ranks_per_host
+    state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
+    choice = restore_choice(c)
+    resume_step = choice.step if choice else -1
+    if state.open is not None:
+        state.open.stages_ns["resume_step"] = max(resume_step, 0)
+        state.open.stages_ns["started"] = c.now_ns - state.open.detected_ns
+    c.log(
+        "attempt.started",
+        {
+            "world_size": layout.world_size,
+            "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp},
+            "hosts": {name: [rank for rank, on in state.ranks.items() if on == name] for name in hosts},
+            "resume_step": resume_step,
+            **({"tier": "memory"} if choice else {}),
+            **({"cause": state.open.incident_id} if state.open else {}),
+        },
+        sync=True,
+    )
+    c.deadline(c.settings.spec.recovery.start_timeout_s)
+    for name in c.usable():
+        if name not in hosts:
+            c.log("phase", {"reason": "held for an emergency"}, host=name, phase="spare")
+    for name in hosts:
+        c.send(name, start_message(c, name, choice))
+
+
+def restore_choice(c: Context) -> Choice | None:
+    """The newest complete version on the hosts that are there."""
+    found = [
+        Snapshot(
+            step=int(item["step"]),
+            attempt=int(item["attempt"]),
+            rank=int(item["rank"]),
+            layout=str(item["layout"]),
+            host=name,
+            tier=str(item["tier"]),
+        )
+        for name, host in c.state.hosts.items()
+        if host.connected
+        for item in host.snapshots
+    ]
+    return newest_complete(found)
+
+
+def start_message(c: Context, name: str, choice: Choice | None) -> dict[str, Any]:
+    """What one host is told: its ranks, where they meet, where each shard of their state lies."""
+    state = c.state
+    store_host = next((host for host in state.active if state.hosts[host].store), None)
+    address, port = state.hosts[store_host].store or ("127.0.0.1", 0) if store_host else ("127.0.0.1", 0)
+    mine = [rank for rank, on in state.ranks.items() if on == name]
+    peer = peer_of(c, name)
+    restore = None
+    fetch = []
+    if choice is not None:
+        restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout)
+        needed = mine if choice.layout == state.layout else list(range(choice.layout.world_size))
+        for rank in needed:
+            holder = choice.sources[rank]
+            fetch.append(
+                {
+                    "rank": rank,
+                    "host": holder,
+                    "tier": choice.tiers[rank],
+                    "address": None if holder == name else list(state.hosts[holder].memory or ()),
+                }
+            )
+    contexts = [
+        RankContext(
+            run_id=c.settings.run_id,
+            run_dir=c.settings.run_dir,
+            attempt=state.attempt,
+            host=name,
+            rank=rank,
+            local_rank=local,
+            world_size=state.layout.world_size,
+            local_world_size=len(mine),
+            layout=state.layout,
+            master_addr=address,
+            master_port=port,
+            restore=restore,
+            peer_copy=peer is not None,
+        ).to_json()
+        for local, rank in enumerate(mine)
+    ]
+    found = {
+        "t": "start",
+        "attempt": state.attempt,
+        "contexts": contexts,
+        "fetch": fetch,
+        "peer": peer,
+    }
+    if choice is not None:
+        found["restore_attempt"] = choice.attempt
+    return found
+
+
+def finish(c: Context, outcome: str, code: int, reason: str) -> None:
+    """End the run, once: say so, let the hosts go."""
+    c.state.phase = Phase.ENDED
+    c.state.deadline_ns = None
+    c.log(
+        "run.finished",
+        {"outcome": outcome, "exit_code": code, "reason": reason, "final_step": c.state.last_applied_step},
+        sync=True,
+    )
+    for name, host in c.state.hosts.items():
+        if host.connected:
+            c.send(name, {"t": "shutdown", "reason": outcome})
+        if host.granted:
+            c.log("host.released", {"reason": outcome}, host=name)
+    c.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
+
+
+def peer_of(c: Context, name: str) -> list[Any] | None:
+    """Where the host's snapshots get their second copy: the next active host's mover; None: nowhere."""
+    wanted = c.settings.spec.checkpoint.peer_copy
+    active = c.state.active
+    if len(active) < 2 or wanted is False:
+        return None
+    memory = c.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
+    return list(memory) if memory else None
+
+
+def check_left(c: Context) -> None:
+    """Ranks that were asked to leave: once all have, the run ends, or goes on in a larger world."""
+    state = c.state
+    if set(state.ranks) - set(state.exited):
+        return
+    if state.yielding and state.phase is Phase.RUN:
+        collect(c)
+        return
+    outcome, code = state.stop or ("stopped", 130)
+    saved = all(value in LEFT or value == 0 for value in state.exited.values())
+    how = "saved and left" if saved else "left, but not every rank could save"
+    finish(c, outcome, code, f"{how} after step {state.last_applied_step}")

@@ -1,0 +1,56 @@
+"""From what an agent reports to what kind of incident it is, in words. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from muster.core.nouns import IncidentKind
+
+#: What a rank says when its peer died under it: a consequence, never the cause.
+_SECONDARY = re.compile(
+    r"Connection (reset|closed|refused)|connection closed|Broken pipe|gloo.*(transport|peer|timed out)|NCCL.*abort"
+    r"|Timed out waiting|recvValue|Socket closed|DistNetworkError",
+    re.IGNORECASE,
+)
+#: What allocators say (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+
+
+def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str, dict[str, Any]]:
+    """(kind, evidence, detail) for a rank that left without being asked to."""
+    rank, code = message["rank"], int(message["code"])
+    last = message.get("last") or {}
+    where = f"rank {rank} on {host}"
+    text = str(last.get("message", "")).strip()
+    first_line = text.splitlines()[0] if text else ""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+        return IncidentKind.RANK_EXIT, f"{where} was killed by {name}", {"signal": -code}
+    kind = str(last.get("exception", ""))
+    detail: dict[str, Any] = {
+        "exception": kind,
+        "message": text[:2000],
+        "signature": f"{kind}:{re.sub(r'[0-9]+', '#', first_line)[:200]}",
+    }
+    if "exit_code" in last:
+        detail["exit_code"] = int(last["exit_code"])
+    if last.get("hint"):
+        detail["hint"] = last["hint"]
+    if not last:
+        return IncidentKind.RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
+    if last.get("not_finite"):
+        return IncidentKind.NOT_FINITE, f"{where}: {first_line}", detail
+    if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
+        return IncidentKind.RANK_OOM, f"{where} ran out of memory: {first_line}", detail
+    if _SECONDARY.search(text):
+        return IncidentKind.RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
+    name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
+    return IncidentKind.RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
+
+
+def natural_key(name: str) -> tuple[Any, ...]:
+    """Sort ``host-2`` before ``host-10``."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))

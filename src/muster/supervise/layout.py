@@ -1,0 +1,81 @@
+"""How many ranks make which layout, and which state they can start from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from muster.core.nouns import Layout
+from muster.core.spec import Parallelism
+
+
+def layout_for(parallelism: Parallelism, world_size: int) -> Layout | None:
+    """The layout that ``world_size`` ranks can form; None when they cannot.
+
+    Tensor parallelism is kept as given. Replicas are given up before shards: with the replica's size fixed
+    (``dp_shard`` given), as many whole replicas as fit; with ``dp_shard: -1`` the replicas asked for if
+    they divide the ranks, else one.
+    """
+    tp = parallelism.tp
+    if world_size < tp or world_size % tp:
+        return None
+    data_ranks = world_size // tp
+    if parallelism.dp_shard == -1:
+        replicas = parallelism.dp_replicate if data_ranks % parallelism.dp_replicate == 0 else 1
+        return Layout(dp_replicate=replicas, dp_shard=data_ranks // replicas, tp=tp)
+    if data_ranks % parallelism.dp_shard == 0 and data_ranks >= parallelism.dp_shard:
+        return Layout(dp_replicate=data_ranks // parallelism.dp_shard, dp_shard=parallelism.dp_shard, tp=tp)
+    return Layout(dp_shard=data_ranks, tp=tp) if data_ranks < parallelism.dp_shard else None
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Snapshot:
+    """One rank's in-memory snapshot as a host reports it."""
+
+    step: int
+    attempt: int
+    rank: int
+    layout: str
+    """``Layout.key`` of the world that took it."""
+    host: str
+    tier: str
+    """memory (its own) or peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A complete version and where each of its shards lies."""
+
+    step: int
+    attempt: int
+    layout: Layout
+    sources: Mapping[int, str]
+    """Rank of that world -> host that holds its shard."""
+    tiers: Mapping[int, str]
+
+
+def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
+    """The newest step whose every shard exists on a living host; None when there is none.
+
+    Shards of one version are of one layout, one step and one attempt: versions never mix. A replica's
+    shard stands in for its twin in another replica (``dp_replicate`` > 1: the same state).
+    """
+    versions: dict[tuple[int, int, str], dict[int, list[Snapshot]]] = {}
+    for found in snapshots:
+        versions.setdefault((found.step, found.attempt, found.layout), {}).setdefault(found.rank, []).append(found)
+    for (step, attempt, key), ranks in sorted(versions.items(), reverse=True):
+        layout = Layout.from_key(key)
+        per_replica = layout.dp_shard * layout.tp
+        sources: dict[int, str] = {}
+        tiers: dict[int, str] = {}
+        for rank in range(layout.world_size):
+            twins = [rank] + [
+                other for other in range(rank % per_replica, layout.world_size, per_replica) if other != rank
+            ]
+            holders = [held for twin in twins for held in sorted(ranks.get(twin, ()), key=lambda s: s.tier != "memory")]
+            if not holders:
+                break
+            sources[rank], tiers[rank] = holders[0].host, holders[0].tier
+        else:
+            return Choice(step=step, attempt=attempt, layout=layout, sources=sources, tiers=tiers)
+    return None

@@ -1,0 +1,111 @@
+"""The supervisor's lease: one object in the run's folder, changed by conditional writes alone.
+
+Whoever holds it may act. ``term`` rises by one with each holder and is never used twice, so two
+supervisors can never both believe for long: a renewal that loses its condition ends its process at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.core.clock import SystemClock
+from muster.core.errors import ConflictError
+from muster.core.seams import Clock, Store
+
+#: A holder that has not renewed for so long may be replaced (a dead one on this host at once).
+LEASE_S = 10.0
+
+
+@dataclass
+class LeaseKeeper:
+    """Takes, renews and gives back the lease at ``uri``."""
+
+    store: Store
+    uri: str
+    clock: Clock = field(default_factory=SystemClock)
+    term: int = 0
+    _generation: str = ""
+    _address: tuple[str, int] | None = None
+
+    def take(self, address: tuple[str, int]) -> int:
+        """Become the holder; return the new term.
+
+        Raises:
+            ConflictError: a living supervisor holds it, or another one was faster.
+        """
+        self._address = address
+        try:
+            found = self.store.get(self.uri)
+        except FileNotFoundError:
+            self.term = 1
+            self._generation = self.store.put_if_absent(self.uri, self._record())
+            return self.term
+        record = _parse(found.data)
+        if not self._vacant(record):
+            raise ConflictError(
+                f"a supervisor (pid {record.get('pid')} on {record.get('machine')}) holds this run",
+                hint="muster status shows it; muster stop ends it",
+            )
+        self.term = int(record.get("term", 0)) + 1
+        self._generation = self.store.put_if(self.uri, self._record(), found.generation)
+        return self.term
+
+    def renew(self) -> None:
+        """Say that we live. Raises ConflictError when the lease was taken from us: stop acting at once."""
+        self._generation = self.store.put_if(self.uri, self._record(), self._generation)
+
+    def give_back(self) -> None:
+        """Leave; a successor needs no waiting."""
+        record = {**json.loads(self._record()), "expires_wall_ns": 0, "address": None, "pid": 0}
+        try:
+            self.store.put_if(self.uri, json.dumps(record).encode(), self._generation)
+        except ConflictError:
+            pass
+
+    def _record(self) -> bytes:
+        return json.dumps(
+            {
+                "term": self.term,
+                "address": list(self._address) if self._address else None,
+                "pid": os.getpid(),
+                "machine": socket.gethostname(),
+                "boot_id": boot_id(),
+                "expires_wall_ns": self.clock.wall_ns() + int(LEASE_S * 1e9),
+            }
+        ).encode()
+
+    def _vacant(self, record: dict[str, Any]) -> bool:
+        if self.clock.wall_ns() >= int(record.get("expires_wall_ns", 0)):
+            return True
+        same_machine = record.get("boot_id") == boot_id() and record.get("machine") == socket.gethostname()
+        return same_machine and not alive(int(record.get("pid", 0)))
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return False
+
+
+def boot_id() -> str:
+    """The kernel's name for this boot; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

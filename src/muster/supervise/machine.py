@@ -1,0 +1,307 @@
+"""The recovery state machine. Pure: inputs and a time in, effects out; no clock, no sockets, no sleep.
+
+::
+
+    BOOT -> RUN -> (COLLECT -> RUN)* -> ENDED        a healthy or a healed run
+    ADOPT -> RUN                                     a new supervisor found its ranks stepping
+    COLLECT -> WAIT -> RUN                           too few hosts for a while
+    RUN -> STOPPING -> ENDED                         asked to save and leave
+    RUN -> COLLECT -> HOLD -> RUN                    the user's own failure, hosts kept warm
+
+Every decision is logged before the first message that carries it out, and an attempt's number is used
+once: a message of an older attempt changes nothing on the host that gets it. So a supervisor killed
+between any two effects leaves a state from which the next one goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from muster.core.nouns import IncidentKind
+from muster.policy.situation import Policy
+from muster.supervise import judge
+from muster.supervise.attempts import begin, check_left, collect, collected_all, finish
+from muster.supervise.context import LEFT, YIELDED, Context
+from muster.supervise.hosts import adopt_failed, host_down, host_ready, host_up, look_for_returned, start_failed_aside
+from muster.supervise.incidents import incident
+from muster.supervise.state import (
+    Effect,
+    FromHost,
+    HostDown,
+    HostUp,
+    Input,
+    Phase,
+    RestartRequest,
+    Settings,
+    State,
+    StopRequest,
+    Tick,
+)
+
+
+class Machine:
+    """One run's supervisor, as a fold. Call ``handle`` with each input; wake it at ``deadline_ns``."""
+
+    def __init__(self, *, settings: Settings, policy: Policy, state: State | None = None) -> None:
+        self._c = Context(settings=settings, policy=policy, state=state or State())
+
+    @property
+    def settings(self) -> Settings:
+        return self._c.settings
+
+    @property
+    def state(self) -> State:
+        return self._c.state
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When ``Tick`` is due, if nothing happens before."""
+        return self._c.state.deadline_ns
+
+    def start(self, now_ns: int) -> list[Effect]:
+        """The first effects, before any input."""
+        self._c.now_ns = now_ns
+        if self._c.state.phase is Phase.BOOT:
+            self._c.deadline(self._c.settings.spec.recovery.start_timeout_s)
+            self._c.log(
+                "host.requested", {"count": self._c.settings.wanted_hosts + self._c.settings.spec.resources.spare_hosts}
+            )
+        else:
+            self._c.deadline(self._c.settings.adopt_timeout_s)
+        return self._taken()
+
+    def handle(self, given: Input, now_ns: int) -> list[Effect]:
+        """Fold one input; return what is to be done, in order."""
+        self._c.now_ns = now_ns
+        if self._c.state.phase is Phase.ENDED:
+            return []
+        handlers: dict[type, Callable[[Any], None]] = {
+            HostUp: functools.partial(host_up, self._c),
+            HostDown: functools.partial(host_down, self._c),
+            FromHost: self._from_host,
+            StopRequest: self._stop_request,
+            RestartRequest: self._restart_request,
+            Tick: self._tick,
+        }
+        handlers[type(given)](given)
+        asked = self._c.state.asked
+        if asked is not None and self._c.state.phase is not Phase.ADOPT:
+            self._c.state.asked = None
+            self._stop_request(asked)
+        return self._taken()
+
+    def _from_host(self, given: FromHost) -> None:
+        message = given.message
+        host = self._c.state.hosts.get(given.host)
+        if host is None:
+            return
+        kind = message.get("t")
+        if kind == "ready":
+            host_ready(self._c, host, message)
+        elif kind == "store":
+            host.store = (str(message["store"][0]), int(message["store"][1]))
+        elif kind == "event":
+            self._event(given.host, message["event"])
+        elif kind == "rank_exit":
+            self._rank_exit(given.host, message)
+        elif kind == "rank_hang" and message["attempt"] == self._c.state.attempt and self._c.state.phase is Phase.RUN:
+            incident(
+                self._c,
+                IncidentKind.RANK_HANG,
+                host=given.host,
+                rank=message.get("rank"),
+                evidence=str(message["evidence"]),
+                silent_s=float(message.get("silent_s", 0.0)),
+            )
+        elif kind == "collected" and message["attempt"] >= self._c.state.attempt:
+            host.snapshots = list(message["snapshots"])
+            host.alive = {}
+            if given.host in self._c.state.collecting:
+                self._c.state.collecting.discard(given.host)
+                collected_all(self._c)
+        elif kind == "store_lost":
+            host.store = None
+        elif kind == "failed":
+            self._start_failed(given.host, message)
+        elif kind == "notice":
+            self._notice(given.host, message)
+
+    def _event(self, host: str, event: Mapping[str, Any]) -> None:
+        if event.get("kind") != "step" or event.get("attempt") != self._c.state.attempt:
+            return
+        step = int(event["step"])
+        state = self._c.state
+        first, state.stepped = not state.stepped, True
+        if state.phase is Phase.RUN and not state.yielding:
+            state.deadline_ns = None
+        if step > state.last_applied_step:
+            self._advanced(step)
+        if first and state.phase is Phase.RUN:
+            look_for_returned(self._c)
+
+    def _advanced(self, step: int) -> None:
+        """A step beyond all that were applied before: whatever went wrong has been overcome."""
+        state = self._c.state
+        redone_from = state.open.last_applied_step if state.open else 0
+        state.last_applied_step = step
+        state.restarts_without_progress = 0
+        if state.open is not None and state.phase is Phase.RUN and "started" in state.open.stages_ns:
+            found = state.open
+            found.stages_ns["first_step"] = self._c.now_ns - found.detected_ns
+            resumed = found.stages_ns.pop("resume_step", redone_from)
+            self._c.log(
+                "recovered",
+                {
+                    "incident_id": found.incident_id,
+                    "lost_ns": self._c.now_ns - found.detected_ns,
+                    "redone_steps": max(0, redone_from - resumed),
+                    "stages_ns": dict(found.stages_ns),
+                },
+                step=step,
+            )
+            state.open = None
+
+    def _rank_exit(self, host: str, message: Mapping[str, Any]) -> None:
+        state = self._c.state
+        if message["attempt"] == state.attempt and state.phase is Phase.COLLECT:
+            self._cause(host, message)
+        if message["attempt"] != state.attempt or state.phase not in (Phase.RUN, Phase.STOPPING):
+            return
+        rank, code = int(message["rank"]), int(message["code"])
+        if rank in state.exited:
+            return
+        state.exited[rank] = code
+        if state.phase is Phase.STOPPING or (state.yielding and code == YIELDED):
+            check_left(self._c)
+        elif code == 0:
+            if len(state.exited) == len(state.ranks) and not any(state.exited.values()):
+                finish(self._c, "succeeded", 0, f"done after step {state.last_applied_step}")
+        elif code in LEFT:
+            state.phase = Phase.STOPPING
+            state.stop = ("stopped", 130) if code == 130 else ("preempted", 75)
+            self._c.deadline(self._c.settings.spec.recovery.grace_s)
+            check_left(self._c)
+        else:
+            kind, evidence, detail = judge.rank_exit(host, message)
+            incident(self._c, kind, host=host, rank=rank, step=message.get("step"), evidence=evidence, detail=detail)
+
+    def _cause(self, host: str, message: Mapping[str, Any]) -> None:
+        """A rank's own error, reported after its peer's broken connection: that was the cause, and is judged."""
+        state = self._c.state
+        code = int(message["code"])
+        if state.open is None or not state.open.secondary or code <= 0 or code in LEFT:
+            return
+        kind, evidence, detail = judge.rank_exit(host, message)
+        if kind is IncidentKind.RANK_EXIT:
+            return
+        state.open.secondary = False
+        state.restarts_without_progress = max(0, state.restarts_without_progress - 1)  # one failure, judged twice
+        rank, step = int(message["rank"]), message.get("step")
+        incident(self._c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
+
+    def _start_failed(self, host: str, message: Mapping[str, Any]) -> None:
+        """An agent could not prepare: bad data, a missing library, no memory for a fork server."""
+        state = self._c.state
+        if start_failed_aside(self._c, host, str(message["reason"])):
+            return
+        if state.phase in (Phase.BOOT, Phase.RUN, Phase.WAIT):
+            incident(
+                self._c,
+                IncidentKind.START_UP,
+                host=host,
+                evidence=str(message["reason"]),
+                detail={"exit_code": int(message.get("exit_code", 1)), "hint": message.get("hint")},
+            )
+
+    def _notice(self, host: str, message: Mapping[str, Any]) -> None:
+        grace_s = float(message.get("grace_s", self._c.settings.spec.recovery.grace_s))
+        self._c.log("notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=host)
+        if self._c.state.phase is Phase.RUN and host in self._c.state.active:
+            incident(
+                self._c, IncidentKind.PREEMPTION_NOTICE, host=host, evidence=f"{host} goes away in {grace_s:.0f} s"
+            )
+
+    def _stop_request(self, given: StopRequest) -> None:
+        state = self._c.state
+        outcome = "preempted" if given.exit_code == 75 else "stopped"
+        if state.phase is Phase.ADOPT and not given.force:
+            state.asked = given  # hosts that have not answered yet must hear of it too
+            return
+        if given.force or state.phase is Phase.STOPPING:
+            finish(self._c, outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint stands")
+            return
+        grace_s = self._c.settings.spec.recovery.grace_s
+        self._c.log("notice", {"notice": "stop", "source": given.source, "grace_s": grace_s})
+        state.stop = (outcome, given.exit_code)
+        if state.phase is Phase.HOLD and state.verdict is not None:
+            finish(self._c, "failed", state.verdict[0], state.verdict[1])
+        elif state.phase is not Phase.RUN:
+            finish(self._c, outcome, given.exit_code, f"{given.source} before training went on")
+        else:
+            state.phase = Phase.STOPPING
+            self._c.deadline(grace_s)
+            order = {"kind": "stop", "save": given.save, "exit_code": given.exit_code, "deadline_s": grace_s}
+            for name in state.active:
+                self._c.send(name, {"t": "order", "order": order})
+
+    def _restart_request(self, given: RestartRequest) -> None:
+        if self._c.state.phase is not Phase.HOLD:
+            return
+        self._c.settings = given.settings
+        self._c.state.error_counts.clear()
+        self._c.state.restarts_without_progress = 0
+        self._c.state.target = self._c.usable()[: self._c.settings.wanted_hosts]
+        self._c.state.open = None
+        self._c.log("run.note", {"text": "restarted by the user with a corrected run file"})
+        for name in self._c.state.target:
+            self._c.send(name, {"t": "reload"})
+        collect(self._c)
+
+    def _tick(self, _: Tick) -> None:
+        state = self._c.state
+        if state.deadline_ns is None or self._c.now_ns < state.deadline_ns:
+            return
+        state.deadline_ns = None
+        if state.phase is Phase.BOOT:
+            ready = self._c.usable()
+            self._c.state.target = ready
+            if len(ready) >= self._c.settings.min_hosts:
+                begin(self._c)
+            else:
+                incident(
+                    self._c,
+                    IncidentKind.CAPACITY,
+                    evidence=f"{len(ready)} of {self._c.settings.min_hosts} hosts were ready in time",
+                )
+        elif state.phase is Phase.ADOPT:
+            adopt_failed(self._c)
+        elif state.phase is Phase.RUN and state.yielding:
+            collect(self._c)
+        elif state.phase is Phase.RUN and not state.stepped:
+            incident(
+                self._c,
+                IncidentKind.RANK_HANG,
+                evidence=f"no step within start_timeout_s={self._c.settings.spec.recovery.start_timeout_s:g} s",
+            )
+        elif state.phase is Phase.COLLECT:
+            for name in sorted(state.collecting):
+                host_down(self._c, HostDown(host=name, why="did not end its ranks in time"))
+        elif state.phase is Phase.WAIT:
+            incident(self._c, IncidentKind.CAPACITY, evidence="too few hosts")
+        elif state.phase is Phase.STOPPING:
+            outcome, code = state.stop or ("stopped", 130)
+            finish(
+                self._c,
+                outcome,
+                code,
+                f"not saved within {self._c.settings.spec.recovery.grace_s:g} s; the newest checkpoint stands",
+            )
+        elif state.phase is Phase.HOLD:
+            code, reason = state.verdict or (1, "failed")
+            finish(self._c, "failed", code, reason)
+
+    def _taken(self) -> list[Effect]:
+        effects, self._c.effects = self._c.effects, []
+        return effects

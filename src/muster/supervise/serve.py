@@ -1,0 +1,341 @@
+"""The supervisor as a process: the machine's inputs from sockets, its effects onto them.
+
+It sleeps until the next message or deadline. Everything it decides is in the machine; everything it knows
+is in the log or on the hosts, so it may be killed between any two lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from muster.core import eventlog
+from muster.core.channel import Hub, Peer
+from muster.core.clock import SystemClock
+from muster.core.errors import ConflictError
+from muster.core.eventlog import EventLog
+from muster.core.events import Event
+from muster.core.spec import RunSpec
+from muster.core.store import open_store
+from muster.core.wire import read_token
+from muster.policy.load import load_policy
+from muster.supervise.fold import recover
+from muster.supervise.lease import LEASE_S, LeaseKeeper
+from muster.supervise.machine import Machine
+from muster.supervise.presence import Presence
+from muster.supervise.state import (
+    Effect,
+    End,
+    FromHost,
+    HostDown,
+    HostUp,
+    Input,
+    Log,
+    Phase,
+    RestartRequest,
+    Send,
+    Settings,
+    StopRequest,
+    Tick,
+)
+
+OFFSET_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Who:
+    """Who is at the other end of a connection."""
+
+    role: str
+    host: str = ""
+
+
+@dataclass
+class Supervisor:
+    """One term of one run's supervisor."""
+
+    run_dir: Path
+    on_event: Callable[[Event], None] | None = None
+    bind: str = "127.0.0.1"
+    result: End | None = None
+    _orders: list[Input] = field(default_factory=list)
+
+    def serve(self) -> int:
+        """Block until the run has ended; return its exit code.
+
+        Raises:
+            ConflictError: another supervisor holds the run, or took it from us.
+        """
+        spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        job = json.loads((self.run_dir / "job.json").read_text())
+        self.run_id = str(job["run_id"])
+        self.clock = SystemClock()
+        self.hub = Hub(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
+        self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
+        address = self.hub.listen(self.bind)
+        state = recover(event for _, event in eventlog.read(self.run_dir / "events"))
+        term = self.lease.take((address[0], int(address[1])))
+        self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
+        self.presence = Presence(timeout_s=spec.recovery.heartbeat_timeout_s)
+        self.agents: dict[str, Peer] = {}
+        self.keepers: dict[str, Peer] = {}
+        self.pings: dict[int, tuple[str, int]] = {}
+        self.machine = Machine(settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state)
+        self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
+        try:
+            with self._signals():
+                self._loop()
+        finally:
+            self.hub.shutdown()
+            self.log.close()
+        assert self.result is not None
+        return self.result.exit_code
+
+    def _settings(self, spec: RunSpec) -> Settings:
+        return Settings(
+            spec=spec,
+            run_id=self.run_id,
+            run_dir=str(self.run_dir),
+            ranks_per_host=spec.resources.ranks_per_host or 1,
+            free_hosts=spec.backend == "local",
+        )
+
+    # ------------------------------------------------------------ the loop
+
+    def _loop(self) -> None:
+        now = self.clock.monotonic_ns()
+        self._carry_out(self.machine.start(now))
+        next_renewal = now + int(LEASE_S / 3 * 1e9)
+        next_offset = now
+        while self.result is None:
+            now = self.clock.monotonic_ns()
+            if now >= next_renewal:
+                self.lease.renew()
+                next_renewal = now + int(LEASE_S / 3 * 1e9)
+            if now >= next_offset:
+                self._ping()
+                next_offset = now + int(OFFSET_EVERY_S * 1e9)
+            deadlines = [next_renewal, next_offset, self.machine.deadline_ns, self.presence.deadline_ns()]
+            due = min(at for at in deadlines if at is not None)
+            self.hub.run_once(max(0.0, (due - self.clock.monotonic_ns()) / 1e9))
+            self._judge_presence()
+            while self._orders:
+                self._give(self._orders.pop(0))
+            if self.machine.deadline_ns is not None and self.clock.monotonic_ns() >= self.machine.deadline_ns:
+                self._give(Tick())
+        self._farewell()
+
+    def _farewell(self) -> None:
+        """Cite every writer's chain, then leave; agents still need a moment to read their orders."""
+        until = time.monotonic() + 5.0
+        while self.agents and time.monotonic() < until:
+            self.hub.run_once(0.1)
+        verdicts = eventlog.check_directory(self.run_dir / "events", run_id=self.run_id)
+        self._append("log.heads", {"heads": {name: v.head for name, v in verdicts.items() if name != self.log.name}})
+        self._append("supervisor.ended", {"reason": self.result.outcome if self.result else ""})
+        self.log.sync()
+        self.lease.give_back()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C is the user's stop (130), SIGTERM a preemption (75); a second one leaves at once."""
+        wake_r, wake_w = socket.socketpair()
+        wake_w.setblocking(False)
+        self.hub.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
+        try:
+            before = {
+                number: signal.signal(number, self._on_signal)
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            }
+            old_fd = signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
+        except ValueError:  # not the main thread: a test drives us
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        code = 75 if number == signal.SIGTERM else 130
+        self._orders.append(StopRequest(source=signal.Signals(number).name, exit_code=code))
+
+    def _judge_presence(self) -> None:
+        now = self.clock.monotonic_ns()
+        for host, why in self.presence.down(now):
+            silent_s = self.presence.silent_s(host, now)
+            # A connection that went silent may stay so long after a link has healed: both begin anew.
+            for peer in (self.agents.pop(host, None), self.keepers.pop(host, None)):
+                if peer is not None:
+                    self.hub.close(peer)
+            self.presence.forget(host)
+            self._give(HostDown(host=host, why=why, silent_s=silent_s))
+
+    # ------------------------------------------------------------ inputs
+
+    def _give(self, given: Input) -> None:
+        self._carry_out(self.machine.handle(given, self.clock.monotonic_ns()))
+
+    def _message(self, peer: Peer, message: dict[str, Any]) -> None:
+        now = self.clock.monotonic_ns()
+        who = peer.who
+        if who is None:
+            self._hello(peer, message, now)
+        elif who.role == "beat" and self.keepers.get(who.host) is peer:
+            self.presence.beat(who.host, now)
+        elif who.role == "agent":
+            self._from_agent(who.host, message, now)
+        elif who.role == "client":
+            self._from_client(peer, message)
+
+    def _hello(self, peer: Peer, message: dict[str, Any], now: int) -> None:
+        if message.get("t") != "hello":
+            self.hub.close(peer)
+            return
+        peer.who = Who(role=str(message["role"]), host=str(message.get("host", "")))
+        if peer.who.role == "beat":
+            self.keepers[peer.who.host] = peer
+            self.presence.keeper_came(peer.who.host, now)
+        elif peer.who.role == "agent":
+            self.agents[peer.who.host] = peer
+            self.presence.agent_came(peer.who.host, now)
+            self._give(HostUp(host=peer.who.host, hello=message))
+            self._ping(peer.who.host)
+
+    def _from_agent(self, host: str, message: dict[str, Any], now: int) -> None:
+        if message.get("t") == "pong":
+            self._offset(message, now)
+            return
+        if message.get("t") == "event" and self.on_event is not None:
+            with contextlib.suppress(ValueError):
+                self.on_event(Event.from_json({"run_id": self.run_id, "seq": -1, "host": host, **message["event"]}))
+        self._give(FromHost(host=host, message=message))
+
+    def _from_client(self, peer: Peer, message: dict[str, Any]) -> None:
+        """A verb of another terminal: stop, restart, status."""
+        kind = message.get("t")
+        if kind == "stop":
+            self._orders.append(
+                StopRequest(source="muster stop", exit_code=130, save=bool(message.get("save", True)),
+                            force=bool(message.get("force", False)))
+            )  # fmt: skip
+        elif kind == "restart":
+            spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+            self._orders.append(RestartRequest(settings=self._settings(spec)))
+        self.hub.send(peer, {"t": "status", **self._status()})
+
+    def _status(self) -> dict[str, Any]:
+        state = self.machine.state
+        return {
+            "phase": state.phase.value,
+            "reason": sentence(self.machine),
+            "attempt": state.attempt,
+            "step": state.last_applied_step,
+            "hosts": {
+                name: {"connected": host.connected, "ready": host.ready, "active": name in state.active,
+                       "ranks": [rank for rank, on in state.ranks.items() if on == name]}
+                for name, host in state.hosts.items()
+            },
+            "verdict": list(state.verdict) if state.verdict else None,
+        }  # fmt: skip
+
+    def _gone(self, peer: Peer, reason: str) -> None:
+        who, now = peer.who, self.clock.monotonic_ns()
+        if who is None:
+            return
+        if who.role == "agent" and self.agents.get(who.host) is peer:
+            del self.agents[who.host]
+            self.presence.agent_went(who.host, now)
+        elif who.role == "beat" and self.keepers.get(who.host) is peer:
+            del self.keepers[who.host]
+            self.presence.keeper_went(who.host, now)
+
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Log):
+                self._append(
+                    effect.kind, effect.detail, host=effect.host, rank=effect.rank, step=effect.step, phase=effect.phase
+                )
+                if effect.sync:
+                    self.log.sync()
+            elif isinstance(effect, Send):
+                peer = self.agents.get(effect.host)
+                if peer is not None:
+                    self.hub.send(peer, effect.message)
+            else:
+                self.result = effect
+
+    def _append(self, kind: str, detail: Any, **more: Any) -> None:
+        attempt = self.machine.state.attempt if hasattr(self, "machine") else 0
+        event = self.log.append(kind, detail=detail, attempt=attempt, **more)
+        if self.on_event is not None:
+            self.on_event(event)
+
+    # ------------------------------------------------------------ clocks
+
+    def _ping(self, host: str | None = None) -> None:
+        for name in [host] if host else list(self.agents):
+            number = len(self.pings) + 1
+            self.pings[number] = (name, self.clock.monotonic_ns())
+            self.hub.send(self.agents[name], {"t": "ping", "id": number})
+
+    def _offset(self, message: dict[str, Any], now: int) -> None:
+        """Half the round trip is the most that the offset can be wrong (Cristian 1989)."""
+        name, sent = self.pings.get(int(message["id"]), ("", 0))
+        if name:
+            half = (now - sent) // 2
+            self._append(
+                "clock.offset", {"offset_ns": sent + half - int(message["mono_ns"]), "error_ns": half}, host=name
+            )
+
+
+def serve(
+    run_dir: Path, *, foreground: bool = False, on_event: Callable[[Event], None] | None = None, bind: str = "127.0.0.1"
+) -> int:
+    """Supervise the run in ``run_dir`` until it has ended; return its exit code.
+
+    Raises:
+        ConflictError: another supervisor holds the run.
+    """
+    supervisor = Supervisor(run_dir=Path(run_dir).resolve(), on_event=on_event, bind=bind)
+    return supervisor.serve()
+
+
+def sentence(machine: Machine) -> str:
+    """Why the run is where it is, for a person."""
+    state = machine.state
+    if state.phase is Phase.RUN and not state.stepped:
+        return f"attempt {state.attempt} is starting: no step yet"
+    missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
+    sentences = {
+        Phase.BOOT: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
+        Phase.ADOPT: "a new supervisor waits for the hosts to answer",
+        Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}",
+        Phase.COLLECT: "recovering: ranks are being replaced",
+        Phase.WAIT: "waiting for a host to return",
+        Phase.STOPPING: "saving before it leaves",
+        Phase.HOLD: f"failed; hosts are held for muster restart: {state.verdict[1] if state.verdict else ''}",
+        Phase.ENDED: "ended",
+    }
+    return sentences[state.phase]
+
+
+def _empty(sock: socket.socket) -> None:
+    sock.recv(256)
+
+
+__all__ = ["ConflictError", "Phase", "Supervisor", "serve"]

@@ -1,0 +1,206 @@
+"""The supervisor's state, its inputs and its effects: plain values that the machine folds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from muster.core.nouns import Layout
+from muster.core.spec import RunSpec
+
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the machine needs of a run file."""
+
+    spec: RunSpec
+    run_id: str
+    run_dir: str
+    ranks_per_host: int
+    host_price: Mapping[str, float] = field(default_factory=dict)
+    """Host -> USD per hour; absent: unknown."""
+    free_hosts: bool = False
+    """The user's own machines: an hour costs nothing."""
+    collect_timeout_s: float = 5.0
+    adopt_timeout_s: float = 5.0
+    lemon_window_s: float = 3600.0
+
+    @property
+    def wanted_hosts(self) -> int:
+        return self.spec.resources.hosts
+
+    @property
+    def min_hosts(self) -> int:
+        return self.spec.resources.min_hosts or self.spec.resources.hosts
+
+
+class Phase(StrEnum):
+    """Where the run is, from the supervisor's chair."""
+
+    BOOT = "boot"  # hosts are joining
+    ADOPT = "adopt"  # a new supervisor waits for the hosts of the attempt it found in the log
+    RUN = "run"  # ranks are starting or stepping
+    COLLECT = "collect"  # ranks were ended; hosts report what they hold
+    WAIT = "wait"  # too few hosts
+    STOPPING = "stopping"  # ranks were asked to save and leave
+    HOLD = "hold"  # failed by the user's own error; hosts stay warm
+    ENDED = "ended"
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One host as the supervisor knows it."""
+
+    name: str
+    connected: bool = False
+    ready: bool = False
+    quarantined: bool = False
+    store: tuple[str, int] | None = None
+    """Where its rendezvous store listens."""
+    memory: tuple[str, int] | None = None
+    """Where its snapshots can be fetched."""
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    failures_ns: list[int] = field(default_factory=list)
+    granted: bool = False
+    was_lost: bool = False
+    cannot_start: bool = False
+    """It said so; a later ``ready`` takes it back."""
+    alive: dict[int, int] = field(default_factory=dict)
+    """Ranks running there (from its hello) -> pid."""
+    exited: set[int] = field(default_factory=set)
+    """Ranks of its attempt that have left; their codes follow in messages."""
+    attempt: int = 0
+
+
+@dataclass(kw_only=True)
+class OpenIncident:
+    """An incident from its detection to the first new step."""
+
+    incident_id: str
+    kind: str
+    detected_ns: int
+    last_applied_step: int
+    secondary: bool = False
+    """A consequence (a peer was lost) was heard first; its cause may follow."""
+    stages_ns: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class State:
+    """Everything the machine remembers; ``fold.recover`` rebuilds it from a log."""
+
+    phase: Phase = Phase.BOOT
+    attempt: int = 0
+    hosts: dict[str, Host] = field(default_factory=dict)
+    active: list[str] = field(default_factory=list)
+    ranks: dict[int, str] = field(default_factory=dict)
+    """Rank -> host, of the current attempt."""
+    layout: Layout = field(default_factory=Layout)
+    exited: dict[int, int] = field(default_factory=dict)
+    """Rank -> exit code, of the current attempt."""
+    last_applied_step: int = 0
+    stepped: bool = False
+    """This attempt has taken a step."""
+    restarts_without_progress: int = 0
+    error_counts: dict[str, int] = field(default_factory=dict)
+    next_incident: int = 1
+    open: OpenIncident | None = None
+    target: list[str] = field(default_factory=list)
+    """Hosts of the attempt to come, while collecting or waiting."""
+    collecting: set[str] = field(default_factory=set)
+    needed_hosts: int = 0
+    """With fewer the next attempt is not begun; 0: the run's minimum."""
+    waiting_since_ns: int | None = None
+    deadline_ns: int | None = None
+    stop: tuple[str, int] | None = None
+    """(outcome, exit code) once the run has been asked to end."""
+    yielding: bool = False
+    """The ranks were asked to leave after their step so that the world can grow."""
+    verdict: tuple[int, str] | None = None
+    asked: StopRequest | None = None
+    """A stop that came before the hosts had answered this supervisor."""
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostUp:
+    host: str
+    hello: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostDown:
+    host: str
+    why: str
+    silent_s: float = 0.0
+    """Since it was last heard: the fault can be so old."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHost:
+    host: str
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest:
+    """Ctrl-C (130), SIGTERM (75), ``muster stop`` (130). ``force``: do not wait for a save."""
+
+    source: str
+    exit_code: int
+    save: bool = True
+    force: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartRequest:
+    """``muster restart``: the run file was corrected; start again on the hosts that are held."""
+
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """A deadline has passed."""
+
+
+Input = HostUp | HostDown | FromHost | StopRequest | RestartRequest | Tick
+
+# ---------------------------------------------------------------- effects, carried out in order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """Append an event to the supervisor's log (and the disk, where ``sync``)."""
+
+    kind: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    host: str | None = None
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    sync: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    host: str
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The run is over; ``outcome`` succeeded, failed, stopped or preempted."""
+
+    exit_code: int
+    outcome: str
+    reason: str
+
+
+Effect = Log | Send | End

@@ -1,0 +1,107 @@
+"""One micro-batch on its device. B sequences of S tokens; documents never cross a sequence's end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+#: With static shapes, room for one document per so many tokens, so that bounds of any batch have one shape.
+STATIC_TOKENS_PER_DOCUMENT = 16
+
+
+class Sequences(Protocol):
+    """What ``batch_from`` reads: ``muster.data`` supplies it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed sequences and where their documents lie."""
+
+    input_ids: Tensor
+    """int64[B, S]"""
+    labels: Tensor
+    """int64[B, S], already shifted: the target of each position; -100: not supervised."""
+    position_ids: Tensor
+    """int64[B, S], from 0 in each document."""
+    cu_seqlens: Tensor
+    """int32[documents + 1], cumulated document lengths over the flattened B * S tokens; with static shapes padded
+    with empty documents at the end."""
+    max_seqlen: int
+    """Longest document; S with static shapes."""
+    targets: Tensor
+    """int64[supervised]: places in the flattened tokens that have a target; logits are taken there alone."""
+
+    @property
+    def supervised(self) -> int:
+        """Number of positions with a target."""
+        return self.targets.numel()
+
+
+def batch_from(
+    store: Sequences, sequences: Sequence[int], device: torch.device, *, static_shapes: bool = False
+) -> Batch:
+    """The micro-batch made of these sequences of ``store``. ``static_shapes``: for compiled models."""
+    rows = [store[index] for index in sequences]
+    lengths = [int(length) for row in rows for length in row.document_lengths]
+    return make_batch(
+        torch.stack([torch.as_tensor(row.input_ids, dtype=torch.int64) for row in rows]),
+        torch.stack([torch.as_tensor(row.labels, dtype=torch.int64) for row in rows]),
+        torch.stack([torch.as_tensor(row.position_ids, dtype=torch.int64) for row in rows]),
+        lengths,
+        device,
+        static_shapes=static_shapes,
+    )
+
+
+def padding_batch(micro_batch_size: int, sequence_length: int, device: torch.device, *, static_shapes: bool) -> Batch:
+    """A micro-batch of weight zero: for a rank without work in a round, since all ranks make the same collectives."""
+    tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64)
+    positions = torch.arange(sequence_length).repeat(micro_batch_size, 1)
+    lengths = [sequence_length] * micro_batch_size
+    ignored = torch.full_like(tokens, IGNORED)
+    return make_batch(tokens, ignored, positions, lengths, device, static_shapes=static_shapes)
+
+
+def make_batch(
+    input_ids: Tensor,
+    labels: Tensor,
+    position_ids: Tensor,
+    document_lengths: Sequence[int],
+    device: torch.device,
+    *,
+    static_shapes: bool = False,
+) -> Batch:
+    """A batch from its parts; ``document_lengths`` of all sequences, one after the other."""
+    count, length = input_ids.shape
+    bounds = [0, *accumulate(document_lengths)]
+    assert bounds[-1] == count * length, f"documents hold {bounds[-1]} tokens, the batch {count * length}"
+    longest = max(document_lengths)
+    if static_shapes:
+        room = count * max(1, length // STATIC_TOKENS_PER_DOCUMENT) + 1
+        if len(bounds) > room:
+            room = count * length + 1  # many tiny documents: one more shape, never more
+        bounds += [bounds[-1]] * (room - len(bounds))
+        longest = length
+    blocking = device.type == "cpu"
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if blocking else tensor.pin_memory().to(device, non_blocking=True)
+
+    return Batch(
+        input_ids=moved(input_ids),
+        labels=moved(labels),
+        position_ids=moved(position_ids),
+        cu_seqlens=moved(torch.tensor(bounds, dtype=torch.int32)),
+        max_seqlen=longest,
+        targets=moved((labels != IGNORED).flatten().nonzero().squeeze(1)),
+    )

@@ -1,0 +1,63 @@
+"""The training loop, top to bottom on one screen. Everything it names is a value on ``Run`` or a plain function."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from muster.core.ranks import Order
+from muster.train.guard import must_skip
+from muster.train.loss import loss_sum
+from muster.train.optimizer import clip_scale
+from muster.train.run import Run
+from muster.train.schedule_lr import learning_rate
+
+
+def train(run: Run) -> Order | None:
+    """Apply every step that is left; the order that ended it early, or None at the last step.
+
+    Returns with ``run.state.step`` applied on every rank. Raises NotFinite with the bad update not applied.
+    """
+    training = run.spec.training
+    for step in range(run.state.step + 1, run.last_step + 1):
+        waited_from = time.monotonic_ns()
+        work = run.reader.take(step)
+        run.times.data_wait_ns = time.monotonic_ns() - waited_from
+        run.orders.begin(save_now=run.wants_save())
+        run.profiler.begin(step)
+        run.sums.begin(micro_batches=work.micro_batches)
+        losses = []
+        for number, part in enumerate(work.rounds, start=1):
+            seed_micro_batch(training.seed, step, part.index)
+            run.sums.before_forward(last=number == len(work.rounds))
+            loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
+            loss.backward()
+            run.sums.add_loss(loss)
+            losses.append(loss.detach())
+            run.link.beat(step)
+            run.settle()  # the step before, where its numbers were left on the device
+        total, norm, fault = run.sums.finish()
+        skip = must_skip(total, norm, fault)
+        rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
+        scale = clip_scale(norm, training.optimizer.max_grad_norm)
+        run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
+        run.applied(work, losses, total, norm, fault, rate)
+        run.profiler.end(step)
+        run.collector.step(step)
+        order = run.orders.agreed()
+        if run.evaluation_is_due(step):
+            run.evaluate(step)
+        if order is not None or run.checkpoint_is_due(step):
+            run.save(step, order)
+        if order is not None and order.kind == "stop":
+            return order
+    return None
+
+
+def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
+    """All randomness of a micro-batch (dropout) follows from its place: no generator state to save.
+
+    An odd multiplier keeps neighbouring steps apart; 2**63 - 1 is the largest seed torch takes.
+    """
+    torch.manual_seed((seed * 1_000_003 + step * 65_537 + micro_batch + 1) % (2**63 - 1))

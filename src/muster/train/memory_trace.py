@@ -1,0 +1,232 @@
+"""A program: peak memory of one rank's tensors, from the real model, the real FSDP2 wrapping and the real optimizer.
+
+Nothing is allocated and nothing is sent: tensors are PyTorch's fake ones, the process group is its fake one, so that
+a laptop answers for any number of ranks without the weights. Started as a process by the planner::
+
+    python -m muster.train.memory_trace < request.json > answer.json
+    request: {"spec": RunSpec, "layout": {...}, "vocab_size": V, "config": transformers config instead of the spec's}
+    answer: {"peak_bytes", "moment", "kinds": {weights, gradients, optimizer, other}, "after_build_bytes", "seconds"}
+
+Live bytes are counted by storage: each operator's new storages are added when it returns and subtracted when they are
+freed. PyTorch's own tracker was not used: it has no fake CUDA on a build without it, and counts ``AdamW(foreach=True)``
+three times the *global* parameters. The rank counted is rank 0; the attention kernel is the CPU's, which takes keys
+and values repeated to the queries' heads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from muster.core.nouns import Layout
+from muster.core.spec import RunSpec
+from muster.train import lora, model
+from muster.train.attention import choose_attention, needs_of
+from muster.train.batch import Batch
+from muster.train.loss import loss_sum
+from muster.train.mesh import make_meshes
+from muster.train.optimizer import make_optimizer
+from muster.train.reduce import Axes, FloatSums, local
+from muster.train.sharding import shard
+from muster.train.state import named_without_wrappers
+from muster.train.trained import TrainedModel
+
+#: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
+LOOK_EVERY = 64
+
+
+@dataclass
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that are alive, and their peak with the moment it was reached.
+
+    FSDP frees and refills whole parameters by resizing their storages, which no operator shows.
+    """
+
+    live: int = 0
+    peak: int = 0
+    moment: str = "build"
+    peak_moment: str = "build"
+    _sizes: dict[int, int] = field(default_factory=dict)
+    """Storage -> the bytes it was last counted with."""
+    _held: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _resized: set[int] = field(default_factory=set)
+    _operators: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._operators += 1
+        self._look(list(self._held) if self._operators % LOOK_EVERY == 0 else list(self._resized))
+        self.add(result)
+        return result
+
+    def add(self, values: Any) -> None:
+        """Count the storages of these tensors, once each."""
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor):
+                tensor = local(value)
+                if tensor.device.type != "meta" or hasattr(tensor, "fake_device"):
+                    self._count(tensor.untyped_storage())
+        if self.live > self.peak:
+            self.peak, self.peak_moment = self.live, self.moment
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._held and self._held[key]() is storage:
+            return
+        self._forget(key)
+
+        def freed(reference: Any, key: int = key) -> None:
+            if self._held.get(key) is reference:
+                self._forget(key)
+
+        self._held[key] = weakref.ref(storage, freed)
+        self._sizes[key] = storage.nbytes()
+        self.live += self._sizes[key]
+
+    def _forget(self, key: int) -> None:
+        self._held.pop(key, None)
+        self._resized.discard(key)
+        self.live -= self._sizes.pop(key, 0)
+
+    def _look(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            storage = self._held[key]() if key in self._held else None
+            if storage is not None and storage.nbytes() != self._sizes[key]:
+                self._resized.add(key)
+                self.live += storage.nbytes() - self._sizes[key]
+                self._sizes[key] = storage.nbytes()
+
+
+def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
+    """Build, take two steps, and report the peak of the second (the first has no optimizer state yet)."""
+    began = time.monotonic()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    device = torch.device("cpu")
+    module = build(spec, layout, vocab_size, device)  # on the meta device
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        module.to_empty(device=device)
+        module.model.tie_weights()
+        named = named_without_wrappers({name: p for name, p in module.model.named_parameters() if p.requires_grad})
+        sums = FloatSums(module, Axes(), accumulate_locally=False)
+        optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
+        built = live.live
+        micro = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
+        rounds = min(2, -(-micro // layout.data_ranks))
+        for step in (1, 2):
+            live.peak = 0
+            _step(spec, module, sums, optimizer, rounds, step, live)
+        kinds = {
+            "weights": _bytes(module.parameters()),
+            "optimizer": _bytes(t for moment in optimizer.moments.values() for t in moment.values()),
+            "gradients": _bytes(p.grad for p in module.parameters() if p.grad is not None),
+        }
+    dist.destroy_process_group()
+    return {
+        "peak_bytes": live.peak,
+        "moment": live.peak_moment,
+        "kinds": {**kinds, "other": live.peak - sum(kinds.values())},
+        "after_build_bytes": built,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> TrainedModel:
+    """``model.build_model`` as far as memory: laid out and cut, still on the meta device."""
+    assert spec.model is not None
+    compute_dtype, master_dtype = model.DTYPES[spec.model.dtype], model.DTYPES[spec.model.master_dtype]
+    mesh = make_meshes(layout, "cpu")
+    config = model.read_config(spec, None, vocab_size)
+    made = model.on_meta(config, compute_dtype if spec.model.lora else master_dtype)
+    attention = choose_attention("auto", needs_of(made, spec.training.sequence_length), device, compute_dtype)
+    made.set_attn_implementation(attention.implementation)
+    if spec.model.lora:
+        lora.add_adapters(made, spec.model.lora, master_dtype)
+    plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
+    layers = model.prepare_layers(made, plain, mesh, device)
+    module = TrainedModel(made, attention, compute_dtype=compute_dtype)
+    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward)
+    module.train()
+    return module
+
+
+def _step(
+    spec: RunSpec,
+    module: TrainedModel,
+    sums: FloatSums,
+    optimizer: Any,
+    rounds: int,
+    step: int,
+    live: LiveBytes,
+) -> None:
+    training = spec.training
+    count, length = training.micro_batch_size, training.sequence_length
+    live.moment = "start of step"
+    sums.begin(micro_batches=rounds)
+    for number in range(1, rounds + 1):
+        sums.before_forward(last=number == rounds)
+        tokens = torch.zeros(count, length, dtype=torch.int64)
+        positions = torch.arange(length).repeat(count, 1)
+        batch = _batch(tokens, positions)
+        live.moment = "forward and loss"
+        loss = loss_sum(module, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
+        live.moment = "backward"
+        loss.backward()
+        sums.add_loss(loss)
+        del loss, batch
+    live.moment = "update"
+    scale = torch.ones(())
+    optimizer.step(step=step, learning_rate=1e-3, scale=scale, skip=torch.zeros(()))
+
+
+def _batch(tokens: Tensor, positions: Tensor) -> Batch:
+    """A batch in which every token has a target: which have one cannot be looked up in fake tensors."""
+    count, length = tokens.shape
+    return Batch(
+        input_ids=tokens,
+        labels=tokens,
+        position_ids=positions,
+        cu_seqlens=torch.arange(0, (count + 1) * length, length, dtype=torch.int32),
+        max_seqlen=length,
+        targets=torch.arange(count * length),
+    )
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the local parts, a storage once."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = part.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def main() -> None:
+    """Answer one request."""
+    request: Mapping[str, Any] = json.load(sys.stdin)
+    given = dict(request["spec"])
+    if request.get("config"):
+        given["model"] = {**given["model"], "config": request["config"], "source": None}
+    answer = trace(RunSpec.model_validate(given), Layout(**request["layout"]), request["vocab_size"])
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

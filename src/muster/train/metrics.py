@@ -1,0 +1,131 @@
+"""A step's numbers: kept on the device until somebody may look at them, then one ``step`` event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.core.ranks import Link
+from muster.train.profiling import memory_bytes
+from muster.train.reader import StepWork
+from muster.train.trackers import Tracker
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What MFU divides by."""
+
+    flops: float | None
+    """Of one rank, per second; None: unknown, so no MFU."""
+    ranks: int
+
+
+class Pending:
+    """Scalars on their way to the host. ``values`` waits for the device; nothing before it does."""
+
+    def __init__(self, scalars: Sequence[Tensor]) -> None:
+        stacked = torch.stack([scalar.double() for scalar in scalars])
+        self._event: torch.cuda.Event | None = None
+        if stacked.is_cuda:
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = stacked
+
+    def values(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return [float(value) for value in self._host.tolist()]
+
+
+@dataclass
+class StepTimes:
+    """Where this rank's time of a step went beside computing, in nanoseconds."""
+
+    data_wait_ns: int = 0
+    stall_ns: int = 0
+
+
+@dataclass
+class StepLog:
+    """Rank 0's record of the steps; silent on the others.
+
+    ``step_ns`` runs from the end of the step before (or from ``restart``, after something that is no step: an
+    evaluation, a save) to the moment this step's numbers are known.
+    """
+
+    link: Link
+    rank: int
+    device: torch.device
+    peak: Peak
+    trackers: list[Tracker] = field(default_factory=list)
+    track_every_steps: int = 1
+    _since_ns: int = field(default_factory=time.monotonic_ns)
+
+    def restart(self) -> None:
+        """The next step's time begins now."""
+        self._since_ns = time.monotonic_ns()
+
+    def write(
+        self, work: StepWork, *, loss: float, norm: float, learning_rate: float, times: StepTimes
+    ) -> dict[str, Any] | None:
+        """Emit the ``step`` event; its detail, or None on ranks that are silent."""
+        now = time.monotonic_ns()
+        step_ns, self._since_ns = max(1, now - self._since_ns), now
+        if self.rank != 0:
+            return None
+        detail: dict[str, Any] = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "step_ns": step_ns,
+            "tokens": work.tokens,
+            "supervised_tokens": work.supervised_tokens,
+            "padding_tokens": work.padding_tokens,
+            "data_wait_ns": times.data_wait_ns,
+            "stall_ns": times.stall_ns,
+            "tokens_per_s": work.tokens / step_ns * 1e9,
+            "memory_bytes": memory_bytes(self.device),
+            "rows": work.rows,
+            "padding_rounds": work.padding_rounds,
+        }
+        if work.model_flops:
+            detail["model_flops"] = work.model_flops
+            detail["tflops_per_rank"] = work.model_flops / step_ns / self.peak.ranks / 1e3  # per ns, in tera
+            if self.peak.flops:
+                detail["mfu"] = work.model_flops / (step_ns / 1e9 * self.peak.flops * self.peak.ranks)
+        self.link.emit("step", step=work.step, **detail)
+        if work.step % self.track_every_steps == 0:
+            self.track(work.step, detail, prefix="train")
+        return detail
+
+    def track(self, step: int, values: dict[str, Any], *, prefix: str) -> None:
+        """Hand the numbers among ``values`` to the trackers."""
+        numbers = {
+            f"{prefix}/{name}": float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for tracker in self.trackers:
+            tracker.log(numbers, step=step)
+
+
+class Phases:
+    """Tells the link what this rank spends its time on, when that changes."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.now: str | None = None
+
+    def enter(self, phase: str, *, step: int | None = None) -> None:
+        if phase != self.now:
+            self.now = phase
+            self._link.emit("phase", phase=phase, step=step)

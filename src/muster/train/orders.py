@@ -1,0 +1,68 @@
+"""Orders take effect at the same step on every rank, whenever each of them heard of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from muster.core.ranks import Link, Order
+
+NO_DEADLINE_MS = 1 << 40
+
+
+@dataclass
+class Orders:
+    """One small all-reduce a step on a gloo group of its own, begun with the step and awaited at its end.
+
+    So an order heard during step k is agreed on at the end of step k + 1 at the latest, and costs no time:
+    the message travels while the step computes.
+    """
+
+    link: Link
+    group: dist.ProcessGroup | None
+    """All ranks; None at world size 1."""
+
+    def begin(self, *, save_now: bool = False, copy_is_behind: bool = False) -> None:
+        """The step begins: say what this rank has heard, or wants by itself (``save_now``).
+
+        ``copy_is_behind``: the last snapshot's copy is not yet on the peer.
+        """
+        order = self.link.order()
+        stop = order is not None and order.kind == "stop"
+        deadline = NO_DEADLINE_MS
+        if order is not None and order.deadline_s is not None:
+            deadline = max(0, int(order.deadline_s * 1000))
+        self._flags = torch.tensor(
+            [
+                1 if stop else 0,
+                1 if save_now or (order is not None and (order.kind == "save" or order.save)) else 0,
+                order.exit_code if order is not None else 0,
+                -deadline,  # the maximum of the negative is the nearest deadline
+                1 if copy_is_behind else 0,
+            ]
+        )
+        self._work = None
+        if self.group is not None:
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def snapshot_agreed(self) -> bool:
+        """Whether every rank's last snapshot is where it should be, so that all take the next one."""
+        if self._work is not None:
+            self._work.wait()
+        return not int(self._flags[4])
+
+    def agreed(self) -> Order | None:
+        """The step ends: what all ranks do now, the same on each. None: go on."""
+        if self._work is not None:
+            self._work.wait()
+        stop, save, exit_code, deadline = (int(flag) for flag in self._flags[:4])
+        if not stop and not save:
+            return None
+        return Order(
+            kind="stop" if stop else "save",
+            save=bool(save),
+            exit_code=exit_code,
+            deadline_s=None if -deadline == NO_DEADLINE_MS else -deadline / 1000,
+        )

@@ -1,0 +1,124 @@
+"""What a rank can say about its own cost: a trace of one step, a memory snapshot, the peak of this machine's matmul."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.core.spec import Profile, RunSpec
+
+PROBE_S = 0.3
+PROBE_SIZE = 768
+
+
+class Profiler:
+    """Writes ``traces/step-K.rank-R.json`` (Chrome trace) and ``traces/memory-step-K.rank-R.json`` when asked to."""
+
+    def __init__(self, wanted: Profile, *, directory: Path, rank: int, device: torch.device) -> None:
+        self.wanted, self.directory, self.rank, self.device = wanted, directory, rank, device
+        self._running: Any = None
+        if wanted.memory_step is not None and device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def begin(self, step: int) -> None:
+        """The step begins."""
+        if self.wanted.trace_step == step:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._running = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._running.start()
+
+    def end(self, step: int) -> None:
+        """The step ends; write what was asked of it."""
+        if self._running is not None:
+            self._running.stop()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._running.export_chrome_trace(str(self.directory / f"step-{step}.rank-{self.rank}.json"))
+            self._running = None
+        if self.wanted.memory_step == step and self.device.type == "cuda":
+            self.directory.mkdir(parents=True, exist_ok=True)
+            found = torch.cuda.memory._snapshot()
+            path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
+            path.write_text(json.dumps(found, default=str))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class Collector:
+    """Python's garbage collector, run by hand at the same step on all ranks: a pause of one is a pause of all.
+
+    ``every_steps`` 0 leaves it to Python. What exists at the start is frozen out of later collections, without one
+    before: it would take 0.3 s of every restart, and touch pages that a forked rank shares with its parent.
+    """
+
+    def __init__(self, every_steps: int) -> None:
+        self.every_steps = every_steps
+        if every_steps:
+            gc.freeze()
+            gc.disable()
+
+    def step(self, step: int) -> None:
+        if self.every_steps and step % self.every_steps == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        if self.every_steps:
+            gc.enable()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak so far: the CUDA allocator's, or on CPU the resident set's."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+def memory_room_bytes(device: torch.device) -> float:
+    """Memory of the whole device, or of this machine: a constant of the machine, not what happens to be free."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def peak_flops(
+    spec: RunSpec, *, device: torch.device, run_dir: Path, probe: bool, keep: bool
+) -> tuple[float | None, str]:
+    """FLOP/s of one rank that MFU divides by, and where the figure comes from. None: unknown, so no MFU.
+
+    On CPU a matmul of the compute type is timed once a run, on all ranks at once; the result lies in the run's
+    folder (written by the rank with ``keep``), so that a restarted rank (``probe`` false) does not stop to measure.
+    """
+    if spec.output.peak_tflops is not None:
+        return spec.output.peak_tflops * 1e12, "output.peak_tflops of the run file"
+    if device.type == "cuda":
+        return None, f"no peak is known for {torch.cuda.get_device_name(device)}: set output.peak_tflops"
+    path = run_dir / "peak.json"
+    try:
+        return float(json.loads(path.read_text())["peak_flops"]), "matmul measured at this run's start"
+    except (OSError, ValueError, KeyError):
+        if not probe:
+            return None, "not measured after a restart"
+    assert spec.model is not None
+    found = measured_matmul(getattr(torch, spec.model.dtype), device)
+    if keep:
+        path.write_text(json.dumps({"peak_flops": found}))
+    return found, "matmul measured at this run's start"
+
+
+def measured_matmul(dtype: torch.dtype, device: torch.device, *, seconds: float = PROBE_S) -> float:
+    """Best FLOP/s of a square matmul within ``seconds``, with this rank's threads."""
+    left = torch.randn(PROBE_SIZE, PROBE_SIZE).to(device, dtype)
+    best = 0.0
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(left, left)
+        best = max(best, 2.0 * PROBE_SIZE**3 / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,178 @@
+"""A rank's line to its host's agent: events out, orders in, a sign of life in between.
+
+One daemon thread (started after the fork, never before) owns the socket, so that the training loop never
+waits for a reader. When the agent dies the link reconnects to its successor and sends what it kept; when
+none comes within ``orphan_s`` the rank ends itself, since nobody could ever stop it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from muster.core.errors import AccessError
+from muster.core.ranks import Order
+from muster.core.wire import Session
+
+#: Events kept while no agent listens; the oldest go first.
+KEPT_EVENTS = 10_000
+
+
+class Line:
+    """A blocking connection to the agent's socket file, before any thread exists (standby)."""
+
+    def __init__(self, address: str, token: bytes, hello: Mapping[str, Any], *, timeout_s: float = 5.0) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(timeout_s)
+        self.sock.connect(address)
+        self.session = Session(token, server=False)
+        while not self.session.ready:
+            self._pump()
+        self.send(hello)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self.session.send(message)
+        self.sock.sendall(self.session.outgoing())
+
+    def wait(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """Block for the next messages. Raises ConnectionError at the agent's end, TimeoutError."""
+        self.sock.settimeout(timeout_s)
+        while True:
+            found = self._pump()
+            if found:
+                return found
+
+    def _pump(self) -> list[dict[str, Any]]:
+        out = self.session.outgoing()
+        if out:
+            self.sock.sendall(out)
+        data = self.sock.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the agent closed the line")
+        found = self.session.receive(data)
+        out = self.session.outgoing()
+        if out:
+            self.sock.sendall(out)
+        return found
+
+
+class RankLink:
+    """``core.ranks.Link`` over the agent's socket."""
+
+    def __init__(
+        self,
+        line: Line,
+        *,
+        address: str,
+        token: bytes,
+        hello: Mapping[str, Any],
+        attempt: int,
+        rank: int,
+        beat_every_s: float,
+        orphan_s: float,
+    ) -> None:
+        self._line: Line | None = line
+        self._address, self._token, self._hello = address, token, dict(hello)
+        self._attempt, self._rank = attempt, rank
+        self._beat_every_s, self._orphan_s = beat_every_s, orphan_s
+        self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=KEPT_EVENTS)
+        self._orders: collections.deque[Order] = collections.deque()
+        self._step = -1
+        self._micro = 0
+        self._hurry = False
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        os.set_blocking(self._wake_w, False)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="muster-link", daemon=True)
+        self._thread.start()
+
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
+        event = {
+            "kind": kind,
+            "attempt": self._attempt,
+            "rank": self._rank,
+            "mono_ns": time.monotonic_ns(),
+            "wall_ns": time.time_ns(),
+            "detail": detail,
+        }
+        if step is not None:
+            event["step"] = step
+        if phase is not None:
+            event["phase"] = phase
+        self._out.append({"t": "event", "event": event})
+        self._wake()
+
+    def beat(self, step: int) -> None:
+        new = step != self._step
+        self._step, self._micro = step, self._micro + 1
+        if new:  # a snapshot lies ready: the mover should hear of it now, not at the next beat
+            self._hurry = True
+            self._wake()
+
+    def order(self) -> Order | None:
+        return self._orders.popleft() if self._orders else None
+
+    def last_words(self, words: Mapping[str, Any]) -> None:
+        """Why this rank ends, for the agent's report."""
+        self._out.append({"t": "last", "last": dict(words)})
+        self._wake()
+
+    def close(self, *, timeout_s: float = 2.0) -> None:
+        """Send what is queued, at most ``timeout_s`` long."""
+        self._closing.set()
+        self._wake()
+        self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_w, b"x")
+
+    def _run(self) -> None:
+        next_beat = time.monotonic()
+        while True:
+            line = self._line or self._reconnect()
+            if line is None:
+                return
+            try:
+                while self._out:
+                    line.send(self._out[0])
+                    self._out.popleft()
+                if self._closing.is_set() and not self._out:
+                    return
+                now = time.monotonic()
+                if now >= next_beat or self._hurry:
+                    self._hurry = False
+                    line.send({"t": "beat", "step": self._step, "micro": self._micro})
+                    next_beat = now + self._beat_every_s
+                watched: list[Any] = [line.sock, self._wake_r]
+                ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - now))
+                if self._wake_r in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_r, 4096)
+                if line.sock in ready:
+                    for message in line.wait(1.0):
+                        if message.get("t") == "order":
+                            self._orders.append(Order(**message["order"]))
+            except (OSError, AccessError, ValueError):
+                self._line = None
+
+    def _reconnect(self) -> Line | None:
+        """The agent is gone: wait for its successor; without one this rank must not live on."""
+        deadline = time.monotonic() + self._orphan_s
+        while time.monotonic() < deadline:
+            if self._closing.is_set():
+                return None
+            try:
+                self._line = Line(self._address, self._token, {**self._hello, "step": self._step}, timeout_s=1.0)
+                return self._line
+            except (OSError, AccessError, ValueError):
+                time.sleep(0.1)
+        os._exit(1)

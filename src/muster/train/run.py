@@ -1,0 +1,185 @@
+"""One rank's run: the values that the loop names, and what happens around a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from muster.core.ranks import Link, Order, RankContext
+from muster.core.spec import RunSpec
+from muster.train.evaluate import Evaluator
+from muster.train.guard import failure, find_blame
+from muster.train.metrics import Pending, Phases, StepLog, StepTimes
+from muster.train.optimizer import Updates
+from muster.train.orders import Orders
+from muster.train.profiling import Collector, Profiler
+from muster.train.reader import ReadAhead, StepWork
+from muster.train.reduce import Sums
+from muster.train.saving import Saves
+from muster.train.setup import World
+from muster.train.state import TrainState
+
+
+class Snapshot(Protocol):
+    """Where in-memory snapshots go."""
+
+    def save(self, step: int, local_tensors: dict[str, Tensor]) -> object:
+        """Copy the tensors; returns when they may change again."""
+        ...
+
+    def behind(self) -> bool:
+        """Whether another host's copy of the last snapshot is still missing."""
+        ...
+
+
+@dataclass
+class Applied:
+    """An update that was made, and whose numbers may still be on the device."""
+
+    work: StepWork
+    losses: Sequence[Tensor]
+    numbers: Pending
+    learning_rate: float
+
+
+@dataclass
+class Run:
+    """Everything that ``loop.train`` touches."""
+
+    spec: RunSpec
+    context: RankContext
+    link: Link
+    device: torch.device
+    world: World
+    model: nn.Module
+    state: TrainState
+    optimizer: Updates
+    sums: Sums
+    reader: ReadAhead
+    orders: Orders
+    log: StepLog
+    phases: Phases
+    evaluator: Evaluator
+    saves: Saves
+    snapshots: Snapshot | None
+    profiler: Profiler
+    collector: Collector
+    last_step: int
+    times: StepTimes = field(default_factory=StepTimes)
+    _applied: Applied | None = None
+
+    def applied(
+        self, work: StepWork, losses: Sequence[Tensor], loss: Tensor, norm: Tensor, fault: Tensor, learning_rate: float
+    ) -> None:
+        """The update of ``work.step`` was made: snapshot it, and record it as soon as its numbers are here.
+
+        On CUDA without a snapshot the host does not wait: ``settle`` in the next step's first round does.
+        """
+        self.state.step = work.step
+        self._applied = Applied(work, losses, Pending((loss, norm, fault)), learning_rate)
+        every = self.spec.checkpoint.memory_every_steps
+        wanted = self.snapshots is not None and every > 0 and work.step % every == 0
+        if not wanted and self.device.type == "cuda" and work.step < self.last_step:
+            return
+        self._check(self._applied)
+        if wanted and self.snapshots is not None and self.orders.snapshot_agreed():
+            began = time.monotonic_ns()
+            self.snapshots.save(work.step, self.state.local_tensors())
+            self.times.stall_ns = time.monotonic_ns() - began
+        self.settle()
+
+    def settle(self) -> None:
+        """Read the last update's numbers and emit its event, where that has not been done.
+
+        Raises:
+            NotFinite: it was not applied.
+        """
+        applied, self._applied = self._applied, None
+        if applied is None:
+            return
+        loss, norm = self._check(applied)
+        self.log.write(applied.work, loss=loss, norm=norm, learning_rate=applied.learning_rate, times=self.times)
+        self.times = StepTimes()
+        if self.phases.now != "train":
+            self.saves.prepare()
+            self.phases.enter("train", step=applied.work.step)
+            self.log.restart()
+
+    def copy_is_behind(self) -> bool:
+        """Whether this rank's last snapshot is not yet where a lost host's successor would look."""
+        return self.snapshots is not None and self.snapshots.behind()
+
+    def evaluation_is_due(self, step: int) -> bool:
+        every = self.spec.evaluation.every_steps
+        return every > 0 and step % every == 0 and step < self.last_step
+
+    def evaluate(self, step: int, *, final: bool = False) -> None:
+        """Held-out figures of the state after ``step``; training stands still."""
+        self.settle()
+        with self._apart("eval", step):
+            self.evaluator.run(step, final=final)
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        self.saves.poll()
+        return self.saves.due(step) and step < self.last_step
+
+    def wants_save(self) -> bool:
+        """Rank 0 asks for a save by the clock (``checkpoint.every_steps: auto``)."""
+        return self.world.rank == 0 and self.saves.due_by_clock()
+
+    def save(self, step: int, order: Order | None = None) -> None:
+        """Save, where that makes sense: an order may forbid it, or leave no time for it."""
+        self.settle()
+        if order is not None and not self.saves.fits(order, self.world.control):
+            return
+        with self._apart("checkpoint", step):
+            self.saves.save(step)
+
+    def finish(self) -> None:
+        """Complete what is under way."""
+        self.settle()
+        self.reader.close()
+        self.collector.close()
+        self.saves.finish()
+        for tracker in self.log.trackers:
+            tracker.close()
+
+    @contextmanager
+    def _apart(self, phase: str, step: int) -> Iterator[None]:
+        """Something that is no step: it has a phase of its own, and its time is in no step's."""
+        before = self.phases.now
+        self.phases.enter(phase, step=step)
+        yield
+        if before is not None and 0 < step < self.last_step:
+            self.phases.enter(before, step=step)
+        self.log.restart()
+
+    def _check(self, applied: Applied) -> tuple[float, float]:
+        loss, norm, fault = applied.numbers.values()
+        if math.isfinite(loss) and math.isfinite(norm) and fault == 0.0:
+            return loss, norm
+        sequences = [part.sequences for part in applied.work.rounds]
+        blame = find_blame(
+            applied.losses,
+            sequences,
+            rank=self.world.rank,
+            micro_batch_size=self.spec.training.micro_batch_size,
+            group=self.world.control,
+        )
+        error = failure(
+            step=applied.work.step,
+            loss=loss,
+            norm=norm,
+            fault=fault,
+            blame=blame,
+            everything=[row for rows in sequences for row in rows],
+        )
+        self.link.emit("run.note", step=applied.work.step, text=str(error), sequences=list(error.sequences))
+        raise error

@@ -1,0 +1,195 @@
+"""A rank's in-memory snapshots: written after each step, read back by whoever takes its place.
+
+The bytes lie in a ring on tmpfs (``core.ring``) that outlives the process. The ring's header is a table of
+the tensors, each with its place in the whole (``core.shards``), so that a world of another size can read
+slices of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muster.core.errors import CheckpointError
+from muster.core.ranks import RankContext, Restore
+from muster.core.ring import Ring, file_name
+
+_ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
+_FETCH_TIMEOUT_S = 60.0
+
+
+class Snapshots:
+    """The writing end, one per rank and attempt."""
+
+    def __init__(self, context: RankContext, sharded: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointError when the memory for the ring is not there."""
+        assert context.snapshot_dir is not None
+        table, slot_bytes = table_of(sharded)
+        header = json.dumps(
+            {"rank": context.rank, "layout": context.layout.key, "tensors": table}, separators=(",", ":")
+        ).encode()
+        path = Path(context.snapshot_dir) / file_name("own", context.layout.key, context.rank)
+        self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes)
+        # A version newer than the step we start from belongs to a course that was given up.
+        if context.restore is not None and context.restore.layout == context.layout:
+            self._ring.forget_after(context.restore.step, attempt=context.restore.attempt)
+        else:
+            self._ring.forget_after(-1)
+        self._attempt = context.attempt
+        self._peer_copy = context.peer_copy
+        self._last = -1
+        self._views = [_views(self._ring, slot, table) for slot in range(self._ring.slots)]
+
+    def save(self, step: int, local_tensors: Mapping[str, Tensor]) -> None:
+        """Copy; returns when the tensors may change again. A kill at any point leaves whole versions only."""
+        slot = self._ring.begin()
+        views = self._views[slot]
+        for name, tensor in local_tensors.items():
+            views[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in local_tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        self._ring.commit(slot, step=step, attempt=self._attempt)
+        self._last = step
+
+    def behind(self) -> bool:
+        """Whether the peer does not hold the last snapshot yet.
+
+        A new one is taken only when no rank is behind (the ranks agree on that at each step): so the last
+        version that every peer holds is still in every ring, however slow a network is, and a lost host
+        never leaves ranks without a common step.
+        """
+        return self._peer_copy and self._last >= 0 and self._ring.copied() != (self._last, self._attempt)
+
+
+def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:
+    """(one entry per tensor: name, dtype, global_shape, offsets, local_shape, byte_offset; bytes in all)."""
+    table, at = [], 0
+    for name, tensor in sharded.items():
+        local, offsets = _place(tensor)
+        table.append(
+            {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "global_shape": list(tensor.shape),
+                "offsets": offsets,
+                "local_shape": list(local.shape),
+                "byte_offset": at,
+            }
+        )
+        at += -(-local.numel() * local.element_size() // _ALIGN) * _ALIGN
+    return table, max(at, _ALIGN)
+
+
+def _place(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """This rank's part and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, [0] * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), [int(offset) for offset in offsets]
+
+
+def _views(ring: Ring, slot: int, table: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Name -> tensor that lies in the slot's bytes."""
+    data = ring.slot(slot)
+    found = {}
+    for entry in table:
+        dtype = getattr(torch, entry["dtype"])
+        count = 1
+        for size in entry["local_shape"]:
+            count *= size
+        if count == 0:
+            found[entry["name"]] = torch.empty(entry["local_shape"], dtype=dtype)
+            continue
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry["byte_offset"])
+        found[entry["name"]] = flat.view(entry["local_shape"])
+    return found
+
+
+def open_shard(path: Path, restore: Restore) -> tuple[Ring, list[dict[str, Any]], int]:
+    """(ring, table, slot) of the version to restore; waits for a file that is still being fetched.
+
+    Raises:
+        CheckpointError: it did not come, or the version is not in it.
+    """
+    deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    while True:
+        ring = Ring.open(path, writable=True)
+        version = ring.find(restore.step, restore.attempt)
+        if version is not None:
+            return ring, json.loads(ring.header)["tensors"], version.slot
+        if time.monotonic() >= deadline:
+            raise CheckpointError(f"{path.name} does not hold step {restore.step} of attempt {restore.attempt}")
+        time.sleep(0.005)
+
+
+def restore_same_layout(context: RankContext, restore: Restore) -> dict[str, Tensor]:
+    """This rank's own parts, as ``TrainState.load`` takes them: views into the ring, nothing copied yet."""
+    ring, table, slot = open_shard(Path(restore.shards[str(context.rank)]), restore)
+    return _views(ring, slot, table)
+
+
+def restore_other_layout(restore: Restore, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts that ``wanted`` (this rank's sharded state) needs, put together from the former ranks' shards.
+
+    Reads only the overlaps: the bytes of a shard that this rank does not need stay untouched in memory.
+
+    Raises:
+        CheckpointError: a shard is missing, or the shards do not cover a tensor.
+    """
+    shards = [open_shard(Path(path), restore) for _, path in sorted(restore.shards.items(), key=lambda i: int(i[0]))]
+    views = [(_views(ring, slot, table), {entry["name"]: entry for entry in table}) for ring, table, slot in shards]
+    found = {}
+    for name, tensor in wanted.items():
+        part, offsets = _place(tensor)
+        target = torch.empty(part.shape, dtype=part.dtype)
+        filled = 0
+        seen: set[tuple[int, ...]] = set()
+        for tensors, entries in views:
+            entry = entries.get(name)
+            if entry is None or tuple(entry["offsets"]) in seen:
+                continue  # a replica's twin holds the same bytes
+            count = copy_overlap(target, offsets, tensors[name], entry["offsets"])
+            if count:
+                seen.add(tuple(entry["offsets"]))
+            filled += count
+        if filled != target.numel():
+            raise CheckpointError(
+                f"the snapshots of step {restore.step} hold {filled} of {target.numel()} values of {name}"
+            )
+        found[name] = target
+    return found
+
+
+def copy_overlap(target: Tensor, target_at: list[int], source: Tensor, source_at: list[int]) -> int:
+    """Copy what two boxes of one global tensor share; return how many values that was."""
+    if target.dim() == 0:
+        target.copy_(source)
+        return 1
+    into, out_of = [], []
+    for axis in range(target.dim()):
+        begin = max(target_at[axis], source_at[axis])
+        end = min(target_at[axis] + target.shape[axis], source_at[axis] + source.shape[axis])
+        if end <= begin:
+            return 0
+        into.append(slice(begin - target_at[axis], end - target_at[axis]))
+        out_of.append(slice(begin - source_at[axis], end - source_at[axis]))
+    target[tuple(into)].copy_(source[tuple(out_of)])
+    return target[tuple(into)].numel()
+
+
+def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """This rank's parts of the version that ``restore`` names, from whichever layout took it."""
+    if restore.layout == context.layout and str(context.rank) in restore.shards:
+        return restore_same_layout(context, restore)
+    return restore_other_layout(restore, sharded)

@@ -1,0 +1,101 @@
+"""Where else the numbers go: TensorBoard where it is installed, one tracking service by key. All lazy, rank 0 only."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from muster.core.errors import UsageError
+from muster.core.spec import RunSpec
+
+
+class Tracker(Protocol):
+    """Takes scalars."""
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Record one step's scalars."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+class TensorBoard:
+    """Event files under the run's ``tensorboard`` folder."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory))
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Service:
+    """W&B, MLflow or trackio: three modules with the same three calls under different names."""
+
+    def __init__(self, name: str, *, run_id: str, project: str, directory: Path, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self._module = imported(name)
+        if name == "mlflow":
+            self._module.set_experiment(project)
+            self._module.start_run(run_name=run_id)
+            return
+        extra = {"id": run_id, "resume": "allow", "dir": str(directory)} if name == "wandb" else {}
+        self._module.init(project=project, name=run_id, config=dict(config), **extra)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        if self.name == "mlflow":
+            self._module.log_metrics(dict(values), step=step)
+        else:
+            self._module.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self.name == "mlflow":
+            self._module.end_run()
+        else:
+            self._module.finish()
+
+
+def open_trackers(spec: RunSpec, *, run_id: str, run_dir: Path) -> list[Tracker]:
+    """The trackers that the run file asks for.
+
+    Raises:
+        UsageError: one is asked for and not installed.
+    """
+    found: list[Tracker] = []
+    present = importlib.util.find_spec("tensorboard") is not None
+    if spec.output.tensorboard and not present:
+        raise UsageError("output.tensorboard is true, but tensorboard is not installed", hint="pip install tensorboard")
+    if spec.output.tensorboard is not False and present:
+        found.append(TensorBoard(run_dir / "tensorboard"))
+    if spec.output.tracker != "none":
+        found.append(
+            Service(
+                spec.output.tracker,
+                run_id=run_id,
+                project=spec.name,
+                directory=run_dir,
+                config=spec.model_dump(mode="json"),
+            )
+        )
+    return found
+
+
+def imported(name: str) -> Any:
+    """The service's module. Raises UsageError when it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f"output.tracker is {name}, but {name} is not installed", hint=f"pip install {name}"
+        ) from error

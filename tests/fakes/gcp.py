@@ -1,0 +1,351 @@
+"""A Google Cloud in memory: checks each request against Google's discovery documents, keeps state, and can fail.
+
+What it knows of semantics: a network with subnets, rules or a cluster cannot go; a subnet needs its network; a node
+pool needs its cluster, and a cluster does one thing at a time; a bucket has to be empty; names are taken once;
+operations take a few looks; a failed operation leaves its resource in ERROR. Everything else is shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fakes.discovery import Discovery, Match
+from fakes.kubernetes import FakeKubernetes
+
+from muster.backends.gke.provision.access import PERMISSIONS
+from muster.backends.gke.provision.http import Call, Reply, Unreachable
+
+HOST = "10.0.0.2"
+ZONES = ("us-central1-b", "europe-west1-b")
+
+
+class Killed(BaseException):
+    """The program died here: nothing of ours catches it."""
+
+
+@dataclass
+class Operation:
+    """Something that takes ``looks`` looks; then ``finish`` happens."""
+
+    body: dict[str, Any]
+    looks: int
+    finish: Callable[[], None]
+    error: dict[str, Any] | None = None
+    busy: str | None = None
+
+
+@dataclass
+class FakeGoogleCloud:
+    """Answers calls. Faults are set as attributes; ``log`` holds every request that arrived."""
+
+    discovery: Discovery
+    kubernetes: FakeKubernetes = field(default_factory=FakeKubernetes)
+    looks: int = 1
+    """How often an operation is looked at before it is over."""
+    kill_at: int | None = None
+    """The program dies after this request has been carried out (numbered from 1)."""
+    lose: set[int] = field(default_factory=set)
+    """Requests that are carried out, and whose answer never comes."""
+    drop: set[int] = field(default_factory=set)
+    """Requests that never arrive."""
+    refuse: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Request number -> (status, reason), without being carried out."""
+    fail: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Part of a resource's name -> (code, message): creating it begins and fails. Used once."""
+    billing: bool = True
+    denied: set[str] = field(default_factory=set)
+    foreign_buckets: set[str] = field(default_factory=set)
+    store: dict[str, dict[str, Any]] = field(default_factory=dict)
+    enabled: set[str] = field(default_factory=set)
+    policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    operations: dict[str, Operation] = field(default_factory=dict)
+    logs: dict[str, str] = field(default_factory=dict)
+    """Path of a pod's log on the cluster -> its text."""
+    log: list[tuple[str, str]] = field(default_factory=list)
+    creations: list[str] = field(default_factory=list)
+
+    def send(self, call: Call) -> Reply:
+        number = len(self.log) + 1
+        self.log.append((call.method, call.url))
+        if number in self.drop:
+            raise Unreachable(f"no route for request {number}")
+        if number in self.refuse:
+            status, reason = self.refuse[number]
+            return _error(status, reason)
+        reply = self._answer(call)
+        if self.kill_at == number:
+            raise Killed(f"after request {number}: {call.method} {call.url}")
+        if number in self.lose:
+            raise Unreachable(f"the answer to request {number} was lost")
+        # A copy, as from a wire: what the caller holds does not change when the cloud does.
+        return Reply(status=reply.status, body=json.loads(json.dumps(reply.body)), text=reply.text)
+
+    def names(self) -> set[str]:
+        """Kind/name of everything that exists."""
+        return {"/".join(path.split("/")[-2:]) for path in self.store if "/o/" not in path and "/folders/" not in path}
+
+    def _answer(self, call: Call) -> Reply:
+        url = urllib.parse.urlsplit(call.url)
+        if url.netloc == HOST:
+            body = json.dumps(call.body).encode() if call.body is not None else b""
+            if url.path in self.logs:
+                return Reply(status=200, text=self.logs[url.path])
+            query = f"?{url.query}" if url.query else ""
+            status, found = self.kubernetes.handle(call.method, url.path + query, body)
+            return Reply(status=status, body=found)
+        match = self.discovery.match(call.method, url.netloc, url.path)
+        if match is None:
+            raise AssertionError(f"no documented method: {call.method} {call.url}")
+        if complaints := self.discovery.complaints(match, url.query, call.body):
+            raise AssertionError(f"{match.id}: {complaints}")
+        query = dict(urllib.parse.parse_qsl(url.query))
+        special = self._special(match, query, call)
+        return special or self._generic(match, url.path.lstrip("/").split(":")[0], query, call)
+
+    def _special(self, match: Match, query: dict[str, str], call: Call) -> Reply | None:
+        if match.id == "cloudbilling.projects.getBillingInfo":
+            return Reply(status=200, body={"billingEnabled": self.billing})
+        if match.id == "cloudresourcemanager.projects.get":
+            return Reply(status=200, body={"projectNumber": "123456789", "projectId": "example-project"})
+        if match.id == "cloudresourcemanager.projects.testIamPermissions":
+            assert call.body is not None and set(call.body["permissions"]) <= set(PERMISSIONS)
+            granted = [one for one in call.body["permissions"] if one not in self.denied]
+            return Reply(status=200, body={"permissions": granted})
+        if match.id == "serviceusage.services.batchGet":
+            names = [value for _, value in urllib.parse.parse_qsl(urllib.parse.urlsplit(call.url).query)]
+            rows = [
+                {"name": n, "state": "ENABLED" if n.rpartition("/")[2] in self.enabled else "DISABLED"} for n in names
+            ]
+            return Reply(status=200, body={"services": rows})
+        if match.id == "serviceusage.services.batchEnable":
+            wanted = set(call.body["serviceIds"]) if call.body else set()
+            return self._begin("op", {}, lambda: self.enabled.update(wanted), name="operations/services")
+        if match.id.endswith(("perations.get",)):
+            return self._look(match)
+        if match.id == "compute.networkProfiles.get":
+            zone = match.path["networkProfile"].rpartition("-vpc")[0]
+            return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
+        if match.id == "compute.networkProfiles.list":
+            return Reply(status=200, body={"items": [{"name": f"{zone}-vpc-roce"} for zone in ZONES]})
+        if match.id == "compute.advice.capacity":
+            scores = {"obtainability": 0.9, "estimatedUptime": "3600s"}
+            return Reply(status=200, body={"recommendations": [{"scores": scores}]})
+        if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):
+            return self._policy(match, call)
+        if (
+            match.api in ("compute.v1", "container.v1")
+            and f"{match.api.split('.')[0]}.googleapis.com" not in self.enabled
+        ):
+            return _error(403, "SERVICE_DISABLED")
+        return None
+
+    def _policy(self, match: Match, call: Call) -> Reply:
+        bucket = match.path["bucket"]
+        if f"storage/v1/b/{bucket}" not in self.store:
+            return _error(404, "notFound")
+        policy = self.policies.setdefault(bucket, {"bindings": [], "etag": "1"})
+        if call.method == "PUT":
+            assert call.body is not None
+            if call.body.get("etag") != policy["etag"]:
+                return _error(412, "conditionNotMet")
+            self.policies[bucket] = policy = {**call.body, "etag": str(int(policy["etag"]) + 1)}
+        return Reply(status=200, body=policy)
+
+    def _generic(self, match: Match, path: str, query: dict[str, str], call: Call) -> Reply:
+        if match.verb == "aggregatedList":
+            kind = path.rpartition("/")[2]
+            items = [body for key, body in self.store.items() if key.split("/")[-2] == kind]
+            return Reply(status=200, body={"items": {"regions/somewhere": {kind: items}}})
+        if match.verb == "list":
+            return self._list(match, path)
+        if call.method == "GET":
+            if path.rpartition("/")[2] in self.foreign_buckets:
+                return _error(403, "forbidden")
+            if self.store.get(path, {}).get("status") in ("PROVISIONING", "STOPPING"):
+                self._pause(lambda one: one.busy == "/".join(path.split("/")[:7]))
+            found = self.store.get(path)
+            return Reply(status=200, body=found) if found else _error(404, "notFound")
+        if call.method == "DELETE":
+            return self._delete(match, path)
+        return self._create(match, path, query, call)
+
+    def _list(self, match: Match, path: str) -> Reply:
+        inside_a_bucket = match.id in ("storage.objects.list", "storage.folders.list")
+        if inside_a_bucket and f"storage/v1/b/{match.path['bucket']}" not in self.store:
+            return _error(404, "notFound")
+        kind = path.rpartition("/")[2]
+        depth = path.count("/") + 1
+        items = [one for key, one in self.store.items() if key.split("/")[-2] == kind and key.count("/") == depth]
+        if inside_a_bucket:
+            items = [one for key, one in self.store.items() if key.startswith(path + "/")]
+        field_name = {"container.v1": "clusters", "artifactregistry.v1": "repositories"}.get(match.api, "items")
+        return Reply(status=200, body={field_name: items} if items else {})
+
+    def _create(self, match: Match, folder: str, query: dict[str, str], call: Call) -> Reply:
+        assert call.body is not None and match.verb in ("insert", "create"), match.id
+        body = dict(next((call.body[key] for key in ("cluster", "nodePool") if key in call.body), call.body))
+        name = query.get("repositoryId") or body["name"]
+        path = f"{folder}/{name}"
+        if name in self.foreign_buckets:
+            return _error(409, "conflict")
+        if path in self.store:
+            return _error(409, "alreadyExists")
+        if trouble := self._refusal(match, path, body):
+            return trouble
+        self.creations.append(f"{folder.rpartition('/')[2]}/{name}")
+        body["name"] = f"{folder}/{name}".removeprefix("v1/") if match.api.startswith("artifact") else name
+        self.store[path] = body
+        if match.api == "storage.v1":
+            # Something in it, so that removing it has to empty it first.
+            self.store[f"{path}/o/checkpoints%2Fa"] = {"name": "checkpoints/a", "generation": "1"}
+            self.store[f"{path}/folders/checkpoints%2F"] = {"name": "checkpoints/"}
+            return Reply(status=200, body=body)
+        failing = next((key for key in self.fail if key in name), None)
+        error = self.fail.pop(failing) if failing else None
+        busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
+        if match.api == "container.v1":
+            body["status"] = "PROVISIONING"
+        if "nodePools" in body:
+            for pool in body["nodePools"]:
+                self.store[f"{path}/nodePools/{pool['name']}"] = {**pool, "status": "RUNNING"}
+
+        def finish() -> None:
+            if match.api == "container.v1":
+                body["status"] = "ERROR" if error else "RUNNING"
+                if error:
+                    body["statusMessage"] = error[1]
+            elif error:
+                self.store.pop(path, None)
+            if folder.endswith("clusters") and not error:
+                body["endpoint"] = HOST
+
+        return self._begin(folder, body, finish, error=error, busy=busy, api=match.api)
+
+    def _refusal(self, match: Match, path: str, body: dict[str, Any]) -> Reply | None:
+        """What Google says before it begins."""
+        network = body.get("network")
+        if network and match.api == "compute.v1":
+            key = "compute/v1/" + network.split("/compute/v1/")[-1]
+            if key not in self.store:
+                return _error(404, "notFound")
+            if self._pending(key):
+                self._pause(lambda one: one.body.get("targetLink", "").endswith(key))
+                return _error(400, "resourceNotReady")
+        if match.id.endswith("nodePools.create"):
+            cluster = path.rpartition("/nodePools/")[0]
+            if self.store.get(cluster, {}).get("status") != "RUNNING":
+                return _error(404, "notFound")
+            if any(one.busy == cluster for one in self.operations.values()):
+                self._pause(lambda one: one.busy == cluster)
+                return _error(400, "CLUSTER_ALREADY_HAS_OPERATION")
+        return None
+
+    def _pending(self, path: str) -> bool:
+        return any(one.body.get("targetLink", "").endswith(path) for one in self.operations.values() if one.looks > 0)
+
+    def _delete(self, match: Match, path: str) -> Reply:
+        if path not in self.store:
+            return _error(404, "notFound")
+        name = path.rpartition("/")[2]
+        if match.api == "container.v1":
+            cluster = "/".join(path.split("/")[:7])
+            if any(one.busy == cluster for one in self.operations.values()):
+                self._pause(lambda one: one.busy == cluster)
+                return _error(400, "CLUSTER_ALREADY_HAS_OPERATION")
+        users = [
+            key for key, body in self.store.items()
+            if key != path and any(str(body.get(at, "")).endswith(f"/{name}") for at in ("network", "subnetwork"))
+        ]  # fmt: skip
+        nodes = [key for key, body in list(self.store.items()) if f'"subnetwork": "{name}"' in json.dumps(body)]
+        if match.api == "compute.v1" and (users or nodes):
+            return _error(400, "resourceInUseByAnotherResource")
+        if match.id == "storage.buckets.delete" and any(key.startswith(f"{path}/") for key in self.store):
+            return _error(409, "conflict")
+        if match.api == "storage.v1":
+            del self.store[path]
+            return Reply(status=204)
+
+        def finish() -> None:
+            for key in [key for key in self.store if key == path or key.startswith(path + "/")]:
+                del self.store[key]
+
+        busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
+        if busy:
+            self.store[path]["status"] = "STOPPING"
+        return self._begin(path.rpartition("/")[0], {}, finish, busy=busy, api=match.api, target=path)
+
+    def _begin(
+        self,
+        folder: str,
+        body: dict[str, Any],
+        finish: Callable[[], None],
+        *,
+        error: tuple[str, str] | None = None,
+        busy: str | None = None,
+        api: str = "",
+        name: str | None = None,
+        target: str | None = None,
+    ) -> Reply:
+        number = f"operation-{len(self.operations) + 1}"
+        place = "/".join(folder.split("/")[: 6 if "regions" in folder else 5])
+        link = target or f"{folder}/{body.get('name', '')}"
+        if api == "compute.v1":
+            row: dict[str, Any] = {"name": number, "operationType": "insert", "status": "RUNNING", "targetLink": link}
+            row["selfLink"] = f"https://compute.googleapis.com/{place}/operations/{number}"
+            words = {"errors": [{"code": error[0], "message": error[1]}]} if error else None
+        elif api == "container.v1":
+            row = {"name": number, "operationType": "CREATE_NODE_POOL", "status": "RUNNING"}
+            words = {"code": 8, "message": f"{error[0]}: {error[1]}"} if error else None
+        else:
+            row = {
+                "name": name or f"{folder.rpartition('/')[0].removeprefix('v1/')}/operations/{number}",
+                "done": False,
+            }
+            words = {"code": 8, "message": f"{error[0]}: {error[1]}"} if error else None
+        operation = Operation(row, self.looks, finish, words, busy)
+        self.operations[str(row["name"]).rpartition("/")[2]] = operation
+        if operation.looks == 0:
+            self._finish(operation)
+        return Reply(status=200, body=row)
+
+    def _look(self, match: Match) -> Reply:
+        name = next(match.path[key] for key in ("operation", "operationsId") if key in match.path)
+        operation = self.operations[name]
+        self._advance(operation)
+        return Reply(status=200, body=operation.body)
+
+    def _pause(self, which: Callable[[Operation], bool]) -> None:
+        """A refusal for being busy makes callers wait, and what they wait for goes on meanwhile."""
+        for operation in [one for one in self.operations.values() if which(one)]:
+            self._advance(operation)
+
+    def pass_time(self) -> None:
+        """What was begun goes on while nobody looks: between one run of the program and the next."""
+        for operation in self.operations.values():
+            while operation.looks > 0:
+                self._advance(operation)
+
+    def _advance(self, operation: Operation) -> None:
+        if operation.looks > 0:
+            operation.looks -= 1
+            if operation.looks == 0:
+                self._finish(operation)
+
+    def _finish(self, operation: Operation) -> None:
+        operation.finish()
+        operation.busy = None
+        if "status" in operation.body:
+            operation.body["status"] = "DONE"
+        else:
+            operation.body["done"] = True
+        if operation.error:
+            operation.body["error"] = operation.error
+
+
+def _error(status: int, reason: str) -> Reply:
+    error = {"code": status, "message": f"refused: {reason}", "status": reason, "errors": [{"reason": reason}]}
+    return Reply(status=status, body={"error": error})

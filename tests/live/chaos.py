@@ -1,0 +1,108 @@
+"""What the chaos tests share: judged runs, reference results, a training script that misbehaves on order."""
+
+from pathlib import Path
+
+from cluster import LiveRun, spec_of
+
+from muster.core.spec import RunSpec
+from muster.report.invariants import broken, check
+
+#: A script as a user would bring it: 40 steps over gloo, and one misdeed at step 12 on rank 1. ``once`` is a file
+#: that remembers that it was done.
+SCRIPT = """
+import ctypes, resource, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import muster.run
+
+how, once = sys.argv[1], Path(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+weights = torch.zeros(8, dtype=torch.float64)
+step = muster.run.restore({"weights": weights})
+
+
+def misbehave():
+    if how == "always":
+        raise ValueError("bad row 17")
+    if once.exists():
+        return
+    once.touch()
+    if how == "once":
+        raise ValueError("a passing trouble")
+    if how == "gil":
+        ctypes.PyDLL(None).sleep(600)  # a PyDLL call keeps the GIL: no thread of this process runs
+    if how == "livelock":
+        while True:  # its link's thread goes on beating
+            time.sleep(0.01)
+    if how == "memory":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+        torch.ones(1 << 28)
+
+
+while step < 40:
+    if muster.run.should_stop():
+        break
+    step += 1
+    if step == 12 and rank == 1:
+        misbehave()
+    gradient = torch.full((8,), float(step * (rank + 1)), dtype=torch.float64)
+    dist.all_reduce(gradient)
+    weights += gradient * 0.01
+    time.sleep(0.02)
+    muster.run.save(step, {"weights": weights})
+    muster.run.heartbeat(step, loss=float(weights.sum()), tokens=16)
+muster.run.finish()
+"""
+
+#: The loss after step 40 of the script above, by hand: 8 * 0.01 * 3 * (1 + ... + 40).
+SCRIPT_LOSS = 8 * 0.01 * 3 * 820
+
+
+def script_spec(folder: Path, how: str, **recovery) -> RunSpec:
+    """A run of ``SCRIPT`` on two ranks."""
+    (folder / "script.py").write_text(SCRIPT)
+    return RunSpec.model_validate(
+        {
+            "name": "script",
+            "command": [str(folder / "script.py"), how, str(folder / "once")],
+            "resources": {"ranks_per_host": 2, "device": "cpu", "threads_per_rank": 1},
+            "recovery": {"heartbeat_timeout_s": 2.0, "grace_s": 20.0, **recovery},
+            "checkpoint": {"every_steps": 0},
+        }
+    )
+
+
+class Judged(LiveRun):
+    """A run whose recorded history is judged when it is over, whatever the test looked at."""
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        if exception[0] is None:
+            problems = broken(check(self.dir))
+            assert problems == [], "\n".join([*problems, self.story()])
+
+    def ended(self, code=0, timeout_s=180):
+        assert self.wait(timeout_s) == code, self.story()
+
+    def verdict(self):
+        return self.events("run.finished")[-1].detail["reason"]
+
+
+class References:
+    """Final hash and losses of unfailed runs, made once a session."""
+
+    def __init__(self, factory):
+        self._factory, self._found = factory, {}
+
+    def __call__(self, hosts, per_host, **changes):
+        key = (hosts, per_host, tuple(sorted(changes.items())))
+        if key not in self._found:
+            spec = spec_of(**{"resources.hosts": hosts, "resources.ranks_per_host": per_host, **changes})
+            with Judged(self._factory.mktemp("reference"), spec) as run:
+                run.start()
+                run.ended(timeout_s=600)
+                self._found[key] = (run.final_hash(), run.losses(), run.dir)
+        return self._found[key]

@@ -1,0 +1,6 @@
+"""Live tests import their harness by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,218 @@
+"""Export: a Hugging Face folder that a fresh process loads, whole, merged and as an adapter."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from muster.checkpoint.saver import Saver  # noqa: E402
+from muster.core.errors import CheckpointError, UsageError  # noqa: E402
+from muster.core.nouns import Layout  # noqa: E402
+from muster.core.spec import RunSpec  # noqa: E402
+from muster.core.store import open_store  # noqa: E402
+from muster.train import export as exporting  # noqa: E402
+from muster.train import lora, weights  # noqa: E402
+from muster.train.model import on_meta, read_config  # noqa: E402
+
+pytestmark = pytest.mark.live
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+STORIES = Path(__file__).parents[2].parent / "shared" / "data" / "models" / "stories260k"
+
+
+def run_spec(model):
+    return RunSpec.model_validate(
+        {"name": "tiny", "model": model, "data": {"sources": [{"type": "random", "rows": 8}]}}, strict=False
+    )
+
+
+def make_run(run_dir, model, *, change=0.02):
+    """A run's folder with a committed checkpoint of a model whose trained tensors differ from its start."""
+    spec = run_spec(model)
+    run_dir.mkdir(parents=True)
+    (run_dir / "resolved.json").write_text(spec.model_dump_json())
+    source = Path(spec.model.source) if spec.model.source else None
+    config = read_config(spec, source, 1)
+    made = on_meta(config, torch.float32)
+    if spec.model.lora:
+        lora.add_adapters(made, spec.model.lora, torch.float32)
+    made.to_empty(device="cpu")
+    made.tie_weights()
+    weights.initialise(made, seed=0, device=torch.device("cpu"))
+    lora.initialise(made, lora.adapter_names(made), seed=0, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    state = {}
+    for name, parameter in made.named_parameters():
+        if spec.model.lora and not lora.is_adapter_name(name):
+            continue
+        noise = torch.randn(parameter.shape, generator=generator) * change
+        state[f"model.{name}"] = parameter.detach() + noise
+        state[f"optimizer.exp_avg.{name}"] = noise
+    save(run_dir, 3, state)
+    return state
+
+
+def save(run_dir, step, state):
+    saver = Saver(
+        str(run_dir / "checkpoints"),
+        run_id="r",
+        attempt=0,
+        layout=Layout(),
+        keep_last=5,
+        asynchronous=False,
+        group=None,
+        store=open_store(),
+        on_event=lambda kind, **detail: None,
+    )
+    saver.save(step, state, {})
+
+
+def program(*argv):
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "muster.train.export", *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_whole_model(tmp_path):
+    state = make_run(tmp_path / "run", {"config": TINY, "dtype": "float32"})
+    code, found = program("--run-dir", tmp_path / "run", "--out", tmp_path / "out")
+    assert code == 0, found
+    assert found["step"] == 3 and found["kind"] == "model"
+    assert found["checked"]["relative_difference"] < 1e-5
+    assert found["checked"]["agreement"] == 1.0
+
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {f"model.{name}" for name in stored} == {name for name in state if name.startswith("model.")}
+    assert all(torch.equal(tensor, state[f"model.{name}"]) for name, tensor in stored.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in (tmp_path / "out").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask, path
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_lora_merged_and_as_an_adapter(tmp_path):
+    pytest.importorskip("peft")
+    if STORIES.is_dir():
+        base = STORIES
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        base = tmp_path / "base"
+        keys = dict(TINY)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained(base)
+    make_run(tmp_path / "run", {"source": str(base), "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}})
+    found = exporting.export(tmp_path / "run", tmp_path / "merged")
+    assert found.kind == "merged"
+    assert found.checked["relative_difference"] < 1e-4
+    assert found.checked["missing"] == found.checked["unexpected"] == []
+    adapter = exporting.export(tmp_path / "run", tmp_path / "adapter", merge_lora=False)
+    assert adapter.kind == "adapter"
+    assert adapter.checked["relative_difference"] < 1e-5
+    assert adapter.checked["effect"] > 0.01  # without the adapter the logits are others
+    assert adapter.bytes < found.bytes
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base)
+
+
+def test_an_adapter_that_does_nothing_is_refused(tmp_path):
+    pytest.importorskip("peft")
+    model = {"config": TINY, "dtype": "float32", "lora": {"rank": 4}}
+    make_run(tmp_path / "run", model, change=0.0)
+    with pytest.raises(CheckpointError, match="zero"):
+        exporting.export(tmp_path / "run", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    # The same base, random and drawn again from the seed, with an adapter that does something.
+    make_run(tmp_path / "trained", model)
+    assert exporting.export(tmp_path / "trained", tmp_path / "out").checked["relative_difference"] < 1e-4
+    with pytest.raises(UsageError, match="lies nowhere"):
+        exporting.export(tmp_path / "trained", tmp_path / "adapter", merge_lora=False)
+
+
+def test_many_files_and_half_precision(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 20_000)
+    make_run(tmp_path / "run", {"config": {**TINY, "tie_word_embeddings": True}, "dtype": "bfloat16"})
+    found = exporting.export(tmp_path / "run")
+    assert found.folder == tmp_path / "run" / "exports" / "step-00000003-model"
+    assert len(list(found.folder.glob("model-*-of-*.safetensors"))) > 1
+    index = json.loads((found.folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == found.bytes
+    assert "lm_head.weight" not in index["weight_map"]
+    assert 0 < found.checked["relative_difference"] < 0.05
+
+
+def test_what_cannot_be_exported(tmp_path):
+    with pytest.raises(UsageError, match=r"resolved\.json"):
+        exporting.export(tmp_path / "none")
+    state = make_run(tmp_path / "run", {"config": TINY, "dtype": "float32"})
+    with pytest.raises(CheckpointError, match="no committed checkpoint of step 9") as caught:
+        exporting.export(tmp_path / "run", tmp_path / "out", checkpoint=9)
+    assert "3" in caught.value.hint
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(UsageError, match="exists already"):
+        exporting.export(tmp_path / "run", tmp_path / "taken")
+    save(tmp_path / "run", 5, {**state, "model.strange.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="strange"):
+        exporting.export(tmp_path / "run", tmp_path / "out", verify=False)
+    lacking = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}
+    save(tmp_path / "run", 6, lacking)
+    with pytest.raises(CheckpointError, match="up_proj"):
+        exporting.export(tmp_path / "run", tmp_path / "out", verify=False)
+    shard = next((tmp_path / "run" / "checkpoints" / "step-00000003.a0").glob("*.shard"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    code, found = program("--run-dir", tmp_path / "run", "--out", tmp_path / "out", "--step", "3")
+    assert code == 1 and "checksum" in found["error"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_check_can_fail(tmp_path):
+    """A folder whose weights were changed after the export is caught by the same comparison."""
+    from safetensors.torch import load_file, save_file
+
+    from muster.core.clock import SystemShell
+    from muster.train import verify_export
+    from muster.train.export_parts import open_parts, read_spec, reference_model
+
+    make_run(tmp_path / "run", {"config": TINY, "dtype": "float32"})
+    folder = exporting.export(tmp_path / "run", tmp_path / "out", verify=False).folder
+    spec = read_spec(tmp_path / "run")
+    manifest = exporting.choose(spec, tmp_path / "run", None)
+    reader = exporting.ShardReader(exporting.open_checkpoint(manifest))
+    reference = reference_model(open_parts(spec, tmp_path / "run", reader))
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    stored[name] = stored[name] + 0.01
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="differ from the training state"):
+        verify_export.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())
+    del stored[name]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="missing"):
+        verify_export.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())

@@ -1,0 +1,139 @@
+"""The report page in a real headless Chromium, opened from a file: it draws, zooms, speaks and stays offline."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from browser import Browser
+
+from muster.report import api
+
+pytestmark = pytest.mark.live
+UNIT = Path(__file__).parents[1] / "unit" / "report"
+
+
+def made_up_run(directory: Path) -> Path:
+    spec = importlib.util.spec_from_file_location("faulty_run_for_page", UNIT / "faulty_run.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    module.write(directory / "events")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    place = tmp_path_factory.mktemp("page")
+    path = place / "report.html"
+    path.write_text(api.render_html(api.load(made_up_run(place / "run"))), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(browser, page):
+    browser.size(1280, 900)
+    browser.open(page)
+    browser.wait("document.documentElement.dataset.ready")
+    return browser
+
+
+def lit(browser, chart):
+    """How many pixels of a chart's canvas are drawn."""
+    return browser.run(
+        "const c = document.querySelectorAll('.chart canvas')[arguments[0]];"
+        "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n",
+        chart,
+    )
+
+
+def shown(browser):
+    """The moments on the x axis of the first chart, from its live region."""
+    return browser.run("return document.getElementById('said').textContent")
+
+
+def test_it_draws_every_chart_without_an_error(opened):
+    assert opened.run("return document.querySelectorAll('.chart canvas').length") == 8
+    assert all(lit(opened, chart) > 300 for chart in range(8))
+    assert opened.messages() == []
+    assert "60.93 %" in opened.run("return document.querySelector('.figure.first').textContent")
+    assert opened.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_lanes_show_what_hosts_did(opened):
+    """Below the mouse in host-1's lane: its restart, with the incident's sentence."""
+    opened.keys("#charts [tabindex='0']", "n")
+    box = opened.run(
+        "document.getElementById('charts').scrollIntoView();"
+        "const r = document.querySelectorAll('.chart .u-over')[1].getBoundingClientRect();"
+        "return [r.left, r.top, r.width, r.height]"
+    )
+    opened.point(int(box[0] + box[2] * 0.45), int(box[1] + box[3] * 0.5))
+    opened.wait("!document.getElementById('tip').hidden")
+    tip = opened.run("return document.getElementById('tip').textContent")
+    assert "host-1: restart" in tip and "killed by signal 9" in tip
+
+
+def test_the_keyboard_is_enough(opened):
+    opened.keys("#charts [tabindex='0']", "+")
+    assert shown(opened) == "Showing 0:54 to 2:41"
+    opened.keys("#charts [tabindex='0']", "\ue014")  # arrow right
+    assert shown(opened) == "Showing 1:15 to 3:02"
+    opened.keys("#charts [tabindex='0']", "n")
+    assert "killed by signal 9" in shown(opened)
+    opened.keys("#charts [tabindex='0']", "0")
+    assert shown(opened) == "Showing 0:00 to 3:34"
+
+
+def test_both_themes_draw(opened):
+    before = opened.run("return getComputedStyle(document.body).backgroundColor")
+    opened.run("document.getElementById('theme').click()")
+    after = opened.run("return getComputedStyle(document.body).backgroundColor")
+    assert before != after
+    assert all(lit(opened, chart) > 300 for chart in range(8))
+    opened.run("document.getElementById('theme').click()")
+
+
+def test_a_narrow_screen_needs_no_sideways_scrolling(browser, page):
+    browser.size(360, 740)
+    browser.open(page)
+    browser.wait("document.documentElement.dataset.ready")
+    assert browser.run("return document.documentElement.scrollWidth") <= 360
+    assert all(lit(browser, chart) > 200 for chart in range(8))
+
+
+def test_what_is_unknown_is_said_and_not_drawn(browser, tmp_path):
+    """A log with a single purchase in it: no chart pretends to know."""
+    spec_dir = made_up_run(tmp_path / "run")
+    for path in (spec_dir / "events").glob("host-*"):
+        path.unlink()
+    target = tmp_path / "bare.html"
+    target.write_text(api.render_html(api.load(spec_dir)), encoding="utf-8")
+    browser.size(1280, 900)
+    browser.open(target)
+    browser.wait("document.documentElement.dataset.ready")
+    assert browser.messages() == []
+    text = browser.run("return document.body.innerText")
+    assert "No reference rate" in text and "No checkpoint was committed" in text and "unknown" in text
+    assert browser.run("return document.querySelectorAll('.chart canvas').length") == 2  # lanes and cost
+
+
+def test_text_of_a_run_is_only_text(browser, tmp_path):
+    spec_dir = made_up_run(tmp_path / "run")
+    report = api.load(spec_dir)
+    for trouble in report.ledger.troubles.values():
+        trouble.evidence = "<img src=x onerror=\"document.title='owned'\"></script><b id=owned>"
+    target = tmp_path / "evil.html"
+    target.write_text(api.render_html(report), encoding="utf-8")
+    browser.open(target)
+    browser.wait("document.documentElement.dataset.ready")
+    assert browser.run("return document.getElementById('owned')") is None
+    assert browser.run("return document.title") != "owned"

@@ -1,0 +1,143 @@
+"""What a kill, a stop or another number of ranks does to a run: nothing that shows in its losses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainranks import Outcome, Script, run_attempt, small
+
+from muster.core.ranks import Order
+
+pytestmark = pytest.mark.live
+
+STEPS = 8
+#: Another number of ranks sums in another order (``test_train_equivalence_live`` states what that moves).
+LAYOUT_TOLERANCE = 5e-6
+VARIANTS = {
+    "plain": {},
+    "lora": {"model__lora": {"rank": 4, "dropout": 0.1}},
+    "accumulation": {"training__global_batch_size": 8},
+}
+
+
+def spec_of(cache: Path, **changes: Any) -> dict[str, Any]:
+    return small(cache, training__steps=STEPS, checkpoint__every_steps=2, checkpoint__asynchronous=False, **changes)
+
+
+def same(one: Outcome, other: Outcome, steps: range) -> None:
+    for step in steps:
+        assert one.losses[step].hex() == other.losses[step].hex(), step
+        assert one.norms[step].hex() == other.norms[step].hex(), step
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resume_to_the_bit_after_a_kill_in_mid_step(tmp_path: Path, variant: str) -> None:
+    spec = spec_of(tmp_path / "cache", **VARIANTS[variant])
+    whole = run_attempt(tmp_path / "whole", spec, ranks=2)
+    assert whole.codes == [0, 0], whole.errors[0]
+    broken = run_attempt(tmp_path / "broken", spec, ranks=2, script=Script(kill_step=6, kill_rank=1))
+    assert broken.codes[1] == -9
+    assert max(broken.losses) == 5
+    resumed = run_attempt(tmp_path / "broken", spec, ranks=2, attempt=2)
+    assert resumed.codes == [0, 0], resumed.errors[0]
+    assert [event.step for event in resumed.of("checkpoint.restored")] == [4]
+    assert sorted(resumed.losses) == [5, 6, 7, 8]
+    same(whole, resumed, range(5, STEPS + 1))
+    assert resumed.state_hash == whole.state_hash
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("moment", ["data", "marker"])
+def test_resume_to_the_bit_after_a_kill_in_mid_save(tmp_path: Path, variant: str, moment: str) -> None:
+    spec = spec_of(tmp_path / "cache", **VARIANTS[variant])
+    if (variant, moment) == ("lora", "marker"):
+        spec["checkpoint"]["asynchronous"] = True
+    whole = run_attempt(tmp_path / "whole", spec, ranks=2)
+    broken = run_attempt(tmp_path / "broken", spec, ranks=2, script=Script(kill_in_save=moment, kill_save_step=4))
+    assert broken.codes[0] == -9
+    resumed = run_attempt(tmp_path / "broken", spec, ranks=2, attempt=2)
+    assert resumed.codes == [0, 0], resumed.errors[0]
+    assert [event.step for event in resumed.of("checkpoint.restored")] == [2]
+    same(whole, resumed, range(3, STEPS + 1))
+    assert resumed.state_hash == whole.state_hash
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (4, 3, 2)])
+def test_resume_on_another_number_of_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """The same sequences in the same order, and the loss within the tolerance."""
+    spec = spec_of(tmp_path / "cache", training__global_batch_size=6)
+    whole = run_attempt(tmp_path / "whole", spec, ranks=worlds[0])
+    kills = [4, 6][: len(worlds) - 1]
+    losses: dict[int, float] = {}
+    tokens: dict[int, tuple[int, int]] = {}
+    for number, ranks in enumerate(worlds):
+        script = Script(kill_step=kills[number] if number < len(kills) else None)
+        done = run_attempt(tmp_path / "moved", spec, ranks=ranks, attempt=number + 1, script=script)
+        assert number < len(kills) or done.codes == [0] * ranks, done.errors[0]
+        losses.update(done.losses)
+        tokens.update({e.step: (e.detail["tokens"], e.detail["supervised_tokens"]) for e in done.of("step") if e.step})
+    for event in whole.of("step"):
+        assert event.step is not None
+        assert abs(losses[event.step] - whole.losses[event.step]) < LAYOUT_TOLERANCE
+        assert tokens[event.step] == (event.detail["tokens"], event.detail["supervised_tokens"])
+
+
+def test_a_stop_saves_at_one_step_and_leaves_130(tmp_path: Path) -> None:
+    """Only rank 1 hears of it; both stop after the same step, and the next attempt goes on from there."""
+    spec = spec_of(tmp_path / "cache", training__global_batch_size=6)
+    spec["checkpoint"]["every_steps"] = 0
+    order = Order(kind="stop", exit_code=130)
+    stopped = run_attempt(tmp_path / "run", spec, ranks=2, script=Script(order=order, order_step=0, order_rank=1))
+    assert stopped.codes == [130, 130], stopped.errors[0]
+    (saved,) = stopped.of("checkpoint.committed")
+    assert saved.step == max(stopped.losses) < STEPS
+    resumed = run_attempt(tmp_path / "run", spec, ranks=2, attempt=2)
+    assert resumed.codes == [0, 0]
+    assert min(resumed.losses) == saved.step + 1
+
+
+def test_an_order_without_time_or_wish_for_a_save_writes_none(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path / "cache")
+    spec["checkpoint"]["every_steps"] = 0
+    order = Order(kind="stop", exit_code=75, save=False)
+    stopped = run_attempt(tmp_path / "run", spec, ranks=2, script=Script(order=order))
+    assert stopped.codes == [75, 75]
+    assert not stopped.of("checkpoint.begun")
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path / "cache", training__optimizer={"learning_rate": 1e38, "max_grad_norm": None})
+    done = run_attempt(tmp_path / "run", spec, ranks=2)
+    assert 0 not in done.codes
+    last = max(done.losses)
+    message = done.errors[0]
+    assert f"step {last + 1}:" in message and "the update was not applied" in message
+    assert "sequences" in message
+    assert all(event.step is None or event.step <= last for event in done.of("step"))
+    (note,) = [event for event in done.of("run.note") if event.step == last + 1]
+    assert "not applied" in note.detail["text"]
+
+
+def test_resume_from_a_snapshot_in_memory(tmp_path: Path) -> None:
+    """The tier that outlives a rank: same layout, to the bit; the checkpoint folder is not looked at."""
+    from muster.core.nouns import Layout
+    from muster.core.ranks import Restore
+    from muster.core.ring import file_name
+
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    spec = spec_of(tmp_path / "cache")
+    spec["checkpoint"]["every_steps"] = 0
+    whole = run_attempt(tmp_path / "whole", spec, ranks=2)
+    broken = run_attempt(tmp_path / "broken", spec, ranks=2, script=Script(kill_step=6, snapshot_dir=str(memory)))
+    assert broken.codes[0] == -9
+    layout = Layout(dp_shard=2)
+    shards = {str(rank): str(memory / file_name("own", layout.key, rank)) for rank in range(2)}
+    restore = Restore(step=5, attempt=1, shards=shards, layout=layout)
+    resumed = run_attempt(
+        tmp_path / "broken", spec, ranks=2, attempt=2, script=Script(snapshot_dir=str(memory), restore=restore)
+    )
+    assert resumed.codes == [0, 0], resumed.errors[0]
+    assert sorted(resumed.losses) == [6, 7, 8]
+    same(whole, resumed, range(6, STEPS + 1))
+    assert resumed.state_hash == whole.state_hash

@@ -1,0 +1,228 @@
+"""The verbs as a user types them: real processes, real signals, a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from muster.backends.local import processes
+
+pytestmark = pytest.mark.live
+
+RUN_FILE = """\
+name: verbs
+model:
+  config: {model_type: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4, intermediate_size: 64}
+  tokenizer: {kind: word, vocab_size: 256}
+  dtype: float32
+data:
+  sources: [{type: text2sql, rows: 400, heldout_rows: 10}]
+training:
+  {steps: 100000, sequence_length: 64, global_batch_size: 2, deterministic: true, optimizer: {schedule: constant}}
+evaluation: {at_start: false, loss_rows: 4, samples: 1, final_questions: 4, max_new_tokens: 4}
+checkpoint: {every_steps: 1000000}
+resources: {device: cpu, ranks_per_host: 2, threads_per_rank: 1}
+output: {tensorboard: false}
+"""
+MUSTER = (sys.executable, "-P", "-m", "muster.cli.main")
+
+
+class Shell:
+    """A user's terminal in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "MUSTER_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
+        self.env.pop("MUSTER_RUN_ID", None)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*MUSTER, *words], cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*MUSTER, *words], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def status(self, run: str) -> dict:
+        return json.loads(self.run("status", run, "--json").stdout)
+
+    def wait_for_step(self, run: str, step: int) -> None:
+        eventually(lambda: (self.status(run)["step"] or 0) >= step, 90)
+
+    def left(self, run_id: str) -> list[processes.Process]:
+        return processes.labelled(run_id)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    (tmp_path / "run.yaml").write_text(RUN_FILE)
+    found = Shell(tmp_path)
+    yield found
+    for folder in tmp_path.glob("**/run_id"):
+        subprocess.run(
+            [*MUSTER, "down", str(folder.parent)], cwd=tmp_path, env=found.env, capture_output=True, check=False
+        )
+
+
+def eventually(what: Callable[[], object], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.1)
+
+
+def loss_of(shell: Shell, run: str) -> dict[int, float]:
+    lines = shell.run("events", run, "--kind", "step", "--json").stdout.splitlines()
+    return {event["step"]: event["detail"]["loss"] for event in map(json.loads, lines)}
+
+
+def test_a_detached_run_from_submit_to_down(shell: Shell) -> None:
+    """Submit from a terminal that is closed; watch and stop it from another; go on; end it."""
+    primary, secondary = pty.openpty()
+    submit = subprocess.Popen(
+        [*MUSTER, "submit", "run.yaml", "run_dir=there"],
+        cwd=shell.folder, env=shell.env, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True,
+    )  # fmt: skip
+    os.close(secondary)
+    assert submit.wait(60) == 0
+    os.close(primary)  # the terminal is gone
+    run_id = (shell.folder / "there" / "run_id").read_text().strip()
+    shell.wait_for_step(run_id, 3)
+    assert shell.status(run_id)["state"] == "running"
+    assert run_id in shell.run("status").stdout
+    followed = shell.start("logs", "-f", run_id)
+    assert followed.stdout is not None
+    eventually(lambda: "step" in followed.stdout.readline())
+    assert "processes run" in shell.run("status", run_id).stdout
+    assert shell.run("submit", "run.yaml", "run_dir=there").stdout.strip() == run_id, "the same run, not a second one"
+    other = shell.run("submit", "run.yaml", "run_dir=there", "training.seed=1", code=1)
+    assert "which is running" in other.stderr
+
+    shell.run("stop", run_id)
+    stopped = shell.status(run_id)
+    assert (stopped["state"], stopped["exit_code"]) == ("stopped", 130)
+    followed.communicate(timeout=30)
+    assert followed.returncode == 0, "logs -f ends with the run"
+    eventually(lambda: not shell.left(run_id), 15)
+    committed = json.loads(shell.run("checkpoints", run_id, "--json").stdout)["committed"]
+    assert [each["step"] for each in committed] == [stopped["step"]]
+
+    assert shell.run("recover", run_id).stdout.strip() == run_id
+    shell.wait_for_step(run_id, stopped["step"] + 2)
+    assert shell.status(run_id)["attempt"] == 2
+    assert "is down" in shell.run("down", run_id).stderr
+    assert shell.left(run_id) == []
+    assert shell.status(run_id)["state"] == "stopped"
+    shell.run("down", run_id)  # absent is success
+    assert "had ended already" in shell.run("stop", run_id).stderr
+
+
+def test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit(shell: Shell) -> None:
+    train = shell.start("train", "run.yaml", "run_dir=there")
+    eventually(lambda: (shell.folder / "there" / "run_id").exists())
+    shell.wait_for_step("there", 5)
+    os.kill(train.pid, signal.SIGINT)
+    out, err = train.communicate(timeout=60)
+    assert train.returncode == 130, err
+    assert "recover --watch" in err
+    assert re.search(r"^step 1  loss \d", out, re.MULTILINE)
+    assert "\x1b[" not in out, "plain lines in a pipe"
+    run_id = (shell.folder / "there" / "run_id").read_text().strip()
+    eventually(lambda: not shell.left(run_id), 15)
+    before = loss_of(shell, "there")
+
+    last = max(before) + 20
+    done = shell.run("train", "run.yaml", "run_dir=there", f"training.steps={last}")
+    assert "succeeded" in done.stdout and "after step" in done.stdout
+    after = loss_of(shell, "there")
+    assert sorted(after) == list(range(1, last + 1)), "every step once, none lost"
+    assert {step: after[step] for step in before} == before
+
+    whole = shell.run("train", "run.yaml", "run_dir=whole", f"training.steps={last}")
+    assert "succeeded" in whole.stdout
+    assert loss_of(shell, "whole") == after, "the same curve as without the stop, bit for bit"
+
+    figures = json.loads(shell.run("report", "there", "--json").stdout)
+    for key in ("execution_accuracy", "final_loss", "tokens", "tokens_per_s", "mfu"):
+        assert key in figures, key
+    assert figures["final_loss"] == after[last]
+    folder = shell.run("export", "there").stdout.strip()
+    assert (Path(folder) / "config.json").exists()
+    assert "is done" in shell.run("recover", "there", code=2).stderr
+
+
+def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) -> None:
+    train = shell.start("train", "run.yaml", "run_dir=there")
+    eventually(lambda: (shell.folder / "there" / "run_id").exists())
+    shell.wait_for_step("there", 2)
+    os.kill(train.pid, signal.SIGTERM)
+    assert train.wait(60) == 75
+    assert shell.status("there")["state"] == "preempted"
+    assert json.loads(shell.run("checkpoints", "there", "--json").stdout)["committed"]
+
+    train = shell.start("train", "run.yaml", "run_dir=there", "recovery.grace_s=600")
+    eventually(lambda: shell.status("there")["phase"] == "run")
+    rank = next(each for each in shell.left(shell.status("there")["run_id"]) if "forkserver" in " ".join(each.argv))
+    os.kill(rank.pid, signal.SIGCONT)
+    before = time.monotonic()
+    os.kill(train.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(train.pid, signal.SIGINT)
+    assert train.wait(30) == 130
+    assert time.monotonic() - before < 20
+    run_id = shell.status("there")["run_id"]
+    eventually(lambda: not shell.left(run_id), 15)
+
+
+def test_a_killed_supervisor_is_replaced_and_the_agents_go_on(shell: Shell) -> None:
+    run_id = shell.run("submit", "run.yaml", "run_dir=there").stdout.strip()
+    shell.wait_for_step(run_id, 3)
+    record = json.loads((shell.folder / "there" / "job.json").read_text())
+    os.kill(record["tasks"]["supervisor"]["pid"], signal.SIGKILL)
+    eventually(lambda: "the supervisor is gone" in shell.status(run_id)["reason"])
+    step = shell.status(run_id)["step"]
+    shell.run("recover", run_id)
+    shell.wait_for_step(run_id, step + 3)
+    assert shell.status(run_id)["attempt"] == 1, "no rank was restarted"
+    assert "a supervisor holds" in shell.run("recover", run_id, code=1).stderr
+    shell.run("stop", run_id)
+
+
+def test_a_terminal_shows_progress(shell: Shell) -> None:
+    primary, secondary = pty.openpty()
+    env = {**shell.env, "TERM": "xterm-256color", "COLUMNS": "140"}
+    train = subprocess.Popen(
+        [*MUSTER, "train", "run.yaml", "training.steps=20"],
+        cwd=shell.folder, env=env, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True,
+    )  # fmt: skip
+    os.close(secondary)
+    shown = b""
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        ready, _, _ = select.select([primary], [], [], 0.2)
+        try:
+            data = os.read(primary, 1 << 16) if ready else b""
+        except OSError:
+            break
+        shown += data
+        if not data and train.poll() is not None:
+            break
+    os.close(primary)
+    assert train.wait(10) == 0, shown.decode(errors="replace")
+    text = shown.decode(errors="replace")
+    assert "training" in text and "/20" in text and "tokens/s" in text and "succeeded" in text

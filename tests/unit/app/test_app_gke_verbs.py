@@ -1,0 +1,73 @@
+"""The shared verbs over GKE: submit, status, logs and down of a run file, with a cluster in memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+discovery = pytest.importorskip("fakes.discovery")
+if discovery.folder() is None:
+    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
+
+from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
+
+from muster.app import logs, stop  # noqa: E402
+from muster.app import status as look  # noqa: E402
+from muster.app import submit as use_case  # noqa: E402
+from muster.backends.gke import jobs as gke  # noqa: E402
+from muster.core.errors import BackendError  # noqa: E402
+from muster.core.runfile import loads  # noqa: E402
+
+RUN = """\
+name: tiny
+backend: gke
+model: {source: meta-llama/Llama-3.1-8B}
+data:
+  sources: [{type: text2sql}]
+training: {steps: 10}
+checkpoint: {dir: gs://example-bucket/checkpoints}
+resources:
+  machine: g2-standard-48
+  mode: flex_start
+  image: registry/image:1
+  project: example-project
+  locations: [us-central1-b]
+"""
+
+
+@pytest.fixture
+def google(tmp_path, monkeypatch):
+    found = FakeGoogleCloud(discovery.Discovery(discovery.folder()), enabled={"container.googleapis.com"})
+    cluster = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
+    found.store["v1/projects/example-project/locations/us-central1/clusters/muster"] = cluster
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(gke, "GoogleHttp", lambda: found)
+    return found
+
+
+def loaded():
+    return loads(RUN, (), environment=False)
+
+
+def test_submit_status_logs_down(google):
+    submitted = use_case.submit(loaded())
+    run_id = submitted.run.run_id
+    found = look.status(run_id)
+    assert found.backend == "gke" and found.status.state == "waiting"
+    assert found.status.reason.startswith("waiting for Kueue, which has made no Workload")
+    assert list(logs.logs(run_id)) == []
+    stop.down(run_id)
+    assert not google.kubernetes.objects and look.status(run_id).status.state == "absent"
+
+
+def test_without_a_cluster_nothing_is_left(google, tmp_path):
+    google.store.clear()
+    with pytest.raises(BackendError, match="no cluster muster"):
+        use_case.submit(loaded())
+    assert not google.kubernetes.objects and not list((tmp_path / "home" / "runs").glob("*"))
+
+
+def test_a_preview_asks_nobody(google):
+    assert "kind: JobSet" in use_case.preview(loaded()).files["run.yaml"]
+    assert google.log == []

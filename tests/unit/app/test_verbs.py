@@ -1,0 +1,301 @@
+"""Verbs over made-up runs: what is folded, what is written first, who is told what. No process is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.app import contact, lines, logs, recover, status, stop, submit
+from muster.app.summary import summarise
+from muster.core import eventlog, runfile, runs
+from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
+from muster.core.eventlog import EventLog
+from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+
+RUN_FILE = """\
+name: Demo run
+model:
+  config: {model_type: llama, hidden_size: 32, num_attention_heads: 4}
+  tokenizer: {kind: word}
+data: {sources: [{type: text2sql}]}
+training: {steps: 5}
+"""
+STEP = {
+    "loss": 2.0,
+    "grad_norm": 1.0,
+    "learning_rate": 1e-3,
+    "step_ns": 500_000_000,
+    "tokens": 100,
+    "supervised_tokens": 40,
+    "padding_tokens": 28,
+    "mfu": 0.25,
+}
+
+
+@dataclasses.dataclass
+class Paper:
+    """A back end that writes down what it is told."""
+
+    name: str = "local"
+    gpus: int = 0
+    state: JobState = JobState.ABSENT
+    tasks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    told: list[JobRequest] = dataclasses.field(default_factory=list)
+    cancelled: list[str] = dataclasses.field(default_factory=list)
+    refuse: bool = False
+
+    def offers(self, spec: object) -> list[Offer]:
+        return [
+            Offer(
+                backend="local", machine="m", location="here", accelerator="cpu", gpus_per_node=self.gpus,
+                gpu_memory_bytes=0, usd_per_node_hour=0.0, peak_flops_per_gpu=None, max_nodes=1, mode="owned",
+            )
+        ]  # fmt: skip
+
+    def render(self, spec: object, *, run_id: str, run_dir: str) -> JobRequest:
+        tasks = (TaskSpec(name="supervisor", argv=("x",)),)
+        return JobRequest(run_id=run_id, backend="local", run_dir=run_dir, tasks=tasks)
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        intent = [event.kind for event in eventlog.merged(Path(request.run_dir) / "events")]
+        assert "run.submitted" in intent, "the intent is written before anything is started"
+        if self.refuse:
+            raise BackendError("no")
+        self.told.append(request)
+        self.state = JobState.RUNNING
+        (Path(request.run_dir) / "job.json").write_text(json.dumps({"submission": int(request.labels["submission"])}))
+        return JobHandle(run_id=request.run_id, backend="local", job_id="1", run_dir=request.run_dir)
+
+    def find(self, run_id: str) -> JobHandle | None:
+        found = [request for request in self.told if request.run_id == run_id]
+        return JobHandle(run_id=run_id, backend="local", job_id="1", run_dir=found[-1].run_dir) if found else None
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        return JobStatus(state=self.state, reason="so it is", tasks=self.tasks)
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        for name, text in (
+            ("rank-0.a1", "zero\n"),
+            ("rank-0.a2", "again\n"),
+            ("rank-10.a1", "ten\n"),
+            ("agent", "a\n"),
+        ):
+            if (after or {}).get(name, 0) < len(text):
+                yield LogChunk(task=name, text=text, next_offset=len(text))
+
+    def cancel(self, handle: JobHandle) -> None:
+        self.cancelled.append(handle.run_id)
+        self.state = JobState.STOPPED
+
+
+@pytest.fixture
+def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paper:
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    found = Paper()
+    monkeypatch.setattr("muster.backends.load", lambda name: found)
+    return found
+
+
+def submitted(*overrides: str) -> submit.Submitted:
+    return submit.submit(runfile.loads(RUN_FILE, overrides), argv=["muster", "submit", "x.yaml", "api_key=hunter2"])
+
+
+# ---------------------------------------------------------------- submit
+
+
+def test_submit_makes_the_run_and_logs_the_intent_first(paper: Paper):
+    found = submitted()
+    assert found.run.path == runs.home() / "runs" / found.run.run_id
+    assert found.run.run_file.read_text() == RUN_FILE
+    assert oct(found.run.token.stat().st_mode & 0o777) == "0o600" and len(found.run.token.read_text()) == 64
+    (event,) = eventlog.merged(found.run.events)
+    assert event.kind == "run.submitted" and event.detail["name"] == "Demo run"
+    assert event.detail["spec_digest"] == runs.spec_digest(found.run.resolved.read_text())
+    assert "hunter2" not in json.dumps(event.to_json())
+    assert len(paper.told) == 1 and paper.told[0].labels["submission"] == "1"
+
+
+def test_the_machine_fills_in_device_and_ranks(paper: Paper):
+    assert submitted().spec.resources.ranks_per_host == 1
+    paper.gpus = 8
+    spec = submitted("resources.hosts=2").spec
+    assert (spec.resources.device, spec.resources.ranks_per_host) == ("cuda", 4)
+    with pytest.raises(RunFileError, match="this machine has 8"):
+        submitted("resources.ranks_per_host=16")
+    with pytest.raises(RunFileError, match="does not divide"):
+        submitted("parallelism.dp_replicate=3")
+
+
+def test_a_refused_job_leaves_nothing(paper: Paper, tmp_path: Path):
+    paper.refuse = True
+    for overrides in ((), (f"run_dir={tmp_path}/there",)):
+        with pytest.raises(BackendError):
+            submitted(*overrides)
+    assert list(runs.registry()) == []
+    assert not (tmp_path / "there").exists()
+
+
+def test_the_same_folder_is_the_same_run(paper: Paper, tmp_path: Path):
+    place = f"run_dir={tmp_path}/there"
+    first = submitted(place)
+    again = submitted(place)
+    assert again.again and again.run == first.run
+    with pytest.raises(ConflictError, match="which is running"):
+        submitted(place, "training.steps=6")
+    paper.state = JobState.STOPPED
+    third = submitted(place, "training.steps=6")
+    assert third.run == first.run and not third.again
+    assert paper.told[-1].labels["submission"] == "2"
+    assert runs.find(first.run.run_id).path == tmp_path / "there"
+
+
+def test_a_token_of_a_killed_submit_is_made_whole(paper: Paper, tmp_path: Path):
+    run = runs.create("a-1", tmp_path / "r", run_file="", resolved="")
+    token = run.token.read_text()
+    runs.create("a-1", tmp_path / "r", run_file="", resolved="")
+    assert run.token.read_text() == token, "agents may hold it already"
+    run.token.write_text("")
+    runs.create("a-1", tmp_path / "r", run_file="", resolved="")
+    assert len(run.token.read_text()) == 64
+
+
+# ---------------------------------------------------------------- finding runs
+
+
+def test_runs_are_found_by_id_beginning_folder_and_last(paper: Paper, monkeypatch: pytest.MonkeyPatch):
+    one, two = submitted("name=one").run, submitted("name=two").run
+    assert runs.find(one.run_id) == one
+    assert runs.find("tw") == two
+    assert runs.find(str(one.path)) == one
+    assert runs.find("last").run_id in (one.run_id, two.run_id)
+    for wrong in ("", "zzz", "/", "../x"):
+        with pytest.raises(UsageError):
+            runs.find(wrong)
+    with pytest.raises(UsageError, match="names 2 runs"):
+        submitted("name=one")
+        runs.find("one")
+
+
+@pytest.mark.parametrize("name", ["a", "Ünï cödé", "-", "9 lives", "x" * 63, "../..", "a--b", "🚀"])
+def test_run_ids_are_dns_labels(name: str):
+    import re
+
+    found = runs.new_run_id(name, now_s=0, salt="beef")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found) and len(found) <= runs.MAX_ID
+    assert found.endswith("-19700101-000000-beef") and "--" not in found
+
+
+# ---------------------------------------------------------------- status, logs, events
+
+
+def write(run: runs.RunDir, *events: tuple[str, int | None, dict[str, Any]], attempt: int = 1) -> None:
+    log = EventLog(run.run_id, run.events, "agent", attempt)
+    for kind, step, detail in events:
+        log.append(kind, step=step, rank=0, detail=detail)
+    log.close()
+
+
+def test_a_summary_counts_a_step_taken_again_once(paper: Paper):
+    run = submitted().run
+    start = {"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"h": [0, 1]}}
+    write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 9.0 - n}) for n in (1, 2, 3)])
+    write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 8.0 - n}) for n in (3, 4)], attempt=2)
+    found = summarise(eventlog.merged(run.events))
+    assert (found.last_step, found.final_loss, found.tokens, found.attempt) == (4, 4.0, 400, 2)
+    assert found.first_of_attempt == {1, 3}
+    assert found.tokens_per_s == pytest.approx(200.0)
+    assert found.mfu == 0.25
+
+
+def test_status_is_for_programs_too(paper: Paper):
+    run = submitted().run
+    write(run, ("step", 1, STEP))
+    found = status.status(run.run_id).to_json()
+    assert (found["state"], found["step"], found["loss"], found["reason"]) == ("running", 1, 2.0, "so it is")
+    json.dumps(found)
+    assert [each.run.run_id for each in status.all_runs()] == [run.run_id]
+
+
+def test_logs_of_one_rank_are_not_those_of_rank_ten(paper: Paper):
+    run = submitted().run
+    assert [chunk.task for chunk in logs.logs(run.run_id)] == ["rank-0.a1", "rank-0.a2", "rank-10.a1", "agent"]
+    assert [chunk.text for chunk in logs.logs(run.run_id, rank=0)] == ["zero\n", "again\n"]
+    assert [chunk.task for chunk in logs.logs(run.run_id, task="agent")] == ["agent"]
+    with pytest.raises(UsageError, match="no log of rank 7"):
+        list(logs.logs(run.run_id, rank=7))
+
+
+def test_following_ends_with_the_run(paper: Paper):
+    run = submitted().run
+
+    class Impatient:
+        slept = 0
+
+        def sleep(self, seconds: float) -> None:
+            self.slept += 1
+            write(run, ("run.note", None, {"text": f"note {self.slept}"}), attempt=self.slept)
+            paper.state = JobState.SUCCEEDED if self.slept == 2 else JobState.RUNNING
+
+        def monotonic_ns(self) -> int:
+            return 0
+
+        wall_ns = monotonic_ns
+
+    seen = [
+        event.detail["text"] for event in logs.events(run.run_id, follow=True, kinds=("run.note",), clock=Impatient())
+    ]
+    assert seen == ["note 1", "note 2"]
+
+
+def test_every_step_line_holds_the_fields_terms(paper: Paper):
+    text = lines.step_line(3, STEP)
+    for words in ("step 3", "loss 2.0000", "time 0.500 s", "200 tokens/s", "MFU 25.0%", "31%/47%/22%"):
+        assert words in text
+
+
+# ---------------------------------------------------------------- stop, down, recover
+
+
+def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(paper: Paper):
+    run = submitted().run
+    paper.state = JobState.STOPPED
+    assert stop.stop(run.run_id).was_running is False
+    with pytest.raises(contact.NoAnswer, match="no supervisor holds"):
+        contact.ask(run, {"t": "status"})
+
+
+def test_a_supervisor_that_is_gone_does_not_answer(paper: Paper):
+    run = submitted().run
+    run.lease.write_text(json.dumps({"address": ["127.0.0.1", 1]}))
+    with pytest.raises(contact.NoAnswer, match="does not answer"):
+        contact.ask(run, {"t": "status"}, timeout_s=0.5)
+
+
+def test_down_ends_and_writes_the_end_once(paper: Paper):
+    run = submitted().run
+    assert stop.down(run.run_id).left == ()
+    stop.down(run.run_id)
+    kinds = [event.kind for event in eventlog.merged(run.events)]
+    assert kinds.count("run.finished") == 1
+    assert paper.cancelled == [run.run_id] * 2
+
+
+def test_recover_submits_again_but_not_beside_a_living_supervisor(paper: Paper):
+    run = submitted().run
+    paper.tasks = {"supervisor": "running (pid 1)"}
+    with pytest.raises(ConflictError, match="a supervisor holds"):
+        recover.recover(run.run_id)
+    paper.tasks, paper.state = {}, JobState.STOPPED
+    recover.recover(run.run_id)
+    assert paper.told[-1].labels["submission"] == "2"
+    paper.state = JobState.SUCCEEDED
+    with pytest.raises(UsageError, match="is done"):
+        recover.recover(run.run_id)
+    found = recover.recover(run.run_id, ["training.steps=9"])
+    assert found.spec.training.steps == 9
+    assert json.loads(run.resolved.read_text())["training"]["steps"] == 9

@@ -1,0 +1,97 @@
+"""One look at a run, folded from its events."""
+
+import pytest
+
+from muster.app.watch import Watcher, watch
+from muster.cli.watch import _render, age, summary
+from muster.core import runs
+from muster.core.eventlog import EventLog
+from muster.core.spec import RunSpec
+
+STEP = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_ns": 10**8, "tokens": 640, "supervised_tokens": 600,
+        "padding_tokens": 0}  # fmt: skip
+LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MUSTER_MEMORY_DIR", str(tmp_path))
+    spec = RunSpec.model_validate(
+        {
+            "name": "w",
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 50},
+            "resources": {"hosts": 2, "ranks_per_host": 1},
+        }
+    )
+    return runs.create("w-1", tmp_path / "home" / "runs" / "w-1", run_file="", resolved=spec.model_dump_json())
+
+
+def log_of(run, writer, attempt):
+    return EventLog(run.run_id, run.events, writer, attempt)
+
+
+def test_hosts_ranks_steps_tiers_and_incidents(run):
+    boss = log_of(run, "supervisor", 1)
+    for host in ("host-0", "host-1", "host-2"):
+        boss.append("host.granted", host=host, detail={"gpus": 1, "role": "active"})
+    hosts = {"host-0": [0], "host-1": [1]}
+    boss.append("attempt.started", attempt=1, detail={"world_size": 2, "layout": LAYOUT, "hosts": hosts})
+    boss.append("phase", host="host-2", phase="spare")
+    agents = {host: log_of(run, host, 1) for host in hosts}
+    for rank, (host, log) in enumerate(agents.items()):
+        log.append("rank.started", host=host, rank=rank, detail={"pid": 100 + rank})
+        log.append("phase", host=host, rank=rank, phase="train")
+    agents["host-0"].append("step", host="host-0", rank=0, step=7, detail=STEP)
+    agents["host-0"].append(
+        "checkpoint.committed", host="host-0", rank=0, step=5, detail={"tier": "disk", "uri": "u", "bytes": 1}
+    )
+    watcher = Watcher(run)
+    view = watcher.look()
+    assert (view.attempt, view.step, view.total_steps, view.world_size) == (1, 7, 50, 2)
+    assert {name: host.state for name, host in view.hosts.items()} == {
+        "host-0": "training", "host-1": "training", "host-2": "spare",
+    }  # fmt: skip
+    assert view.hosts["host-1"].ranks[1].phase == "train" and view.hosts["host-1"].ranks[1].pid == 101
+    assert [(tier.tier, tier.step) for tier in view.tiers] == [("memory", None), ("peer", None), ("disk", 5)]
+    assert len(view.news) == 11 and view.incidents == ()
+
+    boss.append("host.lost", host="host-1", attempt=1, detail={"evidence": "silent"})
+    boss.append(
+        "incident",
+        host="host-1",
+        attempt=1,
+        step=7,
+        detail={"incident_id": "i1", "incident": "host_lost", "evidence": "host-1: silent for 3.00 s"},
+    )
+    boss.append(
+        "decision",
+        host="host-1",
+        attempt=1,
+        detail={"incident_id": "i1", "action": "swap", "reason": "a spare is ready", "replacement": "host-2"},
+    )
+    hosts = {"host-0": [0], "host-2": [1]}
+    boss.append("attempt.started", attempt=2, detail={"world_size": 2, "layout": LAYOUT, "hosts": hosts, "cause": "i1"})
+    view = watcher.look()
+    assert len(view.news) == 4
+    assert {name: host.state for name, host in view.hosts.items()} == {
+        "host-0": "training", "host-1": "lost", "host-2": "training",
+    }  # fmt: skip
+    assert len(view.incidents) == 1 and "silent for 3.00 s" in view.incidents[0] and "host-2" in view.incidents[0]
+    assert "attempt 2" in summary(view) and "step 7/50" in summary(view)
+    assert _render(view) is not None
+
+
+def test_an_unknown_end_is_looked_at_once(run):
+    log_of(run, "supervisor", 1).append("host.requested", detail={"count": 2})
+    looks = list(watch("w-1"))
+    assert len(looks) == 1 and looks[0].ended, "no job stands behind it"
+
+
+@pytest.mark.parametrize(
+    "seconds, words", [(None, "-"), (0.44, "0.4 s"), (119, "119.0 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_ages_for_people(seconds, words):
+    assert age(seconds) == words

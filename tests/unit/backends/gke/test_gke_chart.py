@@ -1,0 +1,126 @@
+"""The Helm chart: linted and installed by a real Helm, its objects those of the plain rendering."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from cases import RUN_DIR, RUN_ID, placement, spec
+from fakes.kubernetes import FakeKubernetes, serve
+
+from muster.backends.gke.chart import chart
+from muster.backends.gke.render import cluster_objects, run_manifests
+from muster.core.runfile import loads
+from muster.core.spec import RunSpec
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+B200 = spec("a4-highgpu-8g", "flex_start_queued")
+
+
+@pytest.fixture(scope="module")
+def helm():
+    return pytest.importorskip("helm_sdkpy", reason="helm-sdkpy (a real Helm) is not installed")
+
+
+def written(folder, of):
+    for name, text in chart(of, run_id=RUN_ID, run_dir=RUN_DIR).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+def installed(helm, path, values):
+    """The manifest of a release, as Helm rendered it."""
+    with serve(FakeKubernetes()) as kubeconfig:
+        config = Path(path).parent / "kubeconfig"
+        config.write_text(kubeconfig)
+        action = helm.Install(helm.Configuration(kubeconfig=str(config)))
+        release = asyncio.run(action.run("run", path, values=values, wait=False))
+    return named(yaml.load_all(release["manifest"], Loader=yaml.CSafeLoader))
+
+
+def named(objects):
+    return {(one["kind"], one["metadata"]["name"]): one for one in objects if one}
+
+
+def plain(of):
+    where = placement(of)
+    return named([*cluster_objects(where), *run_manifests(where)])
+
+
+def without_networks(objects):
+    """Helm asks an API server at most five times a second: eighteen objects less are seconds less."""
+    return {name: one for name, one in objects.items() if one["kind"] not in NETWORKS}
+
+
+def comparable(objects):
+    """The run file's two texts as data: Go writes the same JSON in other words (2.0 is 2)."""
+    for one in objects.values():
+        if one["kind"] == "ConfigMap":
+            one["data"] = {
+                "resolved.json": RunSpec.model_validate(json.loads(one["data"]["resolved.json"]), strict=False),
+                "run.yaml": loads(one["data"]["run.yaml"], environment=False).spec,
+            }
+    return objects
+
+
+QUEUE = {"createQueue": True, "createServiceAccount": True}
+NETWORKS = ("Network", "GKENetworkParamSet")
+MACHINES = ["a4-highgpu-8g", "g2-standard-48"]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_its_own_values_give_the_plain_objects(helm, tmp_path, machine):
+    of = spec(machine, "flex_start_queued")
+    everything = {**QUEUE, "createNetworks": True}
+    assert comparable(installed(helm, written(tmp_path / "chart", of), everything)) == comparable(plain(of))
+
+
+@pytest.mark.parametrize("mode", ["spot", "flex_start", "reservation", "calendar"])
+def test_one_value_changes_the_mode(helm, tmp_path, mode):
+    values = {**QUEUE, "mode": mode}
+    if mode in ("reservation", "calendar"):
+        values["reservation"] = "gpus-in-august"
+    found = installed(helm, written(tmp_path / "chart", B200), values)
+    assert comparable(found) == comparable(without_networks(plain(spec("a4-highgpu-8g", mode))))
+
+
+def test_one_value_changes_the_number_of_nodes(helm, tmp_path):
+    found = installed(helm, written(tmp_path / "chart", B200), {**QUEUE, "hosts": 5, "spareHosts": 1})
+    wanted = spec("a4-highgpu-8g", "flex_start_queued", hosts=5, spare_hosts=1)
+    assert comparable(found) == comparable(without_networks(plain(wanted)))
+
+
+def test_one_value_makes_it_lora(helm, tmp_path):
+    found = installed(helm, written(tmp_path / "chart", B200), {"tuning": "lora"})
+    resolved = json.loads(found["ConfigMap", f"{RUN_ID}-run"]["data"]["resolved.json"])
+    assert resolved["model"]["lora"] == {"alpha": 32, "dropout": 0, "rank": 16, "targets": "all-linear"}
+
+
+def test_more_environment(helm, tmp_path):
+    found = installed(helm, written(tmp_path / "chart", B200), {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]})
+    host = found["JobSet", RUN_ID]["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert host["env"][-1] == {"name": "NCCL_DEBUG", "value": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"hostss": 3}, "hostss"),
+        ({"hosts": 0}, "hosts"),
+        ({"mode": "on_demand"}, "mode"),
+        ({"tuning": "half"}, "tuning"),
+        ({"runId": "Not A Name"}, "runId"),
+        ({"runId": "a" * 43}, "runId"),
+        ({"maxRunDurationSeconds": 604801}, "maxRunDurationSeconds"),
+    ],
+)
+def test_the_schema_refuses(helm, tmp_path, values, complaint):
+    with pytest.raises(helm.InstallError, match=complaint):
+        installed(helm, written(tmp_path / "chart", B200), values)
+
+
+def test_lint_has_no_complaint_but_the_icon(helm, tmp_path):
+    found = asyncio.run(helm.Lint(helm.Configuration()).run(written(tmp_path / "chart", B200)))
+    assert found["TotalChartsLinted"] == 1 and not found["Errors"]
+    assert [(one["Severity"], one["Path"]) for one in found["Messages"]] == [(1, "Chart.yaml")]

@@ -1,0 +1,269 @@
+"""What the cluster says becomes one right sentence: recorded kubectl outputs, then each obstacle on the way."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from muster.backends.gke.explain import Observed, explain
+from muster.core.nouns import JobState
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+RECORDED = Path(__file__).resolve().parents[5] / "shared" / "data" / "oracles" / "kueue"
+JOBSET = {"metadata": {"name": "run"}, "spec": {"suspend": True}, "status": {}}
+STARTED = {"metadata": {"name": "run"}, "spec": {"suspend": False}, "status": {}}
+
+
+def status_of(text):
+    """The status in a recording: YAML with parts cut out, or ``kubectl describe``, which is no YAML."""
+    if "Status:" in text or re.search(r"^ *Conditions:", text, re.M):
+        kind = "admissionChecks" if "Admission Checks:" in text else "conditions"
+        found, item = [], None
+        for line in text.splitlines():
+            key, colon, value = line.strip().partition(":")
+            if key == "Last Transition Time":
+                item = {}
+                found.append(item)
+            elif colon and item is not None and key in ("Message", "Reason", "Status", "Type", "Name", "State"):
+                item.setdefault(key.lower(), value.strip())
+        if kind == "admissionChecks":
+            found[0].pop("name", None)
+            found[0]["name"] = re.search(r"^ {4}Name: +(\S+)$", text, re.M).group(1)
+            found[0]["state"] = re.search(r"^ {4}State: +(\S+)$", text, re.M).group(1)
+        return {kind: found}
+    kept = [line for line in text.splitlines() if line.strip() not in ("...", "")]
+    return (yaml.safe_load("\n".join(kept)) or {})["status"]
+
+
+def recording(number):
+    paths = list(RECORDED.glob(f"{number:03}_*.txt"))
+    if not paths:
+        pytest.skip(f"no recorded kubectl outputs at {RECORDED}")
+    return paths[0].read_text()
+
+
+@pytest.mark.parametrize("number", [51, 52])
+def test_recorded_list_of_workloads(number):
+    """``kubectl get workloads``: the columns are the two conditions."""
+    row = next(line for line in recording(number).splitlines() if line.strip().startswith("job-my-job")).split()
+    name, _, queue, admitted, _ = row
+    conditions = [
+        {"type": "QuotaReserved", "status": "True", "message": f"Quota reserved in ClusterQueue {queue}"},
+        {"type": "Admitted", "status": admitted},
+    ]
+    status = {"admission": {"clusterQueue": queue}, "conditions": conditions}
+    found = explain(Observed(workload={"metadata": {"name": name}, "status": status}))
+    assert found.sentence == "admitted by cluster-queue; waiting for its pods"
+
+
+WORKLOADS = {
+    53: "quota is reserved in cluster-queue; waiting to be admitted",
+    54: "admitted by the queue; waiting for its pods",
+    55: "waiting for Kueue quota: couldn't assign flavors to pod set main: insufficient quota for cpu in flavor "
+    "default-flavor in ClusterQueue",
+    56: "quota is reserved; waiting for admission check dws-prov (it has not asked DWS yet)",
+    63: "admitted by the queue; waiting for its pods",
+    65: "quota is reserved in the queue; waiting to be admitted",
+    66: "waiting for Kueue quota: couldn't assign flavors to pod set main: insufficient unused quota for memory in "
+    "flavor default-flavor, 4396Mi more needed",
+    67: "Kueue cannot admit the run: ClusterQueue cluster-queue doesn't exist",
+}
+
+
+@pytest.mark.parametrize("number", WORKLOADS)
+def test_recorded_workloads(number):
+    workload = {"metadata": {"name": "w"}, "status": status_of(recording(number))}
+    assert explain(Observed(workload=workload)).sentence == WORKLOADS[number]
+
+
+def test_recorded_provisioning_request_that_failed():
+    request = {"metadata": {"name": "w-dws-1"}, "status": status_of(recording(64))}
+    waiting = {"metadata": {"name": "w"}, "status": status_of(recording(56))}
+    found = explain(Observed(jobset=JOBSET, workload=waiting, provisioning_requests=[request]))
+    assert found.sentence == (
+        "DWS cannot provide the nodes: max cluster limit reached, nodepools out of resources: "
+        "default-nodepool (cpu, memory)"
+    )
+    assert found.hint
+
+
+def test_recorded_admission_check():
+    check = {"metadata": {"name": "dws-prov"}, "status": status_of(recording(68))}
+    waiting = {"metadata": {"name": "w"}, "status": status_of(recording(56))}
+    assert explain(Observed(workload=waiting, admission_checks=[check])).sentence == WORKLOADS[56]
+    check["status"]["conditions"][0] |= {"status": "False", "message": "there is no such parameters object"}
+    found = explain(Observed(workload=waiting, admission_checks=[check]))
+    assert found.sentence == "admission check dws-prov is not active: there is no such parameters object"
+
+
+RESERVED = {"type": "QuotaReserved", "status": "True"}
+ADMITTED = {"metadata": {"name": "w"}, "status": {"conditions": [RESERVED, {"type": "Admitted", "status": "True"}]}}
+CHECKING = {
+    "metadata": {"name": "w"},
+    "status": {"conditions": [RESERVED], "admissionChecks": [{"name": "muster-dws", "state": "Pending"}]},
+}
+
+
+def request(number=1, **conditions):
+    rows = [{"type": kind, "status": "True", "message": message} for kind, message in conditions.items()]
+    return {"metadata": {"name": f"w-muster-dws-{number}"}, "status": {"conditions": rows}}
+
+
+@pytest.mark.parametrize(
+    ("requests", "state", "sentence"),
+    [
+        ([request()], "waiting", "asked DWS (w-muster-dws-1); the request is not accepted yet"),
+        ([request(Accepted="")], "waiting", "DWS has accepted the request w-muster-dws-1; waiting for capacity"),
+        ([request(Provisioned="yes")], "waiting", "admitted; its pods are being created"),
+        ([request(1, Failed="stockout"), request(2, Accepted="")], "waiting",
+         "DWS has accepted the request w-muster-dws-2; waiting for capacity"),
+        ([request(9, Failed="stockout."), request(10, Failed="no quota.")], "waiting",
+         "DWS cannot provide the nodes: no quota"),
+        ([request(Provisioned="yes", BookingExpired="")], "waiting",
+         "DWS had the nodes and the run did not take them in time: expired"),
+        ([request(Provisioned="yes", CapacityRevoked="")], "preempted",
+         "DWS has taken the nodes back: the allocation's time is up"),
+    ],
+)  # fmt: skip
+def test_waiting_for_dws(requests, state, sentence):
+    found = explain(Observed(jobset=JOBSET, workload=CHECKING, provisioning_requests=requests))
+    assert (found.state, found.sentence) == (state, sentence)
+
+
+def pod(role="host", index=0, phase="Running", node="gpu-1", **status):
+    labels = {"jobset.sigs.k8s.io/replicatedjob-name": role, "jobset.sigs.k8s.io/job-index": str(index)}
+    spec = {"nodeName": node} if node else {}
+    return {
+        "metadata": {"name": f"run-{role}-{index}-0-abcde", "labels": labels, **status.pop("metadata", {})},
+        "spec": spec,
+        "status": {"phase": phase, **status},
+    }
+
+
+def event(of, reason, message=""):
+    return {"involvedObject": {"name": of["metadata"]["name"]}, "reason": reason, "message": message}
+
+
+def container(reason, message=""):
+    return [{"image": "registry/image:1", "state": {"waiting": {"reason": reason, "message": message}}}]
+
+
+SUPERVISOR = pod("supervisor", node="cpu-1")
+GPUS = [pod(index=index, node=f"gpu-{index}") for index in range(16)]
+UNPLACED = pod(index=3, phase="Pending", node=None)
+
+
+def seen(pods, events=(), nodes=(), jobset=STARTED):
+    found = explain(Observed(jobset=jobset, workload=ADMITTED, pods=pods, events=events, nodes=nodes))
+    return found.state, found.sentence
+
+
+def test_running():
+    assert seen([SUPERVISOR, *GPUS]) == (JobState.RUNNING, "running: 16 hosts and the supervisor")
+    restarted = {**STARTED, "status": {"restarts": 2}}
+    assert seen([SUPERVISOR, GPUS[0]], jobset=restarted)[1] == (
+        "running: 1 host and the supervisor, after 2 restarts of the whole JobSet"
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "what"),
+    [
+        ([("FailedScaleUp", "GCE_STOCKOUT in zone")], "no capacity in the zone (GCE_STOCKOUT in zone)"),
+        ([("FailedScaleUp", "Quota 'PREEMPTIBLE_NVIDIA_B200_GPUS' exceeded")],
+         "Google Cloud quota (Quota 'PREEMPTIBLE_NVIDIA_B200_GPUS' exceeded)"),
+        ([("TriggeredScaleUp", "")], "a node is being made"),
+        ([("NotTriggerScaleUp", "1 node(s) had untolerated taint")],
+         "no node pool fits it (1 node(s) had untolerated taint)"),
+        ([], "the scheduler"),
+    ],
+)  # fmt: skip
+def test_one_pod_without_a_node(events, what):
+    pods = [SUPERVISOR, *GPUS[:3], UNPLACED]
+    rows = [event(UNPLACED, *one) for one in events]
+    assert seen(pods, rows)[1] == f"waiting for host-3: {what} (4 of 5 run)"
+
+
+def test_unschedulable():
+    condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available: 3 Insufficient cpu."}
+    unplaced = pod(index=3, phase="Pending", node=None, conditions=[condition])
+    found = seen([unplaced])[1]
+    assert found == "waiting for host-3: no node for it (0/3 nodes are available: 3 Insufficient cpu)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "what"),
+    [
+        ("ImagePullBackOff", "image registry/image:1 cannot be pulled (ImagePullBackOff: denied)"),
+        ("CreateContainerConfigError", "its container cannot be made (CreateContainerConfigError: denied)"),
+    ],
+)
+def test_one_pod_of_sixteen_on_a_node(reason, what):
+    stuck = pod(index=7, phase="Pending", node="gpu-7", containerStatuses=container(reason, "denied"))
+    pods = [SUPERVISOR, *GPUS[:7], stuck, *GPUS[8:]]
+    assert seen(pods) == (JobState.RUNNING, f"waiting for host-7: {what} (16 of 17 run)")
+
+
+def test_all_pods_pull_the_image():
+    pods = [pod(index=index, phase="Pending", node="gpu-1") for index in range(4)]
+    events = [event(one, "Pulling") for one in pods]
+    assert seen(pods, events) == (
+        JobState.WAITING,
+        "waiting for 4 of 4 pods: the image is being pulled on node gpu-1",
+    )
+
+
+def test_a_volume_that_does_not_mount():
+    stuck = pod(phase="Pending", node="gpu-1")
+    found = seen([stuck], [event(stuck, "FailedMount", "bucket not found")])
+    assert found[1] == "waiting for host-0: a volume on node gpu-1 (bucket not found)"
+
+
+def node(name, ready="True", reason="KubeletReady"):
+    conditions = [{"type": "Ready", "status": ready, "reason": reason}]
+    return {"metadata": {"name": name}, "status": {"conditions": conditions}}
+
+
+def test_a_node_that_does_not_answer():
+    nodes = [node("cpu-1"), node("gpu-0"), node("gpu-1", "Unknown", "NodeStatusUnknown")]
+    assert seen([SUPERVISOR, *GPUS[:2]], nodes=nodes)[1] == (
+        "1 of 3 pods lost: host-1 (node gpu-1 does not answer (NodeStatusUnknown)); waiting for replacements"
+    )
+    assert "node gpu-1 no longer exists" in seen([SUPERVISOR, *GPUS[:2]], nodes=nodes[:2])[1]
+
+
+def test_preempted_pod_and_its_replacement():
+    disrupted = [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}]
+    old = pod(index=1, phase="Failed", node="gpu-1", conditions=disrupted, metadata={"creationTimestamp": "1"})
+    new = pod(index=1, phase="Running", node="gpu-9", metadata={"creationTimestamp": "2"})
+    assert "host-1 (TerminationByKubelet on gpu-1)" in seen([SUPERVISOR, GPUS[0], old])[1]
+    assert seen([SUPERVISOR, GPUS[0], old, new])[1] == "running: 2 hosts and the supervisor"
+
+
+def test_a_pod_that_ended_by_itself():
+    ended = [{"state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}]
+    gone = pod(index=1, phase="Failed", containerStatuses=ended)
+    assert "host-1 with exit code 137 (OOMKilled)" in seen([SUPERVISOR, GPUS[0], gone])[1]
+
+
+def test_the_end():
+    for kind, state in (("Completed", JobState.SUCCEEDED), ("Failed", JobState.FAILED)):
+        status = {
+            "conditions": [{"type": kind, "status": "True", "message": "jobset failed due to one or more job failures"}]
+        }
+        assert explain(Observed(jobset={**JOBSET, "status": status})).state == state
+    assert explain(Observed()).state == JobState.ABSENT
+
+
+def test_deactivated_preempted_and_unseen():
+    off = {"metadata": {"name": "w"}, "spec": {"active": False}, "status": {"conditions": [RESERVED]}}
+    assert explain(Observed(jobset=JOBSET, workload=off)).state == JobState.STOPPED
+    evicted = {
+        "type": "Evicted",
+        "status": "True",
+        "reason": "Preempted",
+        "message": "Preempted to accommodate another",
+    }
+    away = {"metadata": {"name": "w"}, "status": {"conditions": [{**RESERVED, "status": "False"}, evicted]}}
+    assert explain(Observed(jobset=JOBSET, workload=away)).sentence.startswith("preempted in the queue, waiting again")
+    assert "no Workload" in explain(Observed(jobset=JOBSET)).sentence

@@ -1,0 +1,238 @@
+"""Submit, find, poll, logs, cancel against a cluster in memory; a run's life as its user sees it."""
+
+import base64
+
+import pytest
+from cases import spec
+
+from muster import backends
+from muster.backends.gke.jobs import ANNOTATION, SUBMISSION, GkeLauncher
+from muster.backends.gke.provision.http import Call
+from muster.backends.gke.provision.session import Session
+from muster.core import runs
+from muster.core.errors import BackendError
+from muster.core.nouns import JobHandle, JobState
+
+discovery = pytest.importorskip("fakes.discovery")
+if discovery.folder() is None:
+    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
+
+from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
+
+DOCUMENTS = discovery.Discovery(discovery.folder())
+SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", spare_hosts=1)
+FOLDER = "v1/projects/example-project/locations/us-central1/clusters/muster"
+JOBSETS = "apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
+
+
+class VirtualClock:
+    def sleep(self, seconds):
+        pass
+
+
+@pytest.fixture
+def google():
+    found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
+    found.store[FOLDER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
+    return found
+
+
+@pytest.fixture
+def launcher(google, tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    return GkeLauncher(http=google, clock=VirtualClock())
+
+
+@pytest.fixture
+def request_(launcher):
+    run_id = runs.new_run_id("llama")
+    path = runs.place(run_id, None)
+    runs.create(run_id, path, run_file="name: llama\n", resolved=SPEC.model_dump_json())
+    return launcher.render(SPEC, run_id=run_id, run_dir=str(path))
+
+
+def put(google, path, one):
+    google.kubernetes.handle("PUT", f"/{path}/{one['metadata']['name']}", _bytes(one))
+
+
+def _bytes(one):
+    import json
+
+    return json.dumps(one).encode()
+
+
+def pod(run_id, role, index, phase="Running", **status):
+    labels = {
+        "app.kubernetes.io/instance": run_id,
+        "jobset.sigs.k8s.io/replicatedjob-name": role,
+        "jobset.sigs.k8s.io/job-index": str(index),
+    }
+    metadata = {"name": f"run-{role}-{index}", "namespace": "default", "labels": labels}
+    return {
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": {"nodeName": f"n{index}"},
+        "status": {"phase": phase, **status},
+    }
+
+
+def test_submitting_twice_is_one_jobset(launcher, google, request_):
+    first, second = launcher.submit(request_), launcher.submit(request_)
+    assert first == second and len(google.kubernetes.of_kind("JobSet")) == 1
+    (secret,) = google.kubernetes.of_kind("Secret")
+    token = runs.RunDir(path=runs.place(request_.run_id, None), run_id=request_.run_id).token.read_text().strip()
+    assert base64.b64decode(secret["data"]["token"]).decode() == token
+    assert "token" not in request_.files["run.yaml"].split("resolved.json")[0]
+
+
+def test_the_server_is_asked_before_anything_is_created(launcher, google, request_):
+    launcher.submit(request_)
+    patches = [url for method, url in google.log if method == "PATCH"]
+    assert all("fieldValidation=Strict" in url for url in patches)
+    dry = [index for index, url in enumerate(patches) if "dryRun=All" in url]
+    assert len(dry) == 2 and max(dry) < min(set(range(len(patches))) - set(dry))
+
+
+def test_run_folder_of_the_pods_is_in_the_bucket(launcher, request_):
+    assert request_.run_dir == f"/gcs/example-bucket/muster-runs/{request_.run_id}"
+
+
+def test_the_life_of_a_run(launcher, google, request_):
+    handle = launcher.submit(request_)
+    name = handle.job_id.split("/")[1]
+    said = []
+
+    def look():
+        found = launcher.poll(handle)
+        said.append(found.reason.split(" (hint")[0])
+        return found
+
+    look()
+    reserved = {"type": "QuotaReserved", "status": "True"}
+    workload = {
+        "kind": "Workload",
+        "metadata": {"name": "jobset-w", "ownerReferences": [{"name": name}]},
+        "status": {"conditions": [reserved], "admissionChecks": [{"name": "muster-dws", "state": "Pending"}]},
+    }
+    workloads = "apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads"
+    put(google, workloads, workload)
+    look()
+    asked = {"kind": "ProvisioningRequest", "metadata": {"name": "jobset-w-muster-dws-1"}}
+    asked["metadata"]["ownerReferences"] = [{"name": "jobset-w"}]
+    asked["status"] = {"conditions": [{"type": "Accepted", "status": "True"}]}
+    requests = "apis/autoscaling.x-k8s.io/v1/namespaces/default/provisioningrequests"
+    put(google, requests, asked)
+    look()
+    workload["status"]["conditions"].append({"type": "Admitted", "status": "True"})
+    put(google, workloads, workload)
+    (jobset,) = google.kubernetes.of_kind("JobSet")
+    jobset["spec"]["suspend"] = False
+    look()
+    pods = "api/v1/namespaces/default/pods"
+    nodes = "api/v1/nodes"
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    for index, role in enumerate(["supervisor", "host", "host", "host"]):
+        put(google, pods, pod(request_.run_id, role, max(0, index - 1)))
+        put(google, nodes, {"kind": "Node", "metadata": {"name": f"n{index}"}, "status": ready})
+    found = look()
+    assert found.state is JobState.RUNNING and found.tasks["host-2"] == "running on n2"
+    gone = [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByKubeScheduler"}]
+    put(google, pods, pod(request_.run_id, "host", 1, "Failed", conditions=gone))
+    look()
+    put(google, pods, pod(request_.run_id, "host", 1))
+    look()
+    jobset["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    found = look()
+    assert (found.state, found.exit_code) == (JobState.SUCCEEDED, 0)
+    launcher.cancel(handle)
+    assert launcher.poll(handle).state is JobState.RUNNING and "run" in launcher.remaining(handle)[0]
+    for path in [path for path in google.kubernetes.objects if "/pods/" in path or "/workloads/" in path]:
+        del google.kubernetes.objects[path]
+    look()
+    assert launcher.remaining(handle) == []
+    assert said == [
+        "waiting for Kueue, which has made no Workload for the run yet",
+        "quota is reserved; waiting for admission check muster-dws (it has not asked DWS yet)",
+        "DWS has accepted the request jobset-w-muster-dws-1; waiting for capacity",
+        "admitted; its pods are being created",
+        "running: 3 hosts and the supervisor",
+        "1 of 4 pods lost: host-1 (PreemptionByKubeScheduler on n1); waiting for replacements",
+        "running: 3 hosts and the supervisor",
+        "finished: the supervisor's job completed",
+        "no such run on the cluster",
+    ]
+
+
+def test_a_new_submission_after_the_end_is_a_new_jobset(launcher, google, request_):
+    launcher.submit(request_)
+    (jobset,) = google.kubernetes.of_kind("JobSet")
+    jobset["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    again = type(request_)(**{**vars(request_), "labels": {**request_.labels, SUBMISSION: "2"}})
+    launcher.submit(again)
+    (jobset,) = google.kubernetes.of_kind("JobSet")
+    assert "status" not in jobset and jobset["metadata"]["annotations"][ANNOTATION] == "2"
+
+
+def test_logs_resume_where_they_stopped(launcher, google, request_):
+    handle = launcher.submit(request_)
+    put(google, "api/v1/namespaces/default/pods", pod(request_.run_id, "host", 1))
+    path = "/api/v1/namespaces/default/pods/run-host-1/log"
+    google.logs[path] = "eins ä\n"
+    (chunk,) = launcher.logs(handle)
+    assert (chunk.task, chunk.text) == ("host-1", "eins ä\n")
+    google.logs[path] += "zwei\n"
+    (chunk,) = launcher.logs(handle, after={"host-1": chunk.next_offset})
+    assert chunk.text == "zwei\n" and not list(launcher.logs(handle, after={"host-1": chunk.next_offset}))
+    google.logs[path] = "neu\n"
+    assert next(launcher.logs(handle, after={"host-1": chunk.next_offset})).text == "neu\n"
+
+
+def test_found_by_the_label(launcher, google, request_):
+    assert launcher.find(request_.run_id) is None
+    handle = launcher.submit(request_)
+    found = launcher.find(request_.run_id)
+    assert found is not None and found.job_id == handle.job_id
+
+
+def test_the_absent(launcher):
+    nothing = JobHandle(run_id="never-was", backend="gke", job_id="", run_dir="/nowhere")
+    assert launcher.poll(nothing).state is JobState.ABSENT
+    assert list(launcher.logs(nothing)) == [] and launcher.cancel(nothing) is None and launcher.remaining(nothing) == []
+
+
+def test_no_cluster_is_said_with_the_next_step(launcher, google, request_):
+    google.store.clear()
+    with pytest.raises(BackendError, match="no cluster muster in us-central1") as caught:
+        launcher.submit(request_)
+    assert "muster up" in caught.value.hint and not google.kubernetes.objects
+
+
+def test_a_refused_object_creates_nothing(launcher, google, request_, monkeypatch):
+    def refuse(method, target, body=b""):
+        if method == "PATCH":
+            return 400, {
+                "kind": "Status",
+                "message": 'unknown field "spec.replicatedJobs[0].x"',
+                "reason": "BadRequest",
+            }
+        return original(method, target, body)
+
+    original = google.kubernetes.handle
+    monkeypatch.setattr(google.kubernetes, "handle", refuse)
+    with pytest.raises(BackendError, match="unknown field"):
+        launcher.submit(request_)
+    assert not google.kubernetes.objects
+
+
+def test_offers_are_of_this_back_end(launcher):
+    found = launcher.offers(SPEC)
+    assert found and {(one.backend, one.machine, one.mode) for one in found} == {("gke", "a4-highgpu-8g", "flex_start")}
+
+
+def test_a_request_shows_what_is_sent_but_no_secret():
+    call = Call(method="PATCH", url="https://cluster/x", body={"data": {"token": "c2VjcmV0"}}, secret=True)
+    assert "c2VjcmV0" not in call.shown() and Session(http=None, clock=VirtualClock()).sent == 0
+
+
+def test_the_back_end_is_loaded_by_name_any_number_of_times():
+    assert [backends.load("gke").name for _ in range(3)] == ["gke", "gke", "gke"]

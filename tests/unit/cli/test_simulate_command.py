@@ -1,0 +1,85 @@
+"""``muster simulate`` from the command line: table, JSON, page, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muster.cli.main import run
+
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "llama3-70b-text2sql.yaml")
+QUICK = [EXAMPLE, "--hosts", "8", "--spares", "1", "--hours", "6", "--seeds", "2", "--paired", "0"]
+
+
+def test_json_has_the_distribution_the_categories_and_the_sources(capsys):
+    assert run(["simulate", *QUICK, "--failures-per-day", "20", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seeds"] == 2 and found["identity_error"] < 1e-9
+    assert sum(row["share"] for row in found["categories"].values()) == pytest.approx(1)
+    assert 0.5 < found["goodput_active"]["mean"] < 1
+    assert found["goodput_purchased"]["mean"] < found["goodput_active"]["mean"], "a spare is paid for"
+    assert all(stage["source"] for stage in found["profile"]["stages"].values())
+    assert found["scenario"]["quantum_hosts"] == 2, "dp_shard 16 on hosts of 8"
+
+
+def test_the_table_names_what_was_rehearsed_and_the_best_choices(capsys):
+    assert (
+        run(["simulate", EXAMPLE, "--hosts", "4", "--spares", "1", "--hours", "3", "--seeds", "2", "--paired", "1"])
+        == 0
+    )
+    out = capsys.readouterr()
+    for words in ("4 hosts (32 GPUs)", "of purchased hosts", "without", "spares", "policy", "most of what is paid for"):
+        assert words in out.out, words
+    assert "virtual" in out.err
+
+
+def test_the_page_is_the_reports(tmp_path, capsys):
+    target = tmp_path / "page.html"
+    assert run(["simulate", *QUICK, "--failures-per-day", "20", "--html", str(target)]) == 0
+    text = target.read_text(encoding="utf-8")
+    assert "rehearsal, seed" in text and "virtual hosts and clock" in text and "host-7" in text
+    assert "http-equiv" in text, "the report's own page, with its content policy"
+
+
+def test_a_trace_replaces_failures_a_day(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 1800}, "data": [2, 2, 2, 1, 2, 2, 2, 2]}))
+    asked = [
+        "simulate",
+        EXAMPLE,
+        "--hosts",
+        "2",
+        "--min-hosts",
+        "2",
+        "--seeds",
+        "1",
+        "--paired",
+        "1",
+        "--trace",
+        str(path),
+    ]
+    assert run([*asked, "--usd-per-host-hour", "10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["scenario"]["trace"] == "t" and found["scenario"]["hours"] == 4.0
+    assert {row["name"] for row in found["policies"]} >= {"default", "conservative"}
+    assert found["best"]["policy"] is not None
+    assert found["usd"] == pytest.approx(found["purchased_host_s"] / 360)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--detection", "psychic"], "--detection 'psychic'"),
+        (["--hours", "-1"], "--hours must be above 0"),
+        (["--failures-per-day", "-3"], "--failures-per-day must be from 0"),
+        (["--profile", "nothing-such"], "no profile and no run 'nothing-such'"),
+        (["--policy", "hope"], "'hope' is no policy"),
+        (["--trace", "none.json"], "cannot read none.json"),
+        (["--min-hosts", "9"], "--min-hosts 9 is more than 8"),
+        (["--seeds", "0"], "--seeds 0"),
+        (["--hours", "nan"], "--hours must be above 0"),
+    ],
+)
+def test_wrong_input_is_said_in_words(asked, words, capsys):
+    assert run(["simulate", *QUICK, *asked]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""The chain: whatever happens to a file between two lines is found; a torn end is tolerated; one writer only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.core import eventlog
+from muster.core.errors import ConflictError, MusterError
+from muster.core.eventlog import EventLog, genesis, verify
+from muster.core.events import KINDS, PHASES, Event, check, encode
+
+NAME = "agent.3.jsonl"
+
+
+class Ticks:
+    """A clock that counts."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def monotonic_ns(self) -> int:
+        self.now += 1
+        return self.now
+
+    def wall_ns(self) -> int:
+        return 10**18 + self.now
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("nobody sleeps")
+
+
+def written(folder: Path, count: int, text: str = "note") -> bytes:
+    log = EventLog("run-1", folder, "agent", 3, clock=Ticks())
+    for number in range(count):
+        log.append("run.note", detail={"text": f"{text} {number}"}, rank=number % 3, step=number)
+    log.close()
+    return (folder / NAME).read_bytes()
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> list[bytes]:
+    return written(tmp_path, 6).splitlines(keepends=True)
+
+
+def broken(lines: list[bytes]) -> str | None:
+    return verify(b"".join(lines), run_id="run-1", name=NAME).problem
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    written(tmp_path, 5, "grüße\n\u2028")
+    found = [event for _, event in eventlog.read(tmp_path)]
+    assert [event.detail["text"] for event in found] == [f"grüße\n\u2028 {n}" for n in range(5)]
+    assert [event.seq for event in found] == list(range(5))
+    assert found[4].rank == 1 and found[4].step == 4 and found[4].attempt == 3
+    assert eventlog.check_directory(tmp_path, run_id="run-1")[NAME].problem is None
+
+
+def test_reading_after_a_position(tmp_path: Path):
+    written(tmp_path, 5)
+    assert [event.seq for _, event in eventlog.read(tmp_path, after={NAME: 3})] == [3, 4]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_edited_byte_is_found(data: st.DataObject):
+    with tempfile.TemporaryDirectory() as folder:
+        whole = bytearray(written(Path(folder), 4))
+    last = bytes(whole).rfind(b"\n", 0, len(whole) - 1) + 1
+    place = data.draw(st.integers(0, last - 2), label="byte of a line that another one cites")
+    whole[place] ^= data.draw(st.integers(1, 255), label="flip")
+    assert verify(bytes(whole), run_id="run-1", name=NAME).problem is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_dropped_repeated_or_moved_line_is_found(data: st.DataObject):
+    with tempfile.TemporaryDirectory() as folder:
+        lines = written(Path(folder), 6).splitlines(keepends=True)
+    kind = data.draw(st.sampled_from(["drop", "repeat", "move"]))
+    at = data.draw(st.integers(0, 4))
+    if kind == "drop":
+        del lines[at]
+    elif kind == "repeat":
+        lines.insert(at, lines[at])
+    else:
+        other = data.draw(st.integers(0, 5).filter(lambda to: to != at))
+        lines[at], lines[other] = lines[other], lines[at]
+    assert broken(lines) is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_torn_end_is_tolerated_and_the_writer_goes_on(data: st.DataObject):
+    with tempfile.TemporaryDirectory() as folder:
+        whole = written(Path(folder), 4)
+        cut = data.draw(st.integers(0, len(whole)))
+        path = Path(folder) / NAME
+        path.write_bytes(whole[:cut])
+        found = verify(whole[:cut], run_id="run-1", name=NAME)
+        assert found.problem is None
+        assert found.events == whole[:cut].count(b"\n")
+        log = EventLog("run-1", Path(folder), "agent", 3, clock=Ticks())
+        log.append("run.note", detail={"text": "back"})
+        log.close()
+        after = verify(path.read_bytes(), run_id="run-1", name=NAME)
+        assert after.problem is None and after.torn_bytes == 0 and after.events == found.events + 1
+
+
+def test_the_last_line_can_be_edited_unseen_until_its_head_is_cited(lines: list[bytes]):
+    """What the chain alone cannot know: the supervisor's log.heads does."""
+    edited = [*lines[:-1], lines[-1].replace(b"note 5", b"note 6")]
+    assert broken(edited) is None
+    whole, other = (verify(b"".join(each), run_id="run-1", name=NAME).head for each in (lines, edited))
+    assert whole != other
+
+
+def test_files_cannot_change_places(lines: list[bytes]):
+    data = b"".join(lines)
+    assert verify(data, run_id="run-2", name=NAME).problem is not None
+    assert verify(data, run_id="run-1", name="agent.4.jsonl").problem is not None
+    assert genesis("run-1", "a") != genesis("run-1", "b")
+
+
+def test_an_edited_file_is_not_written_to(tmp_path: Path, lines: list[bytes]):
+    (tmp_path / NAME).write_bytes(b"".join([lines[0], *lines[2:]]))
+    with pytest.raises(MusterError, match="line 2 breaks the chain"):
+        EventLog("run-1", tmp_path, "agent", 3)
+
+
+def test_a_second_writer_is_refused(tmp_path: Path):
+    log = EventLog("run-1", tmp_path, "agent", 3)
+    with pytest.raises(ConflictError):
+        EventLog("run-1", tmp_path, "agent", 3)
+    log.close()
+    EventLog("run-1", tmp_path, "agent", 3).close()
+
+
+def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path):
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from muster.core.eventlog import EventLog\n"
+        "log = EventLog('run-1', Path(sys.argv[1]), 'agent', 3)\n"
+        "log.append('run.note', detail={'text': 'x'})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
+    log = EventLog("run-1", tmp_path, "agent", 3)
+    assert log.seq == 1
+    log.close()
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", "", ".hidden", "-x", "a b"])
+def test_names_that_no_file_should_have(tmp_path: Path, name: str):
+    with pytest.raises(MusterError):
+        EventLog("run-1", tmp_path, name, 0)
+
+
+def test_merging_puts_files_on_one_axis(tmp_path: Path):
+    for writer, walls in (("a", (1, 5)), ("b", (2, 3))):
+        log = EventLog("run-1", tmp_path, writer, 0)
+        for wall in walls:
+            log.append("run.note", detail={"text": "x"}, wall_ns=wall)
+        log.close()
+    assert [event.wall_ns for event in eventlog.merged(tmp_path)] == [1, 2, 3, 5]
+
+
+# ---------------------------------------------------------------- the schema
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "phase"),
+    [
+        ("no.such.kind", {}, None),
+        ("phase", {}, "no-such-phase"),
+        ("run.finished", {"outcome": "succeeded"}, None),
+        ("rank.started", {"pid": 1, "colour": "red"}, None),
+    ],
+)
+def test_events_that_do_not_fit_the_schema_are_our_own_bug(tmp_path: Path, kind: str, detail: dict, phase: str | None):
+    log = EventLog("run-1", tmp_path, "agent", 0)
+    with pytest.raises(ValueError):
+        log.append(kind, detail=detail, phase=phase)
+    log.close()
+    assert (tmp_path / "agent.0.jsonl").read_bytes() == b""
+
+
+def test_numbers_that_json_cannot_carry_are_refused():
+    with pytest.raises(ValueError):
+        encode({"loss": float("nan")})
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    phase=st.none() | st.sampled_from(PHASES),
+    rank=st.none() | st.integers(0, 10**6),
+    step=st.none() | st.integers(0, 10**9),
+    wall=st.integers(0, 2**63),
+    words=st.text(max_size=20),
+)
+def test_every_kind_survives_the_line(
+    kind: str, phase: str | None, rank: int | None, step: int | None, wall: int, words: str
+):
+    event = Event(
+        run_id="r",
+        attempt=1,
+        seq=0,
+        mono_ns=1,
+        wall_ns=wall,
+        host=words,
+        kind=kind,
+        rank=rank,
+        phase=phase,
+        step=step,
+        detail={key: words for key in KINDS[kind].required},
+    )
+    check(event)
+    line = encode(event.to_json())
+    assert line.count(b"\n") == 1
+    assert Event.from_json(json.loads(line)) == event
+
+
+def test_every_kind_says_what_it_means():
+    for name, kind in KINDS.items():
+        assert kind.doc.endswith("."), name
+        assert not set(kind.required) & set(kind.optional), name

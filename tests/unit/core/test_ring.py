@@ -1,0 +1,69 @@
+"""Snapshot rings: a version is whole or it is not there."""
+
+import pytest
+
+from muster.core.errors import CheckpointError
+from muster.core.ring import Held, Ring, file_name, inventory
+
+
+def write(ring, step, attempt, byte):
+    slot = ring.begin()
+    ring.slot(slot)[:] = bytes([byte]) * ring.slot_bytes
+    ring.commit(slot, step=step, attempt=attempt)
+    return slot
+
+
+def versions(ring):
+    return [(version.step, version.attempt) for version in ring.versions()]
+
+
+def test_versions_come_newest_first_and_the_oldest_slot_is_taken_next(tmp_path):
+    ring = Ring.create(tmp_path / "own.r1s2t1.0.ring", header=b"{}", slot_bytes=100)
+    for step in range(1, 6):
+        write(ring, step, 1, step)
+    assert versions(ring) == [(5, 1), (4, 1), (3, 1)]
+    newest = ring.find(5, 1)
+    assert bytes(ring.slot(newest.slot)) == b"\x05" * 100
+
+
+def test_a_slot_being_written_is_no_version(tmp_path):
+    path = tmp_path / "own.r1s2t1.0.ring"
+    ring = Ring.create(path, header=b"{}", slot_bytes=10)
+    write(ring, 1, 1, 1)
+    ring.begin()  # and the writer dies here
+    assert versions(Ring.open(path)) == [(1, 1)]
+
+
+def test_a_ring_of_the_same_shape_is_kept_and_another_replaces_it(tmp_path):
+    path = tmp_path / "own.r1s2t1.0.ring"
+    write(Ring.create(path, header=b"{}", slot_bytes=10), 7, 2, 1)
+    assert versions(Ring.create(path, header=b"{}", slot_bytes=10)) == [(7, 2)]
+    assert versions(Ring.create(path, header=b"{}", slot_bytes=20)) == []
+
+
+def test_what_was_given_up_is_forgotten(tmp_path):
+    ring = Ring.create(tmp_path / "own.r1s2t1.0.ring", header=b"{}", slot_bytes=10)
+    write(ring, 4, 1, 1)
+    write(ring, 5, 1, 1)
+    write(ring, 4, 2, 1)
+    ring.forget_after(4, attempt=2)
+    assert versions(ring) == [(4, 2)]
+
+
+def test_damaged_files_are_named_or_passed_over(tmp_path):
+    bad = tmp_path / file_name("own", "r1s1t1", 0)
+    bad.write_bytes(b"not a ring at all, but long enough to hold a header of one")
+    with pytest.raises(CheckpointError, match="no snapshot ring"):
+        Ring.open(bad)
+    good = Ring.create(tmp_path / file_name("own", "r1s1t1", 1), header=b"{}", slot_bytes=10_000)
+    write(good, 3, 1, 1)
+    torn = tmp_path / file_name("peer", "r1s1t1", 2)
+    torn.write_bytes((tmp_path / file_name("own", "r1s1t1", 1)).read_bytes()[:5000])
+    write(Ring.create(tmp_path / file_name("fetched", "r1s1t1", 3), header=b"{}", slot_bytes=10), 9, 1, 1)
+    assert list(inventory(tmp_path)) == [Held(tier="memory", layout="r1s1t1", rank=1, step=3, attempt=1)]
+
+
+def test_no_room_is_said_before_the_first_write(tmp_path):
+    with pytest.raises(CheckpointError, match="no room"):
+        Ring.create(tmp_path / "own.r1s1t1.0.ring", header=b"{}", slot_bytes=1 << 50)
+    assert list(tmp_path.iterdir()) == []

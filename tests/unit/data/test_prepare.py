@@ -1,0 +1,313 @@
+"""Preparation: what ends up in a sequence, the fate of every row, the fingerprint, and every refusal."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from muster.core.errors import AccessError, MusterError, UsageError
+from muster.core.spec import TrainedTokenizer
+from muster.data import cache, sequences
+from muster.data.prepare import open_prepared, prepare
+from muster.data.tokenizer import Encoder, train
+
+TEXT2SQL = {"type": "text2sql", "rows": 300, "heldout_rows": 20}
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"type": "file", "path": str(path)}
+
+
+def documents(store):
+    """(tokens with the last target, flags of supervised targets) of every document of a store."""
+    found = []
+    for sequence in store:
+        start = 0
+        for length in sequence.document_lengths:
+            if start >= sequence.tokens:
+                break
+            ids = sequence.input_ids[start : start + length]
+            labels = sequence.labels[start : start + length]
+            assert (sequence.position_ids[start : start + length] == np.arange(length)).all()
+            kept = labels != -100
+            assert (labels[:-1][kept[:-1]] == ids[1:][kept[:-1]]).all()
+            found.append(([*ids.tolist(), int(labels[-1])], kept.tolist()))
+            start += length
+    return found
+
+
+def test_generated_rows_become_packed_sequences(make_spec, tmp_path):
+    prepared = prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "run")
+    stats = prepared.stats
+    assert (stats["rows"], stats["documents"], stats["dropped"], stats["cached"]) == (300, 300, 0, False)
+    assert stats["supervised_tokens"] + stats["context_tokens"] + stats["padding_tokens"] == len(prepared.train) * 64
+    assert stats["fill"] > 0.8 and stats["unknown_tokens"] == 0
+    assert prepared.heldout is not None and prepared.heldout.counts["documents"] == 20
+    encoder = Encoder(prepared.tokenizer_dir)
+    texts = set()
+    for ids, kept in documents(prepared.train):
+        assert ids[-1] == prepared.eos_id and kept[-1]
+        answer = encoder.decode([token for token, flag in zip(ids[1:], kept, strict=True) if flag])
+        prompt = encoder.decode([ids[0], *(token for token, flag in zip(ids[1:], kept, strict=True) if not flag)])
+        assert answer.startswith(" SELECT") and prompt.startswith("table ") and prompt.endswith(" ?")
+        texts.add(prompt + answer)
+    assert len(texts) > 250
+    for sequence in prepared.train:
+        assert sequence.document_lengths.sum() == 64
+        assert sequence.supervised_tokens == (sequence.labels != -100).sum()
+        tail = sequence.labels[sequence.tokens :]
+        assert (tail == -100).all() and (sequence.input_ids[sequence.tokens :] == prepared.pad_id).all()
+    assert sum(sequence.tokens for sequence in prepared.train) == stats["tokens"] == prepared.train.tokens
+
+
+def test_without_packing_each_row_has_a_sequence(make_spec, tmp_path):
+    prepared = prepare(make_spec([TEXT2SQL], packing=False), run_dir=tmp_path / "run")
+    assert len(prepared.train) == 300
+    for sequence in prepared.train:
+        assert sequence.document_lengths.tolist() == [sequence.tokens, 64 - sequence.tokens]
+
+
+def test_the_second_start_finds_the_first(make_spec, tmp_path):
+    spec = make_spec([TEXT2SQL])
+    first = prepare(spec, run_dir=tmp_path / "a")
+    second = prepare(spec, run_dir=tmp_path / "b")
+    assert not first.stats["cached"] and second.stats["cached"]
+    assert first.fingerprint == second.fingerprint
+    assert (tmp_path / "b" / "tokenizer" / "tokenizer.json").is_file()
+    found = open_prepared(spec, tmp_path / "b")
+    assert (found.train[3].input_ids == first.train[3].input_ids).all()
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [first.fingerprint]
+
+
+def test_the_fingerprint_covers_what_changes_the_tokens(make_spec, tmp_path):
+    def mark(sources=(TEXT2SQL,), training=None, model=None, **data):
+        return prepare(
+            make_spec(list(sources), training=training, model=model, **data), run_dir=tmp_path / "r"
+        ).fingerprint
+
+    base = mark()
+    assert mark() == base
+    small = {"config": {"vocab_size": 512}, "tokenizer": {"vocab_size": 300}}
+    others = [
+        mark([{**TEXT2SQL, "seed": 1}]),
+        mark([{**TEXT2SQL, "rows": 301}]),
+        mark(training={"sequence_length": 72}),
+        mark(packing=False),
+        mark(overlong="truncate"),
+        mark(loss_on="all"),
+        mark(model=small),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    # What does not change the tokens does not prepare them again.
+    assert mark(training={"seed": 5, "global_batch_size": 3}) == base
+    assert mark(workers=2) == base
+
+
+def test_file_content_is_what_counts(make_spec, tmp_path):
+    rows = [{"text": f"some words {number}"} for number in range(30)]
+    spec = make_spec([jsonl(tmp_path / "a.jsonl", rows)])
+    first = prepare(spec, run_dir=tmp_path / "r")
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    assert prepare(spec, run_dir=tmp_path / "r").fingerprint == first.fingerprint
+    jsonl(tmp_path / "a.jsonl", rows[:-1])
+    assert prepare(spec, run_dir=tmp_path / "r").fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_rows_too_long_by_each_rule(make_spec, tmp_path, overlong):
+    rows = [{"text": "a b c d"}, {"text": " ".join("xyz"[number % 3] for number in range(200))}, {"text": "b a c"}]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    prepared = prepare(make_spec([source], overlong=overlong, heldout_fraction=0.0), run_dir=tmp_path / "r")
+    stats = prepared.stats
+    encoder = Encoder(prepared.tokenizer_dir)
+    found = documents(prepared.train)
+    # 200 words and the end: 200 predictions.
+    counts = {"drop": (1, 0, 0, 7), "truncate": (0, 1, 0, 7 + 64), "split": (0, 0, 1, 7 + 200)}[overlong]
+    assert (stats["dropped"], stats["truncated"], stats["split"], stats["tokens"]) == counts
+    assert len(found) == {"drop": 2, "truncate": 3, "split": 6}[overlong]
+    if overlong == "split":
+        parts = {len(ids): ids for ids, _ in found if len(ids) > 6}
+        assert set(parts) == {65, 200 - 3 * 64 + 1}
+        targets = sorted(encoder.decode(ids[1:], skip_special=True).count("x") for ids, _ in found)
+        assert sum(targets) == 66  # 67 of 200 words are x, and the first one is nobody's target
+
+
+def test_a_single_text_is_split_and_its_end_held_out(make_spec, tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(str(number % 50) for number in range(3000)))
+    source = {"type": "file", "path": str(tmp_path / "a.txt")}
+    prepared = prepare(make_spec([source], overlong="split", heldout_fraction=0.1), run_dir=tmp_path / "r")
+    assert (prepared.train.counts["documents"], prepared.heldout.counts["documents"]) == (43, 4)
+    with pytest.raises(
+        UsageError, match=r"all 1 rows of data source .* are longer than training\.sequence_length 64"
+    ) as caught:
+        prepare(make_spec([source]), run_dir=tmp_path / "r2")
+    assert "split" in caught.value.hint
+
+
+def test_held_out_rows_do_not_train(make_spec, tmp_path):
+    rows = [{"text": f"w{number}"} for number in range(100)]
+    model = {"config": {"vocab_size": 200}, "tokenizer": {"vocab_size": 200}}
+    spec = make_spec([jsonl(tmp_path / "a.jsonl", rows)], model=model, heldout_fraction=0.2)
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    first = {ids[0] for ids, _ in documents(prepared.train)}
+    second = {ids[0] for ids, _ in documents(prepared.heldout)}
+    assert (len(first), len(second), len(first & second)) == (80, 20, 0)
+
+
+def test_mixtures_follow_their_weights(make_spec, tmp_path):
+    many = {**jsonl(tmp_path / "a.jsonl", [{"text": "a a"}] * 90), "weight": 3.0}
+    few = {**jsonl(tmp_path / "b.jsonl", [{"text": "b b"}] * 20), "weight": 1.0}
+    prepared = prepare(make_spec([many, few], heldout_fraction=0.0), run_dir=tmp_path / "r")
+    used = [source["documents_used"] for source in prepared.stats["sources"]]
+    assert used == [90, 30]
+    texts = [Encoder(prepared.tokenizer_dir).decode(ids) for ids, _ in documents(prepared.train)]
+    assert (texts.count("a a"), texts.count("b b")) == (90, 30)
+    # Mixed, not one after the other: no sequence of several documents holds a single kind only by order.
+    assert any("a a" in text for text in texts[:10]) and any("b b" in text for text in texts[:20])
+
+
+def test_random_tokens_need_no_tokenizer(make_spec, tmp_path):
+    model = {"config": {"vocab_size": 100}}
+    prepared = prepare(make_spec([{"type": "random", "rows": 50}], model=model), run_dir=tmp_path / "r")
+    assert prepared.tokenizer_dir is None and prepared.eos_id is None and prepared.vocab_size == 100
+    assert len(prepared.train) == 49 and prepared.train[0].supervised_tokens == 64
+    tokens = np.concatenate([sequence.input_ids for sequence in prepared.train])
+    assert tokens.min() >= 0 and tokens.max() < 100 and len(np.unique(tokens)) == 100
+    again = prepare(make_spec([{"type": "random", "rows": 50, "seed": 1}], model=model), run_dir=tmp_path / "r2")
+    assert (again.train[0].input_ids != prepared.train[0].input_ids).any()
+    short = make_spec([{"type": "random", "rows": 10, "row_length": 16}], model=model, heldout_fraction=0.0)
+    assert prepare(short, run_dir=tmp_path / "r3").train[0].document_lengths.tolist() == [16] * 4
+
+
+def chat_folder(folder, template):
+    train(lambda: ["user assistant : hi hello \n <|end|>"], TrainedTokenizer(vocab_size=100), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return {"config": {"vocab_size": 100}, "tokenizer": str(folder)}
+
+
+CHATML = (
+    "{% for m in messages %}{{ ' ' + m.role }} : {{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %} assistant :{% endif %}"
+)
+
+
+def test_chat_through_a_template_without_generation_marks(make_spec, tmp_path):
+    pytest.importorskip("transformers")
+    model = chat_folder(tmp_path / "tok", CHATML)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    source = jsonl(tmp_path / "a.jsonl", [{"messages": turns * 2}] * 3)
+    prepared = prepare(make_spec([source], model=model, heldout_fraction=0.0), run_dir=tmp_path / "r")
+    encoder = Encoder(prepared.tokenizer_dir)
+    for ids, kept in documents(prepared.train):
+        answer = encoder.decode([token for token, flag in zip(ids[1:], kept, strict=True) if flag])
+        assert answer.replace("\n", "") == " hello<|end|> hello<|end|>"
+    with pytest.raises(UsageError, match=r"every label of data source .* is masked: .* its 3 rows"):
+        prepare(make_spec([source], model=model, loss_on=["critic"]), run_dir=tmp_path / "r2")
+
+
+def test_a_template_that_refuses_is_an_error_with_the_row(make_spec, tmp_path):
+    pytest.importorskip("transformers")
+    model = chat_folder(tmp_path / "tok", "{{ raise_exception('roles must alternate') }}")
+    source = jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
+    with pytest.raises(UsageError, match="row 1: the chat template refuses a conversation: roles must alternate"):
+        prepare(make_spec([source], model=model), run_dir=tmp_path / "r")
+
+
+REFUSED = {
+    "no rows": ([], {}, "has no rows"),
+    "empty texts": ([{"text": ""}] * 2, {"heldout_fraction": 0.0}, "all 2 rows of data source .* are empty"),
+    "roles without chat": ([{"text": "a b"}], {"loss_on": ["user"]}, "chat roles"),
+    "no known columns": ([{"a": 1}], {}, "no known format"),
+    "a later row of another kind": (
+        [{"text": "a"}] * 3 + [{"text": 5}],
+        {},
+        "row 4: column 'text' must be text, got int",
+    ),
+    "split of prompts": ([{"prompt": "a", "completion": "b"}], {"overlong": "split"}, "split is for plain text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unusable_data_is_refused_and_nothing_stays(make_spec, tmp_path, name):
+    rows, data, message = REFUSED[name]
+    bpe = {"config": {"vocab_size": 300}, "tokenizer": str(tmp_path / "tok")}
+    train(lambda: ["a b"], TrainedTokenizer(kind="bpe", vocab_size=300), tmp_path / "tok")
+    with pytest.raises(UsageError, match=message) as caught:
+        prepare(make_spec([jsonl(tmp_path / "a.jsonl", rows)], model=bpe, **data), run_dir=tmp_path / "r")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_vocabulary_the_model_lacks_is_refused(make_spec, tmp_path):
+    model = {"config": {"vocab_size": 80}, "tokenizer": {"vocab_size": 200}}
+    with pytest.raises(UsageError, match=r"vocabulary mismatch: the tokenizer has 200 tokens, the model's config 80"):
+        prepare(make_spec([TEXT2SQL], model=model), run_dir=tmp_path / "r")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_models_without_a_tokenizer_are_refused(make_spec, tmp_path):
+    with pytest.raises(UsageError, match="no tokenizer"):
+        prepare(make_spec([TEXT2SQL], model={"config": {"vocab_size": 80}}), run_dir=tmp_path / "r")
+    with pytest.raises(UsageError, match="vocabulary size"):
+        prepare(make_spec([{"type": "random"}], model={"config": {}}), run_dir=tmp_path / "r")
+
+
+def test_a_cache_that_cannot_be_made_is_named(make_spec, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(AccessError, match="is not a folder") as caught:
+        prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    assert "cache_dir" in caught.value.hint
+
+
+def test_a_full_disk_leaves_nothing(make_spec, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sequences.np.lib.format, "write_array_header_1_0", full)
+    with pytest.raises(MusterError, match="no space left for prepared data"):
+        prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_damaged_data_is_named(make_spec, tmp_path):
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    (prepared.folder / "train" / "labels.npy").write_bytes(b"")
+    with pytest.raises(MusterError, match="is damaged"):
+        open_prepared(spec, tmp_path / "r")
+    with pytest.raises(MusterError, match="no data was prepared"):
+        open_prepared(spec, tmp_path / "other")
+
+
+def test_ranks_never_open_another_run_files_data(make_spec, tmp_path):
+    prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    corrected = make_spec([{**TEXT2SQL, "seed": 3}])
+    with pytest.raises(MusterError, match="another run file"):
+        open_prepared(corrected, tmp_path / "r")
+    prepare(corrected, run_dir=tmp_path / "r")
+    assert open_prepared(corrected, tmp_path / "r").stats["rows"] == 300
+
+
+def test_a_killed_builders_remains_are_cleared(make_spec, tmp_path):
+    import socket
+
+    dead = tmp_path / "cache" / f".partial-abc-{socket.gethostname()}-4194999"
+    other = tmp_path / "cache" / ".partial-abc-another.host-1-77"
+    for path in (dead, other):
+        path.mkdir(parents=True)
+    prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    assert not dead.exists() and other.exists()
+
+
+def test_fingerprints_do_not_depend_on_order():
+    assert cache.fingerprint({"a": 1, "b": [1, 2]}) == cache.fingerprint({"b": [1, 2], "a": 1})
+    assert cache.fingerprint({"a": 1}) != cache.fingerprint({"a": 2})
+
+
+def test_progress_is_told(make_spec, tmp_path):
+    told = []
+    prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r", progress=lambda *args: told.append(args))
+    assert ("tokenise", 300, 300) in told and told[-1][0] == "pack"

@@ -1,0 +1,198 @@
+"""Held-out questions: the prompt the model was trained on, judged by running or by text; the baseline; the preview."""
+
+import io
+import json
+import sqlite3
+
+import pytest
+
+from muster.core.spec import TrainedTokenizer
+from muster.data.baseline import abstract, fill, majority_template, names
+from muster.data.prepare import prepare
+from muster.data.preview import preview, render_preview, summary
+from muster.data.questions import heldout_questions, majority_baseline
+from muster.data.tokenizer import Encoder, train
+
+TEMPLATE = {"prompt": "{schema}\n{question}\n", "completion": "{sql}"}
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_generated_questions_run(make_spec, tmp_path):
+    spec = make_spec([{"type": "text2sql", "rows": 800, "heldout_rows": 30, "level": 1}])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    questions = heldout_questions(spec, prepared, 25)
+    assert len(questions) == 25 and len(heldout_questions(spec, prepared, 99)) == 30
+    encoder = Encoder(prepared.tokenizer_dir)
+    for question in questions:
+        assert encoder.decode(question.prompt_ids) == question.prompt_text
+        assert question.executes and question.run(question.gold_sql).correct
+        assert question.run(" " + question.gold_sql).correct
+        assert question.run(f"Here:\n```sql\n{question.gold_sql};\n```\nDone.").correct
+        assert not question.run("SELECT 1").correct
+        assert not question.run("DROP TABLE x").correct
+    assert [question.prompt_text for question in heldout_questions(spec, prepared, 5)] == [
+        question.prompt_text for question in questions[:5]
+    ]
+    found = majority_baseline(prepared, questions)
+    assert found.template == "SELECT COUNT(*) FROM {table0}"
+    counts = sum(question.shape == "count" for question in questions)
+    assert found.accuracy == counts / 25
+    assert majority_baseline(prepared, []) is None
+
+
+def test_the_prompt_is_a_prefix_of_a_training_document(make_spec, tmp_path):
+    """What generation starts from is what training saw: same ids, cut where supervision starts."""
+    spec = make_spec([{"type": "text2sql", "rows": 50, "heldout_rows": 5}], packing=False)
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    prompts = {question.prompt_ids for question in heldout_questions(spec, prepared, 5)}
+    seen = set()
+    for sequence in prepared.heldout:
+        first = int((sequence.labels != -100).argmax())
+        seen.add(tuple(sequence.input_ids[: first + 1].tolist()))
+    assert seen == prompts
+
+
+def database(path):
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE city (name TEXT, people INTEGER)")
+    connection.executemany("INSERT INTO city VALUES (?, ?)", [("oslo", 7), ("rome", 28)])
+    connection.commit()
+    connection.close()
+    return str(path)
+
+
+def test_a_sources_database_decides(make_spec, tmp_path):
+    rows = [
+        {
+            "question": "which cities",
+            "schema": "CREATE TABLE city (name TEXT, people INT)",
+            "sql": "SELECT name FROM city",
+        },
+        {"question": "none", "schema": "", "sql": "SELECT name FROM city WHERE people > 99"},
+        {"question": "broken", "schema": "", "sql": "SELECT missing FROM city"},
+    ]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    source = {
+        "type": "file",
+        "path": path,
+        "heldout_path": path,
+        "template": TEMPLATE,
+        "database": database(tmp_path / "c.sqlite"),
+    }
+    spec = make_spec([source])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    (question,) = heldout_questions(spec, prepared, 10)  # empty and broken gold queries are no questions
+    assert question.executes and question.gold_sql == "SELECT name FROM city"
+    assert question.run("SELECT name FROM city ORDER BY people DESC").correct
+    assert not question.run("SELECT people FROM city").correct
+    assert not question.run("DELETE FROM city").correct
+    assert question.run(question.gold_sql).correct
+    # Other content, other data.
+    sqlite3.connect(source["database"]).execute("DROP TABLE city").connection.commit()
+    assert prepare(spec, run_dir=tmp_path / "r").fingerprint != prepared.fingerprint
+
+
+def test_without_a_database_the_text_decides(make_spec, tmp_path):
+    rows = [
+        {"question": f"q {number}", "schema": "", "sql": f"SELECT a FROM t WHERE b = {number}"} for number in range(20)
+    ]
+    spec = make_spec(
+        [{"type": "file", "path": jsonl(tmp_path / "a.jsonl", rows), "template": TEMPLATE}], heldout_fraction=0.2
+    )
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    questions = heldout_questions(spec, prepared, 10)
+    assert len(questions) == 4 and not questions[0].executes
+    gold = questions[0].gold_sql
+    assert questions[0].run(gold.lower() + " ;").correct
+    assert questions[0].run(gold + "0").reason == "query differs"
+
+
+def test_plain_text_has_no_questions(make_spec, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "a b c"}] * 20)
+    spec = make_spec([{"type": "file", "path": path}])
+    assert heldout_questions(spec, prepare(spec, run_dir=tmp_path / "r"), 10) == []
+
+
+# ---------------------------------------------------------------- baseline
+
+
+def test_templates_replace_names_and_literals():
+    schema = "CREATE TABLE city (name TEXT, people INT); CREATE TABLE lake (area REAL)"
+    assert names(schema) == (["city", "lake"], ["name", "people", "area"])
+    sql = "SELECT name FROM city WHERE people > 30 AND name = 'it''s'"
+    template = abstract(sql, schema)
+    assert template == "SELECT {column0} FROM {table0} WHERE {column1} > {number} AND {column0} = {text}"
+    assert fill(template, "table shop : price , stock") == "SELECT price FROM shop WHERE stock > 1 AND price = ''"
+    assert fill("SELECT {column5} FROM {table3}", "table shop : price") == "SELECT price FROM shop"
+    assert fill("SELECT '{{x}}'", "") == "SELECT '{x}'"
+
+
+def test_the_commonest_template_wins_and_ties_are_settled():
+    schema = "table shop : price"
+    pairs = [
+        (schema, "SELECT price FROM shop"),
+        (schema, "SELECT COUNT(*) FROM shop"),
+        (schema, "SELECT price FROM shop"),
+    ]
+    assert majority_template(pairs) == "SELECT {column0} FROM {table0}"
+    assert majority_template(reversed(pairs[:2])) == majority_template(pairs[:2]) == "SELECT COUNT(*) FROM {table0}"
+    assert majority_template([]) == ""
+
+
+# ---------------------------------------------------------------- preview
+
+
+def test_the_preview_shows_what_is_masked(make_spec, tmp_path):
+    rows = [{"prompt": "ask me", "completion": " answer"}] * 20 + [{"prompt": "too long", "completion": " x" * 100}]
+    spec = make_spec([{"type": "file", "path": jsonl(tmp_path / "a.jsonl", rows)}], heldout_fraction=0.0)
+    found = preview(prepare(spec, run_dir=tmp_path / "r"), examples=2)
+    assert [[(each.text, each.supervised) for each in example] for example in found.examples] == [
+        [("ask me", False), (" answer</s>", True)]
+    ] * 2
+    # Of three predicted tokens two count: two thirds.
+    assert found.histogram == (0, 0, 0, 0, 0, 0, 20, 0, 0, 0)
+    assert "1 too long, dropped" in summary(found)
+    json.dumps(found.to_json())
+
+
+def test_the_masked_part_is_dimmed(make_spec, tmp_path):
+    console = pytest.importorskip("rich.console")
+    rows = [{"prompt": "ask [bold]me", "completion": " answer"}] * 9
+    spec = make_spec([{"type": "file", "path": jsonl(tmp_path / "a.jsonl", rows)}], heldout_fraction=0.0)
+    found = preview(prepare(spec, run_dir=tmp_path / "r"), examples=1)
+    out = console.Console(force_terminal=True, width=100, color_system="standard", file=io.StringIO())
+    out.print(render_preview(found))
+    shown = out.file.getvalue()
+    assert "2mask [bold]me" in shown and "32m answer" in shown
+
+
+def test_random_tokens_preview_as_ids(make_spec, tmp_path):
+    spec = make_spec([{"type": "random", "rows": 5}], model={"config": {"vocab_size": 9}})
+    found = preview(prepare(spec, run_dir=tmp_path / "r"), examples=1)
+    assert found.histogram[9] == 4 and any(
+        each.text.strip().isdigit() or " " in each.text for each in found.examples[0]
+    )
+
+
+def test_generated_questions_as_chat(make_spec, tmp_path):
+    """As an instruct model would get them: schema as DDL in the user's turn, asked through the chat template."""
+    pytest.importorskip("transformers")
+    train(lambda: ["user assistant"], TrainedTokenizer(kind="bpe", vocab_size=300), tmp_path / "tok")
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (tmp_path / "tok" / "chat_template.jinja").write_text(template)
+    model = {"config": {"vocab_size": 300}, "tokenizer": str(tmp_path / "tok")}
+    source = {"type": "text2sql", "rows": 20, "heldout_rows": 4, "format": "chat"}
+    spec = make_spec([source], model=model, training={"sequence_length": 512}, packing=False)
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    questions = heldout_questions(spec, prepared, 4)
+    assert all(each.prompt_text.startswith("[user]CREATE TABLE ") for each in questions)
+    assert all(each.prompt_text.endswith("</s>[assistant]") and each.run(each.gold_sql).correct for each in questions)
+    starts = {tuple(each.input_ids[: int((each.labels != -100).argmax()) + 1].tolist()) for each in prepared.heldout}
+    assert starts == {each.prompt_ids for each in questions}

@@ -1,0 +1,93 @@
+"""The closed form of memory: items that anybody can recompute, and rules that hold for every setting."""
+
+import pytest
+from planning import job
+
+from muster.core.nouns import Layout
+from muster.plan.memory import GIB, DeviceOverhead, memory
+from muster.plan.workload import Setting
+
+BARE = DeviceOverhead(context_bytes=0, communicator_bytes=0, fragmentation=0.0)
+
+
+def at(shards=8, replicas=1, tp=1, micro=1, kind="none"):
+    layout = Layout(dp_replicate=replicas, dp_shard=shards, tp=tp)
+    return Setting(layout=layout, micro_batch_size=micro, activation_checkpointing=kind)
+
+
+def test_the_known_state_of_8b():
+    """fp32 master and AdamW: 16 bytes a parameter, 128 GB in all; 8-bit moments 14 less 2 x 3; LoRA almost nothing."""
+    full = memory(job(global_batch_size=8), at(), BARE).items
+    state = full["weights"] + full["optimizer state"]
+    assert state == pytest.approx(12 * 8.03e9 / 8, rel=1e-3)
+    eight = memory(job(optimizer="adamw_8bit", global_batch_size=8), at(), BARE).items
+    assert eight["optimizer state"] == pytest.approx(8.03e9 / 8 * 2.03, rel=1e-2)
+    lora = memory(job(lora_rank=16, global_batch_size=8), at(), BARE).items
+    assert lora["weights"] == pytest.approx((8.03e9 * 2 + 42e6 * 4) / 8, rel=1e-3)
+    assert lora["optimizer state"] == pytest.approx(42e6 / 8 * 8, rel=1e-2)
+
+
+def test_bf16_master_halves_the_state():
+    assert memory(job(master_bytes=2), at(), BARE).items["optimizer state"] * 2 == pytest.approx(
+        memory(job(), at(), BARE).items["optimizer state"], rel=1e-6
+    )
+
+
+def test_activations_of_8b_at_4k():
+    """bf16, eager: 16h + 4a + 4k + 8i bytes a token and layer, and 4 bytes a head for the log-sum-exp."""
+    found = memory(job(compile=False, global_batch_size=8), at(), BARE)
+    per_layer = 16 * 4096 + 4 * 4096 + 4 * 1024 + 8 * 14336 + 4 * 32
+    assert found.items["activations"] >= 4096 * 32 * per_layer
+    assert found.items["activations"] < 4096 * 32 * per_layer * 1.1
+
+
+@pytest.mark.parametrize("size", ["8B", "70B"])
+def test_less_is_kept_the_more_is_recomputed(size):
+    kept = {kind: memory(job(size), at(64, kind=kind), BARE).total_bytes for kind in ("none", "selective", "full")}
+    assert kept["full"] < kept["none"]
+    eager = {
+        kind: memory(job(size, compile=False), at(64, kind=kind), BARE).total_bytes
+        for kind in ("none", "selective", "full")
+    }
+    assert eager["full"] < eager["selective"] < eager["none"]
+
+
+def test_more_of_anything_costs_more():
+    base = memory(job(), at(8), BARE).total_bytes
+    assert memory(job(), at(16), BARE).total_bytes < base
+    assert memory(job(), at(8, micro=2), BARE).total_bytes > base
+    assert memory(job(sequence_length=8192), at(8), BARE).total_bytes > base
+    assert memory(job(loss_chunk_tokens=0), at(8), BARE).total_bytes >= base
+    assert memory(job(exact=True), at(8), BARE).total_bytes > base
+    assert memory(job(reshard_after_forward=False), at(8), BARE).total_bytes > base
+    assert memory(job("70B"), at(8), BARE).total_bytes > base
+
+
+def test_replicas_share_nothing():
+    work = job(global_batch_size=16)
+    assert (
+        memory(work, at(8, replicas=2), BARE).total_bytes == memory(job(global_batch_size=8), at(8), BARE).total_bytes
+    )
+
+
+def test_tensor_parallel_leaves_head_and_embedding_whole():
+    alone = memory(job("70B"), at(8, tp=1), BARE).items["weights"]
+    cut = memory(job("70B"), at(8, tp=8), BARE).items["weights"]
+    outside = 2 * 128256 * 8192 + 8192 + 80 * 2 * 8192
+    assert cut * 8 == pytest.approx((70.55e9 - outside) / 8 * 4 + outside * 4, rel=1e-2)
+    assert cut < alone
+
+
+def test_items_add_up_and_overheads_are_named():
+    found = memory(job(), at(8))
+    assert sum(found.items.values()) == found.total_bytes
+    assert found.items["context"] > 0 and found.items["communicators"] > 0
+    assert "communicators" not in memory(job(), at(1)).items
+
+
+def test_big_logits_are_seen_where_they_are_not_chunked():
+    """1B at 8 x 4k without chunks: float32 logits alone are 16.8 GB (bf16 copies come on top)."""
+    whole = memory(job("1B", loss_chunk_tokens=0), at(1, micro=8, kind="full"), BARE)
+    assert whole.moment == "loss"
+    assert whole.items["logits and loss"] > 8 * 4096 * 128256 * 4
+    assert memory(job("1B"), at(1, micro=8, kind="full"), BARE).total_bytes < whole.total_bytes - 10 * GIB

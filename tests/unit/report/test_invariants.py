@@ -1,0 +1,301 @@
+"""The judge of histories can fail: a sound history holds, and each way of breaking one is named."""
+
+import ast
+import hashlib
+import json
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from muster.report import history, invariants
+from muster.report.invariants import broken, check, main
+
+SECOND = 1_000_000_000
+LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
+
+
+class Book:
+    """Writes a run's folder by hand: events at given seconds, chains as docs/events.md says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, list[dict]] = {}
+        self.spec = {"training": {"deterministic": True, "global_batch_size": 4}, "checkpoint": {"dir": None}}
+
+    def add(self, file, at_s, kind, *, attempt=1, host="host-0", rank=None, step=None, **detail):
+        line = {"run_id": "r", "attempt": attempt, "mono_ns": int(at_s * SECOND), "wall_ns": int(at_s * SECOND),
+                "host": host, "kind": kind, "detail": detail}  # fmt: skip
+        line |= {key: value for key, value in (("rank", rank), ("step", step)) if value is not None}
+        self.files.setdefault(file, []).append(line)
+        return line
+
+    def step(self, at_s, step, *, attempt=1, loss=None, **detail):
+        loss = 5.0 - step / 10 if loss is None else loss
+        detail = {"loss": loss, "step_ns": SECOND // 10, "rows": 4, "tokens": 40, "supervised_tokens": 20} | detail
+        return self.add(f"host-0.{attempt}.jsonl", at_s, "step", attempt=attempt, step=step, rank=0, **detail)
+
+    def boss(self, at_s, kind, *, term=1, **more):
+        return self.add(f"supervisor.{term}.jsonl", at_s, kind, **more)
+
+    def write(self) -> Path:
+        (self.folder / "events").mkdir(parents=True, exist_ok=True)
+        (self.folder / "resolved.json").write_text(json.dumps(self.spec))
+        for name, lines in self.files.items():
+            prev = hashlib.sha256(f"muster:r:{name}".encode()).hexdigest()
+            data = b""
+            for seq, line in enumerate(lines):
+                raw = (json.dumps({**line, "seq": seq, "prev": prev}, sort_keys=True) + "\n").encode()
+                prev = hashlib.sha256(raw).hexdigest()
+                data += raw
+            (self.folder / "events" / name).write_bytes(data)
+        return self.folder
+
+    def checkpoint(self, step, *, attempt=1, data=b"weights"):
+        folder = self.folder / "checkpoints"
+        prefix = f"step-{step:08d}.a{attempt}"
+        (folder / prefix).mkdir(parents=True)
+        (folder / prefix / "rank-0.bin").write_bytes(data)
+        (folder / "commits").mkdir(exist_ok=True)
+        marker = {"prefix": prefix, "files": [{"name": "rank-0.bin", "bytes": len(data), "crc32": zlib.crc32(data)}]}
+        (folder / "commits" / f"step-{step:08d}.json").write_text(json.dumps(marker))
+        return folder / prefix / "rank-0.bin"
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A run of 6 steps with a killed rank after step 3: everything about it is sound."""
+    found = Book(tmp_path / "run")
+    found.boss(0.0, "supervisor.started", term=1, attempt=0, **{})
+    found.files["supervisor.1.jsonl"][0]["detail"] = {"term": 1, "pid": 1}
+    found.boss(0.1, "host.granted", attempt=0, gpus=2, role="active")
+    found.boss(0.2, "attempt.started", world_size=2, layout=LAYOUT, hosts={"host-0": [0, 1]}, resume_step=-1)
+    for step in (1, 2, 3):
+        found.step(0.5 + step / 10, step)
+    found.boss(0.9, "incident", incident_id="i1", incident="rank_exit", evidence="killed", step=3)
+    found.boss(0.9, "decision", incident_id="i1", action="restart", reason="sound")
+    found.boss(1.0, "attempt.started", attempt=2, world_size=2, layout=LAYOUT, hosts={"host-0": [0, 1]},
+               resume_step=3, cause="i1")  # fmt: skip
+    for step in (4, 5, 6):
+        found.step(1.0 + step / 10, step, attempt=2)
+    found.boss(1.41, "recovered", attempt=2, incident_id="i1", lost_ns=SECOND // 2)
+    found.boss(2.0, "run.finished", attempt=2, outcome="succeeded", exit_code=0, reason="done")
+    found.boss(2.0, "host.released", attempt=2, reason="succeeded")
+    found.checkpoint(6, attempt=2)
+    return found
+
+
+def line_of(book, kind, nth=0):
+    return [line for lines in book.files.values() for line in lines if line["kind"] == kind][nth]
+
+
+def test_a_sound_history_holds(book):
+    found = check(book.write())
+    assert broken(found) == []
+    assert {name for name, each in found.items() if not each.checked} == {"I4"}, "I4 wants a reference"
+    assert check(book.folder, reference=book.folder)["I4"].checked == 7
+
+
+def test_no_code_is_shared_with_what_wrote_the_history():
+    for module in (history, invariants):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name == "muster.report.history" or name.split(".")[0] in sys.stdlib_module_names, name
+
+
+def expect(book, invariant, word, **options):
+    problems = broken(check(book.write(), **options))
+    assert any(problem.startswith(f"{invariant}: ") and word in problem for problem in problems), problems
+
+
+def test_a_missing_step(book):
+    book.files["host-0.2.jsonl"].pop(1)
+    expect(book, "I1", "missing")
+
+
+def test_a_gap_between_attempts(book):
+    book.files["host-0.1.jsonl"].pop()
+    line_of(book, "attempt.started", 1)["detail"]["resume_step"] = -1
+    expect(book, "I1", "begins at step 4")
+
+
+def test_a_step_whose_numbers_died_with_its_rank_is_no_gap_where_its_state_lives(book):
+    book.files["host-0.1.jsonl"].pop()
+    expect(book, "I1", "begins at step 4")
+    line_of(book, "attempt.started", 1)["detail"]["tier"] = "memory"
+    assert broken(check(book.write())) == []
+
+
+def test_a_resume_that_is_not_where_it_was_said(book):
+    line_of(book, "attempt.started", 1)["detail"]["resume_step"] = 2
+    expect(book, "I1", "resumed from step 2")
+
+
+@pytest.mark.parametrize("change", [{"loss": 4.7000001}, {"state_hash": "b"}])
+def test_a_step_with_two_results(book, change):
+    line_of(book, "step", 2)["detail"]["state_hash"] = "a"
+    book.files["host-0.2.jsonl"].insert(0, book.step(1.01, 3, attempt=2, **({"state_hash": "a"} | change)))
+    book.files["host-0.2.jsonl"].pop()
+    line_of(book, "attempt.started", 1)["detail"]["resume_step"] = 2
+    expect(book, "I1", "step 3 has two")
+
+
+def test_another_layout_may_differ_in_the_last_bits_and_no_more(book):
+    book.files["host-0.2.jsonl"].insert(0, book.step(1.01, 3, attempt=2, loss=4.7000001))
+    book.files["host-0.2.jsonl"].pop()
+    line_of(book, "attempt.started", 1)["detail"] |= {"resume_step": 2, "layout": LAYOUT | {"dp_shard": 1}}
+    assert broken(check(book.write())) == []
+    book.files["host-0.2.jsonl"][0]["detail"]["loss"] = 4.71
+    expect(book, "I1", "step 3 has two")
+    book.files["host-0.2.jsonl"][0]["detail"]["loss"] = 4.7000001
+    book.spec["training"]["exact"] = True
+    expect(book, "I1", "step 3 has two")
+
+
+def test_other_samples(book):
+    line_of(book, "step", 4)["detail"]["rows"] = 3
+    expect(book, "I2", "took 3 sequences")
+
+
+def test_a_step_taken_again_with_other_tokens(book):
+    book.files["host-0.2.jsonl"].insert(0, book.step(1.01, 3, attempt=2, tokens=41))
+    book.files["host-0.2.jsonl"].pop()
+    line_of(book, "attempt.started", 1)["detail"]["resume_step"] = 2
+    expect(book, "I2", "tokens 40 and again with 41")
+
+
+def test_an_attempt_number_used_twice(book):
+    line_of(book, "attempt.started", 1)["attempt"] = 1
+    expect(book, "I3", "do not rise")
+
+
+def second_leader(book, at_s):
+    book.boss(at_s, "supervisor.started", term=2, attempt=2)["detail"] = {"term": 2, "pid": 2}
+
+
+def test_a_leader_that_acts_after_its_successor_took_over(book):
+    second_leader(book, 0.95)
+    expect(book, "I3", "term 1 acted after")
+
+
+def test_a_term_used_twice(book):
+    second_leader(book, 1.6)
+    line_of(book, "supervisor.started", 1)["detail"]["term"] = 1
+    expect(book, "I3", "terms of the lease")
+
+
+def test_a_decision_carried_out_twice(book):
+    book.boss(1.5, "attempt.started", attempt=3, world_size=2, layout=LAYOUT, hosts={}, resume_step=6, cause="i1")
+    expect(book, "I3", "because of i1: more than once")
+
+
+def test_two_decisions_on_one_incident(book):
+    book.boss(0.95, "decision", incident_id="i1", action="stop", reason="again")
+    expect(book, "I3", "decision of i1: more than once")
+
+
+def test_a_decision_on_nothing(book):
+    book.boss(0.95, "decision", incident_id="i9", action="ignore", reason="?")
+    expect(book, "I3", "no incident")
+
+
+def test_work_after_the_end(book):
+    book.step(4.5, 7, attempt=2)
+    expect(book, "I3", "after the run's end")
+
+
+def test_another_course_than_the_reference(book, tmp_path):
+    book.write()
+    other = Book(tmp_path / "other")
+    other.files, other.spec = json.loads(json.dumps(book.files)), book.spec
+    line_of(other, "step", 4)["detail"]["loss"] += 1e-9
+    assert any(each.startswith("I4: step 5") for each in broken(check(book.folder, reference=other.write())))
+
+
+@pytest.mark.parametrize("how", ["rot", "tear", "lose"])
+def test_a_checkpoint_that_is_not_whole(book, how):
+    path = book.checkpoint(4)
+    if how == "lose":
+        path.unlink()
+    else:
+        path.write_bytes(b"w3ights" if how == "rot" else b"weig")
+    expect(book, "I5", "step-00000004.json")
+    book.boss(0.3, "checkpoint.skipped", uri=f"{book.folder}/checkpoints/step-00000004.a1", reason="rotten")
+    assert broken(check(book.write())) == [], "found and passed over: as it should be"
+
+
+def test_an_older_state_was_preferred(book):
+    book.add("host-0.1.jsonl", 0.85, "checkpoint.committed", step=3, uri="x", tier="disk", bytes=1)
+    book.add("host-0.2.jsonl", 1.05, "checkpoint.restored", attempt=2, step=2, uri="x", tier="disk")
+    expect(book, "I5", "restored step 2")
+
+
+def test_a_step_of_a_fenced_attempt(book):
+    book.step(1.2, 4, attempt=1)
+    expect(book, "I6", "attempt 1 applied step 4")
+
+
+def test_a_commit_of_a_fenced_attempt(book):
+    book.add("host-0.1.jsonl", 1.2, "checkpoint.committed", step=3, uri="x", tier="disk", bytes=1)
+    expect(book, "I6", "attempt 1 committed step 3")
+
+
+def test_seconds_counted_twice(book):
+    for line in book.files["host-0.2.jsonl"]:
+        line["detail"]["step_ns"] = SECOND
+    expect(book, "I7", "claim")
+
+
+def test_a_host_that_is_never_let_go(book):
+    book.files["supervisor.1.jsonl"] = [x for x in book.files["supervisor.1.jsonl"] if x["kind"] != "host.released"]
+    expect(book, "I7", "never released")
+
+
+def test_a_recovery_beyond_its_bound(book):
+    expect(book, "I8", "cost 0.50 s", bound_s=0.4)
+
+
+def test_an_incident_without_an_end(book):
+    keep = ("recovered", "run.finished", "host.released")
+    book.files["supervisor.1.jsonl"] = [x for x in book.files["supervisor.1.jsonl"] if x["kind"] not in keep]
+    expect(book, "I8", "nothing followed")
+
+
+@pytest.mark.parametrize("how", ["edit", "drop", "garbage"])
+def test_a_file_that_was_touched(book, how):
+    path = book.write() / "events" / "host-0.1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    if how == "edit":
+        lines[0] = lines[0].replace(b"4.9", b"4.8")
+    elif how == "drop":
+        lines.pop(1)
+    else:
+        lines[1] = b"garbage\n"
+    path.write_bytes(b"".join(lines))
+    assert any(each.startswith("log: host-0.1.jsonl") for each in broken(check(book.folder)))
+
+
+def test_a_head_that_was_cited_and_is_gone(book):
+    book.boss(2.1, "log.heads", heads={"host-0.2.jsonl": "0" * 64})
+    expect(book, "log", "cited of host-0.2.jsonl")
+
+
+def test_a_torn_last_line_is_no_break(book):
+    path = book.write() / "events" / "host-0.2.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"run_id": "r", "att')
+    assert broken(check(book.folder)) == []
+
+
+def test_the_command_answers_0_or_1_in_words_or_json(book, tmp_path):
+    said: list[str] = []
+    assert main([str(book.write())], said.append) == 0
+    assert "I1  holds" in "\n".join(said)
+    line_of(book, "attempt.started", 1)["attempt"] = 1
+    said.clear()
+    assert main(["--json", str(book.write())], said.append) == 1
+    answer = json.loads(said[0])[str(book.folder)]
+    assert not answer["holds"] and answer["invariants"]["I3"]["problems"]
+    assert main([str(tmp_path)], said.append) == 1, "no history is no pass"

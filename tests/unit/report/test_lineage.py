@@ -1,0 +1,122 @@
+"""What becomes of a step: kept, redone, fenced, or not restorable at the end."""
+
+import random
+
+import pytest
+from faulty_run import SECOND
+from random_runs import Pen
+
+from muster.report.ledger import fold
+
+
+class Run:
+    """A short way to write attempts and steps of one host."""
+
+    def __init__(self):
+
+        self.pen = Pen(random.Random(0))
+        self.t = 0
+        self.pen.add("supervisor", 0, "host.granted", host="h", detail={"gpus": 1, "role": "active"})
+
+    def attempt(self, number, *, resume=None, cause=None):
+        self.t += SECOND
+        detail = {"world_size": 1, "layout": {}, "hosts": {"h": [0]}, "resume_step": resume, "cause": cause}
+        self.pen.add("supervisor", self.t, "attempt.started", attempt=number, detail=detail)
+        return self
+
+    def steps(self, attempt, first, last, tokens=100):
+        for step in range(first, last + 1):
+            self.t += SECOND
+            self.step(attempt, step, tokens)
+        return self
+
+    def step(self, attempt, step, tokens=100):
+        detail = {"loss": 1.0, "step_ns": SECOND, "tokens": tokens, "supervised_tokens": 1, "padding_tokens": 0}
+        self.pen.add("h", self.t, "step", attempt=attempt, rank=0, step=step, detail=detail)
+
+    def event(self, kind, attempt=0, step=None, **detail):
+        self.t += 1
+        self.pen.add("supervisor", self.t, kind, attempt=attempt, step=step, detail=detail)
+        return self
+
+    def kept(self):
+        return [(step.attempt, step.step) for step in fold(self.pen.files).lineage.final]
+
+
+def span(attempt, first, last):
+    return [(attempt, step) for step in range(first, last + 1)]
+
+
+def test_a_restart_keeps_what_it_starts_from():
+    run = Run().attempt(1).steps(1, 1, 10).attempt(2, resume=6).steps(2, 7, 12)
+    assert run.kept() == span(1, 1, 6) + span(2, 7, 12)
+
+
+def test_a_second_restart_from_a_newer_state_brings_steps_back():
+    """Attempt 2 stepped back to 4 and died at once; attempt 3 found the state of step 9 after all."""
+    run = Run().attempt(1).steps(1, 1, 10).attempt(2, resume=4).steps(2, 5, 5).attempt(3, resume=9).steps(3, 10, 11)
+    assert run.kept() == span(1, 1, 9) + span(3, 10, 11)
+
+
+def test_a_restart_of_a_restart_rests_on_the_newest_chain():
+    run = Run().attempt(1).steps(1, 1, 10).attempt(2, resume=5).steps(2, 6, 8).attempt(3, resume=7).steps(3, 8, 9)
+    assert run.kept() == span(1, 1, 5) + span(2, 6, 7) + span(3, 8, 9)
+
+
+def test_an_attempt_that_never_held_a_state_loses_nothing():
+    run = Run().attempt(1).steps(1, 1, 10).attempt(2, resume=-1)
+    assert run.kept() == span(1, 1, 10)
+
+
+def test_a_rollback_within_an_attempt_counts_each_step_once():
+    run = Run().attempt(1).steps(1, 1, 6).steps(1, 4, 8)
+    assert [step for _, step in run.kept()] == list(range(1, 9))
+
+
+def test_steps_of_a_replaced_attempt_are_fenced():
+    run = Run().attempt(1).steps(1, 1, 5).attempt(2, resume=5).steps(2, 6, 7)
+    run.step(1, 6, tokens=10**9)
+    ledger = fold(run.pen.files)
+    assert ledger.lineage.fenced == 1
+    assert sum(step.tokens for step in ledger.lineage.final) == 700
+    assert any("fenced" in note for note in ledger.notes)
+
+
+@pytest.mark.parametrize(("outcome", "kept"), [("succeeded", 10), ("failed", 4), ("stopped", 4)])
+def test_a_run_that_ends_without_success_keeps_what_can_be_restored(outcome, kept):
+    run = Run().attempt(1).steps(1, 1, 10)
+    run.event("checkpoint.committed", attempt=1, step=4, tier="disk", uri="u", bytes=1)
+    run.event("checkpoint.committed", attempt=1, step=10, tier="memory", uri="u", bytes=1)
+    run.event("run.finished", outcome=outcome, exit_code=0, reason="r")
+    assert len(run.kept()) == kept
+
+
+def test_a_run_taken_up_again_is_not_finished():
+    run = Run().attempt(1).steps(1, 1, 10)
+    run.event("checkpoint.committed", attempt=1, step=8, tier="disk", uri="u", bytes=1)
+    run.event("run.finished", outcome="failed", exit_code=1, reason="r")
+    run.attempt(2, resume=8).steps(2, 9, 9)
+    ledger = fold(run.pen.files)
+    assert ledger.finished is None
+    assert run.kept() == span(1, 1, 8) + span(2, 9, 9)
+
+
+def test_a_resumed_run_starts_from_a_state_of_another_run():
+    run = Run().attempt(1, resume=100).steps(1, 101, 105)
+    assert run.kept() == span(1, 101, 105)
+
+
+def test_steps_without_an_event_are_said():
+    run = Run().attempt(1).steps(1, 1, 3).steps(1, 6, 8)
+    ledger = fold(run.pen.files)
+    assert any("2 steps have no event" in note for note in ledger.notes)
+
+
+def test_a_measured_reference_stands_before_the_median():
+    run = Run().attempt(1).steps(1, 1, 20)
+    assert fold(run.pen.files).reference.tokens_per_s == pytest.approx(100)
+    run.event("reference", tokens_per_s=125.0, world_size=1, steps=200)
+    found = fold(run.pen.files).reference
+    assert (found.tokens_per_s, found.source) == (125.0, "measured with fault tolerance off")
+    assert fold(run.pen.files, reference_tokens_per_s=200.0).reference.source == "given"
+    assert fold(Run().attempt(1).steps(1, 1, 6).pen.files).reference is None  # four clean steps

@@ -1,0 +1,93 @@
+"""Layouts for any number of ranks, and the choice of what to restore."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster.core.nouns import Layout
+from muster.core.spec import Parallelism
+from muster.supervise.layout import Snapshot, layout_for, newest_complete
+
+
+@pytest.mark.parametrize(
+    ("given_axes", "ranks", "expected"),
+    [
+        ({}, 4, Layout(dp_shard=4)),
+        ({}, 3, Layout(dp_shard=3)),
+        ({"dp_replicate": 2}, 4, Layout(dp_replicate=2, dp_shard=2)),
+        ({"dp_replicate": 2}, 3, Layout(dp_shard=3)),
+        ({"tp": 2}, 4, Layout(dp_shard=2, tp=2)),
+        ({"tp": 2}, 3, None),
+        ({"dp_shard": 2, "dp_replicate": 2}, 2, Layout(dp_shard=2)),
+        ({"dp_shard": 2, "dp_replicate": 2}, 6, Layout(dp_replicate=3, dp_shard=2)),
+        ({"dp_shard": 4}, 3, Layout(dp_shard=3)),
+        ({"dp_shard": 4}, 5, None),
+    ],
+)
+def test_layouts(given_axes, ranks, expected):
+    assert layout_for(Parallelism(**given_axes), ranks) == expected
+
+
+def snap(rank, step, host, *, attempt=1, layout="r1s2t1", tier="memory"):
+    return Snapshot(step=step, attempt=attempt, rank=rank, layout=layout, host=host, tier=tier)
+
+
+def test_the_newest_step_that_every_rank_has():
+    found = newest_complete([snap(0, 4, "a"), snap(0, 5, "a"), snap(1, 4, "b"), snap(1, 3, "b")])
+    assert (found.step, dict(found.sources)) == (4, {0: "a", 1: "b"})
+
+
+def test_a_lost_ranks_shard_comes_from_its_peer():
+    found = newest_complete([snap(0, 5, "a"), snap(1, 5, "a", tier="peer")])
+    assert (dict(found.sources), dict(found.tiers)) == ({0: "a", 1: "a"}, {0: "memory", 1: "peer"})
+
+
+def test_versions_of_two_attempts_never_mix():
+    assert newest_complete([snap(0, 5, "a", attempt=1), snap(1, 5, "b", attempt=2)]) is None
+
+
+def test_a_replica_stands_in_for_its_twin():
+    found = newest_complete([snap(2, 5, "b", layout="r2s2t1"), snap(3, 5, "b", layout="r2s2t1")])
+    assert found.step == 5 and found.layout == Layout(dp_replicate=2, dp_shard=2)
+    assert set(found.sources.values()) == {"b"}
+
+
+def test_nothing_is_none():
+    assert newest_complete([]) is None
+    assert newest_complete([snap(1, 9, "a")]) is None
+
+
+@given(
+    st.lists(
+        st.builds(
+            snap,
+            st.integers(0, 2),
+            st.integers(0, 4),
+            st.sampled_from("ab"),
+            attempt=st.integers(1, 2),
+            layout=st.sampled_from(["r1s2t1", "r1s3t1"]),
+            tier=st.sampled_from(["memory", "peer"]),
+        ),
+        max_size=20,
+    )
+)
+def test_a_choice_is_complete_and_none_is_newer(snapshots):
+    found = newest_complete(snapshots)
+    complete = [
+        (step, attempt)
+        for step in range(5)
+        for attempt in (1, 2)
+        for layout, world in (("r1s2t1", 2), ("r1s3t1", 3))
+        if all(
+            any((s.step, s.attempt, s.layout, s.rank) == (step, attempt, layout, r) for s in snapshots)
+            for r in range(world)
+        )
+    ]
+    assert (found is None) == (not complete)
+    if found is not None:
+        assert (found.step, found.attempt) == max(complete)
+        for rank, host in found.sources.items():
+            assert (
+                snap(rank, found.step, host, attempt=found.attempt, layout=found.layout.key, tier=found.tiers[rank])
+                in snapshots
+            )

@@ -1,0 +1,325 @@
+"""The recovery state machine in virtual time: every kind of fault, and thousands of random sequences."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.core.events import Event
+from muster.core.spec import RunSpec
+from muster.policy.shipped import SHIPPED, DefaultPolicy
+from muster.simulate.cluster import Cluster, Stages
+from muster.supervise.fold import recover
+from muster.supervise.machine import Machine
+from muster.supervise.state import Phase, Settings, StopRequest
+
+
+def spec(**resources):
+    recovery = resources.pop("recovery", {})
+    return RunSpec.model_validate(
+        {
+            "name": "test",
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 100},
+            "resources": {"ranks_per_host": 1, **resources},
+            "recovery": {"start_timeout_s": 60.0, **recovery},
+        }
+    )
+
+
+def machine(of, policy=None, state=None):
+    return Machine(
+        settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=of.resources.ranks_per_host),
+        policy=policy or SHIPPED["default"],
+        state=state,
+    )
+
+
+def cluster(of, *, steps=100, policy=None, peer_copy=True, stages=None):
+    count = of.resources.hosts + of.resources.spare_hosts
+    return Cluster(
+        machine=machine(of, policy),
+        names=[f"host-{n}" for n in range(count)],
+        total_steps=steps,
+        peer_copy=peer_copy,
+        stages=stages or Stages(),
+    )
+
+
+def kinds(found, kind):
+    return [(at, log) for at, log in found.log if log.kind == kind]
+
+
+def actions(found):
+    return [log.detail["action"] for _, log in kinds(found, "decision")]
+
+
+def test_a_healthy_run_costs_few_inputs():
+    found = cluster(spec(hosts=2), steps=1_000_000)
+    end = found.run()
+    assert (end.exit_code, end.outcome) == (0, "succeeded")
+    assert found._inputs < 20
+
+
+def test_a_killed_rank_restarts_in_place_and_loses_no_applied_step():
+    found = cluster(spec(hosts=2))
+    found.at(10.0, lambda: found.kill_rank(1))
+    assert found.run().exit_code == 0
+    assert actions(found) == ["restart"]
+    ((_, recovered),) = kinds(found, "recovered")
+    assert recovered.detail["redone_steps"] == 0
+    stages = Stages()
+    expected = stages.end_ranks_s + stages.start_s + stages.step_s
+    assert recovered.detail["lost_ns"] / 1e9 == pytest.approx(expected, abs=0.01)
+
+
+def test_a_lost_host_is_swapped_for_the_spare():
+    found = cluster(spec(hosts=3, spare_hosts=1))
+    found.at(10.0, lambda: found.kill_host("host-1"))
+    assert found.run().exit_code == 0
+    assert actions(found) == ["swap"]
+    started = kinds(found, "attempt.started")[-1][1].detail
+    assert list(started["hosts"]) == ["host-0", "host-3", "host-2"], "the spare takes the lost host's ranks"
+    assert started["resume_step"] > 0
+
+
+def test_without_a_spare_the_world_shrinks_and_grows_again():
+    found = cluster(spec(hosts=4, min_hosts=2), steps=200)
+    found.at(10.0, lambda: found.kill_host("host-2"))
+    found.at(20.0, lambda: found.return_host("host-2"))
+    assert found.run().exit_code == 0
+    assert actions(found) == ["shrink", "grow"]
+    worlds = [log.detail["world_size"] for _, log in kinds(found, "attempt.started")]
+    assert worlds == [4, 3, 4]
+    assert all(log.detail["redone_steps"] == 0 for _, log in kinds(found, "recovered"))
+
+
+def test_without_a_copy_a_lost_host_costs_the_steps_since_the_last_checkpoint():
+    found = cluster(spec(hosts=2, spare_hosts=1), peer_copy=False)
+    found.at(10.0, lambda: found.kill_host("host-1"))
+    assert found.run().exit_code == 0
+    assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1
+
+
+def test_conservative_waits_rather_than_shrinks():
+    found = cluster(spec(hosts=3, min_hosts=2), policy=SHIPPED["conservative"])
+    found.at(10.0, lambda: found.kill_host("host-0"))
+    found.at(60.0, lambda: found.return_host("host-0"))
+    assert found.run().exit_code == 0
+    assert actions(found)[0] == "wait"
+    assert {log.detail["world_size"] for _, log in kinds(found, "attempt.started")} == {3}
+
+
+def test_no_capacity_ends_with_75_after_the_wait():
+    found = cluster(spec(hosts=2), policy=DefaultPolicy(max_wait_s=120.0))
+    found.at(10.0, lambda: found.kill_host("host-0"))
+    end = found.run()
+    assert (end.exit_code, end.outcome) == (75, "preempted")
+    assert 125 < found.now_s < 140
+
+
+def test_an_error_before_any_step_is_the_users_and_stops_at_once():
+    found = cluster(spec(hosts=2), stages=Stages(start_s=5.0))
+    last = {"exception": "UsageError", "message": "no such file: x", "exit_code": 2, "hint": "look"}
+    found.at(6.0, lambda: found.kill_rank(0, code=1, last=last))
+    end = found.run()
+    assert end.exit_code == 2
+    assert "no such file: x" in end.reason and "hint: look" in end.reason
+    assert len(kinds(found, "attempt.started")) == 1
+
+
+def test_the_same_error_at_the_same_step_stops_after_the_second_time():
+    found = cluster(spec(hosts=1))
+    last = {"exception": "ValueError", "message": "bad row 17"}
+
+    def fail():
+        if found.now_s > 9 and found._host_of(0):
+            found._step = 20
+            found._stretch_began_ns = None
+            found.kill_rank(0, code=1, last=last)
+
+    found.at(11.0, fail)
+    found.at(12.0, fail)
+    end = found.run()
+    assert end.exit_code == 1 and "same error" in end.reason
+
+
+def test_restarts_are_counted_by_progress_not_in_all():
+    found = cluster(spec(hosts=1), steps=2000)
+    for second in range(10, 60, 2):
+        found.at(float(second), lambda: found.kill_rank(0))
+    end = found.run()
+    assert end.exit_code == 0
+    assert actions(found).count("restart") == 25
+
+
+def test_restarts_without_progress_are_bounded():
+    found = cluster(spec(hosts=1))
+    for tenth in range(100, 1000):
+        found.at(tenth / 10 * 0.9, lambda: found.kill_rank(0))
+    end = found.run()
+    assert end.exit_code == 1 and "no new step" in end.reason
+
+
+def test_a_host_that_keeps_failing_is_quarantined_for_a_spare():
+    found = cluster(spec(hosts=2, spare_hosts=1), steps=400)
+    for second in (10, 14, 18, 22):
+        found.at(float(second), lambda: found.kill_rank(1) if found._host_of(1).name == "host-1" else None)
+    assert found.run().exit_code == 0
+    assert "swap" in actions(found)
+    assert [log.host for _, log in kinds(found, "host.quarantined")] == ["host-1"]
+
+
+def test_a_failure_during_recovery_restarts_once_and_converges():
+    found = cluster(spec(hosts=3, spare_hosts=1))
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(10.05, lambda: found.kill_host("host-1"))
+    assert found.run().exit_code == 0
+    assert len(kinds(found, "attempt.started")) <= 3
+
+
+def test_two_hosts_that_hold_each_others_copies():
+    found = cluster(spec(hosts=4, min_hosts=2))
+    found.at(10.0, lambda: (found.kill_host("host-1"), found.kill_host("host-2")))
+    assert found.run().exit_code == 0
+    assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1, "no tier holds rank 1's shard"
+
+
+def test_ctrl_c_saves_and_leaves_with_130_and_a_second_one_at_once():
+    found = cluster(spec(hosts=2))
+    found.at(10.0, lambda: found._give(StopRequest(source="SIGINT", exit_code=130)))
+    end = found.run()
+    assert (end.exit_code, end.outcome) == (130, "stopped")
+    assert "saved and left" in end.reason
+
+    found = cluster(spec(hosts=2))
+    found.at(10.0, lambda: found._give(StopRequest(source="SIGINT", exit_code=130)))
+    found.at(10.1, lambda: found._give(StopRequest(source="SIGINT", exit_code=130)))
+    end = found.run()
+    assert end.exit_code == 130 and found.now_s == pytest.approx(10.1)
+
+
+def test_sigterm_is_75():
+    found = cluster(spec(hosts=1))
+    found.at(10.0, lambda: found._give(StopRequest(source="SIGTERM", exit_code=75)))
+    assert found.run().exit_code == 75
+
+
+def test_hosts_that_never_come_are_a_capacity_incident():
+    found = cluster(spec(hosts=2), policy=DefaultPolicy(max_wait_s=10.0))
+    found.at(0.0, lambda: found.kill_host("host-1"))
+    end = found.run()
+    assert end.exit_code == 75
+
+
+def events_of(found):
+    """What a new supervisor would read: the machine's own log plus the steps."""
+    return [
+        Event(
+            run_id="r",
+            attempt=number_of_attempt(found, index),
+            seq=index,
+            mono_ns=int(at * 1e9),
+            wall_ns=int(at * 1e9),
+            host=log.host or "supervisor",
+            kind=log.kind,
+            rank=log.rank,
+            step=log.step,
+            phase=log.phase,
+            detail=log.detail,
+        )
+        for index, (at, log) in enumerate(found.log)
+    ]
+
+
+def number_of_attempt(found, index):
+    return sum(1 for _, log in found.log[: index + 1] if log.kind == "attempt.started")
+
+
+def test_a_new_supervisor_adopts_stepping_ranks():
+    of = spec(hosts=2)
+    found = cluster(of)
+    found.at(10.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    assert found.run().exit_code == 0
+    assert len(kinds(found, "attempt.started")) == 1, "training went on"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_supervisor_killed_at_random_moments_of_a_faulty_run(seed):
+    rng = random.Random(seed)
+    of = spec(hosts=3, min_hosts=2, spare_hosts=1)
+    found = cluster(of, steps=300)
+    for _ in range(5):
+        found.at(rng.uniform(6, 80), lambda: found.kill_rank(rng.randrange(3)))
+    found.at(rng.uniform(6, 80), lambda: found.kill_host(f"host-{rng.randrange(4)}"))
+    for _ in range(20):
+        found.at(rng.uniform(5.1, 90), lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    end = found.run(until_s=5000)
+    assert end is not None and end.exit_code == 0, (end, found.machine.state.phase)
+    check_invariants(found)
+
+
+FAULTS = st.lists(
+    st.tuples(
+        st.sampled_from(["rank", "host", "silent", "return", "exception", "supervisor"]),
+        st.floats(0, 120),
+        st.integers(0, 4),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    faults=FAULTS,
+    hosts=st.integers(1, 4),
+    spares=st.integers(0, 1),
+    policy=st.sampled_from(["default", "conservative"]),
+)
+def test_random_fault_sequences_end_and_keep_the_invariants(faults, hosts, spares, policy):
+    of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1)
+    found = cluster(of, steps=200, policy=SHIPPED[policy])
+    names = [f"host-{n}" for n in range(hosts + spares)]
+    for kind, at, index in faults:
+        name = names[index % len(names)]
+        if kind == "rank":
+            found.at(at, lambda index=index: found.kill_rank(index % hosts))
+        elif kind == "exception":
+            last = {"exception": "RuntimeError", "message": f"once {at}"}
+            found.at(at, lambda index=index, last=last: found.kill_rank(index % hosts, code=1, last=last))
+        elif kind in ("host", "silent"):
+            found.at(
+                at, lambda name=name, kind=kind: name in found.hosts and found.kill_host(name, silent=kind == "silent")
+            )
+        elif kind == "return":
+            found.at(at, lambda name=name: name in found.hosts and found.return_host(name))
+        else:
+            found.at(
+                at,
+                lambda: (
+                    found.machine.state.phase is not Phase.ENDED
+                    and found.hosts
+                    and found.replace_supervisor(machine(of, SHIPPED[policy], recover(events_of(found))))
+                ),
+            )
+    end = found.run(until_s=20_000)
+    assert end is not None, found.machine.state
+    check_invariants(found)
+
+
+def check_invariants(found):
+    """Attempts rise and are used once; every decision answers one incident; the end is said once."""
+    attempts = [
+        number_of_attempt(found, index) for index, (_, log) in enumerate(found.log) if log.kind == "attempt.started"
+    ]
+    assert attempts == sorted(set(attempts))
+    incidents = [log.detail["incident_id"] for _, log in kinds(found, "incident")]
+    assert len(incidents) == len(set(incidents))
+    decisions = [log.detail["incident_id"] for _, log in kinds(found, "decision")]
+    assert len(decisions) == len(set(decisions)) and set(decisions) <= set(incidents)
+    assert len(kinds(found, "run.finished")) <= 1
+    for _, log in kinds(found, "attempt.started"):
+        ranks = [rank for ranks in log.detail["hosts"].values() for rank in ranks]
+        assert sorted(ranks) == list(range(log.detail["world_size"]))

@@ -1,0 +1,58 @@
+"""Which signs mean that a host is gone, and when."""
+
+from muster.supervise.presence import AGENT_RETURN_S, Presence
+
+S = 1_000_000_000
+
+
+def host(timeout_s=3.0):
+    found = Presence(timeout_s=timeout_s)
+    found.agent_came("a", 1 * S)
+    found.keeper_came("a", 1 * S)
+    return found
+
+
+def test_beats_keep_a_host_up_and_silence_takes_it_down_once():
+    found = host()
+    found.beat("a", 2 * S)
+    assert found.deadline_ns() == 5 * S
+    assert found.down(int(4.9 * S)) == []
+    ((name, why),) = found.down(5 * S)
+    assert name == "a" and "silent for 3.00 s" in why
+    assert found.down(6 * S) == []
+
+
+def test_both_connections_closed_is_seen_at_once():
+    found = host()
+    found.agent_went("a", 2 * S)
+    assert found.down(2 * S) == []
+    found.keeper_went("a", 2 * S)
+    assert found.down(2 * S) == [("a", "all its connections closed")]
+
+
+def test_an_agent_alone_may_come_back():
+    found = host()
+    found.agent_went("a", 2 * S)
+    for second in range(3, 3 + int(AGENT_RETURN_S) - 2):
+        found.beat("a", second * S)
+        assert found.down(second * S) == []
+    found.agent_came("a", 9 * S)
+    found.beat("a", 11 * S)
+    assert found.down(12 * S) == []
+
+
+def test_an_agent_that_stays_away_is_a_lost_host():
+    found = host()
+    found.agent_went("a", 2 * S)
+    late = 2 * S + int(AGENT_RETURN_S * S)
+    found.beat("a", late)
+    assert "did not come back" in found.down(late)[0][1]
+
+
+def test_a_host_that_comes_back_can_be_lost_again():
+    found = host()
+    found.down(9 * S)
+    found.agent_came("a", 20 * S)
+    found.keeper_came("a", 20 * S)
+    assert found.down(21 * S) == []
+    assert len(found.down(30 * S)) == 1

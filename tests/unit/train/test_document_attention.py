@@ -1,0 +1,78 @@
+"""The CPU operator against attention over a dense mask, forward and backward."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from muster.train.document_attention import COPIED_UP_TO, buckets, document_attention, padded_length
+
+
+def dense(query, key, value, lengths, scale):
+    """The same by one softmax over all tokens, with a mask."""
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    tokens = torch.arange(sum(lengths))
+    mask = (document[:, None] == document[None, :]) & (tokens[:, None] >= tokens[None, :])
+    parts = [tensor.transpose(0, 1) for tensor in (query, key, value)]
+    return scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1],
+        [5, 1, 17, 16, 3],
+        [40, 2, 40],
+        [COPIED_UP_TO + 3, 9, COPIED_UP_TO],
+        [30, 0, 0],
+    ],
+    ids=str,
+)
+def test_output_and_gradients_are_those_of_dense_attention(lengths):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    tensors = [torch.randn(total, 2, 8, requires_grad=True) for _ in range(3)]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    weights = torch.randn(total, 2, 8)
+    results = []
+    for kernel in (
+        lambda: document_attention(*tensors, bounds, 0.3),
+        lambda: dense(*tensors, [length for length in lengths if length], 0.3),
+    ):
+        output = kernel()
+        results.append((output, *torch.autograd.grad((output * weights).sum(), tensors)))
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_document_does_not_see_its_neighbours():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(30, 2, 8) for _ in range(3))
+    bounds = torch.tensor([0, 10, 22, 30], dtype=torch.int32)
+    before = document_attention(query, key, value, bounds, 1.0)[10:22].clone()
+    key[:10] += 100.0
+    value[22:] = float("nan")
+    assert torch.equal(document_attention(query, key, value, bounds, 1.0)[10:22], before)
+
+
+def test_bfloat16_and_strided_inputs():
+    torch.manual_seed(0)
+    packed = torch.randn(20, 3, 4, 8)
+    query, key, value = (packed.bfloat16()[:, index] for index in range(3))
+    bounds = torch.tensor([0, 7, 20], dtype=torch.int32)
+    found = document_attention(query, key, value, bounds, 0.4)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), dense(*(packed[:, i] for i in range(3)), [7, 13], 0.4), atol=3e-2)
+
+
+def test_padding_of_a_document_depends_on_its_own_length_alone():
+    alone = {bucket.length for bucket in buckets((0, 20))}
+    together = {bucket.length for bucket in buckets((0, 20, 21, 150))}
+    assert alone == {24} and alone < together
+    for length in range(1, COPIED_UP_TO + 1):
+        assert length <= padded_length(length) < length + max(8, length / 4 + 1)
+
+
+def test_the_operator_is_registered_whole():
+    tensors = [torch.randn(12, 2, 4, requires_grad=True) for _ in range(3)]
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.muster.document_attention.default, (*tensors, bounds, 0.5))

@@ -1,0 +1,75 @@
+"""Fixed-point sums: order-free, accurate, and refused beyond their range."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from muster.core.errors import UsageError
+from muster.train.exact import FixedPointReduceScatter, SquareSum, carried, check_covered, to_float
+
+floats = st.floats(min_value=-1000.0, max_value=1000.0, width=32)
+
+
+@settings(deadline=None)
+@given(st.lists(floats, min_size=1, max_size=40), st.integers(0, 1000))
+def test_square_sums_do_not_depend_on_order_or_grouping(values: list[float], seed: int) -> None:
+    whole = SquareSum()
+    whole.add(torch.tensor(values))
+    mixed = list(values)
+    random.Random(seed).shuffle(mixed)
+    cut = seed % len(mixed)
+    ranks = [SquareSum(), SquareSum()]
+    ranks[0].add(torch.tensor(mixed[:cut]))
+    ranks[1].add(torch.tensor(mixed[cut:]))
+    summed = [one + other for one, other in zip(ranks[0].limbs, ranks[1].limbs, strict=True)]
+    assert float(to_float(summed)) == float(to_float(whole.limbs))
+
+
+@settings(deadline=None)
+@given(st.lists(floats, min_size=1, max_size=40))
+def test_square_sums_are_accurate(values: list[float]) -> None:
+    found = SquareSum()
+    found.add(torch.tensor(values))
+    exact = float(sum(Fraction(value) ** 2 for value in torch.tensor(values).tolist()))
+    assert float(to_float(found.limbs)) == pytest.approx(exact, rel=1e-12, abs=len(values) * 2.0**-52)
+
+
+def test_square_sums_hold_many_values_at_both_ends_of_the_range() -> None:
+    """A million squares of 2**42 are 2**62 by themselves, times 2**52 units: far beyond one integer of 64 bits."""
+    count = 1 << 20
+    found = SquareSum()
+    found.add(torch.full((count,), 2.0**21))
+    found.add(torch.full((count,), 2.0**-26))
+    assert [int(limb) for limb in carried(found.limbs)] == [count << 30, 0, count]
+
+
+def test_reduce_scatter_adds_micro_batches_as_integers() -> None:
+    """1 + 2**-30 + 2**-30 is 1 in float32, whatever the order; in fixed point nothing is lost before the end."""
+    comm = FixedPointReduceScatter()
+    for value in (1.0, 2.0**-30, 2.0**-30):
+        output = torch.tensor([value, -value])
+        comm.alone(output)
+        assert not output.any(), "FSDP's own sum is fed zeros"
+    assert comm.total is not None
+    assert comm.total.tolist() == [2**40 + 2**11, -(2**40) - 2**11]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_cannot_be_held_is_noticed(bad: float) -> None:
+    comm = FixedPointReduceScatter()
+    comm.alone(torch.tensor([1.0, 2.0]))
+    comm.alone(torch.tensor([bad, 0.0]))
+    comm.alone(torch.tensor([1.0, 2.0]))
+    assert comm.largest is not None
+    assert not bool(comm.largest < 2.0**22)
+
+
+def test_a_model_outside_fsdp_is_refused() -> None:
+    with pytest.raises(UsageError, match="FSDP"):
+        check_covered(nn.Linear(2, 2), [])

@@ -1,0 +1,269 @@
+"""What stands around the loop: guard, orders, reading ahead, state, links, saves."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from muster.core import eventlog
+from muster.core.errors import CheckpointError, MusterError, UsageError
+from muster.core.nouns import Layout
+from muster.core.ranks import Order, RankContext
+from muster.core.spec import CheckpointSpec, Optimizer, RunSpec
+from muster.train.guard import failure, find_blame, must_skip
+from muster.train.links import FileLink
+from muster.train.loop import seed_micro_batch
+from muster.train.optimizer import AdamW
+from muster.train.orders import Orders
+from muster.train.reader import ReadAhead
+from muster.train.saving import Saves
+from muster.train.state import TrainState, named_without_wrappers
+from muster.train.worker import layout_for, next_attempt, read_spec, torchrun_place
+
+# ---------------------------------------------------------------- guard
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "fault", "skip"),
+    [
+        (1.0, 2.0, 0.0, 0.0),
+        (math.nan, 2.0, 0.0, 1.0),
+        (1.0, math.inf, 0.0, 1.0),
+        (1.0, 2.0, 1.0, 1.0),
+    ],
+)
+def test_must_skip(loss: float, norm: float, fault: float, skip: float) -> None:
+    assert float(must_skip(*(torch.tensor(value, dtype=torch.float64) for value in (loss, norm, fault)))) == skip
+
+
+def test_blame_names_the_micro_batch() -> None:
+    losses = [torch.tensor(1.0), torch.tensor(math.inf), torch.tensor(math.nan)]
+    blame = find_blame(losses, [(1, 2), (7,), (9, 8)], rank=3, micro_batch_size=2, group=None)
+    assert blame is not None
+    assert (blame.rank, blame.micro_batch, blame.sequences) == (3, 1, (7,))
+    error = failure(step=12, loss=math.inf, norm=1.0, fault=0.0, blame=blame, everything=[1, 2, 7])
+    assert str(error).startswith("step 12: loss is inf on rank 3, micro-batch 1 (sequences 7)")
+    assert error.not_finite and (error.step, error.rank, error.sequences) == (12, 3, (7,))
+
+
+def test_a_bad_norm_without_a_bad_loss_says_so() -> None:
+    losses = [torch.tensor(1.0)]
+    assert find_blame(losses, [(4,)], rank=0, micro_batch_size=1, group=None) is None
+    error = failure(step=2, loss=1.0, norm=math.nan, fault=0.0, blame=None, everything=[4, 9])
+    assert "gradient norm is nan" in str(error) and "4 to 9" in str(error)
+
+
+# ---------------------------------------------------------------- orders
+
+
+class Quiet:
+    def __init__(self, *orders: Order) -> None:
+        self.orders = list(orders)
+
+    def order(self) -> Order | None:
+        return self.orders.pop(0) if self.orders else None
+
+
+def agreed(*orders: Order, save_now: bool = False) -> Order | None:
+    found = Orders(Quiet(*orders), None)  # type: ignore[arg-type]
+    found.begin(save_now=save_now)
+    return found.agreed()
+
+
+def test_orders() -> None:
+    assert agreed() is None
+    assert agreed(save_now=True) == Order(kind="save", save=True, exit_code=0)
+    assert agreed(Order(kind="save")) == Order(kind="save", save=True, exit_code=0)
+    stop = Order(kind="stop", exit_code=75, deadline_s=2.5)
+    assert agreed(stop) == stop
+    assert agreed(Order(kind="stop", save=False, exit_code=130)) == Order(kind="stop", save=False, exit_code=130)
+
+
+# ---------------------------------------------------------------- reading ahead
+
+
+def test_reads_in_order_and_ahead() -> None:
+    made: list[int] = []
+
+    def make(step: int) -> Any:
+        made.append(step)
+        return SimpleNamespace(step=step)
+
+    reader = ReadAhead(make, first=3, last=6)
+    assert made == [], "no thread before the first take"
+    assert [reader.take(step).step for step in range(3, 7)] == [3, 4, 5, 6]
+    reader.close()
+    assert made == [3, 4, 5, 6]
+
+
+def test_a_failure_in_the_thread_reaches_the_loop() -> None:
+    def make(step: int) -> Any:
+        raise MusterError("the disk is gone")
+
+    reader = ReadAhead(make, first=1, last=2)
+    with pytest.raises(MusterError, match="disk"):
+        reader.take(1)
+    reader.close()
+
+
+def test_close_ends_a_thread_that_waits() -> None:
+    reader = ReadAhead(lambda step: SimpleNamespace(step=step), first=1, last=1000)  # type: ignore[arg-type,return-value]
+    reader.take(1)
+    reader.close()
+    assert reader._thread is not None and not reader._thread.is_alive()
+
+
+# ---------------------------------------------------------------- state
+
+
+def a_state() -> TrainState:
+    named = {"a.weight": nn.Parameter(torch.ones(2, 3)), "b.weight": nn.Parameter(torch.ones(4))}
+    return TrainState(named, AdamW(named, Optimizer()))
+
+
+def test_state_goes_round_to_the_bit() -> None:
+    one, other = a_state(), a_state()
+    generator = torch.Generator().manual_seed(1)
+    for tensor in one.local_tensors().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    other.load(7, {name: tensor.clone() for name, tensor in one.local_tensors().items()})
+    assert other.step == 7
+    assert list(one.local_tensors()) == list(other.local_tensors()) == list(one.sharded())
+    for name, tensor in one.local_tensors().items():
+        assert torch.equal(tensor, other.local_tensors()[name])
+    assert list(one.local_tensors())[:3] == ["model.a.weight", "model.b.weight", "optimizer.exp_avg.a.weight"]
+
+
+def test_state_that_does_not_fit_changes_nothing() -> None:
+    state = a_state()
+    wrong = {name: torch.zeros_like(tensor) for name, tensor in state.local_tensors().items()}
+    wrong["optimizer.exp_avg_sq.b.weight"] = torch.zeros(5)
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq.b.weight is .*\(5,\)"):
+        state.load(3, wrong)
+    with pytest.raises(CheckpointError, match=r"lacks model\.a\.weight"):
+        state.load(3, {})
+    assert state.step == 0 and bool((state.local_tensors()["model.a.weight"] == 1).all())
+
+
+def test_names_do_not_show_wrappers() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    found = named_without_wrappers({"layers.0._checkpoint_wrapped_module._orig_mod.q.weight": parameter})
+    assert list(found) == ["layers.0.q.weight"]
+
+
+# ---------------------------------------------------------------- saves
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def save(self, step: int, state: Any, extra: Any) -> None:
+        self.steps.append(step)
+
+    def poll(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def saves(**spec: Any) -> Saves:
+    return Saves(
+        saver=Recorder(),  # type: ignore[arg-type]
+        spec=CheckpointSpec(**spec),
+        state=a_state(),
+        extra={},
+        store=None,  # type: ignore[arg-type]
+        directory="",
+        ranks=1,
+    )
+
+
+def test_saves_by_step_count() -> None:
+    found = saves(every_steps=3)
+    assert [step for step in range(1, 10) if found.due(step)] == [3, 6, 9]
+    assert not saves(every_steps=0).due(3)
+    found.save(3)
+    found.save(3)
+    assert found.saver.steps == [3]  # type: ignore[attr-defined]
+    assert not found.due_by_clock()
+
+
+def test_a_deadline_forbids_a_save_that_would_not_be_done() -> None:
+    found = saves()
+    found.seconds = 10.0
+    assert found.fits(Order(kind="stop"), None)
+    assert found.fits(Order(kind="stop", deadline_s=16.0), None)
+    assert not found.fits(Order(kind="stop", deadline_s=14.0), None)
+    assert not found.fits(Order(kind="stop", save=False), None)
+
+
+def test_auto_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("muster.train.saving.time.monotonic", lambda: now[0])
+    found = saves(every_steps="auto")
+    found.save(1)
+    found._stall_s = 0.5
+    found.ranks = 50_000  # one failure an hour: every 60 s by Young's formula
+    now[0] += 59.0
+    assert not found.due_by_clock()
+    now[0] += 2.0
+    assert found.due_by_clock()
+    found.ranks = 5_000  # ten hours: every 190 s
+    assert not found.due_by_clock()
+
+
+# ---------------------------------------------------------------- worker, links
+
+
+def context(tmp_path: Path, rank: int = 0) -> RankContext:
+    return RankContext(
+        run_id="r",
+        run_dir=str(tmp_path),
+        attempt=2,
+        host="h",
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        local_world_size=2,
+        layout=Layout(dp_shard=2),
+        master_addr="127.0.0.1",
+        master_port=1,
+    )
+
+
+def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        link = FileLink(context(tmp_path, rank))
+        link.emit("phase", phase="train", step=4)
+        link.beat(4)
+        assert link.order() is None
+        link.close()
+    (found,) = [event for _, event in eventlog.read(tmp_path / "events")]
+    assert (found.kind, found.phase, found.step, found.rank, found.attempt) == ("phase", "train", 4, 0, 2)
+    assert next_attempt(tmp_path) == 3
+
+
+def test_layouts_of_torchrun() -> None:
+    spec = RunSpec.model_validate({"name": "x", "parallelism": {"dp_replicate": 2}})
+    assert layout_for(spec, 6) == Layout(dp_replicate=2, dp_shard=3)
+    with pytest.raises(UsageError, match="is not 5 ranks"):
+        layout_for(spec, 5)
+    with pytest.raises(UsageError, match="RANK is not set"):
+        torchrun_place(Path("/nowhere"), {}, spec)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"resolved\.json"):
+        read_spec(tmp_path)
+
+
+def test_dropout_follows_from_the_place_of_a_micro_batch() -> None:
+    seen = set()
+    for seed, step, index in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)]:
+        seed_micro_batch(seed, step, index)
+        seen.add(float(torch.rand(1)))
+    assert len(seen) == 4

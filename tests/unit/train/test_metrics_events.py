@@ -1,0 +1,103 @@
+"""A step's event: complete, honest about padding, silent on other ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from muster.core.events import KINDS
+from muster.data.schedule import plan_step
+from muster.train.evaluate import Verdict, summary
+from muster.train.metrics import Peak, Pending, Phases, StepLog, StepTimes
+from muster.train.reader import StepWork, documents
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
+        self.events.append((kind, {"step": step, "phase": phase, **detail}))
+
+
+class Tracked:
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def log(self, values: Any, *, step: int) -> None:
+        self.values.update(values)
+
+    def close(self) -> None: ...
+
+
+WORK = StepWork(
+    step=3,
+    rounds=(),
+    micro_batches=3,
+    rows=3,
+    tokens=1000,
+    supervised_tokens=400,
+    padding_tokens=24,
+    padding_rounds=1,
+    model_flops=2e9,
+)
+
+
+def written(rank: int, peak: float | None) -> tuple[Recorder, Tracked]:
+    link, tracker = Recorder(), Tracked()
+    log = StepLog(link=link, rank=rank, device=torch.device("cpu"), peak=Peak(flops=peak, ranks=2), trackers=[tracker])  # type: ignore[arg-type,list-item]
+    log._since_ns -= 10**9  # the step took a second
+    log.write(WORK, loss=1.5, norm=2.5, learning_rate=1e-3, times=StepTimes(data_wait_ns=5, stall_ns=7))
+    return link, tracker
+
+
+def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
+    link, tracker = written(0, 4e9)
+    ((kind, detail),) = link.events
+    assert kind == "step" and detail.pop("step") == 3 and detail.pop("phase") is None
+    assert set(KINDS["step"].required) <= set(detail)
+    assert set(detail) <= set(KINDS["step"].required) | set(KINDS["step"].optional)
+    seconds = detail["step_ns"] / 1e9
+    assert seconds == pytest.approx(1.0, abs=0.2)
+    assert detail["tokens_per_s"] == pytest.approx(1000 / seconds)
+    assert detail["tflops_per_rank"] == pytest.approx(2e9 / seconds / 2 / 1e12)
+    assert detail["mfu"] == pytest.approx(2e9 / seconds / (4e9 * 2))
+    assert (detail["data_wait_ns"], detail["stall_ns"], detail["padding_rounds"]) == (5, 7, 1)
+    assert tracker.values["train/loss"] == 1.5
+
+
+def test_no_mfu_without_a_peak_and_nothing_from_other_ranks() -> None:
+    link, _ = written(0, None)
+    assert "mfu" not in link.events[0][1] and "tflops_per_rank" in link.events[0][1]
+    assert written(1, 4e9)[0].events == []
+
+
+def test_phases_are_told_when_they_change() -> None:
+    link = Recorder()
+    phases = Phases(link)  # type: ignore[arg-type]
+    for phase in ("start", "start", "train", "eval", "train"):
+        phases.enter(phase)
+    assert [detail["phase"] for _, detail in link.events] == ["start", "train", "eval", "train"]
+
+
+def test_pending_keeps_order_and_values() -> None:
+    assert Pending([torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float64)]).values() == [1.0, 2.0]
+
+
+def test_the_padding_tail_is_no_document() -> None:
+    assert documents(SimpleNamespace(document_lengths=[3, 4, 5], tokens=7)) == [3, 4]  # type: ignore[arg-type]
+    assert documents(SimpleNamespace(document_lengths=[3, 4, 5], tokens=12)) == [3, 4, 5]  # type: ignore[arg-type]
+
+
+def test_accuracies_by_how_answers_were_judged() -> None:
+    questions = [SimpleNamespace(executes=True), SimpleNamespace(executes=True), SimpleNamespace(executes=False)]
+    verdicts = [Verdict(True, False), Verdict(False, True), Verdict(True, False)]
+    found = summary(questions, verdicts)  # type: ignore[arg-type]
+    assert found == {"questions": 3, "execution_accuracy": 0.5, "query_match": 1.0, "timeouts": 1}
+    assert "execution_accuracy" not in summary(questions[2:], verdicts[2:])  # type: ignore[arg-type]
+
+
+def test_plan_and_padding_agree() -> None:
+    plan = plan_step(seed=0, step=1, num_sequences=50, global_batch_size=7, micro_batch_size=2, data_ranks=3)
+    assert plan.rounds == 2 and plan.padding_rounds == 2

@@ -54,7 +54,7 @@ while step < 40:
     time.sleep(0.02)
     muster.run.save(step, {"weights": weights})
     muster.run.heartbeat(step, loss=float(weights.sum()), tokens=16)
-muster.run.finish()
+muster.run.finish(step, {"weights": weights})
 """
 
 #: The loss after step 40 of the script above, by hand: 8 * 0.01 * 3 * (1 + ... + 40).

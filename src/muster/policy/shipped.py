@@ -117,8 +117,18 @@ class DefaultPolicy:
             return _decision(
                 incident, Action.IGNORE, f"{incident.host} was lost {failures} times: it stays out", host=incident.host
             )
+        others = [
+            name
+            for name in situation.spares
+            if name != incident.host and situation.host_failures.get(name, 0) < LEMON_FAILURES
+        ]
+        room = situation.wanted_hosts - len(situation.active)
         return _decision(
-            incident, Action.GROW, f"{len(situation.active)} of {situation.wanted_hosts} hosts run", host=incident.host
+            incident,
+            Action.GROW,
+            f"{len(situation.active)} of {situation.wanted_hosts} hosts run",
+            host=incident.host,
+            detail={"hosts": [incident.host, *others][:room]},
         )
 
 

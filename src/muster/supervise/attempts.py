@@ -63,6 +63,8 @@ def begin(c: Context) -> None:
         return
     state.active, state.target, state.layout = hosts, [], layout
     state.attempt += 1
+    if state.open is not None:  # several hosts lost at once cost one attempt, not one each
+        state.restarts_without_progress += 1
     state.phase, state.stepped, state.exited = Phase.RUN, False, {}
     state.waiting_since_ns, state.needed_hosts = None, 0
     per_host = c.settings.ranks_per_host
@@ -93,7 +95,7 @@ def begin(c: Context) -> None:
 
 
 def restore_choice(c: Context) -> Choice | None:
-    """The newest complete version on the hosts that are there."""
+    """The newest complete version on the hosts that are there; None where a committed checkpoint is newer."""
     found = [
         Snapshot(
             step=int(item["step"]),
@@ -107,7 +109,8 @@ def restore_choice(c: Context) -> Choice | None:
         if host.connected
         for item in host.snapshots
     ]
-    return newest_complete(found)
+    choice = newest_complete(found)
+    return choice if choice is not None and choice.step >= c.state.committed_step else None
 
 
 def start_message(c: Context, name: str, choice: Choice | None) -> dict[str, Any]:

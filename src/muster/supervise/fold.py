@@ -27,6 +27,8 @@ def recover(events: Iterable[Event]) -> State:
             if event.step > state.last_applied_step:
                 state.last_applied_step = event.step
                 state.restarts_without_progress = 0
+        elif event.kind == "checkpoint.committed":
+            state.committed({"step": event.step, "detail": event.detail})
         elif event.kind == "incident":
             number = str(event.detail.get("incident_id", "i0"))[1:]
             if number.isdigit():

@@ -9,6 +9,7 @@ from muster.core.nouns import IncidentKind
 from muster.supervise.attempts import begin, check_left, collected_all, finish, has_store
 from muster.supervise.context import Context
 from muster.supervise.incidents import incident
+from muster.supervise.layout import layout_for
 from muster.supervise.state import Host, HostDown, HostUp, Phase
 
 
@@ -66,7 +67,7 @@ def check_returned_agent(c: Context, host: Host, exited: set[int]) -> None:
 
 
 def host_ready(c: Context, host: Host, message: Mapping[str, Any]) -> None:
-    host.ready, host.cannot_start = True, False
+    host.ready, host.cannot_start, host.asked_about = True, False, False
     host.store = (message["store"][0], int(message["store"][1])) if message.get("store") else host.store
     host.memory = (message["memory"][0], int(message["memory"][1])) if message.get("memory") else host.memory
     phase = c.state.phase
@@ -76,21 +77,35 @@ def host_ready(c: Context, host: Host, message: Mapping[str, Any]) -> None:
             begin(c)
     elif phase is Phase.WAIT:
         capacity_came(c, host)
-    elif phase is Phase.RUN and host.name not in c.state.active and not host.was_lost:
-        c.log("phase", {"reason": "held for an emergency"}, host=host.name, phase="spare")
     elif phase is Phase.RUN and host.name not in c.state.active and not host.quarantined:
-        host.was_lost = False
-        incident(c, IncidentKind.HOST_RETURNED, host=host.name, evidence=f"{host.name} is back and ready")
+        if not look_for_growth(c):
+            c.log("phase", {"reason": "held for an emergency"}, host=host.name, phase="spare")
 
 
-def look_for_returned(c: Context) -> None:
-    """A host that came back while ranks were being replaced was not taken in then: do it now."""
-    for name in c.usable():
-        host = c.state.hosts[name]
-        if host.was_lost and name not in c.state.active:
-            host.was_lost = False
-            incident(c, IncidentKind.HOST_RETURNED, host=name, evidence=f"{name} is back and ready")
-            return
+def look_for_growth(c: Context) -> bool:
+    """Whether hosts outside a world that is too small could make it larger: the policy is asked, once a host."""
+    state = c.state
+    if state.yielding or len(state.active) >= c.settings.wanted_hosts:
+        return False
+    idle = [name for name in c.usable() if name not in state.active]
+    new = [name for name in idle if not state.hosts[name].asked_about]
+    room = c.settings.wanted_hosts - len(state.active)
+    if not new or ranks_that_fit(c, len(state.active) + min(len(idle), room)) <= state.layout.world_size:
+        return False  # half a group is of no use: it waits for its other half
+    for name in new:
+        state.hosts[name].asked_about = True
+    evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
+    incident(c, IncidentKind.HOST_RETURNED, host=new[0], evidence=evidence)
+    return True
+
+
+def ranks_that_fit(c: Context, num_hosts: int) -> int:
+    """Ranks of the largest world that so many hosts can form; 0: none."""
+    for hosts in range(num_hosts, 0, -1):
+        layout = layout_for(c.settings.spec.parallelism, hosts * c.settings.ranks_per_host)
+        if layout is not None:
+            return layout.world_size
+    return 0
 
 
 def start_failed_aside(c: Context, name: str, reason: str) -> bool:
@@ -123,7 +138,6 @@ def host_down(c: Context, given: HostDown) -> None:
     if host is None or not host.connected:
         return
     host.connected = host.ready = False
-    host.was_lost = True
     host.snapshots = []
     c.log("host.lost", {"evidence": given.why}, host=given.host)
     phase = c.state.phase
@@ -173,7 +187,7 @@ def adopt_failed(c: Context) -> None:
     state = c.state
     lost = [name for name in state.active if name not in state.hosts or not state.hosts[name].connected]
     for name in lost:
-        state.hosts.setdefault(name, Host(name=name)).was_lost = True
+        state.hosts.setdefault(name, Host(name=name))
     if not any(host.connected for host in state.hosts.values()):
         finish(c, "failed", 6, "no host answers a new supervisor; start the run again to resume from its checkpoint")
         return

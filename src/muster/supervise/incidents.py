@@ -50,7 +50,8 @@ def incident(
     )
     state.next_incident += 1
     if host in state.hosts and kind not in _NOT_THE_HOSTS:
-        state.hosts[host].failures_ns.append(c.now_ns)
+        since_ns = c.now_ns - int(c.settings.lemon_window_s * SECOND_NS)
+        state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [c.now_ns]
     c.log(
         "incident",
         {"incident_id": found.incident_id, "incident": kind.value, "evidence": evidence, **(detail or {})},
@@ -123,7 +124,10 @@ def act(c: Context, decision: Decision, incident: Incident) -> None:
         members[place : place + 1] = [decision.replacement] if action is Action.SWAP and decision.replacement else []
         retire(c, decision.host)
     if action is Action.GROW and decision.host is not None:
-        members.append(decision.host)
+        named = decision.detail.get("hosts")
+        new = [str(name) for name in named] if isinstance(named, (list, tuple)) else [decision.host]
+        usable = c.usable()
+        members += [name for name in new if name in usable and name not in members]
         state.target = members
         ask_to_leave(c)
         return
@@ -131,8 +135,6 @@ def act(c: Context, decision: Decision, incident: Incident) -> None:
     if action is Action.WAIT:
         state.waiting_since_ns = state.waiting_since_ns or c.now_ns
         state.needed_hosts = int(str(decision.detail.get("hosts", 0)))
-    elif action is not Action.GROW:
-        state.restarts_without_progress += 1
     if state.phase is not Phase.COLLECT:
         collect(c, wait=action is Action.WAIT)
 

@@ -24,7 +24,7 @@ from muster.policy.situation import Policy
 from muster.supervise import judge
 from muster.supervise.attempts import begin, check_left, collect, collected_all, finish
 from muster.supervise.context import LEFT, YIELDED, Context
-from muster.supervise.hosts import adopt_failed, host_down, host_ready, host_up, look_for_returned, start_failed_aside
+from muster.supervise.hosts import adopt_failed, host_down, host_ready, host_up, look_for_growth, start_failed_aside
 from muster.supervise.incidents import incident
 from muster.supervise.state import (
     Effect,
@@ -129,6 +129,8 @@ class Machine:
             self._notice(given.host, message)
 
     def _event(self, host: str, event: Mapping[str, Any]) -> None:
+        if event.get("kind") == "checkpoint.committed":
+            self._c.state.committed(event)
         if event.get("kind") != "step" or event.get("attempt") != self._c.state.attempt:
             return
         step = int(event["step"])
@@ -139,7 +141,7 @@ class Machine:
         if step > state.last_applied_step:
             self._advanced(step)
         if first and state.phase is Phase.RUN:
-            look_for_returned(self._c)
+            look_for_growth(self._c)
 
     def _advanced(self, step: int) -> None:
         """A step beyond all that were applied before: whatever went wrong has been overcome."""
@@ -197,7 +199,6 @@ class Machine:
         if kind is IncidentKind.RANK_EXIT:
             return
         state.open.secondary = False
-        state.restarts_without_progress = max(0, state.restarts_without_progress - 1)  # one failure, judged twice
         rank, step = int(message["rank"]), message.get("step")
         incident(self._c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
 
@@ -252,6 +253,7 @@ class Machine:
         self._c.settings = given.settings
         self._c.state.error_counts.clear()
         self._c.state.restarts_without_progress = 0
+        self._c.state.committed_step = 0  # the corrected file may name another folder
         self._c.state.target = self._c.usable()[: self._c.settings.wanted_hosts]
         self._c.state.open = None
         self._c.log("run.note", {"text": "restarted by the user with a corrected run file"})

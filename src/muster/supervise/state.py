@@ -66,7 +66,8 @@ class Host:
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     failures_ns: list[int] = field(default_factory=list)
     granted: bool = False
-    was_lost: bool = False
+    asked_about: bool = False
+    """The policy was asked whether the world should grow by it, since it came."""
     cannot_start: bool = False
     """It said so; a later ``ready`` takes it back."""
     alive: dict[int, int] = field(default_factory=dict)
@@ -103,6 +104,8 @@ class State:
     exited: dict[int, int] = field(default_factory=dict)
     """Rank -> exit code, of the current attempt."""
     last_applied_step: int = 0
+    committed_step: int = 0
+    """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
     stepped: bool = False
     """This attempt has taken a step."""
     restarts_without_progress: int = 0
@@ -123,6 +126,11 @@ class State:
     verdict: tuple[int, str] | None = None
     asked: StopRequest | None = None
     """A stop that came before the hosts had answered this supervisor."""
+
+    def committed(self, event: Mapping[str, Any]) -> None:
+        """A ``checkpoint.committed`` event, as a mapping."""
+        if (event.get("detail") or {}).get("tier") in ("disk", "bucket"):
+            self.committed_step = max(self.committed_step, int(event.get("step") or 0))
 
 
 # ---------------------------------------------------------------- inputs

@@ -107,7 +107,7 @@ def test_a_dead_process_costs_its_stages_and_nothing_else():
 
 def test_a_lost_host_is_swapped_and_comes_back_as_a_spare():
     play, found = one_fault(QUIET, Fault(at_s=1000, kind="host", where=0.3, swap=True, detect_s=1.0, repair_s=3600.0))
-    assert actions(play) == ["swap", "ignore"]
+    assert actions(play) == ["swap"], "it is held as a spare, without a question"
     assert found.host_s["out"] == pytest.approx(3600.0 - 1.0 + 1.0, rel=0.01)
 
 

@@ -323,3 +323,49 @@ def check_invariants(found):
     for _, log in kinds(found, "attempt.started"):
         ranks = [rank for ranks in log.detail["hosts"].values() for rank in ranks]
         assert sorted(ranks) == list(range(log.detail["world_size"]))
+
+
+def test_hosts_of_one_group_that_return_together_are_all_taken_in():
+    """With the replica's size given, one host of a pair is of no use: the world grows when both are there."""
+    of = spec(hosts=4, min_hosts=2)
+    of = of.model_copy(update={"parallelism": of.parallelism.model_copy(update={"dp_shard": 2, "dp_replicate": 2})})
+    found = cluster(of, steps=400)
+    found.at(10.0, lambda: found.kill_host("host-2"))
+    found.at(10.0, lambda: found.kill_host("host-3"))
+    found.at(20.0, lambda: found.return_host("host-2"))
+    found.at(40.0, lambda: found.return_host("host-3"))
+    assert found.run().exit_code == 0
+    assert actions(found).count("grow") == 1
+    assert [log.detail["world_size"] for _, log in kinds(found, "attempt.started")] == [4, 2, 4]
+
+
+def test_hosts_lost_in_one_burst_cost_one_attempt_of_the_allowance():
+    found = cluster(spec(hosts=8, min_hosts=2, recovery={"max_restarts_without_progress": 3}))
+    for number in range(2, 7):
+        found.at(10.0, lambda number=number: found.kill_host(f"host-{number}"))
+    found.at(10.3, lambda: found.kill_rank(0))
+    assert found.run().exit_code == 0
+    assert "stop" not in actions(found)
+
+
+def test_a_host_that_joins_a_world_begun_without_it_is_taken_in():
+    found = cluster(spec(hosts=3, min_hosts=2), steps=400)
+    found.names.remove("host-2")
+    found.at(80.0, lambda: found.return_host("host-2"))
+    assert found.run().exit_code == 0
+    assert [log.detail["world_size"] for _, log in kinds(found, "attempt.started")] == [2, 3]
+
+
+def test_a_committed_checkpoint_beats_an_older_version_in_memory():
+    found = cluster(spec(hosts=2))
+    found.snapshot_every_steps = 50
+    committed = {
+        "kind": "checkpoint.committed",
+        "attempt": 1,
+        "step": 9,
+        "detail": {"tier": "disk", "uri": "u", "bytes": 1},
+    }
+    found.at(6.0, lambda: found.hear(found.hosts["host-0"], {"t": "event", "event": committed}))
+    found.at(8.0, lambda: (setattr(found, "disk_step", 9), found.kill_rank(0)))
+    assert found.run().exit_code == 0
+    assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1, "the ranks read the checkpoint"

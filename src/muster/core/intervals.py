@@ -114,6 +114,29 @@ def asynchronous(tier: Tier) -> float:
     return max(tier.drain_s, math.sqrt(2 * tier.save_cost_s * tier.mtbf_s))
 
 
+def automatic(tier: Tier, *, shortest_s: float = 0.0, longest_s: float = math.inf) -> float:
+    """What ``checkpoint.every_steps: auto`` means, in the plan, the trainer and the simulator alike: seconds of
+    training between saves, the optimum of ``asynchronous`` within bounds."""
+    return max(shortest_s, min(asynchronous(tier), longest_s))
+
+
+#: Share of failures after which the machine and its memory are still there (DLRover: 75 % of failures restart
+#: processes; ByteRobust's and Llama 3's mixes agree within 10 points).
+PROCESS_SHARE = 0.75
+#: Share of lost machines that go together with the machine which holds their copy: the mix's events of several hosts.
+SEVERAL_SHARE = 0.05
+
+
+def disk_share(*, memory: bool, peer: bool) -> float:
+    """Share of failures after which only a disk or bucket save still holds the state.
+
+    ``memory``: the host's own memory holds a snapshot; ``peer``: another machine's memory holds its copy.
+    """
+    if not memory:
+        return 1.0
+    return (1 - PROCESS_SHARE) * (SEVERAL_SHARE if peer else 1.0)
+
+
 def waste(interval_s: float, tier: Tier) -> float:
     """Share of time lost to one tier: (C + aD)/t + (R + D + t/2)/M, first order (t far below M)."""
     saves = 0.0 if math.isinf(interval_s) else tier.save_cost_s / interval_s
@@ -202,14 +225,12 @@ class FailureRate:
         return 1 / self.per_second
 
 
-def adapt(
-    current_s: float, tier: Tier, rate: FailureRate, *, since_restart_s: float = math.inf, shortest_s: float = 0.0
-) -> float:
-    """The next interval for a tier: the optimum at the rate learnt, changed by at most 2x, never below D.
+def adapt(current_s: float, tier: Tier, *, since_restart_s: float = math.inf, shortest_s: float = 0.0) -> float:
+    """The next interval for a tier: the optimum at the rate learnt by now, changed by at most 2x, never below D.
 
     For the first M/10 after a restart the interval does not grow: failures cluster there (Weibull shape
     below 1), and a longer interval learnt in quiet times would be wrong just then.
     """
-    best = asynchronous(replace(tier, mtbf_s=rate.mtbf_s))
-    upper = current_s if since_restart_s < rate.mtbf_s / 10 else 2 * current_s
+    best = asynchronous(tier)
+    upper = current_s if since_restart_s < tier.mtbf_s / 10 else 2 * current_s
     return max(min(max(best, current_s / 2), upper), tier.drain_s, shortest_s)

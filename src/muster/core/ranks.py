@@ -46,6 +46,10 @@ class RankContext:
     restore: Restore | None = None
     peer_copy: bool = False
     """Another host gets a copy of each snapshot: take the next one only when it holds the last."""
+    failures: int = 0
+    """Failures of the run that the supervisor has seen, and the seconds in which it saw them: for the interval of
+    saves (``core.intervals``)."""
+    observed_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.

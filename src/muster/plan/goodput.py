@@ -15,9 +15,6 @@ from muster.plan.timing import Constants, local_state_bytes
 from muster.plan.workload import Setting, Workload
 
 DAY_S = 86400.0
-#: Share of failures after which the machine and its memory are still there (DLRover: 75 % of failures restart
-#: processes; ByteRobust and Llama 3 mixes agree within 10 points).
-PROCESS_SHARE = 0.75
 #: Seconds from a fault to the first new step, without the step itself: detection, new ranks from warm standby, state
 #: from memory; and with a replacement machine. Modelled; the first agrees with what local runs show.
 PROCESS_RECOVERY_S = 15.0
@@ -71,15 +68,15 @@ def goodput(
     if not work.asynchronous:
         stall, drain = drain, 0.0
     restore = state * setting.layout.dp_replicate / (constants.store_bytes_per_s_per_node * num_nodes)
-    lost_machines = (1 - PROCESS_SHARE) * per_day + preempted
-    lost_processes = PROCESS_SHARE * per_day
-    process_s = PROCESS_RECOVERY_S + step_s / 2
-    if work.peer_copy and work.snapshot_every:
-        machine_s = MACHINE_RECOVERY_S + work.snapshot_every * step_s
-        bucket_rate, tier = 0.05 * lost_machines, "peer"  # several machines at once lose every copy
-        peer = lost_machines * machine_s / DAY_S
-    else:
-        bucket_rate, tier, peer = lost_machines, "bucket", 0.0
+    memory = work.snapshot_every > 0
+    copied = memory and num_nodes > 1 and work.peer_copy is not False
+    # Preemptions take several machines at once, with every copy (skypilot-org/spot-traces): the bucket is what is left.
+    to_bucket = intervals.disk_share(memory=memory, peer=copied)
+    bucket_rate = to_bucket * per_day + preempted
+    to_memory = intervals.PROCESS_SHARE if memory else 0.0
+    process = to_memory * per_day * (PROCESS_RECOVERY_S + step_s / 2) / DAY_S
+    to_peer = 1 - to_memory - to_bucket
+    peer = to_peer * per_day * (MACHINE_RECOVERY_S + work.snapshot_every * step_s) / DAY_S
     bucket = intervals.Tier(
         name="bucket",
         stall_s=stall,
@@ -88,9 +85,7 @@ def goodput(
         mtbf_s=DAY_S / bucket_rate if bucket_rate else math.inf,
     )
     every_s, every_steps = _interval(work, bucket, step_s)
-    lost = intervals.waste(every_s, bucket) + lost_processes * process_s / DAY_S + peer
-    if not work.snapshot_every:  # then a dead process costs as much as a lost machine
-        lost += lost_processes * (every_s / 2 + restore) / DAY_S
+    lost = intervals.waste(every_s, bucket) + process + peer
     return Goodput(
         share=_never_below_zero(lost),
         failures_per_day=per_day,
@@ -100,7 +95,7 @@ def goodput(
         save_stall_s=stall,
         save_drain_s=drain,
         restore_s=restore,
-        tier=tier,
+        tier="peer" if copied else "bucket",
     )
 
 
@@ -112,7 +107,7 @@ def _interval(work: Workload, bucket: intervals.Tier, step_s: float) -> tuple[fl
     elif work.checkpoint_every == 0 or math.isinf(bucket.mtbf_s):
         steps = length
     else:
-        best = intervals.asynchronous(bucket)
+        best = intervals.automatic(bucket)
         steps = intervals.whole_steps(best, step_s, lambda t: 1 - intervals.waste(t, bucket))
         steps = max(1, min(steps, length))
     return steps * step_s, steps

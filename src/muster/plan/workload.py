@@ -50,7 +50,8 @@ class Workload:
     """Smaller models are one FSDP unit (the trainer's rule)."""
     snapshot_every: int = 1
     """Steps between in-memory snapshots; 0: none."""
-    peer_copy: bool = False
+    peer_copy: bool | None = None
+    """None: where there are several hosts."""
     checkpoint_every: int | None = None
     """Steps; None: chosen by the plan, 0: only at the end."""
     asynchronous: bool = True
@@ -147,7 +148,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         exact=training.exact,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
         snapshot_every=spec.checkpoint.memory_every_steps,
-        peer_copy=bool(spec.checkpoint.peer_copy),
+        peer_copy=spec.checkpoint.peer_copy,
         checkpoint_every=None if every == "auto" else every,
         asynchronous=spec.checkpoint.asynchronous,
         evaluation_every=spec.evaluation.every_steps,

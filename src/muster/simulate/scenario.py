@@ -164,7 +164,7 @@ class Scenario:
             drain_s=self.saves.drain_s,
             mtbf_s=DAY_S / rate,
         )
-        return min(intervals.asynchronous(tier), LONGEST_S)
+        return intervals.automatic(tier, longest_s=LONGEST_S)
 
     def with_(self, **changes: Any) -> Scenario:
         """The same but for ``changes``."""

@@ -7,7 +7,7 @@ from typing import Any
 from muster.core.ranks import RankContext, Restore
 from muster.supervise.context import LEFT, Context
 from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete
-from muster.supervise.state import End, Phase
+from muster.supervise.state import SECOND_NS, End, Phase
 
 
 def collect(c: Context, *, wait: bool = False) -> None:
@@ -65,6 +65,8 @@ def begin(c: Context) -> None:
     state.attempt += 1
     if state.open is not None:  # several hosts lost at once cost one attempt, not one each
         state.restarts_without_progress += 1
+        state.failures += 1
+    state.watched_from_ns = c.now_ns if state.watched_from_ns is None else state.watched_from_ns
     state.phase, state.stepped, state.exited = Phase.RUN, False, {}
     state.waiting_since_ns, state.needed_hosts = None, 0
     per_host = c.settings.ranks_per_host
@@ -150,6 +152,8 @@ def start_message(c: Context, name: str, choice: Choice | None) -> dict[str, Any
             master_port=port,
             restore=restore,
             peer_copy=peer is not None,
+            failures=state.failures,
+            observed_s=(c.now_ns - (state.watched_from_ns or c.now_ns)) / SECOND_NS,
         ).to_json()
         for local, rank in enumerate(mine)
     ]

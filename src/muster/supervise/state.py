@@ -109,6 +109,10 @@ class State:
     stepped: bool = False
     """This attempt has taken a step."""
     restarts_without_progress: int = 0
+    failures: int = 0
+    """Attempts that an incident made necessary, since ``watched_from_ns``: what the ranks' interval of saves rests
+    on. A supervisor that takes over counts anew."""
+    watched_from_ns: int | None = None
     error_counts: dict[str, int] = field(default_factory=dict)
     next_incident: int = 1
     open: OpenIncident | None = None

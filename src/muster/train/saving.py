@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from muster.checkpoint.saver import Saver
-from muster.core import uris
+from muster.core import intervals, uris
 from muster.core.ranks import Link, Order, RankContext
 from muster.core.seams import Store
 from muster.core.spec import CheckpointSpec, RunSpec
@@ -20,10 +20,7 @@ from muster.core.store import open_store
 from muster.train.setup import World
 from muster.train.state import TrainState
 
-#: ``every_steps: auto`` without a measured failure rate: one failure per GPU in 50,000 hours, from 419 unexpected
-#: interruptions of 16,384 GPUs in 54 days (Llama 3 report, 2024, section 3.3.4).
-GPU_HOURS_BETWEEN_FAILURES = 50_000.0
-#: ``auto`` never saves more often than this.
+#: ``auto`` never saves more often than this. The first save comes after it, and measures stall and drain.
 SHORTEST_INTERVAL_S = 60.0
 #: A save is thought to take as long as the last one and half as long again.
 SAFETY = 1.5
@@ -40,13 +37,18 @@ class Saves:
     """Small values that a later run compares before it resumes."""
     store: Store
     directory: str
-    ranks: int
+    rate: intervals.FailureRate
+    """Of the whole run, as far as was known when this attempt began."""
+    to_disk: float = 1.0
+    """Share of failures after which only these saves still hold the state."""
     last_saved: int = -1
     """Step of the newest save that was begun or restored."""
     seconds: float = 0.0
     """From the beginning to the commit of this rank's last save; ``committed`` sets it."""
     _stall_s: float = 0.0
-    _since: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=lambda: time.monotonic())
+    _since: float = field(default_factory=lambda: time.monotonic())
+    _interval_s: float | None = None
 
     def due(self, step: int) -> bool:
         """The step count asks for a save."""
@@ -54,12 +56,24 @@ class Saves:
         return isinstance(every, int) and every > 0 and step % every == 0
 
     def due_by_clock(self) -> bool:
-        """``auto``: the optimum of Young (1974), sqrt(2 x stall x time between failures), has passed."""
+        """``auto``: the optimum of ``core.intervals`` has passed: measured stall and drain, and the failure rate."""
         if self.spec.every_steps != "auto":
             return False
-        between_s = GPU_HOURS_BETWEEN_FAILURES * 3600.0 / self.ranks
-        interval_s = max(SHORTEST_INTERVAL_S, math.sqrt(2.0 * self._stall_s * between_s))
-        return time.monotonic() - self._since > interval_s
+        return time.monotonic() - self._since > (self._interval_s or SHORTEST_INTERVAL_S)
+
+    def next_interval_s(self) -> float:
+        """Seconds to the next save by the clock, from what is known now."""
+        running_s = time.monotonic() - self._began
+        rate = self.rate.observed(seconds=running_s)
+        tier = intervals.Tier(
+            stall_s=self._stall_s,
+            drain_s=self.seconds if self.spec.asynchronous else 0.0,
+            mtbf_s=rate.mtbf_s / self.to_disk,
+        )
+        if self._interval_s is None:
+            return intervals.automatic(tier, shortest_s=SHORTEST_INTERVAL_S)
+        since_restart_s = running_s if self.rate.failures else math.inf
+        return intervals.adapt(self._interval_s, tier, since_restart_s=since_restart_s, shortest_s=SHORTEST_INTERVAL_S)
 
     def fits(self, order: Order, group: dist.ProcessGroup | None) -> bool:
         """The order wants a save, and leaves time for one as long as the slowest rank's last. Collective."""
@@ -81,6 +95,11 @@ class Saves:
         self._stall_s = time.monotonic() - began
         self._since = time.monotonic()
         self.last_saved = step
+
+    def committed(self, seconds: float) -> None:
+        """A save stands, ``seconds`` after it was begun: what it took decides when the next one is due."""
+        self.seconds = seconds
+        self._interval_s = self.next_interval_s()
 
     def prepare(self) -> None:
         """Allocate the staging memory before the first save, where one is coming. Collective."""
@@ -105,7 +124,7 @@ def open_saves(
 
     def on_event(kind: str, *, step: int | None = None, **detail: Any) -> None:
         if kind == "checkpoint.committed" and "duration_ns" in detail:
-            saves.seconds = detail["duration_ns"] / 1e9
+            saves.committed(detail["duration_ns"] / 1e9)
         if world.rank == 0:
             link.emit(kind, step=step, **detail)
 
@@ -127,6 +146,11 @@ def open_saves(
         extra=extra,
         store=store,
         directory=directory,
-        ranks=context.world_size,
+        rate=intervals.FailureRate.at_scale(context.world_size).observed(
+            seconds=context.observed_s, failures=context.failures
+        ),
+        to_disk=intervals.disk_share(
+            memory=context.snapshot_dir is not None and spec.checkpoint.memory_every_steps > 0, peer=context.peer_copy
+        ),
     )
     return saves

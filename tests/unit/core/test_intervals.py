@@ -147,12 +147,26 @@ def test_rate_is_learnt():
 
 
 def test_adapt_is_clamped_to_a_factor_of_two_and_to_the_drain_time():
-    tier = Tier(stall_s=1, drain_s=60, mtbf_s=1.0)
-    quiet = FailureRate(prior_s=1e9)
-    assert intervals.adapt(100, tier, quiet) == 200
-    assert intervals.adapt(100, tier, quiet, since_restart_s=5) == 100
-    stormy = FailureRate(prior_s=10.0)
-    assert intervals.adapt(1000, tier, stormy) == 500
-    assert intervals.adapt(70, tier, stormy) == 60
-    steady = FailureRate(prior_s=M)
-    assert intervals.adapt(200, tier, steady) == pytest.approx(intervals.asynchronous(Tier(stall_s=1, mtbf_s=M)))
+    quiet = Tier(stall_s=1, drain_s=60, mtbf_s=1e9)
+    assert intervals.adapt(100, quiet) == 200
+    assert intervals.adapt(100, quiet, since_restart_s=5) == 100
+    stormy = Tier(stall_s=1, drain_s=60, mtbf_s=10.0)
+    assert intervals.adapt(1000, stormy) == 500
+    assert intervals.adapt(70, stormy) == 60
+    steady = Tier(stall_s=1, drain_s=60, mtbf_s=M)
+    assert intervals.adapt(200, steady) == pytest.approx(intervals.asynchronous(Tier(stall_s=1, mtbf_s=M)))
+
+
+def test_automatic_is_the_optimum_within_bounds():
+    tier = Tier(stall_s=1, drain_s=60, mtbf_s=M)
+    assert intervals.automatic(tier) == intervals.asynchronous(tier) == pytest.approx(185.90, abs=0.01)
+    assert intervals.automatic(tier, longest_s=100) == 100
+    assert intervals.automatic(tier, shortest_s=300) == 300
+    assert intervals.automatic(Tier(stall_s=1, mtbf_s=float("inf")), longest_s=3600) == 3600
+
+
+def test_less_falls_back_to_the_disk_the_more_memory_holds():
+    bare, own, copied = (
+        intervals.disk_share(memory=m, peer=p) for m, p in ((False, False), (True, False), (True, True))
+    )
+    assert (bare, own, copied) == (1.0, 0.25, pytest.approx(0.0125))

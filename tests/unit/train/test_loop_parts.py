@@ -11,6 +11,7 @@ from torch import nn
 
 from muster.core import eventlog
 from muster.core.errors import CheckpointError, MusterError, UsageError
+from muster.core.intervals import FailureRate
 from muster.core.nouns import Layout
 from muster.core.ranks import Order, RankContext
 from muster.core.spec import CheckpointSpec, Optimizer, RunSpec
@@ -170,7 +171,7 @@ class Recorder:
     def finish(self) -> None: ...
 
 
-def saves(**spec: Any) -> Saves:
+def saves(rate: FailureRate | None = None, **spec: Any) -> Saves:
     return Saves(
         saver=Recorder(),  # type: ignore[arg-type]
         spec=CheckpointSpec(**spec),
@@ -178,7 +179,7 @@ def saves(**spec: Any) -> Saves:
         extra={},
         store=None,  # type: ignore[arg-type]
         directory="",
-        ranks=1,
+        rate=rate or FailureRate.at_scale(1),
     )
 
 
@@ -201,19 +202,42 @@ def test_a_deadline_forbids_a_save_that_would_not_be_done() -> None:
     assert not found.fits(Order(kind="stop", save=False), None)
 
 
+def saved_after(found: Saves, now: list[float], *, stall_s: float, drain_s: float = 0.0) -> float:
+    """Save and commit at this moment; seconds until the next save is due by the clock."""
+    found.save(found.last_saved + 1)
+    found._stall_s = stall_s
+    found.committed(drain_s)
+    began = now[0]
+    while not found.due_by_clock():
+        now[0] += 1.0
+    return now[0] - began
+
+
 def test_auto_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("muster.train.saving.time.monotonic", lambda: now[0])
-    found = saves(every_steps="auto")
-    found.save(1)
-    found._stall_s = 0.5
-    found.ranks = 50_000  # one failure an hour: every 60 s by Young's formula
+    found = saves(FailureRate(prior_s=3600.0), every_steps="auto")
     now[0] += 59.0
-    assert not found.due_by_clock()
+    assert not found.due_by_clock()  # nothing has been measured: the first save comes after a minute
     now[0] += 2.0
     assert found.due_by_clock()
-    found.ranks = 5_000  # ten hours: every 190 s
-    assert not found.due_by_clock()
+    # A second of stall, a failure an hour (61 s of it seen without one): sqrt(2 x 1 x 3661) = 85.6 s.
+    assert saved_after(found, now, stall_s=1.0) == 86.0
+    # It grows by a factor of two at most, and follows the time that a save is under way.
+    assert saved_after(found, now, stall_s=100.0) == 172.0
+    assert saved_after(found, now, stall_s=1.0, drain_s=200.0) == 201.0
+
+
+def test_auto_saves_more_often_where_failures_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("muster.train.saving.time.monotonic", lambda: now[0])
+    quiet, stormy = (FailureRate(prior_s=36_000.0).observed(seconds=36_000.0, failures=n) for n in (0, 9))
+    often = saved_after(saves(stormy, every_steps="auto"), now, stall_s=2.0)
+    seldom = saved_after(saves(quiet, every_steps="auto"), now, stall_s=2.0)
+    assert seldom / often == pytest.approx(10**0.5, rel=0.02)
+    copied = saves(stormy, every_steps="auto")
+    copied.to_disk = 0.25  # three of four failures leave the host's memory behind
+    assert saved_after(copied, now, stall_s=2.0) == pytest.approx(2 * often, rel=0.02)
 
 
 # ---------------------------------------------------------------- worker, links

@@ -1,0 +1,38 @@
+"""What the supervisor tells ranks about failures: the interval of saves rests on it (core.intervals)."""
+
+from muster.core.ranks import RankContext
+from muster.core.spec import RunSpec
+from muster.policy.shipped import SHIPPED
+from muster.simulate.cluster import Cluster
+from muster.supervise.attempts import start_message
+from muster.supervise.machine import Machine
+from muster.supervise.state import Settings
+
+
+def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():
+    spec = RunSpec.model_validate(
+        {
+            "name": "test",
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 100},
+            "resources": {"ranks_per_host": 1, "hosts": 2},
+            "recovery": {"start_timeout_s": 60.0},
+        }
+    )
+    settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
+    found = Cluster(
+        machine=Machine(settings=settings, policy=SHIPPED["default"]), names=["host-0", "host-1"], total_steps=200
+    )
+    told = []
+
+    def look():
+        told.append(RankContext.from_json(start_message(found.machine._c, "host-0", None)["contexts"][0]))
+
+    for at_s, act in ((8.0, look), (10.0, lambda: found.kill_rank(1)), (20.0, look), (30.0, lambda: found.kill_rank(0)),
+                      (40.0, look)):  # fmt: skip
+        found.at(at_s, act)
+    assert found.run().exit_code == 0
+    assert [context.failures for context in told] == [0, 1, 2]
+    seconds = [context.observed_s for context in told]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] <= 40

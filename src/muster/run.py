@@ -96,6 +96,8 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
     if _Here.context.rank == 0:
         took = now - _Here.step_ns if _Here.step_ns is not None else 0
         detail: dict[str, Any] = {"tokens_per_s": tokens / took * 1e9} if tokens and took else {}
+        if _Here.snapshots is not None:
+            detail |= _Here.snapshots.held()
         _Here.link.emit(
             "step",
             step=step,
@@ -149,7 +151,8 @@ def save(step: int, state: State) -> None:
 
             _Here.snapshots = Snapshots(_Here.context, tensors)
         if not _Here.begun or _orders().snapshot_agreed():
-            _Here.snapshots.save(step, {name: _local(tensor) for name, tensor in tensors.items()})
+            local = {name: _local(tensor) for name, tensor in tensors.items()}
+            _Here.snapshots.save(step, local, agreed=_Here.begun)
     every_disk = _Here.spec.checkpoint.every_steps
     if isinstance(every_disk, int) and every_disk and step % every_disk == 0:
         _saver().save(step, tensors, {})

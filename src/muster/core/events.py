@@ -75,6 +75,8 @@ _STEP_OPTIONAL = {
     "rows": "sequences of the global batch",
     "padding_rounds": "zero-weight micro-batches of this step, all ranks",
     "state_hash": "hash of the state after this step, where asked for",
+    "snapshot_step": "newest step that the hosts' own memory holds",
+    "peer_step": "newest step of which every rank knows that another host's memory holds it too",
 }
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -175,7 +177,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "world_size": "ranks",
                 "steps": "measured after warm-up",
             },
-            optional={"spread": "robust standard deviation / median", "mfu": "of the median step"},
+            optional={
+                "spread": "robust standard deviation / median",
+                "mfu": "of the median step",
+                "first_step": "first step without fault tolerance; `step` is the last",
+            },
         ),
         "eval": Kind(
             doc="Held-out figures after `step`.",

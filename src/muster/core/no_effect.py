@@ -127,5 +127,6 @@ def _recovery(spec: RunSpec) -> Iterator[tuple[str, str]]:
         for name in ("max_restarts_without_progress", "standby"):
             yield f"recovery.{name}", "policy is none: a failure ends the run"
     if spec.command is not None:
+        yield "recovery.reference_steps", "`command` trains, not Muster's trainer"
         for section in ("evaluation", "training", "parallelism"):
             yield section, "`command` trains, not Muster's trainer"

@@ -15,6 +15,9 @@ from muster.core.errors import Problem
 from muster.core.spec import FileSource, RandomSource, RunSpec, Text2SqlSource, TrainedTokenizer
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
+#: ``recovery.reference_steps`` begin after so many steps of the run, and the first of them settle.
+REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
+REFERENCE_LEAST = 20
 SCHEMES = ("gs", "s3", "memory", "file")
 
 
@@ -234,6 +237,18 @@ def _recovery(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(
             key="recovery.policy", message=f"{policy!r} is no policy", value=policy,
             hint="default, conservative, none, or a Python file",
+        )  # fmt: skip
+    steps, wanted = spec.training.steps, spec.recovery.reference_steps
+    if 0 < wanted < REFERENCE_LEAST:
+        yield Problem(
+            key="recovery.reference_steps", message=f"{wanted} are too few for a median", value=wanted,
+            hint=f"at least {REFERENCE_LEAST}; 200 are enough",
+        )  # fmt: skip
+    elif wanted and steps is not None and wanted + REFERENCE_AFTER > steps:
+        yield Problem(
+            key="recovery.reference_steps", value=wanted,
+            message=f"does not fit: the {wanted} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
+            hint="fewer, or a longer run",
         )  # fmt: skip
     resources = spec.resources
     if resources.min_hosts is not None and resources.min_hosts > resources.hosts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +75,16 @@ class StepLog:
         self._since_ns = time.monotonic_ns()
 
     def write(
-        self, work: StepWork, *, loss: float, norm: float, learning_rate: float, times: StepTimes
+        self,
+        work: StepWork,
+        *,
+        loss: float,
+        norm: float,
+        learning_rate: float,
+        times: StepTimes,
+        held: Mapping[str, int] | None = None,
     ) -> dict[str, Any] | None:
-        """Emit the ``step`` event; its detail, or None on ranks that are silent."""
+        """Emit the ``step`` event; its detail, or None on ranks that are silent. ``held``: what snapshots hold."""
         now = time.monotonic_ns()
         step_ns, self._since_ns = max(1, now - self._since_ns), now
         if self.rank != 0:
@@ -96,6 +103,7 @@ class StepLog:
             "memory_bytes": memory_bytes(self.device),
             "rows": work.rows,
             "padding_rounds": work.padding_rounds,
+            **(held or {}),
         }
         if work.model_flops:
             detail["model_flops"] = work.model_flops

@@ -22,6 +22,7 @@ from muster.train.orders import Orders
 from muster.train.profiling import Collector, Profiler
 from muster.train.reader import ReadAhead, StepWork
 from muster.train.reduce import Sums
+from muster.train.reference import ReferenceWindow
 from muster.train.saving import Saves
 from muster.train.setup import World
 from muster.train.state import TrainState
@@ -36,6 +37,10 @@ class Snapshot(Protocol):
 
     def behind(self) -> bool:
         """Whether another host's copy of the last snapshot is still missing."""
+        ...
+
+    def held(self) -> dict[str, int]:
+        """The newest step that is held, by where (detail of the ``step`` event)."""
         ...
 
 
@@ -69,6 +74,7 @@ class Run:
     evaluator: Evaluator
     saves: Saves
     snapshots: Snapshot | None
+    reference: ReferenceWindow
     profiler: Profiler
     collector: Collector
     last_step: int
@@ -86,6 +92,7 @@ class Run:
         self._applied = Applied(work, losses, Pending((loss, norm, fault)), learning_rate)
         every = self.spec.checkpoint.memory_every_steps
         wanted = self.snapshots is not None and every > 0 and work.step % every == 0
+        wanted = wanted and not self.reference.covers(work.step)
         if not wanted and self.device.type == "cuda" and work.step < self.last_step:
             return
         self._check(self._applied)
@@ -105,8 +112,13 @@ class Run:
         if applied is None:
             return
         loss, norm = self._check(applied)
-        self.log.write(applied.work, loss=loss, norm=norm, learning_rate=applied.learning_rate, times=self.times)
+        held = self.snapshots.held() if self.snapshots is not None else None
+        step, rate = applied.work.step, applied.learning_rate
+        detail = self.log.write(applied.work, loss=loss, norm=norm, learning_rate=rate, times=self.times, held=held)
         self.times = StepTimes()
+        reference = self.reference.add(step, detail) if detail is not None else None
+        if reference is not None:
+            self.link.emit("reference", step=step, **reference)
         if self.phases.now != "train":
             self.saves.prepare()
             self.phases.enter("train", step=applied.work.step)
@@ -128,11 +140,11 @@ class Run:
 
     def checkpoint_is_due(self, step: int) -> bool:
         self.saves.poll()
-        return self.saves.due(step) and step < self.last_step
+        return self.saves.due(step) and step < self.last_step and not self.reference.covers(step)
 
     def wants_save(self) -> bool:
         """Rank 0 asks for a save by the clock (``checkpoint.every_steps: auto``)."""
-        return self.world.rank == 0 and self.saves.due_by_clock()
+        return self.world.rank == 0 and not self.reference.covers(self.state.step + 1) and self.saves.due_by_clock()
 
     def save(self, step: int, order: Order | None = None) -> None:
         """Save, where that makes sense: an order may forbid it, or leave no time for it."""

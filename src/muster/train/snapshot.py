@@ -45,10 +45,16 @@ class Snapshots:
         self._attempt = context.attempt
         self._peer_copy = context.peer_copy
         self._last = -1
+        self._copied = -1
         self._views = [_views(self._ring, slot, table) for slot in range(self._ring.slots)]
 
-    def save(self, step: int, local_tensors: Mapping[str, Tensor]) -> None:
-        """Copy; returns when the tensors may change again. A kill at any point leaves whole versions only."""
+    def save(self, step: int, local_tensors: Mapping[str, Tensor], *, agreed: bool = True) -> None:
+        """Copy; returns when the tensors may change again. A kill at any point leaves whole versions only.
+
+        ``agreed``: no rank was ``behind``, so that every peer holds the version before.
+        """
+        if agreed and self._peer_copy:
+            self._copied = self._last
         slot = self._ring.begin()
         views = self._views[slot]
         for name, tensor in local_tensors.items():
@@ -57,6 +63,11 @@ class Snapshots:
             torch.cuda.current_stream().synchronize()
         self._ring.commit(slot, step=step, attempt=self._attempt)
         self._last = step
+
+    def held(self) -> dict[str, int]:
+        """For the ``step`` event: the newest step in the hosts' own memory, and in another host's."""
+        found = {"snapshot_step": self._last, "peer_step": self._copied}
+        return {name: step for name, step in found.items() if step >= 0}
 
     def behind(self) -> bool:
         """Whether the peer does not hold the last snapshot yet.

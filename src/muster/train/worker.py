@@ -38,6 +38,7 @@ from muster.train.orders import Orders
 from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.reader import ReadAhead, StepWork, plan_work
 from muster.train.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatSums, Sums
+from muster.train.reference import ReferenceWindow
 from muster.train.resume import open_snapshots, restore
 from muster.train.run import Run
 from muster.train.saving import open_saves
@@ -172,6 +173,9 @@ def assemble(
         ),
         saves=saves,
         snapshots=open_snapshots(spec, context, state),
+        reference=ReferenceWindow.planned(
+            spec.recovery.reference_steps, resumed_at=state.step, world_size=context.world_size
+        ),
         profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
         collector=Collector(spec.training.gc_every_steps),
         last_step=last_step,

@@ -26,6 +26,7 @@ KINDS = {
         "Event": ("events", True),
     },
     "apis/apps/v1": {"DaemonSet": ("daemonsets", True), "Deployment": ("deployments", True)},
+    "apis/rbac.authorization.k8s.io/v1": {"Role": ("roles", True), "RoleBinding": ("rolebindings", True)},
     "apis/batch/v1": {"Job": ("jobs", True)},
     "apis/jobset.x-k8s.io/v1alpha2": {"JobSet": ("jobsets", True)},
     "apis/resource.k8s.io/v1": {"ResourceClaimTemplate": ("resourceclaimtemplates", True)},

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from muster import __version__
-from muster.backends.gke import chart_values
+from muster.backends.gke import chart_values, pods
 from muster.backends.gke.checks import refuse
 from muster.backends.gke.jobset import run_objects
 from muster.backends.gke.networks import network_objects
 from muster.backends.gke.options import Options
-from muster.backends.gke.placement import MAX_RUN_DURATION, Placement, object_name, place
-from muster.backends.gke.queue import CPU_FLAVOR, queue_objects, service_account
+from muster.backends.gke.placement import MAX_RUN_DURATION, Placement, object_name, place, resolved
+from muster.backends.gke.queue import CPU_FLAVOR, account_objects, queue_objects
 from muster.backends.gke.yaml_text import Expression, Line, dump
 from muster.core.spec import Lora, RunSpec
 
@@ -55,6 +55,12 @@ _RUN_PRELUDE = """\
 {{- end -}}
 """  # noqa: E501
 
+_LEAVE_AFTER = (
+    '{{ if hasPrefix "flex_start" .Values.mode }}'
+    f"{{{{ max {pods.SHORTEST_S} (sub (int .Values.maxRunDurationSeconds) {pods.LEAVE_BEFORE_S}) | toString | quote }}}}"
+    '{{ else }}"0"{{ end }}'
+)
+
 
 def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None = None) -> dict[str, str]:
     """Relative name -> text of every file of the chart. Installing it with its own values gives the plain objects.
@@ -79,7 +85,7 @@ def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None =
     }
     for tuning, variant in tunings.items():
         files[f"files/{tuning}.run.json"] = _json(variant.model_dump(mode="json", exclude_defaults=True))
-        files[f"files/{tuning}.resolved.json"] = _json(variant.model_dump(mode="json"))
+        files[f"files/{tuning}.resolved.json"] = _json(resolved(replace(placement, spec=variant)).model_dump(mode="json"))
     return files
 
 
@@ -137,7 +143,9 @@ def _run_template(placement: Placement) -> str:
         Line(until): None,
         Line("{{- end }}"): None,
     }
-    host = jobset["spec"]["replicatedJobs"][1]
+    supervisor, host = jobset["spec"]["replicatedJobs"]
+    command = supervisor["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    command[command.index(pods.LEAVE_AFTER) + 1] = Expression(_LEAVE_AFTER)
     host["replicas"] = Expression("{{ $nodes }}")
     pod = host["template"]["spec"]["template"]
     annotations = pod["metadata"].get("annotations", {})
@@ -168,7 +176,7 @@ def _queue_templates(placement: Placement, modes: list[str]) -> str:
                 one["spec"]["nodeLabels"] = _block("$selector")
         condition = f'and .Values.createQueue (eq .Values.mode "{mode}")'
         parts.append(f"{{{{- if {condition} }}}}\n---\n{dump(objects)}{{{{- end }}}}\n")
-    account = dump(_with_expressions([service_account(_stand_in(placement))]))
+    account = dump(_with_expressions(account_objects(_stand_in(placement))))
     parts.append(f"{{{{- if .Values.createServiceAccount }}}}\n---\n{account}{{{{- end }}}}\n")
     return _indented("".join(parts))
 

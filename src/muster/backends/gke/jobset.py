@@ -25,9 +25,7 @@ def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Mani
 def jobset(placement: Placement, mode: Mode) -> Manifest:
     """Hosts as child Jobs of parallelism 1, so that a lost pod replaces only itself; the supervisor as its own Job."""
     labels = dict(placement.labels)
-    annotations = {"muster/run-name": placement.spec.name}
     if placement.options.kueue:
-        annotations |= mode.annotations
         labels["kueue.x-k8s.io/queue-name"] = placement.queue
     metadata = {
         **_metadata(placement, placement.name),

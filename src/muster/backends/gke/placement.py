@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from muster.backends.gke.options import Options
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
-from muster.core.spec import RunSpec
+from muster.core.spec import Recovery, RunSpec
 
 SEVEN_DAYS_S = 604_800
 """The longest flex-start allocation (docs concepts/dws)."""
@@ -19,6 +19,7 @@ SPOT_POD_GRACE_S = 15
 """Of Spot's 30 s notice the pods get the first 15 (docs concepts/spot-vms)."""
 LONGEST_JOBSET_NAME = 63 - len("-supervisor-0-0-abcde")
 """A pod is called <jobset>-<role>-<job>-<pod>-<5 letters>, which has to be a DNS label."""
+START_TIMEOUT_S = 3600.0
 MAX_RUN_DURATION = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
 CLAIM_FOLDER = "/muster-runs"
 """Where a claim for run folders is mounted."""
@@ -137,6 +138,24 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
     )
 
 
+def resolved(placement: Placement) -> RunSpec:
+    """The run file with what the machine decides: ranks a host, device, and how long hosts are waited for."""
+    resources, recovery = placement.spec.resources, placement.spec.recovery
+    gpus = placement.machine.gpus
+    machine = {
+        "ranks_per_host": resources.ranks_per_host or gpus or 1,
+        "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
+    }
+    # The default fits processes; pods pull an image of 20 GB first, and nodes may come one by one.
+    start_s = max(recovery.start_timeout_s, START_TIMEOUT_S) if _by_default(recovery) else recovery.start_timeout_s
+    return placement.spec.model_copy(
+        update={
+            "resources": resources.model_copy(update=machine),
+            "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
+        }
+    )
+
+
 def longest_run_s(spec: RunSpec) -> int:
     """Seconds asked of flex-start: the run's own limit, at most 7 days."""
     if spec.limits.max_hours is None:
@@ -158,8 +177,14 @@ def mounted(path: str) -> str:
     return "/gcs/" + path.removeprefix("gs://").rstrip("/") if path.startswith("gs://") else path
 
 
+def _by_default(recovery: Recovery) -> bool:
+    return recovery.start_timeout_s == Recovery().start_timeout_s
+
+
 def _in_pods(spec: RunSpec, run_id: str, run_dir: str) -> str:
     """The run folder as pods see it: in a bucket as given, else beside the checkpoints where those are in one."""
+    if spec.run_dir and mounted(spec.run_dir).startswith("/gcs/"):
+        return mounted(spec.run_dir)
     directory = mounted(spec.checkpoint.dir or "")
     if not mounted(run_dir).startswith("/gcs/") and directory.startswith("/gcs/"):
         return f"/gcs/{directory.split('/')[2]}/muster-runs/{run_id}"

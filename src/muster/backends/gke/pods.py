@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
-from muster.backends.gke.placement import CLAIM_FOLDER, HOST, SUPERVISOR, Mode, Placement
+from muster.backends.gke.placement import (
+    CLAIM_FOLDER,
+    HOST,
+    SEVEN_DAYS_S,
+    SUPERVISOR,
+    Mode,
+    Placement,
+    longest_run_s,
+)
 from muster.backends.gke.volumes import bucket_annotations, bucket_volumes
 from muster.catalog.gke import Mount
 
@@ -13,6 +22,11 @@ Manifest = dict[str, Any]
 
 # A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
 SOURCE_AND_RUN = 'source "$0" && exec "$@"'
+LEAVE_AFTER = "--leave-after-s"
+SHORTEST_S = 60
+LEAVE_BEFORE_S = 1800
+"""Seconds before the end of an allocation at which the run saves: nodes are counted from their own start, which lies
+before the supervisor's by as long as the slowest of them took."""
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
 
@@ -43,10 +57,17 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
 def supervisor_template(placement: Placement) -> Manifest:
     """The supervisor's pod: on a small CPU node of its own pool, so that no DWS request ever asks for it."""
     supervise = [
-        "python", "-m", "muster.app.supervisor", "--run-dir", placement.run_dir, "--run-id", placement.run_id
+        "python", "-m", "muster.backends.gke.pod", SUPERVISOR, "--run-dir", placement.run_dir,
+        "--requeue", "$(MUSTER_NAMESPACE)/$(MUSTER_JOBSET)", *_allocation(placement), "--",
+        "python", "-m", "muster.app.supervisor", "--run-dir", placement.run_dir, "--run-id", placement.run_id,
     ]  # fmt: skip
     main = _container(placement, SUPERVISOR, supervise)
-    main["env"] = [_pod_address(), *_secrets(placement)]
+    main["env"] = [
+        _pod_address(),
+        _field("MUSTER_NAMESPACE", "metadata.namespace"),
+        _field("MUSTER_JOBSET", "metadata.labels['jobset.sigs.k8s.io/jobset-name']"),
+        *_secrets(placement),
+    ]
     main["volumeMounts"] = _bucket_mounts(placement)
     main["resources"] = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     spec: Manifest = {
@@ -96,17 +117,17 @@ def nccl_environment(placement: Placement) -> dict[str, str]:
 
 def _agent(placement: Placement) -> Manifest:
     fabric = placement.machine.fabric
+    host = "host-$(MUSTER_HOST_INDEX)"
     command = [
-        "python", "-m", "muster.agent", "--run-dir", placement.run_dir, "--run-id", placement.run_id,
-        "--host", "host-$(MUSTER_HOST_INDEX)",
+        "python", "-m", "muster.backends.gke.pod", HOST, "--run-dir", placement.run_dir, "--host", host, "--",
+        "python", "-m", "muster.agent", "--run-dir", placement.run_dir, "--run-id", placement.run_id, "--host", host,
     ]  # fmt: skip
     if placement.machine.gpus and fabric.source and placement.options.nccl == "node":
         command = ["/bin/bash", "-c", SOURCE_AND_RUN, fabric.source, *command]
     container = _container(placement, HOST, command)
-    index = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}}
     container["env"] = [
-        {"name": "MUSTER_HOST_INDEX", "valueFrom": index},
-        {"name": "MUSTER_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        _field("MUSTER_HOST_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
+        _field("MUSTER_NODE", "spec.nodeName"),
         _pod_address(),
         *({"name": name, "value": value} for name, value in nccl_environment(placement).items()),
         *_secrets(placement),
@@ -167,7 +188,9 @@ def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
 
 def _place(placement: Placement) -> Manifest:
     """Puts run file and token into the run folder: whichever pod comes first makes it, the others find it."""
-    to_run_dir = ["python", "-m", "muster.backends.gke.place", "--run-dir", placement.run_dir]
+    to_run_dir = [
+        "python", "-m", "muster.backends.gke.place", "--run-dir", placement.run_dir, "--run-id", placement.run_id
+    ]  # fmt: skip
     container = _container(placement, "place", to_run_dir)
     container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
     container["volumeMounts"] = [
@@ -180,7 +203,20 @@ def _place(placement: Placement) -> Manifest:
 
 def _pod_address() -> Manifest:
     """Agents and supervisor listen on the pod's address, which the lease then names."""
-    return {"name": "MUSTER_BIND", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    return _field("MUSTER_BIND", "status.podIP")
+
+
+def _field(name: str, path: str) -> Manifest:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _allocation(placement: Placement) -> list[str]:
+    """When to save before a flex-start allocation ends by itself (0: never), and how many the run may have (0: any)."""
+    hours = placement.spec.limits.max_hours
+    most = math.ceil(hours * 3600 / SEVEN_DAYS_S) if hours else 0
+    flex = placement.mode.startswith("flex_start")
+    seconds = max(SHORTEST_S, longest_run_s(placement.spec) - LEAVE_BEFORE_S) if flex else 0
+    return [LEAVE_AFTER, str(seconds), "--at-most", str(most)]
 
 
 def _container(placement: Placement, name: str, command: list[str]) -> Manifest:

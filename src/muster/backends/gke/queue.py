@@ -9,6 +9,7 @@ from muster.backends.gke.placement import Placement, mode_of
 Manifest = dict[str, Any]
 
 API = "kueue.x-k8s.io/v1beta2"
+RBAC = "rbac.authorization.k8s.io/v1"
 CHECK = "muster-dws"
 TOPOLOGY = "muster-gce"
 CPU_FLAVOR = "muster-cpu"
@@ -29,10 +30,21 @@ def queue_objects(placement: Placement) -> list[Manifest]:
     return [*objects, _cluster_queue(placement, queued=mode.queued), _local_queue(placement)]
 
 
-def service_account(placement: Placement) -> Manifest:
-    """The identity that buckets are bound to (Workload Identity by principal, so no annotation is needed)."""
-    metadata = {"name": placement.options.service_account, "namespace": placement.options.namespace}
-    return {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
+def account_objects(placement: Placement) -> list[Manifest]:
+    """The identity of a run's pods, and what it may do here: queue the rest of its own run.
+
+    Buckets are bound to it by Workload Identity's principal, so it needs no annotation.
+    """
+    name, namespace = placement.options.service_account, placement.options.namespace
+    metadata = {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/managed-by": "muster"}}
+    jobsets = {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["get", "list", "create", "patch"]}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        {"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [jobsets]},
+        {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata, "roleRef": role, "subjects": [subject]},
+    ]
 
 
 def _topology() -> Manifest:

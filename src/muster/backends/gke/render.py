@@ -12,8 +12,8 @@ from muster.backends.gke.checks import refuse
 from muster.backends.gke.jobset import Manifest, jobset, run_objects
 from muster.backends.gke.networks import network_objects
 from muster.backends.gke.options import Options
-from muster.backends.gke.placement import HOST, SUPERVISOR, Placement, mode_of, place
-from muster.backends.gke.queue import queue_objects, service_account
+from muster.backends.gke.placement import HOST, SUPERVISOR, Placement, mode_of, place, resolved
+from muster.backends.gke.queue import account_objects, queue_objects
 from muster.backends.gke.yaml_text import dump
 from muster.core.nouns import JobRequest, TaskSpec
 from muster.core.spec import RunSpec
@@ -44,7 +44,7 @@ def render(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None 
 def cluster_objects(placement: Placement) -> list[Manifest]:
     """What the cluster needs before the first run of this kind."""
     queue = queue_objects(placement) if placement.options.kueue else []
-    return [service_account(placement), *network_objects(placement), *queue]
+    return [*account_objects(placement), *network_objects(placement), *queue]
 
 
 def run_manifests(placement: Placement) -> list[Manifest]:
@@ -58,8 +58,8 @@ def run_file_text(placement: Placement) -> str:
 
 
 def resolved_text(placement: Placement) -> str:
-    """The whole spec as JSON, keys sorted."""
-    return json.dumps(placement.spec.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+    """The whole spec with what the machine decides, as JSON, keys sorted."""
+    return json.dumps(resolved(placement).model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
 
 
 def _task(role: Manifest, env: dict[str, str] | None = None) -> TaskSpec:

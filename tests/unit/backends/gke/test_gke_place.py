@@ -1,24 +1,48 @@
 """What pods start with: the init program that places the run file, and the line that sources NCCL's script."""
 
+import json
 import stat
 import subprocess
 import sys
 
+import pytest
+
 from muster.backends.gke.place import place
 from muster.backends.gke.pods import SOURCE_AND_RUN
+from muster.core import runs
 
 
-def test_places_once(tmp_path):
+EVERYTHING = ["run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
+
+
+@pytest.fixture
+def placed(tmp_path):
+    """The run folder, and a function that does what a pod's init container does."""
     files, run = tmp_path / "files", tmp_path / "bucket" / "run"
     files.mkdir()
     for name in ("run.yaml", "resolved.json"):
         (files / name).write_text(name)
     (tmp_path / "token").write_text("secret\n")
-    assert place(run, run_files=files, token=tmp_path / "token") == ["run.yaml", "resolved.json", "token"]
+    return run, lambda: place(run, run_id="llama", run_files=files, token=tmp_path / "token")
+
+
+def test_places_once(placed):
+    run, again = placed
+    assert again() == EVERYTHING
     assert (run / "token").read_text() == "secret" and stat.S_IMODE((run / "token").stat().st_mode) == 0o600
-    (run / "resolved.json").write_text("what the first supervisor made of it")
-    assert place(run, run_files=files, token=tmp_path / "token") == []
-    assert (run / "resolved.json").read_text() == "what the first supervisor made of it"
+    assert runs.existing_id(run) == "llama" and json.loads((run / "job.json").read_text())["run_id"] == "llama"
+    (run / "resolved.json").write_text("what a restart made of it")
+    assert again() == []
+    assert (run / "resolved.json").read_text() == "what a restart made of it"
+
+
+def test_another_submission_brings_its_own_run_file(placed, tmp_path):
+    run, again = placed
+    again()
+    (tmp_path / "files" / "submission").write_text("2")
+    (tmp_path / "files" / "resolved.json").write_text("corrected")
+    assert again() == ["resolved.json", "submission"] and (run / "resolved.json").read_text() == "corrected"
+    assert again() == []
 
 
 def test_the_shell_line_sources_and_then_becomes_the_agent(tmp_path):

@@ -1,4 +1,5 @@
-"""The seam to Google: one method. The real one adds credentials; tests answer from memory."""
+"""The seam to Google and to API servers: send one request, or open a stream. The real one adds credentials; tests
+answer from memory."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from muster.backends.gke.provision.stream import Refused, Stream, open_stream
 from muster.core.errors import AccessError, BackendError
 
 
@@ -72,6 +74,15 @@ class Http(Protocol):
         """Raises Unreachable where no answer came."""
         ...
 
+    def open(self, call: Call) -> Stream:
+        """A stream to a command in a pod.
+
+        Raises:
+            Unreachable: no answer came.
+            BackendError, AccessError: the server will not.
+        """
+        ...
+
 
 class GoogleHttp:
     """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left."""
@@ -96,17 +107,10 @@ class GoogleHttp:
         self._timeout_s = timeout_s
 
     def send(self, call: Call) -> Reply:
-        data = None if call.body is None else json.dumps(call.body).encode()
-        request = urllib.request.Request(call.url, data=data, method=call.method)
-        request.add_header("content-type", call.content_type)
-        request.add_header("authorization", f"Bearer {self._token()}")
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s, context=_trust(call.ca_pem)) as answer:
-                return _reply(answer.status, answer.read())
-        except urllib.error.HTTPError as error:
-            return _reply(error.code, error.read())
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            raise Unreachable(f"no answer from {call.url}: {error}") from error
+        return exchange(call, {"authorization": f"Bearer {self._token()}"}, _trust(call.ca_pem), self._timeout_s)
+
+    def open(self, call: Call) -> Stream:
+        return stream(call, {"authorization": f"Bearer {self._token()}"}, _trust(call.ca_pem), self._timeout_s)
 
     def _token(self) -> str:
         try:
@@ -115,6 +119,36 @@ class GoogleHttp:
         except self._refresh_error as error:
             raise AccessError(f"Google refused the credentials: {error}") from error
         return str(self._credentials.token)
+
+
+def exchange(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Reply:
+    """Send one request with these headers. Raises Unreachable."""
+    data = None if call.body is None else json.dumps(call.body).encode()
+    request = urllib.request.Request(call.url, data=data, method=call.method)
+    request.add_header("content-type", call.content_type)
+    for name, value in headers.items():
+        request.add_header(name, value)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=trust) as answer:
+            return _reply(answer.status, answer.read())
+    except urllib.error.HTTPError as error:
+        return _reply(error.code, error.read())
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise Unreachable(f"no answer from {call.url}: {error}") from error
+
+
+def stream(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Stream:
+    """Open a stream with these headers. Raises Unreachable, AccessError, BackendError."""
+    where = call.url.partition("?")[0]
+    try:
+        return open_stream(call.url, headers, trust, timeout_s=timeout_s)
+    except Refused as refused:
+        words = _reply(refused.status, refused.text.encode()).message
+        if refused.status in (401, 403):
+            raise AccessError(f"{where}: {words}", hint="the role needs create on pods/exec") from refused
+        raise BackendError(f"{where}: {words}") from refused
+    except OSError as error:
+        raise Unreachable(f"no answer from {where}: {error}") from error
 
 
 def _trust(ca_pem: str | None) -> ssl.SSLContext | None:

@@ -20,7 +20,7 @@ from muster.backends.gke.provision.resources import Resource
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import Site
 from muster.backends.gke.provision.storage import Binding, Bucket, storage
-from muster.backends.gke.queue import queue_objects, service_account
+from muster.backends.gke.queue import account_objects, queue_objects
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, CapacityError, UsageError
 from muster.core.seams import Lease
@@ -189,7 +189,7 @@ def _objects(site: Site, installed: Software) -> list[Objects]:
         names.append(key)
         found.append(Objects(site=site, key=key, needs=(cluster,), manifests=documents))
     account = Objects(
-        site=site, key="objects/account", needs=(cluster,), manifests=(*_namespace(site), service_account(placement))
+        site=site, key="objects/account", needs=(cluster,), manifests=(*_namespace(site), *account_objects(placement))
     )
     found.append(account)
     if data := network_objects(placement):

@@ -89,10 +89,20 @@ def _ranks(play: Play, tokens: int) -> Iterator[Event]:
             detail = {
                 "loss": None, "grad_norm": None, "learning_rate": None, "tokens": tokens, "supervised_tokens": tokens,
                 "padding_tokens": 0, "step_ns": round((after_s - before_s) * SECOND_NS),
-                "stall_ns": max(0, round(stall_s * SECOND_NS)),
+                "stall_ns": max(0, round(stall_s * SECOND_NS)), **_held(play.scenario, step, run.first_step),
             }  # fmt: skip
             yield _event(seq, began_s + after_s, "step", attempt, first, detail, rank=0, step=step)
             before_s, seq = after_s, seq + 1
+
+
+def _held(scenario: Scenario, step: int, first_step: int) -> dict[str, int]:
+    """What hosts' memory holds after a step, as ranks say it: a peer has what was taken one snapshot before."""
+    every = scenario.snapshot_every
+    taken = step // every * every
+    if not scenario.memory_tier or taken <= first_step:
+        return {}
+    copied = scenario.peer_copy and scenario.hosts > 1 and taken - every > first_step
+    return {"snapshot_step": taken, **({"peer_step": taken - every} if copied else {})}
 
 
 def _event(seq: int, at_s: float, kind: str, attempt: int, host: str, detail: dict[str, Any], **more: Any) -> Event:

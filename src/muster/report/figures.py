@@ -10,7 +10,8 @@ from typing import Any
 
 from muster.report.categories import CATEGORIES
 from muster.report.ledger import Ledger
-from muster.report.rate import clean_steps
+from muster.report.rate import clean_steps, tax
+from muster.report.versions import Version, versions
 
 _HOUR_NS = 3_600_000_000_000
 
@@ -68,6 +69,7 @@ def goodput(ledger: Ledger) -> dict[str, Any]:
         "purchased": None,
         "wall": None,
         "time": ledger.categories_ns["productive"] / purchased if purchased else None,
+        "tax": tax(ledger.events, ledger.lineage.steps),
         "reference": None,
     }
     if reference is None:
@@ -166,34 +168,24 @@ def exposure(ledger: Ledger) -> dict[str, dict[str, Any]]:
     A state is as old as the end of its step. Integrated from the tier's first version on; tiers that never
     held one do not appear.
     """
-    ends = {step.step: step.end_ns for step in ledger.lineage.steps}
-    versions: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for timed in ledger.events:
-        event = timed.event
-        if event.kind == "checkpoint.committed" and event.step is not None:
-            taken = min(ends.get(event.step, timed.t_ns), timed.t_ns)
-            versions[str(event.detail["tier"])].append((timed.t_ns, taken, event.step))
     until = max((step.end_ns for step in ledger.lineage.steps), default=ledger.end_ns)
-    found = {}
-    for tier, commits in versions.items():
-        found[tier] = _ages(sorted(commits), until)
-    return found
+    return {tier: _ages(held, until) for tier, held in versions(ledger.events, ledger.lineage.steps).items()}
 
 
-def _ages(commits: Sequence[tuple[int, int, int]], until: int) -> dict[str, Any]:
+def _ages(held: Sequence[Version], until: int) -> dict[str, Any]:
     area = 0.0
     greatest = 0
-    newest = commits[0][1]
-    spans = [*(at for at, _, _ in commits[1:]), until]
-    for (begin, taken, _), end in zip(commits, spans, strict=True):
-        newest = max(newest, taken)
+    newest = held[0].taken_ns
+    spans = [*(version.at_ns for version in held[1:]), until]
+    for version, end in zip(held, spans, strict=True):
+        begin, newest = version.at_ns, max(newest, version.taken_ns)
         if end > begin:
             area += (end - begin) * ((begin - newest) + (end - newest)) / 2
             greatest = max(greatest, end - newest)
-    length = until - commits[0][0]
+    length = until - held[0].at_ns
     return {
-        "versions": len(commits),
-        "newest_step": max(step for _, _, step in commits),
+        "versions": len(held),
+        "newest_step": max(version.step for version in held),
         "mean_age_s": area / length / 1e9 if length > 0 else None,
         "greatest_age_s": greatest / 1e9,
         "last_age_s": max(0, until - newest) / 1e9,

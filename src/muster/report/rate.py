@@ -106,5 +106,27 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
     )
 
 
+def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
+    """What fault tolerance costs a step, as a share of the measured reference rate: stalls for snapshots, and what
+    their copies slow down. None: no reference was measured, or too few clean steps of its world follow.
+
+    Saves and recoveries are not in it: they stand in categories of their own. Slightly negative is noise.
+    """
+    measured = [timed.event for timed in events if timed.event.kind == "reference"]
+    if not measured:
+        return None
+    event = measured[-1]
+    first = int(event.detail.get("first_step", 0))
+    without = range(first, (event.step or first) + 1)
+    found = [
+        (step.measured_ns - max(0, int(step.detail.get("data_wait_ns", 0)))) / step.tokens
+        for step in clean_steps(steps)
+        if step.world_size == event.detail["world_size"] and step.step not in without
+    ]
+    if len(found) < MIN_CLEAN_STEPS:
+        return None
+    return 1 - 1e9 / median(found) / float(event.detail["tokens_per_s"])
+
+
 def _spread(values: Sequence[float], middle: float) -> float:
     return 1.4826 * median(abs(value - middle) for value in values) / middle

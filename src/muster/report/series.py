@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -12,6 +11,7 @@ from muster.report.categories import CATEGORIES
 from muster.report.lanes import HostLane
 from muster.report.ledger import Ledger
 from muster.report.lineage import Step
+from muster.report.versions import Version, versions
 
 #: Points of a curve; a screen shows fewer.
 _POINTS = 2000
@@ -167,22 +167,18 @@ def _held_until(lane: HostLane, t: int) -> int:
 
 def _ages(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
     """Tier -> a saw-tooth: the age of its newest restorable state, from its first version to the last step."""
-    taken = {step.step: step.end_ns for step in ledger.lineage.steps}
-    commits: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for timed in ledger.events:
-        event = timed.event
-        if event.kind == "checkpoint.committed" and event.step is not None:
-            commits[str(event.detail["tier"])].append((timed.t_ns, min(taken.get(event.step, timed.t_ns), timed.t_ns)))
     until = max((step.end_ns for step in ledger.lineage.steps), default=ledger.end_ns)
-    return {tier: _saw(ledger, found, until) for tier, found in commits.items()}
+    found = versions(ledger.events, ledger.lineage.steps)
+    return {tier: _saw(ledger, held, until) for tier, held in found.items()}
 
 
-def _saw(ledger: Ledger, commits: list[tuple[int, int]], until: int) -> dict[str, list[float]]:
+def _saw(ledger: Ledger, held: list[Version], until: int) -> dict[str, list[float]]:
     """Each tooth rises to the next version and falls to that one's age; of many teeth the tallest are kept."""
     teeth: list[tuple[int, int, int]] = []
-    newest = commits[0][1]
-    for at, taken in commits:
-        before, newest = at - newest, max(newest, taken)
+    newest = held[0].taken_ns
+    for version in held:
+        at = version.at_ns
+        before, newest = at - newest, max(newest, version.taken_ns)
         teeth.append((at, before, at - newest))
     stride = -(-len(teeth) // (_POINTS // 2))
     kept = [teeth[0], *(max(teeth[n : n + stride], key=lambda tooth: tooth[1]) for n in range(1, len(teeth), stride))]
@@ -191,7 +187,7 @@ def _saw(ledger: Ledger, commits: list[tuple[int, int]], until: int) -> dict[str
         for age in (before, after) if position else (after,):
             found["t"].append(_at(ledger, at))
             found["age"].append(round(age / 1e9, 3))
-    if until > commits[-1][0]:
+    if until > held[-1].at_ns:
         found["t"].append(_at(ledger, until))
         found["age"].append(round((until - newest) / 1e9, 3))
     return found

@@ -73,6 +73,7 @@ def _figures(found: dict[str, Any]) -> Table:
             "reference tokens/s",
             _UNKNOWN if reference is None else f"{reference['tokens_per_s']:,.0f}",
         ),
+        ("step", span(found["speed"]["step_s"]), "tax of fault tolerance", figure(goodput["tax"], "{:.2%}")),
         ("final loss", figure(found["final_loss"], "{:.4f}"), "cost", money(cost["usd"])),
         ("held-out loss", figure(found["heldout_loss"], "{:.4f}"), "$/M tokens", money(cost["usd_per_million_tokens"])),
         (

@@ -116,6 +116,8 @@ def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
         ):
             yield f"resources.{name}", here
         yield "limits.max_usd", "backend is local: this machine's price is unknown"
+    if spec.backend != "slurm":
+        yield "slurm", f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
     if spec.resources.mode in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):

@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """A part of the run file: frozen, unknown keys refused, no silent conversions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
+from muster.core.section import Fraction, NotNegative, Positive, Section
+from muster.core.sites import Slurm
 
 # ---------------------------------------------------------------- model
 
@@ -244,7 +235,8 @@ class CheckpointSpec(Section):
     memory_every_steps: NotNegative = 1
     """In-memory snapshot held by the host's agent every so many steps; 0: none."""
     peer_copy: bool | None = None
-    """A second host holds a copy of each snapshot; default: where there are several hosts."""
+    """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
+    (``dp_replicate``) holds the same state on another one."""
 
 
 class Recovery(Section):
@@ -285,7 +277,7 @@ class Resources(Section):
     """For example ``B200``, ``H100``, ``H200``."""
     machine: str | None = None
     """For example ``a4-highgpu-8g``."""
-    locations: list[str] = []
+    locations: list[str] = Field([])
     """Regions or zones, tried in order."""
     mode: Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None = (
         None
@@ -337,5 +329,6 @@ class RunSpec(Section):
     resources: Resources = Resources()
     limits: Limits = Limits()
     output: Output = Output()
+    slurm: Slurm = Slurm()
     command: list[str] | None = None
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""

@@ -207,7 +207,6 @@ def test_a_summary_counts_a_step_taken_again_once(paper: Paper):
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 8.0 - n}) for n in (3, 4)], attempt=2)
     found = summarise(eventlog.merged(run.events))
     assert (found.last_step, found.final_loss, found.tokens, found.attempt) == (4, 4.0, 400, 2)
-    assert found.first_of_attempt == {1, 3}
     assert found.tokens_per_s == pytest.approx(200.0)
     assert found.mfu == 0.25
 

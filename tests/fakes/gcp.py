@@ -18,9 +18,33 @@ from fakes.kubernetes import FakeKubernetes
 
 from muster.backends.gke.provision.access import PERMISSIONS
 from muster.backends.gke.provision.http import Call, Reply, Unreachable
+from muster.backends.gke.provision.stream import Stream
 
 HOST = "10.0.0.2"
 ZONES = ("us-central1-b", "europe-west1-b")
+
+
+class FakeStream:
+    """One command in a pod: it reads a line, prints, and ends."""
+
+    def __init__(self, command: Callable[[bytes], tuple[int, bytes, bytes]]) -> None:
+        self.command, self.typed = command, b""
+        self.messages: list[tuple[int, bytes]] | None = None
+
+    def send(self, channel: int, data: bytes) -> None:
+        if channel == 0:
+            self.typed += data
+
+    def receive(self) -> tuple[int, bytes] | None:
+        if self.messages is None:
+            code, out, err = self.command(self.typed)
+            cause = {"reason": "ExitCode", "message": str(code)}
+            status = {"status": "Failure", "details": {"causes": [cause]}} if code else {"status": "Success"}
+            self.messages = [(1, out), (2, err), (3, json.dumps(status).encode())]
+        return self.messages.pop(0) if self.messages else None
+
+    def close(self) -> None:
+        pass
 
 
 class Killed(BaseException):
@@ -65,6 +89,8 @@ class FakeGoogleCloud:
     operations: dict[str, Operation] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     """Path of a pod's log on the cluster -> its text."""
+    commands: Callable[[str, list[str], bytes], tuple[int, bytes, bytes]] | None = None
+    """Pod, argv and what is typed -> exit code, output, errors."""
     log: list[tuple[str, str]] = field(default_factory=list)
     creations: list[str] = field(default_factory=list)
 
@@ -83,6 +109,14 @@ class FakeGoogleCloud:
             raise Unreachable(f"the answer to request {number} was lost")
         # A copy, as from a wire: what the caller holds does not change when the cloud does.
         return Reply(status=reply.status, body=json.loads(json.dumps(reply.body)), text=reply.text)
+
+    def open(self, call: Call) -> Stream:
+        """A command in a pod: ``commands`` says what it does."""
+        url = urllib.parse.urlsplit(call.url)
+        argv = [value for name, value in urllib.parse.parse_qsl(url.query) if name == "command"]
+        self.log.append((call.method, call.url))
+        assert self.commands is not None, f"no command is expected: {argv}"
+        return FakeStream(lambda line: self.commands(url.path.split("/")[6], argv, line))
 
     def names(self) -> set[str]:
         """Kind/name of everything that exists."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from muster.app.status import job
+from muster.app.status import job, mirror
 from muster.core import eventlog, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
@@ -70,6 +70,7 @@ def events(
     counts: dict[str, int] = {}
     while True:
         ended = launcher.poll(handle).state.ended
+        mirror(launcher, run)
         found = list(eventlog.read(run.events, after=counts))
         for name, _ in found:
             counts[name] = counts.get(name, 0) + 1

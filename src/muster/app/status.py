@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,7 @@ def status(reference: str) -> RunStatus:
     launcher, handle = job(run)
     found = launcher.poll(handle)
     live: dict[str, Any] = {}
+    mirror(launcher, run)
     if not found.state.ended:
         try:
             live = ask(run, {"t": "status"}, timeout_s=1.0)
@@ -90,6 +92,14 @@ def job(run: RunDir) -> tuple[Launcher, JobHandle]:
         run_id=run.run_id, backend=launcher.name, job_id="", run_dir=str(run.path)
     )
     return launcher, handle
+
+
+def mirror(launcher: Launcher, run: RunDir) -> None:
+    """Bring the events of a run whose folder is elsewhere; what cannot be reached now stays as it was."""
+    bring = getattr(launcher, "mirror", None)
+    if bring is not None:
+        with contextlib.suppress(MusterError):
+            bring(run.run_id, run.events)
 
 
 def spec_of(run: RunDir) -> RunSpec:

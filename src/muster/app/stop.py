@@ -71,8 +71,8 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
     loaded = runfile.loads(run.resolved.read_text(), overrides, source=str(run.resolved))
     resolved = loaded.spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, loaded.spec, resolved, ("muster", "restart", reference, *overrides))
+    ask(run, {"t": "restart"}, resolved=resolved)
     runs.replace_text(run.resolved, resolved)
-    ask(run, {"t": "restart"})
     return run
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from muster import __version__, backends
 from muster.catalog.devices import accelerator_of
@@ -68,15 +70,15 @@ def preview(loaded: Loaded) -> JobRequest:
     launcher = backends.load(loaded.spec.backend)
     spec = resolve(loaded.spec, launcher)
     run_id = runs.new_run_id(spec.name)
-    return launcher.render(spec, run_id=run_id, run_dir=str(runs.place(run_id, spec.run_dir)))
+    path, _ = _own_folder(spec, launcher)
+    return launcher.render(spec, run_id=run_id, run_dir=str(path or runs.place(run_id, None)))
 
 
 def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
     """Resolve what only the machine knows, make the folder, log ``run.submitted``. Starts nothing."""
     launcher = backends.load(loaded.spec.backend)
     spec = resolve(loaded.spec, launcher)
-    path = runs.place("", spec.run_dir) if spec.run_dir else None
-    run_id = runs.existing_id(path) if path else None
+    path, run_id = _own_folder(spec, launcher)
     new = run_id is None
     run_id = run_id or runs.new_run_id(spec.name)
     path = path or runs.place(run_id, None)
@@ -90,6 +92,24 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
         runs.create(run_id, path, run_file=loaded.text, resolved=resolved)
         log_intent(run, spec, resolved, argv)
     return intent
+
+
+def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | None]:
+    """The folder on this machine and the run in it, where the run file names one.
+
+    Where ``run_dir`` is the pods' (a bucket), this machine's folder is found by it: the same folder is the same run.
+    """
+    if spec.run_dir is None:
+        return None, None
+    if not getattr(launcher, "folder_is_remote", False):
+        path = runs.place("", spec.run_dir)
+        return path, runs.existing_id(path)
+    for run_id, path in runs.registry():
+        with contextlib.suppress(OSError, ValueError):
+            held = json.loads((path / "resolved.json").read_text())
+            if (held.get("backend"), held.get("run_dir")) == (spec.backend, spec.run_dir):
+                return path, run_id
+    return None, None
 
 
 def start(intent: Intent, request: JobRequest) -> JobHandle:
@@ -117,7 +137,8 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
         RunFileError: the layout does not fit the ranks that the machine gives.
     """
     if launcher.name != "local":
-        return spec
+        machine_decides = getattr(launcher, "resolve", None)
+        return machine_decides(spec) if machine_decides is not None else spec
     offer = launcher.offers(spec)[0]
     device = spec.resources.device
     if device == "auto":

@@ -14,6 +14,7 @@ import typer
 
 from muster import __version__
 from muster.cli import acting, cloud, drill, plan, reading, render, simulate, watch
+from muster.cli import exec as exec_
 
 app = typer.Typer(
     name="muster",
@@ -30,6 +31,7 @@ watch.register(app)
 plan.register(app)
 simulate.register(app)
 cloud.register(app)
+exec_.register(app)
 app.command()(render.render)
 
 

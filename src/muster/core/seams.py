@@ -5,7 +5,7 @@ A back end is a dataclass that holds the ones it needs (composition; no inherita
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -107,8 +107,27 @@ class Store(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Terminal:
+    """Somebody who runs a command on a host: where its output goes, and what is typed."""
+
+    out: Callable[[bytes], object]
+    err: Callable[[bytes], object]
+    typed: Iterator[bytes] | None = None
+    """Read in a thread of its own; None: the command gets no input."""
+    tty: bool = False
+    size: tuple[int, int] | None = None
+    """(columns, lines)."""
+
+
 class Launcher(Protocol):
-    """One way of running jobs: a laptop, Slurm, GKE... Blocking calls, no hidden retries."""
+    """One way of running jobs: a laptop, Slurm, GKE... Blocking calls, no hidden retries.
+
+    A back end may have, besides: ``resolve(spec)`` (what its machines decide of a run file), ``exec(run_id, argv,
+    terminal, *, host)`` (a command on a host; its exit code), ``remaining(handle)`` (what a tear-down left), and where
+    ``folder_is_remote`` (the run's folder is out of this machine's reach) ``ask(run_id, message, ...)`` (a question
+    to the supervisor) and ``mirror(run_id, folder)`` (the events so far).
+    """
 
     name: str
 

@@ -55,9 +55,10 @@ _RUN_PRELUDE = """\
 {{- end -}}
 """  # noqa: E501
 
+_SECONDS = f"max {pods.SHORTEST_S} (sub (int .Values.maxRunDurationSeconds) {pods.LEAVE_BEFORE_S})"
 _LEAVE_AFTER = (
     '{{ if hasPrefix "flex_start" .Values.mode }}'
-    f"{{{{ max {pods.SHORTEST_S} (sub (int .Values.maxRunDurationSeconds) {pods.LEAVE_BEFORE_S}) | toString | quote }}}}"
+    f"{{{{ {_SECONDS} | toString | quote }}}}"
     '{{ else }}"0"{{ end }}'
 )
 
@@ -85,7 +86,9 @@ def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None =
     }
     for tuning, variant in tunings.items():
         files[f"files/{tuning}.run.json"] = _json(variant.model_dump(mode="json", exclude_defaults=True))
-        files[f"files/{tuning}.resolved.json"] = _json(resolved(replace(placement, spec=variant)).model_dump(mode="json"))
+        files[f"files/{tuning}.resolved.json"] = _json(
+            resolved(replace(placement, spec=variant)).model_dump(mode="json")
+        )
     return files
 
 

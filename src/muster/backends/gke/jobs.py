@@ -8,32 +8,35 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muster.backends.gke import inside, reach
+from muster.backends.gke.continuation import API as JOBSET_API
+from muster.backends.gke.continuation import newest, number_of
+from muster.backends.gke.execute import attach
 from muster.backends.gke.explain import Observed, condition, explain
 from muster.backends.gke.jobset import Manifest
 from muster.backends.gke.options import Options
-from muster.backends.gke.placement import HOST, SUPERVISOR, object_name, place
-from muster.backends.gke.provision.http import GoogleHttp, Http
-from muster.backends.gke.provision.kube import Cluster, connect
+from muster.backends.gke.placement import SUPERVISOR, object_name, place, resolved
+from muster.backends.gke.provision.http import Call, GoogleHttp, Http, Reply
+from muster.backends.gke.provision.kube import Cluster
 from muster.backends.gke.provision.session import Session
-from muster.backends.gke.provision.site import Site, site
+from muster.backends.gke.provision.stream import Stream
 from muster.backends.gke.render import BACKEND, render
 from muster.catalog import offers as catalogue
 from muster.core import runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
-from muster.core.seams import Clock
+from muster.core.seams import Clock, Terminal
 from muster.core.spec import RunSpec
 
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
 ANNOTATION = "muster/submission"
-JOBSET_API = "jobset.x-k8s.io/v1alpha2"
 KUEUE_API = "kueue.x-k8s.io/v1beta2"
 PROVISIONING_API = "autoscaling.x-k8s.io/v1"
 GONE_WITHIN_S = 120.0
@@ -48,6 +51,8 @@ class GkeLauncher:
     """None: Google's services with application-default credentials, when first needed."""
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
+    folder_is_remote: bool = True
+    """The run's folder lies where its pods are; this machine holds the intent alone."""
 
     # ------------------------------------------------------------ before
 
@@ -63,6 +68,10 @@ class GkeLauncher:
             and wanted.accelerator in (None, option.offer.accelerator)
             and mode in (None, option.offer.mode)
         ]
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """The run file with what the machine decides: ranks a host, device, how long hosts are waited for."""
+        return resolved(place(spec, run_id="run", run_dir="/unused", options=self.options))
 
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
         """The manifests; pure."""
@@ -80,13 +89,15 @@ class GkeLauncher:
         """
         manifests = _documents(request.files["run.yaml"])
         spec = _spec_of(manifests)
-        cluster = self._cluster(self._site(spec, request.run_id))
+        cluster = reach.needed(spec, request.run_id, self.options, self._session())
         number = request.labels.get(SUBMISSION, "1")
         jobset = next(one for one in manifests if one["kind"] == "JobSet")
         jobset["metadata"]["annotations"][ANNOTATION] = number
-        there = cluster.get(jobset)
+        config = next(one for one in manifests if one["kind"] == "ConfigMap")
+        config["data"][SUBMISSION] = number
+        there = self._jobset(cluster, request.run_id)
         if there is not None and _ended(there) and there["metadata"]["annotations"].get(ANNOTATION) != number:
-            self._replace(cluster, there)
+            self._clear(cluster, request.run_id)
             there = None
         if there is None:
             for manifest in manifests:
@@ -95,23 +106,19 @@ class GkeLauncher:
             for manifest in manifests:
                 cluster.apply(manifest)
         self._record(request, number)
-        return self._handle(request.run_id, request.run_dir, jobset)
+        return self._handle(request.run_id, request.run_dir, there or jobset)
 
     # ------------------------------------------------------------ watch
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the run's folder on this machine, which says the cluster, and the label there."""
-        spec = self._remembered(run_id)
-        if spec is None:
-            return None
-        cluster = connect(self._site(spec, run_id), self._session())
-        jobset = _jobset(cluster, self.options.namespace, run_id) if cluster else None
+        cluster = self._known(run_id)
+        jobset = self._jobset(cluster, run_id) if cluster else None
         return self._handle(run_id, str(runs.find(run_id).path), jobset) if jobset else None
 
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once at everything, and say it in one sentence."""
-        spec = self._remembered(handle.run_id)
-        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        cluster = self._known(handle.run_id)
         if cluster is None:
             return JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
         observed = observe(cluster, self.options.namespace, handle.run_id)
@@ -122,41 +129,63 @@ class GkeLauncher:
         )
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
-        """Output of each pod's own container beyond ``after`` (bytes); sidecars are left out."""
-        spec = self._remembered(handle.run_id)
-        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        """Output of each pod's own container, and of each rank, beyond ``after`` (bytes); sidecars are left out."""
+        cluster = self._known(handle.run_id)
+        if cluster is not None:
+            yield from inside.pod_logs(cluster, self._pods(cluster, handle.run_id), after or {})
+            yield from inside.rank_logs(cluster, self._pods(cluster, handle.run_id), after or {})
+
+    # ------------------------------------------------------------ inside
+
+    def ask(
+        self, run_id: str, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
+    ) -> dict[str, Any]:
+        """Carry a question to the run's supervisor, in its pod; ``resolved`` replaces the run file before it."""
+        cluster = self._known(run_id)
         if cluster is None:
-            return
-        namespace = self.options.namespace
-        for pod in cluster.list("v1", "pods", namespace=namespace, labels=_label(handle.run_id)):
-            task, container = _task(pod)
-            data = cluster.pod_log(namespace, pod["metadata"]["name"], container).encode()
-            position = (after or {}).get(task, 0)
-            # A replaced pod starts a log of its own: what is shorter than what was read is read from its beginning.
-            start = position if position <= len(data) else 0
-            if data[start:]:
-                yield LogChunk(task=task, text=data[start:].decode(errors="replace"), next_offset=len(data))
+            return {"error": f"{run_id} has no cluster", "hint": f"muster status {run_id}"}
+        question = {"do": "ask", "message": dict(message), "timeout_s": timeout_s, "resolved": resolved}
+        return inside.ask(cluster, self._pods(cluster, run_id), question, run_id)
+
+    def mirror(self, run_id: str, folder: Path) -> int:
+        """Bring the run's events to ``folder``; returns how many bytes were new. None reachable is none new."""
+        cluster = self._known(run_id)
+        return inside.mirror(cluster, self._pods(cluster, run_id), folder) if cluster else 0
+
+    def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
+        """Run a command in a host's pod; returns its exit code.
+
+        Raises:
+            UsageError: no such host.
+            BackendError: no pod of the run runs.
+        """
+        cluster = self._known(run_id)
+        if cluster is None:
+            raise BackendError(f"{run_id} has no cluster", hint=f"muster status {run_id}")
+        target = reach.choose(reach.running(self._pods(cluster, run_id)), host, run_id)
+        return attach(
+            cluster, target, argv, out=terminal.out, err=terminal.err, typed=terminal.typed, tty=terminal.tty,
+            size=terminal.size,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ end
 
     def cancel(self, handle: JobHandle) -> None:
-        """Delete the JobSet and everything with the run's label; absent is success."""
-        spec = self._remembered(handle.run_id)
-        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
-        if cluster is None:
-            return
-        for one in self._labelled(cluster, handle.run_id):
-            cluster.delete(one)
+        """Delete the JobSets and everything with the run's label; absent is success."""
+        cluster = self._known(handle.run_id)
+        for one in self._labelled(cluster, handle.run_id) if cluster else []:
+            cluster.delete(one)  # type: ignore[union-attr]
 
     def remaining(self, handle: JobHandle) -> list[str]:
-        """What still exists of the run on the cluster."""
-        spec = self._remembered(handle.run_id)
-        cluster = connect(self._site(spec, handle.run_id), self._session()) if spec else None
+        """What still exists of the run on the cluster, after a moment for what is just going."""
+        cluster = self._known(handle.run_id)
         if cluster is None:
             return []
-        pods = cluster.list("v1", "pods", namespace=self.options.namespace, labels=_label(handle.run_id))
-        left = [*self._labelled(cluster, handle.run_id), *({**pod, "kind": "Pod"} for pod in pods)]
-        return [f"{one['kind']}/{one['metadata']['name']}" for one in left]
+        waited_s = 0.0
+        while (left := self._left(cluster, handle.run_id)) and waited_s < GONE_WITHIN_S:
+            self.clock.sleep(2.0)
+            waited_s += 2.0
+        return left
 
     # ------------------------------------------------------------ below
 
@@ -170,16 +199,27 @@ class GkeLauncher:
         return [
             {**one, "apiVersion": api, "kind": kind}
             for api, kind, plural in kinds
-            for one in cluster.list(api, plural, namespace=self.options.namespace, labels=_label(run_id))
+            for one in cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
         ]
 
-    def _replace(self, cluster: Cluster, ended: Mapping[str, Any]) -> None:
-        old = {**ended, "apiVersion": JOBSET_API, "kind": "JobSet"}
-        cluster.delete(old)
+    def _left(self, cluster: Cluster, run_id: str) -> list[str]:
+        pods = [{**pod, "kind": "Pod"} for pod in self._pods(cluster, run_id)]
+        return [f"{one['kind']}/{one['metadata']['name']}" for one in [*self._labelled(cluster, run_id), *pods]]
+
+    def _pods(self, cluster: Cluster, run_id: str) -> Sequence[Mapping[str, Any]]:
+        return cluster.list("v1", "pods", namespace=self.options.namespace, labels=label(run_id))
+
+    def _jobset(self, cluster: Cluster, run_id: str) -> Mapping[str, Any] | None:
+        return newest(cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)))
+
+    def _clear(self, cluster: Cluster, run_id: str) -> None:
+        """Remove what an ended submission left: a JobSet of the same name can come only after it."""
         waited_s = 0.0
-        while cluster.get(old) is not None:
+        while there := cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)):
+            for one in there if waited_s == 0 else ():
+                cluster.delete({**one, "apiVersion": JOBSET_API, "kind": "JobSet"})
             if waited_s >= GONE_WITHIN_S:
-                name = ended["metadata"]["name"]
+                name = there[0]["metadata"]["name"]
                 raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
             self.clock.sleep(2.0)
             waited_s += 2.0
@@ -214,28 +254,37 @@ class GkeLauncher:
             return None
         return RunSpec.model_validate_json((local / "resolved.json").read_text())
 
-    def _site(self, spec: RunSpec, run_id: str) -> Site:
-        return site(place(spec, run_id=run_id, run_dir="/unused", options=self.options))
-
-    def _cluster(self, where: Site) -> Cluster:
-        found = connect(where, self._session())
-        if found is None:
-            raise BackendError(
-                f"no cluster {where.cluster} in {where.region} of project {where.project}",
-                hint="muster up RUN.yaml makes it",
-            )
-        return found
+    def _known(self, run_id: str) -> Cluster | None:
+        """The cluster that the run's folder on this machine names; None where there is none."""
+        spec = self._remembered(run_id)
+        return reach.cluster_of(spec, run_id, self.options, self._session()) if spec else None
 
     def _session(self) -> Session:
-        if self.http is None:
-            self.http = GoogleHttp()
-        return Session(http=self.http, clock=self.clock)
+        return Session(http=_Late(self), clock=self.clock)
+
+
+@dataclass(frozen=True)
+class _Late:
+    """Google's services once they are spoken to, not before: a kubeconfig's cluster needs none of them."""
+
+    of: GkeLauncher
+
+    def send(self, call: Call) -> Reply:
+        return self._real().send(call)
+
+    def open(self, call: Call) -> Stream:
+        return self._real().open(call)
+
+    def _real(self) -> Http:
+        if self.of.http is None:
+            self.of.http = GoogleHttp()
+        return self.of.http
 
 
 def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
     """Everything that one sentence about the run may need, asked once."""
-    name = object_name(run_id)
-    jobset = _jobset(cluster, namespace, run_id)
+    jobset = newest(cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=label(run_id)))
+    name = jobset["metadata"]["name"] if jobset else object_name(run_id)
     workloads = cluster.list(KUEUE_API, "workloads", namespace=namespace)
     workload = next((one for one in workloads if _owned_by(one, name)), None)
     requests: list[Mapping[str, Any]] = []
@@ -245,7 +294,9 @@ def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
         rows = cluster.list(PROVISIONING_API, "provisioningrequests", namespace=namespace)
         requests = [one for one in rows if _owned_by(one, owner)]
         checks = list(cluster.list(KUEUE_API, "admissionchecks"))
-    pods = cluster.list("v1", "pods", namespace=namespace, labels=_label(run_id))
+    pods = cluster.list("v1", "pods", namespace=namespace, labels=label(run_id))
+    if jobset is not None and number_of(jobset) > 1:  # an earlier allocation's pods are history
+        pods = [pod for pod in pods if pod["metadata"].get("labels", {}).get(reach.JOBSET) in (None, name)]
     events = cluster.list("v1", "events", namespace=namespace) if pods else []
     nodes = cluster.list("v1", "nodes") if pods else []
     return Observed(
@@ -259,16 +310,12 @@ def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
     )
 
 
-def _jobset(cluster: Cluster, namespace: str, run_id: str) -> Mapping[str, Any] | None:
-    rows = cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=_label(run_id))
-    return rows[0] if rows else None
-
-
 def _owned_by(one: Mapping[str, Any], name: str) -> bool:
     return any(owner.get("name") == name for owner in one["metadata"].get("ownerReferences", []))
 
 
-def _label(run_id: str) -> str:
+def label(run_id: str) -> str:
+    """The selector of everything that is the run's."""
     return f"app.kubernetes.io/instance={run_id}"
 
 
@@ -294,18 +341,13 @@ def _ended(jobset: Mapping[str, Any]) -> bool:
     return any((condition(jobset, kind) or {}).get("status") == "True" for kind in ("Completed", "Failed"))
 
 
-def _task(pod: Mapping[str, Any]) -> tuple[str, str]:
-    labels = pod["metadata"].get("labels", {})
-    role = labels.get("jobset.sigs.k8s.io/replicatedjob-name", HOST)
-    index = labels.get("jobset.sigs.k8s.io/job-index", "0")
-    return (SUPERVISOR if role == SUPERVISOR else f"{role}-{index}"), role
-
-
 def _tasks(pods: Any) -> dict[str, str]:
     found = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
         node = pod.get("spec", {}).get("nodeName")
-        found[_task(pod)[0]] = str(pod.get("status", {}).get("phase", "?")).lower() + (f" on {node}" if node else "")
+        found[reach.task(pod)[0]] = str(pod.get("status", {}).get("phase", "?")).lower() + (
+            f" on {node}" if node else ""
+        )
     return found
 
 
@@ -314,7 +356,7 @@ def _exit_code(observed: Observed, state: JobState) -> int | None:
     if not state.ended:
         return None
     for pod in observed.pods:
-        if _task(pod)[0] == SUPERVISOR:
+        if reach.task(pod)[0] == SUPERVISOR:
             for container in pod.get("status", {}).get("containerStatuses", []):
                 ended = container.get("state", {}).get("terminated")
                 if ended and container.get("name") == SUPERVISOR:

@@ -93,7 +93,9 @@ class Pod:
     def _requeued(self) -> int:
         lived_s = time.monotonic() - self._started
         if self.requeue is None or lived_s < SHORTEST_RUN_S:
-            why = "and nothing here may queue it" if self.requeue is None else f"after {lived_s:.0f} s: too short a life"
+            why = (
+                "and nothing here may queue it" if self.requeue is None else f"after {lived_s:.0f} s: too short a life"
+            )
             print(f"error: the run wants to run again {why}\nhint: muster submit continues it", file=sys.stderr)
             return BACK_END_FAULT
         try:

@@ -11,7 +11,6 @@ from muster.backends.gke.place import place
 from muster.backends.gke.pods import SOURCE_AND_RUN
 from muster.core import runs
 
-
 EVERYTHING = ["run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
 
 

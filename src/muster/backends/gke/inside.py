@@ -1,0 +1,115 @@
+"""The run as its own pods see it: the supervisor's answers, the ranks' logs, the events. Over a command in a pod."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from muster.backends.gke import reach
+from muster.backends.gke.execute import Target, run
+from muster.backends.gke.placement import SUPERVISOR
+from muster.backends.gke.provision.kube import Cluster
+from muster.core.errors import BackendError, MusterError
+from muster.core.nouns import LogChunk
+
+Pods = Sequence[Mapping[str, Any]]
+
+RUN_DIR = "--run-dir"
+
+
+def ask(cluster: Cluster, pods: Pods, question: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    """The answer of the program in the supervisor's pod; where that pod does not run, an ``error`` and a ``hint``."""
+    target = reach.running(pods).get(SUPERVISOR)
+    if target is None:
+        return {"error": f"the supervisor of {run_id} has no running pod", "hint": f"muster status {run_id}"}
+    return _question(cluster, target, pods, question)
+
+
+def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
+    """Output of each pod's own container beyond ``after``."""
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
+        task, container = reach.task(pod)
+        metadata = pod["metadata"]
+        data = cluster.pod_log(metadata["namespace"], metadata["name"], container).encode()
+        position = after.get(task, 0)
+        # A replaced pod starts a log of its own: what is shorter than what was read is read from its beginning.
+        start = position if position <= len(data) else 0
+        if data[start:]:
+            yield LogChunk(task=task, text=data[start:].decode(errors="replace"), next_offset=len(data))
+
+
+def rank_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
+    """What the run folder's log files (one for each rank and attempt) hold beyond ``after``, while a pod runs."""
+    positions = {f"{task}.log": offset for task, offset in after.items()}
+    for name, start, data in _files(cluster, pods, "logs", positions):
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = decoder.decode(data)
+        end = start + len(data) - len(decoder.getstate()[0])
+        if text:
+            yield LogChunk(task=name.removesuffix(".log"), text=text, next_offset=end)
+
+
+def mirror(cluster: Cluster, pods: Pods, folder: Path) -> int:
+    """Bring the events that the pods wrote to ``folder``; returns the number of new bytes.
+
+    A file that this machine wrote itself is no pod's, so the two never meet: the client's events are ``client.*``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {path.name: path.stat().st_size for path in folder.glob("*.jsonl") if not path.name.startswith("client.")}
+    fresh = 0
+    for name, start, data in _files(cluster, pods, "events", held):
+        if "/" in name or name.startswith((".", "client.")):
+            continue
+        with open(folder / name, "r+b" if (folder / name).exists() else "wb") as file:
+            file.truncate(start)
+            file.seek(start)
+            file.write(data)
+        fresh += len(data)
+    return fresh
+
+
+def _files(cluster: Cluster, pods: Pods, folder: str, held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
+    """(name, offset, bytes) of what is new, until nothing is; nothing where no pod can be spoken to."""
+    found = reach.running(pods)
+    target = found.get(SUPERVISOR) or next(iter(found.values()), None)
+    positions = dict(held)
+    while target is not None:
+        try:
+            answer = _question(cluster, target, pods, {"do": "read", "folder": folder, "after": positions})
+        except MusterError:
+            return  # the pod ended between the look and the question
+        rows = answer.get("files", [])
+        for row in rows:
+            data = base64.b64decode(row["data"])
+            positions[row["name"]] = int(row["offset"]) + len(data)
+            yield str(row["name"]), int(row["offset"]), data
+        if sum(len(row["data"]) for row in rows) < ENOUGH:
+            return
+
+
+ENOUGH = 4 * 1024 * 1024
+"""An answer smaller than this was the whole of it."""
+
+
+def _question(cluster: Cluster, target: Target, pods: Pods, question: Mapping[str, Any]) -> dict[str, Any]:
+    pod = next(one for one in pods if one["metadata"]["name"] == target.pod)
+    argv = ["python", "-m", "muster.app.inside", RUN_DIR, run_dir_of(pod)]
+    printed = run(cluster, target, argv, line=json.dumps(question))
+    try:
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except (ValueError, IndexError) as error:
+        raise BackendError(f"{target.pod} answered {printed[-200:]!r}", hint="is its image of this version?") from error
+    return found
+
+
+def run_dir_of(pod: Mapping[str, Any]) -> str:
+    """As the pod's own command names it: what a chart or another hand chose is found too."""
+    for container in pod["spec"].get("containers", []):
+        words = list(container.get("command", []))
+        if RUN_DIR in words[:-1]:
+            return str(words[words.index(RUN_DIR) + 1])
+    raise BackendError(f"pod {pod['metadata']['name']} names no run folder", hint="it is no pod of this version")

@@ -6,7 +6,6 @@ was killed half-way is completed by running it again: what lives is adopted, wha
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import fcntl
 import json
@@ -23,7 +22,7 @@ from typing import Any
 import muster.backends.local.machine as machine
 import muster.backends.local.processes as processes
 from muster.backends.local.processes import Process
-from muster.core import runs
+from muster.core import runlogs, runs
 from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
@@ -33,8 +32,6 @@ from muster.core.spec import RunSpec
 
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
-#: Bytes of a log read at once.
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -175,18 +172,12 @@ class LocalLauncher:
             name: f"running (pid {record['tasks'][name]['pid']})" if alive else "ended"
             for name, alive in sorted(living.items())
         }
-        state, reason, code = _judge(record, living, _verdict(run_dir, record["submitted_wall_ns"]))
+        state, reason, code = _judge(record, living, runlogs.verdict(run_dir, record["submitted_wall_ns"]))
         return JobStatus(state=state, reason=reason, exit_code=code, tasks=words)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What each file in the run's ``logs`` holds beyond ``after``; a half character waits for its rest."""
-        positions = after or {}
-        folder = Path(handle.run_dir) / "logs"
-        for path in sorted(folder.glob("*.log")) if folder.is_dir() else []:
-            position = positions.get(path.stem, 0)
-            while chunk := _read_chunk(path, position):
-                position = chunk.next_offset
-                yield chunk
+        yield from runlogs.chunks(Path(handle.run_dir), after or {})
 
     # ------------------------------------------------------------ end
 
@@ -299,43 +290,7 @@ def _judge(
     return JobState.RUNNING, f"{alive} of {len(living)} processes run", None
 
 
-def _verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
-    """The ``run.finished`` of this submission; it stands near the end of the newest supervisor's file."""
-    folder = run_dir / "events"
-    if not folder.is_dir():
-        return None
-    files = sorted(folder.glob("supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
-    for path in files[-1:]:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            lines = file.read().split(b"\n")
-        for line in reversed(lines):
-            if b'"run.finished"' in line:
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    found: Mapping[str, Any] = event["detail"]
-                    return found if event["wall_ns"] >= since_wall_ns else None
-    return None
-
-
-# ---------------------------------------------------------------- logs and leftovers
-
-
-def _read_chunk(path: Path, position: int) -> LogChunk | None:
-    try:
-        with open(path, "rb") as file:
-            if position > os.fstat(file.fileno()).st_size:
-                position = 0  # replaced by a new file
-            file.seek(position)
-            data = file.read(CHUNK_BYTES)
-    except OSError:
-        return None
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    text = decoder.decode(data)
-    waiting = len(decoder.getstate()[0])
-    if not text:
-        return None
-    return LogChunk(task=path.stem, text=text, next_offset=position + len(data) - waiting)
+# ---------------------------------------------------------------- leftovers
 
 
 def _remaining(run_id: str, mine: Sequence[Process], spared: set[int]) -> list[Process]:

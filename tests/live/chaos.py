@@ -1,11 +1,17 @@
 """What the chaos tests share: judged runs, reference results, a training script that misbehaves on order."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 from cluster import LiveRun, spec_of
 
 from muster.core.spec import RunSpec
+from muster.report import api
 from muster.report.invariants import broken, check
+
+RECOMPUTE = Path(__file__).parents[2] / "tools" / "recompute_goodput.py"
 
 #: A script as a user would bring it: 40 steps over gloo, and one misdeed at step 12 on rank 1. ``once`` is a file
 #: that remembers that it was done.
@@ -81,8 +87,22 @@ class Judged(LiveRun):
     def __exit__(self, *exception):
         super().__exit__(*exception)
         if exception[0] is None:
-            problems = broken(check(self.dir))
+            problems = [*broken(check(self.dir)), *self.unaccounted()]
             assert problems == [], "\n".join([*problems, self.story()])
+
+    def unaccounted(self):
+        """What the ledger gets wrong: host-time that does not add up, or figures that the second script disputes."""
+        found = api.load(self.dir).to_json()
+        error = found["host_time"]["identity_error"]
+        problems = [] if error < 1e-9 else [f"host-time by category is off by {error:g} of what was purchased"]
+        (self.dir / "report.json").write_text(json.dumps(found))
+        told = subprocess.run(
+            [sys.executable, RECOMPUTE, self.dir, "--report", self.dir / "report.json"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return problems if told.returncode == 0 else [*problems, f"the second script disagrees: {told.stdout}"]
 
     def ended(self, code=0, timeout_s=180):
         assert self.wait(timeout_s) == code, self.story()

@@ -12,7 +12,8 @@ from muster.report import api
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
-CHANGES = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 80}
+CHANGES = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 110,
+           "recovery.reference_steps": 20}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +22,12 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ledger")
     with LiveRun(directory, spec_of(**CHANGES)) as run:
         run.start()
-        run.wait_for_step(10)
+        run.wait_for_step(40)  # the reference is measured in steps 11 to 30
         run.wait_for_spare()
         run.kill_rank(1)
         run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery of the rank")
         run.between = api.load(directory).to_json()
-        run.wait_for_step(40)
+        run.wait_for_step(70)
         run.signal_host(run.ranks()[1][1])
         assert run.wait() == 0, run.story()
         yield run
@@ -58,7 +59,7 @@ def test_the_second_script_agrees(run, found):
 
 
 def test_every_step_counts_once_and_the_chains_hold(found):
-    assert found["steps"] == found["final_step"] == 80
+    assert found["steps"] == found["final_step"] == 110
     assert found["log"]["verified"], found["log"]["problems"]
     assert found["outcome"] == "succeeded"
 
@@ -80,8 +81,29 @@ def test_incidents_agree_with_the_supervisor(run, found):
 def test_the_report_in_the_middle_was_a_report(run, found):
     between = run.between
     assert between["outcome"] is None and between["host_time"]["identity_error"] == 0
-    assert 10 <= between["steps"] < 80
+    assert 40 <= between["steps"] < 110
     assert between["tokens"] < found["tokens"]
+
+
+def test_the_reference_was_measured_with_fault_tolerance_off(run, found):
+    (event,) = run.events("reference")
+    assert (event.step, event.detail["first_step"], event.detail["steps"]) == (30, 11, 17)
+    reference = found["goodput"]["reference"]
+    assert reference["source"] == "measured with fault tolerance off"
+    assert reference["tokens_per_s"] == event.detail["tokens_per_s"] > 0
+    assert -0.5 < found["goodput"]["tax"] < 0.9, "on a busy machine little more can be said"
+    held = {event.step: event.detail.get("snapshot_step") for event in run.events("step") if event.attempt == 1}
+    assert {held[step] for step in range(10, 31)} == {10}, "no snapshot within it"
+    assert held[31] == 31
+
+
+def test_the_memory_tiers_are_in_the_exposure(found):
+    ages = found["checkpoint_exposure"]
+    step_s = found["speed"]["step_s"]
+    assert ages["memory"]["newest_step"] == 110
+    assert 100 < ages["peer"]["newest_step"] < 110, "a peer holds what was taken before"
+    assert ages["memory"]["greatest_age_s"] > 20 * step_s / 2, "twenty steps without a snapshot"
+    assert ages["memory"]["mean_age_s"] < ages["peer"]["mean_age_s"]
 
 
 def test_the_command_writes_the_page(run):

@@ -44,6 +44,8 @@ class Planned:
     work: Workload
     outcome: Outcome
     chosen: Candidate
+    limits: dict[str, float | None]
+    """``max_usd``, and ``max_hours`` with the deadline in it."""
 
 
 def plan(
@@ -76,6 +78,7 @@ def plan(
         work=work,
         outcome=outcome,
         chosen=chosen,
+        limits={"max_usd": problem.limits.max_usd, "max_hours": problem.limits.max_hours},
         plan=Plan(
             run_file=os.path.abspath(loaded.source),
             run_text=loaded.text,

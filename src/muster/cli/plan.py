@@ -30,13 +30,14 @@ def plan(
     ),
     trace: bool = typer.Option(False, "--trace", help="Check the memory with a run on fake tensors (imports torch)."),
     out: str | None = typer.Option(None, "--out", help="Write the plan to a file that train and submit take."),
+    html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
 ) -> None:
     """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
     from muster.app import plan as use_case
     from muster.cli import plan_table, say
 
-    found = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json)
+    found = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
     answer: dict[str, Any] = found.plan.to_json()
     if trace:
         from muster.app.memory_trace import compare
@@ -45,6 +46,10 @@ def plan(
     if out is not None:
         _write(out, answer)
         say.talk(f"plan written to {out}; muster train {out} runs it")
+    if html is not None:
+        from muster.app import plan_page
+
+        say.talk(f"page: {plan_page.write(found, html)}")
     if json:
         say.as_json(answer)
         return

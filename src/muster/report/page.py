@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: data, style, script and the plotting library in one file.
+"""One self-contained HTML page: data, style, script and the plotting library in one file. The report is one such.
 
 Plotting: uPlot 1.6.32 (npm ``uplot``, MIT, ``assets/LICENSE.uplot``), bundled unchanged. The page loads nothing
 from anywhere: its content security policy forbids it.
@@ -13,23 +13,24 @@ from typing import Any
 from muster.report.ledger import Ledger
 from muster.report.series import series
 
-_ASSETS = ("page.css", "uplot.min.css", "page.js", "uplot.iife.min.js", "page.html")
-
 
 def render(ledger: Ledger, found: dict[str, Any]) -> str:
     """The page of one run. ``found``: the document of the same ledger."""
     return fill({"report": found, "series": series(ledger)}, title=f"{found['name'] or found['run_id']} · Muster")
 
 
-def fill(data: dict[str, Any], *, title: str) -> str:
-    """The page around ``data``. Text from the run never becomes markup: the script writes it as text alone."""
-    assets = {name: _asset(name) for name in _ASSETS}
-    page = assets["page.html"]
+def fill(data: dict[str, Any], *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:
+    """The page around ``data``, drawn by ``script``; ``plain``: the command that says the same without JavaScript.
+
+    Text from a run never becomes markup: the script writes it as text alone.
+    """
+    page = _asset("page.html")
     for mark, text in (
-        ("/*STYLE*/", assets["uplot.min.css"] + assets["page.css"]),
-        ("/*LIBRARY*/", assets["uplot.iife.min.js"]),
-        ("/*SCRIPT*/", assets["page.js"]),
+        ("/*STYLE*/", _asset("uplot.min.css") + _asset("page.css")),
+        ("/*LIBRARY*/", _asset("uplot.iife.min.js")),
+        ("/*SCRIPT*/", _asset(script)),
         ("<!--TITLE-->", _text(title)),
+        ("<!--PLAIN-->", _text(plain)),
         ("/*DATA*/", _embedded(data)),
     ):
         before, _, after = page.partition(mark)

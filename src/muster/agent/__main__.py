@@ -60,6 +60,8 @@ def keep(argv: list[str], lifeline: Lifeline) -> int:
         pid = os.posix_spawn(argv[0], argv, {**os.environ, "MUSTER_KEEPER": str(os.getpid())})
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, functools.partial(_forward, pid))
+        if os.environ.get("MUSTER_TERM") == "ignored":  # the supervisor hears of it and saves on all hosts (Slurm)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fd = os.pidfd_open(pid)
         lifeline.until(fd)
         os.close(fd)

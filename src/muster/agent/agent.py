@@ -16,12 +16,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from muster.agent.hostlog import HostLog
+from muster.agent.keep import Keep
 from muster.agent.lifeline import supervisor_address
 from muster.agent.programs import Programs
 from muster.agent.ranks import Standby, Worker, open_pidfd, parent_of
@@ -61,6 +62,7 @@ class Agent:
         self.log = HostLog(run_id=run_id, run_dir=run_dir, host=host)
         self.ready = False
         self.ending: int | None = None  # attempt whose ranks are being ended
+        self.keep = Keep()
         self.leaving: str | None = None
         self.step = 0  # highest step that a rank here reported
         self.exits: dict[int, dict[str, Any]] = {}  # rank -> its report, of the current attempt
@@ -79,6 +81,8 @@ class Agent:
         signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda number, _frame: self._signal(number))
+        if os.environ.get("MUSTER_TERM") == "ignored":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so do all children of this process
         self.hub.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
         self._watch_keeper()
         self.programs.start()
@@ -88,6 +92,7 @@ class Agent:
             if self.supervisor is None:
                 self._find_supervisor()
             self._watchdog()
+            self._end_unpaused()
         self._leave()
         return 0
 
@@ -158,7 +163,7 @@ class Agent:
         if kind == "start":
             self._start(message)
         elif kind == "end":
-            self._end(int(message["attempt"]))
+            self._end(int(message["attempt"]), keep={int(rank) for rank in message.get("keep", ())})
         elif kind == "order":
             self._order(message["order"])
         elif kind == "ping":
@@ -174,20 +179,36 @@ class Agent:
         attempt = int(message["attempt"])
         if attempt <= self.attempt:
             return  # told twice, or by a supervisor that does not know of a newer one
-        self._kill(attempt - 1)
+        kept = self.keep.chosen(self._living(), message["contexts"])
+        self._kill(attempt - 1, but=kept)
         self.attempt, self.ending = attempt, None
         self.exits.clear()
         self.log.open(attempt)
         sources = self.programs.fetch(message)
+        moves: list[tuple[Worker, dict[str, Any]]] = []
         for context in message["contexts"]:
             if self.spec.checkpoint.memory_every_steps:
                 context["snapshot_dir"] = str(self.memory)
             if context.get("restore") is not None:
                 context["restore"]["shards"] = sources
-            self.queue.append(context)
+            worker = next((worker for worker in kept if worker.rank == context["kept_rank"]), None)
+            if worker is None:
+                context["kept_rank"] = None
+                self.queue.append(context)
+            else:
+                moves.append((worker, context))
+        for worker, context in moves:  # only now: a rank's new number may be another's old one
+            self._move(worker, context)
         self._fill()
         if self.forkserver is not None:
             self.hub.send(self.forkserver, {"t": "store"})  # the next attempt meets in a store of its own
+
+    def _move(self, worker: Worker, context: dict[str, Any]) -> None:
+        """A rank that stood still goes on in the new attempt."""
+        worker.begin(int(context["rank"]), int(context["attempt"]), now_s=time.monotonic())
+        assert worker.peer is not None
+        self.hub.send(worker.peer, {"t": "place", "context": context})
+        self.log.write("rank.started", {"pid": worker.pid, "kept": True}, rank=worker.rank)
 
     def _fill(self) -> None:
         """Hand waiting ranks to standbys, once the data is there; fork what is missing."""
@@ -224,15 +245,19 @@ class Agent:
             if worker.peer is not None:
                 self.hub.send(worker.peer, {"t": "order", "order": order})
 
-    def _end(self, attempt: int) -> None:
+    def _end(self, attempt: int, *, keep: set[int]) -> None:
         self.ending = max(attempt, self.ending or 0)
         self.queue = [context for context in self.queue if context["attempt"] > attempt]
-        self._kill(attempt)
+        kept = self.keep.begin(self._living(), attempt, keep, now_s=time.monotonic())
+        self._kill(attempt, but=kept)
+        for worker in kept:
+            if worker.peer is not None:
+                self.hub.send(worker.peer, {"t": "pause"})
         self._collected()
 
-    def _kill(self, attempt: int) -> None:
+    def _kill(self, attempt: int, *, but: Collection[Worker] = ()) -> None:
         for worker in self._living():
-            if worker.attempt <= attempt:
+            if worker.attempt <= attempt and worker not in but:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
 
@@ -291,10 +316,12 @@ class Agent:
         self._collected()
 
     def _collected(self) -> None:
-        if self.ending is None or any(worker.attempt <= self.ending for worker in self._living()):
+        ended = [worker for worker in self._living() if self.ending is not None and worker.attempt <= self.ending]
+        if self.ending is None or any(worker.paused is None for worker in ended):
             return
         held = [asdict(version) for version in inventory(self.memory)]
-        self._tell({"t": "collected", "attempt": self.ending, "snapshots": held})
+        kept = {str(worker.rank): worker.paused for worker in ended}
+        self._tell({"t": "collected", "attempt": self.ending, "snapshots": held, **({"kept": kept} if kept else {})})
         self.ending = None
         self.programs.refill()
 
@@ -339,6 +366,9 @@ class Agent:
             self._progress(worker, int(message["step"]), int(message["micro"]))
         elif kind == "last":
             worker.last = message["last"]
+        elif kind == "paused" and worker.kept:
+            worker.paused = int(message["step"])
+            self._collected()
         elif kind == "event":
             event = message["event"]
             worker.progress_s = now
@@ -412,6 +442,12 @@ class Agent:
                     "silent_s": time.monotonic() - worker.progress_s,
                 }
             )
+
+    def _end_unpaused(self) -> None:
+        """A rank that was to be kept does not stand still: it is in something long, and is replaced like others."""
+        for worker in self.keep.too_slow(self._living(), now_s=time.monotonic()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
 
     # ------------------------------------------------------------ events and the end
 

@@ -127,7 +127,10 @@ class Supervisor:
                 next_offset = now + int(OFFSET_EVERY_S * 1e9)
             deadlines = [next_renewal, next_offset, self.machine.deadline_ns, self.presence.deadline_ns()]
             due = min(at for at in deadlines if at is not None)
-            self.hub.run_once(max(0.0, (due - self.clock.monotonic_ns()) / 1e9))
+            asleep_from = self.clock.monotonic_ns()
+            self.hub.run_once(max(0.0, (due - asleep_from) / 1e9))
+            awake = self.clock.monotonic_ns()
+            self.presence.excuse(awake - max(due, asleep_from), awake)
             self._judge_presence()
             while self._orders:
                 self._give(self._orders.pop(0))
@@ -228,8 +231,8 @@ class Supervisor:
         kind = message.get("t")
         if kind == "stop":
             self._orders.append(
-                StopRequest(source="muster stop", exit_code=130, save=bool(message.get("save", True)),
-                            force=bool(message.get("force", False)))
+                StopRequest(source=str(message.get("source", "muster stop")), save=bool(message.get("save", True)),
+                            exit_code=75 if message.get("again") else 130, force=bool(message.get("force", False)))
             )  # fmt: skip
         elif kind == "restart":
             spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())

@@ -216,7 +216,8 @@ class Server:
             if self.line is not None:
                 self.line.sock.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            ignored = os.environ.get("MUSTER_TERM") == "ignored"  # a scheduler that signals every process of a job
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
             code = standby(self.address, self.token, orphan_s=self.orphan_s, beat_every_s=self.beat_every_s)
         except BaseException:  # noqa: BLE001 (a process's edge: nothing may unwind into the fork server)
             traceback.print_exc()

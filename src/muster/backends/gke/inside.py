@@ -45,8 +45,10 @@ def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator
 def rank_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
     """What the run folder's log files (one for each rank and attempt) hold beyond ``after``, while a pod runs."""
     positions = {f"{task}.log": offset for task, offset in after.items()}
+    decoders: dict[str, codecs.IncrementalDecoder] = {}
     for name, start, data in _files(cluster, pods, "logs", positions):
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # A part may end within a character; the next one begins where this ended.
+        decoder = decoders.setdefault(name, codecs.getincrementaldecoder("utf-8")(errors="replace"))
         text = decoder.decode(data)
         end = start + len(data) - len(decoder.getstate()[0])
         if text:

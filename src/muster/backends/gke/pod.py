@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ class Pod:
     requeue: Callable[[], str] | None = None
     """Queues the rest of the run; returns the name of what was made."""
     leave_after_s: float | None = None
-    _child: subprocess.Popen[bytes] | None = None
+    _child: int | None = None
     _taken: bool = False
     _started: float = field(default_factory=time.monotonic)
 
@@ -54,6 +53,9 @@ class Pod:
         """The pod's exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signal)
+        signal.signal(signal.SIGALRM, self._leave)
+        if self.leave_after_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, self.leave_after_s)
         code = self._wait()
         if self.role == "host":
             while code == 0 and not self._taken and self.lonely():
@@ -65,30 +67,31 @@ class Pod:
         return self._requeued() if code == AGAIN else code
 
     def _wait(self) -> int:
-        self._child = subprocess.Popen(list(self.argv))
+        """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
+        self._child = os.posix_spawnp(self.argv[0], list(self.argv), os.environ)
         if self._taken:  # while it was being started
-            self._child.send_signal(signal.SIGTERM)
+            self._send(signal.SIGTERM)
         while True:
-            try:
-                code = self._child.wait(self._left_s())
+            pid, status = os.waitpid(-1, 0)
+            if pid == self._child:
+                self._child = None
+                code = os.waitstatus_to_exitcode(status)
                 return 128 - code if code < 0 else code
-            except subprocess.TimeoutExpired:
-                self.leave_after_s = None
-                print("the allocation is about to end: saving", file=sys.stderr, flush=True)
-                self._child.send_signal(signal.SIGTERM)
-
-    def _left_s(self) -> float | None:
-        if self.leave_after_s is None:
-            return None
-        return max(0.0, self._started + self.leave_after_s - time.monotonic())
 
     def _signal(self, number: int, _frame: FrameType | None) -> None:
         self._taken = True
+        # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it just goes: whatever it
+        # knows is in its log, and agents wait for its successor.
+        self._send(signal.SIGKILL if self.role == "supervisor" else number)
+
+    def _leave(self, _number: int, _frame: FrameType | None) -> None:
+        print("the allocation is about to end: saving", file=sys.stderr, flush=True)
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
         if self._child is not None:
-            # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it just goes: whatever it
-            # knows is in its log, and agents wait for its successor.
             with contextlib.suppress(ProcessLookupError):
-                self._child.send_signal(signal.SIGKILL if self.role == "supervisor" else number)
+                os.kill(self._child, number)
 
     def _requeued(self) -> int:
         lived_s = time.monotonic() - self._started

@@ -1,0 +1,108 @@
+"""The rest of a run in a new allocation: what is queued, and that it is queued once."""
+
+import copy
+import json
+
+import pytest
+from cases import placement, spec
+from fakes.kubernetes import FakeKubernetes
+
+from muster.backends.gke.continuation import continuation, newest, number_of, queue_the_rest
+from muster.backends.gke.jobset import jobset
+from muster.backends.gke.placement import LONGEST_JOBSET_NAME, mode_of
+from muster.backends.gke.pods import supervisor_template
+from muster.backends.gke.provision.http import Reply
+from muster.backends.gke.provision.kube import Cluster
+from muster.backends.gke.provision.session import Session
+from muster.core.errors import BackendError, CapacityError
+
+WHERE = placement(spec("a4-highgpu-8g", "flex_start_queued"))
+
+
+def admitted():
+    """The JobSet as the server holds it after Kueue has let it run."""
+    found = copy.deepcopy(jobset(WHERE, mode_of(WHERE)))
+    found["metadata"] |= {"uid": "u", "resourceVersion": "7", "managedFields": [{}], "creationTimestamp": "x"}
+    found["spec"]["suspend"] = False
+    found["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    for role in found["spec"]["replicatedJobs"]:
+        pod = role["template"]["spec"]["template"]
+        pod["metadata"].setdefault("annotations", {})["autoscaling.x-k8s.io/consume-provisioning-request"] = "old"
+        pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] = role["name"]
+        pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/topology"}, {"name": "mine"}]
+    return found
+
+
+class Direct:
+    def __init__(self, kubernetes):
+        self.kubernetes = kubernetes
+
+    def send(self, call):
+        body = json.dumps(call.body).encode() if call.body is not None else b""
+        status, found = self.kubernetes.handle(call.method, call.url.removeprefix("https://k"), body)
+        return Reply(status=status, body=json.loads(json.dumps(found)))
+
+
+@pytest.fixture
+def cluster():
+    kubernetes = FakeKubernetes()
+    path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets/{WHERE.name}"
+    kubernetes.handle("PUT", path, json.dumps(admitted()).encode())
+    found = Cluster(session=Session(http=Direct(kubernetes), clock=None), endpoint="https://k", ca_pem=None)
+    return found, kubernetes
+
+
+def test_it_is_what_was_submitted_under_the_next_name(definitions):
+    found, first = continuation(admitted()), jobset(WHERE, mode_of(WHERE))
+    assert found["spec"]["suspend"] is True and "status" not in found and "uid" not in found["metadata"]
+    assert found["metadata"]["labels"] == first["metadata"]["labels"]
+    assert found["metadata"]["name"] != WHERE.name and len(found["metadata"]["name"]) <= LONGEST_JOBSET_NAME
+    for role, before in zip(found["spec"]["replicatedJobs"], first["spec"]["replicatedJobs"], strict=True):
+        template, old = role["template"]["spec"]["template"], before["template"]["spec"]["template"]
+        assert template["spec"].pop("schedulingGates") == [{"name": "mine"}]
+        asked = old["metadata"].get("annotations", {})
+        assert template == {**old, "metadata": {**old["metadata"], "annotations": asked}}
+    assert definitions.errors(found) == []
+
+
+def test_it_counts(cluster):
+    third = continuation(continuation(admitted()))
+    assert number_of(third) == 3 and newest([admitted(), third, continuation(admitted())]) is third
+    assert newest([]) is None
+
+
+def test_queued_once_however_often(cluster):
+    there, kubernetes = cluster
+    names = {queue_the_rest(there, "default", WHERE.name) for _ in range(3)}
+    assert len(names) == 1 and len(kubernetes.of_kind("JobSet")) == 2
+
+
+def test_as_often_as_the_limit_allows(cluster):
+    there, _ = cluster
+    name = queue_the_rest(there, "default", WHERE.name, at_most=2).split("/")[1]
+    with pytest.raises(CapacityError, match="2 allocations"):
+        queue_the_rest(there, "default", name, at_most=2)
+
+
+def test_a_run_that_somebody_ended_is_not_continued(cluster):
+    there, kubernetes = cluster
+    kubernetes.objects.clear()
+    with pytest.raises(BackendError, match="is gone"):
+        queue_the_rest(there, "default", WHERE.name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "hours", "leave", "most"),
+    [
+        ("flex_start_queued", None, 604_800 - 1800, 0),
+        ("flex_start_queued", 500, 604_800 - 1800, 3),
+        ("flex_start", 10, 36_000 - 1800, 1),
+        ("spot", 10, 0, 1),
+        ("reservation", None, 0, 0),
+    ],
+)
+def test_the_supervisor_leaves_before_its_allocation_does(mode, hours, leave, most):
+    where = placement(spec("a4-highgpu-8g", mode, limits={"max_hours": hours}))
+    (container,) = supervisor_template(where)["spec"]["containers"]
+    words = container["command"]
+    assert words[words.index("--leave-after-s") + 1] == str(leave) and words[words.index("--at-most") + 1] == str(most)

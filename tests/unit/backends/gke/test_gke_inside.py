@@ -1,0 +1,237 @@
+"""Reaching into pods: stop, restart, status, rank logs, events and exec, over a command that a fake pod answers."""
+
+import base64
+import json
+
+import pytest
+from cases import spec
+
+from muster.app import exec as execute_app
+from muster.app import inside as pod_side
+from muster.app import logs as logs_app
+from muster.app import status as status_app
+from muster.app import stop as stop_app
+from muster.app.contact import NoAnswer
+from muster.backends.gke.execute import exit_code
+from muster.backends.gke.jobs import GkeLauncher
+from muster.core import runs
+from muster.core.errors import BackendError, MusterError, UsageError
+from muster.core.eventlog import EventLog
+from muster.core.seams import Terminal
+
+discovery = pytest.importorskip("fakes.discovery")
+if discovery.folder() is None:
+    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
+
+from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
+
+DOCUMENTS = discovery.Discovery(discovery.folder())
+SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery={"hold_s": 600.0})
+
+NUMBERS = ("loss", "grad_norm", "learning_rate", "step_ns", "supervised_tokens", "padding_tokens", "tokens")
+STEP = dict.fromkeys(NUMBERS, 1)
+FOLDER = "v1/projects/example-project/locations/us-central1/clusters/muster"
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+    def monotonic_ns(self):
+        return int(self.now_s * 1e9)
+
+    wall_ns = monotonic_ns
+
+
+@pytest.fixture
+def google(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
+    found.store[FOLDER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
+    return found
+
+
+@pytest.fixture
+def run(google, monkeypatch, tmp_path):
+    """A submitted run whose pods run: the folder of its supervisor's pod is a folder here."""
+    launcher = GkeLauncher(http=google, clock=Clock())
+    monkeypatch.setattr("muster.backends.load", lambda _: launcher)
+    run_id = runs.new_run_id("llama")
+    run = runs.create(run_id, runs.place(run_id, None), run_file="x", resolved=SPEC.model_dump_json())
+    launcher.submit(launcher.render(SPEC, run_id=run_id, run_dir=str(run.path)))
+    for role, count in (("supervisor", 1), ("host", 3)):
+        for index in range(count):
+            pod = pod_of(google, run_id, role, index)
+            google.kubernetes.handle(
+                "PUT", f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", json.dumps(pod).encode()
+            )
+    inside = runs.RunDir(path=tmp_path / "in-pod", run_id=run_id)
+    inside.logs.mkdir(parents=True)
+    inside.events.mkdir()
+    (inside.path / "run_id").write_text(run_id)
+    google.commands = answers(inside)
+    return run, inside
+
+
+def pod_of(google, run_id, role, index):
+    (jobset,) = google.kubernetes.of_kind("JobSet")
+    roles = {one["name"]: one for one in jobset["spec"]["replicatedJobs"]}
+    labels = {
+        "app.kubernetes.io/instance": run_id,
+        "jobset.sigs.k8s.io/replicatedjob-name": role,
+        "jobset.sigs.k8s.io/job-index": str(index),
+    }
+    return {
+        "kind": "Pod",
+        "metadata": {"name": f"llama-{role}-{index}", "namespace": "default", "labels": labels},
+        "spec": roles[role]["template"]["spec"]["template"]["spec"],
+        "status": {"phase": "Running"},
+    }
+
+
+def answers(inside):
+    """What a pod does with a command: our own program, or a word of the user's."""
+
+    def command(pod, argv, line):
+        if argv[:3] != ["python", "-m", "muster.app.inside"]:
+            return 3, b"out of " + pod.encode(), b"to err"
+        assert argv[3:5] == ["--run-dir", f"/gcs/example-bucket/muster-runs/{inside.run_id}"]
+        try:
+            found = pod_side.answer(inside, json.loads(line))
+        except MusterError as error:
+            found = {"error": str(error), "hint": error.hint}
+        return 0, json.dumps(found).encode() + b"\n", b""
+
+    return command
+
+
+def test_stop_reaches_the_supervisor_and_waits_for_the_end(run, google, monkeypatch):
+    here, _ = run
+    asked = []
+
+    def supervisor(_run, message, timeout_s):
+        asked.append(message)
+        google.kubernetes.of_kind("JobSet")[0]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+        return {"t": "status", "phase": "stopping"}
+
+    monkeypatch.setattr(pod_side, "ask_here", supervisor)
+    found = stop_app.stop(here.run_id, clock=Clock())
+    assert asked == [{"t": "stop", "save": True, "force": False}] and found.was_running
+
+
+def test_a_supervisor_that_does_not_answer_is_said(run):
+    here, _ = run
+    with pytest.raises(NoAnswer, match="no supervisor holds"):
+        stop_app.stop(here.run_id, clock=Clock())
+
+
+def test_without_a_supervisor_pod(run, google):
+    here, _ = run
+    for path in [path for path in google.kubernetes.objects if "/pods/" in path and "supervisor" in path]:
+        google.kubernetes.objects[path]["status"]["phase"] = "Pending"
+    with pytest.raises(NoAnswer, match="has no running pod"):
+        stop_app.stop(here.run_id, clock=Clock())
+
+
+def test_restart_puts_the_corrected_file_into_the_pods(run, monkeypatch):
+    here, inside = run
+    seen = []
+
+    def supervisor(_run, message, timeout_s):
+        text = inside.resolved.read_text() if inside.resolved.exists() else None
+        seen.append((message["t"], text))
+        return {"t": "status", "phase": "hold"}
+
+    monkeypatch.setattr(pod_side, "ask_here", supervisor)
+    stop_app.restart(here.run_id, ["training.steps=7"])
+    assert [kind for kind, _ in seen] == ["status", "restart"]
+    assert json.loads(seen[-1][1])["training"]["steps"] == 7, "there before the supervisor is told"
+    assert json.loads(here.resolved.read_text())["training"]["steps"] == 7
+
+
+def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkeypatch):
+    here, inside = run
+    monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": "run", "step": 12})
+    log = EventLog(here.run_id, inside.events, "host-0", 1)
+    for step in (1, 2):
+        log.append("step", step=step, detail=STEP)
+    log.sync()
+    found = status_app.status(here.run_id)
+    assert found.live["phase"] == "run" and found.summary.last_step == 2
+    log.append("step", step=3, detail=STEP)
+    log.close()
+    assert status_app.status(here.run_id).summary.last_step == 3
+    assert (here.events / "host-0.1.jsonl").read_bytes() == (inside.events / "host-0.1.jsonl").read_bytes()
+
+
+def test_logs_of_one_rank(run):
+    here, inside = run
+    (inside.logs / "rank-3.a1.log").write_text("from rank 3 ä\n")
+    (inside.logs / "rank-0.a1.log").write_text("from rank 0\n")
+    assert [(one.task, one.text) for one in logs_app.logs(here.run_id, rank=3)] == [("rank-3.a1", "from rank 3 ä\n")]
+    with pytest.raises(UsageError, match="no log of rank 7"):
+        list(logs_app.logs(here.run_id, rank=7))
+
+
+def test_a_large_log_comes_in_parts(run, monkeypatch):
+    here, inside = run
+    monkeypatch.setattr(pod_side, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr("muster.backends.gke.inside.ENOUGH", 1000)
+    text = "".join(f"line {number} ä\n" for number in range(400))
+    (inside.logs / "rank-0.a1.log").write_text(text)
+    assert "".join(one.text for one in logs_app.logs(here.run_id, rank=0)) == text
+
+
+def test_exec_runs_on_a_host_and_returns_its_code(run):
+    here, _ = run
+    out, err = bytearray(), bytearray()
+    terminal = Terminal(out=out.extend, err=err.extend)
+    assert execute_app.execute(here.run_id, ["nvidia-smi"], terminal, host=2) == 3
+    assert (out, err) == (b"out of llama-host-2", b"to err")
+    with pytest.raises(UsageError, match="no host 9"):
+        execute_app.execute(here.run_id, ["true"], terminal, host=9)
+    with pytest.raises(UsageError, match="no command"):
+        execute_app.execute(here.run_id, [], terminal)
+
+
+def test_every_word_of_a_command_is_a_parameter_of_its_own(run, google):
+    here, _ = run
+    words = ["sh", "-c", "echo a&b; $(x) 'q' ü"]
+    execute_app.execute(here.run_id, words, Terminal(out=len, err=len))
+    (url,) = [url for _, url in google.log if "/exec?" in url]
+    import urllib.parse
+
+    assert [value for name, value in urllib.parse.parse_qsl(url.partition("?")[2]) if name == "command"] == words
+
+
+def test_a_back_end_without_exec_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    resolved = spec("a4-highgpu-8g", "spot").model_copy(update={"backend": "local"}).model_dump_json()
+    runs.create("here", runs.place("here", None), run_file="x", resolved=resolved)
+    with pytest.raises(UsageError, match="cannot reach hosts of the back end 'local'"):
+        execute_app.execute("here", ["true"], Terminal(out=len, err=len))
+
+
+def test_how_a_stream_ends():
+    assert exit_code({"status": "Success"}) == 0
+    assert exit_code({"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": "7"}]}}) == 7
+    with pytest.raises(BackendError, match="no such file"):
+        exit_code({"status": "Failure", "message": "exec: no such file"})
+
+
+def test_the_pods_program_reads_what_is_new_and_no_more(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.a1.log").write_text("one\ntwo\n")
+    (tmp_path / "token").write_text("a secret")
+    run = runs.RunDir(path=tmp_path, run_id="r")
+    (row,) = pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 4}})["files"]
+    assert (row["offset"], base64.b64decode(row["data"])) == (4, b"two\n")
+    assert pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 8}}) == {"files": []}
+    (row,) = pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 99}})["files"]
+    assert row["offset"] == 0, "a shorter file begins anew"
+    for folder in ("..", "", "token"):
+        with pytest.raises(UsageError):
+            pod_side.answer(run, {"do": "read", "folder": folder})

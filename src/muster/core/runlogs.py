@@ -27,7 +27,7 @@ def chunks(run_dir: Path, after: Mapping[str, int]) -> Iterator[LogChunk]:
 
 
 def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
-    """The ``run.finished`` since then; it stands near the end of the newest supervisor's file."""
+    """The ``run.finished`` since then, with its ``wall_ns``; it stands near the end of the newest supervisor's file."""
     folder = run_dir / "events"
     if not folder.is_dir():
         return None
@@ -40,8 +40,9 @@ def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
             if b'"run.finished"' in line:
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
-                    found: Mapping[str, Any] = event["detail"]
-                    return found if event["wall_ns"] >= since_wall_ns else None
+                    return (
+                        {**event["detail"], "wall_ns": event["wall_ns"]} if event["wall_ns"] >= since_wall_ns else None
+                    )
     return None
 
 

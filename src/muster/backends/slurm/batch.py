@@ -1,0 +1,256 @@
+"""``python -m muster.backends.slurm.batch``: what the job's script becomes on the first node.
+
+One step a node, so that each is lost, ended and started again by itself; then it waits. It holds nothing that the run
+needs: when its node is lost the steps on the others live on (measured: with --no-kill Slurm takes the node out of the
+allocation and leaves the rest alone, the batch node too), and another node takes the supervisor's lease.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from muster.backends.slurm import reach
+from muster.backends.slurm.commands import Slurm, joined, name_of
+from muster.backends.slurm.script import SCRIPT, program
+from muster.core import runlogs, runs
+from muster.core.errors import MusterError
+from muster.core.spec import RunSpec
+from muster.core.wire import read_token
+
+#: The nth job of a run: handed from one to the next.
+PART = "MUSTER_PART"
+#: After the run's verdict: steps of nodes that are cut off do not end by themselves.
+LINGER_S = 5.0
+#: A step that ended although the run goes on is started again, so often at most.
+STEP_STARTS = 4
+STEP_PAUSE_S = 10.0
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One node's step, and the ``srun`` that stands for it here."""
+
+    host: str
+    node: str
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    ended_s: float = 0.0
+
+
+@dataclass
+class Batch:
+    """One job of one run, seen from its first node."""
+
+    run_dir: Path
+    run_id: str
+    environ: Mapping[str, str]
+    slurm: Slurm = field(default_factory=Slurm)
+    notice: bool = False
+    told: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        self.job_id = self.environ["SLURM_JOB_ID"]
+        self.began_wall_ns = time.time_ns()
+
+    def run(self) -> int:
+        """Start a step on every node; return the run's exit code when it has ended."""
+        steps = self._steps()
+        names = {step.host: step.node for step in steps}
+        runs.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
+        with self._signals() as wake:
+            for step in steps:
+                self._start(step)
+            verdict = self._wait(steps, wake)
+        if verdict is None:
+            _say("the run left no verdict; logs/ and events/ say how far it came")
+            return 1
+        code = int(verdict.get("exit_code", 1))
+        _say(f"{verdict.get('outcome')}: {verdict.get('reason', '')}")
+        return self._go_on(code) if self.notice and code == 75 else code
+
+    # ------------------------------------------------------------ steps
+
+    def _steps(self) -> list[Step]:
+        nodes = self.slurm.hostnames(self.environ["SLURM_JOB_NODELIST"])
+        return [Step(host=f"host-{index}", node=node) for index, node in enumerate(nodes)]
+
+    def _start(self, step: Step) -> None:
+        argv = [*srun(self.spec, str(self.run_dir), step.node), *self._node_program(step)]
+        step.starts += 1
+        if step.starts == 1:
+            _say(f"{step.host} on {step.node}: {joined(argv)}")
+        else:
+            _say(f"{step.host} on {step.node}: its step ended, starting it again")
+        step.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+
+    def _node_program(self, step: Step) -> list[str]:
+        container = self.spec.slurm.container
+        python = container.python if container is not None else None
+        argv = [*program("node", self.spec, str(self.run_dir), self.run_id, python), "--host", step.host]
+        if container is None or container.runtime != "apptainer":
+            return argv
+        mounts = [word for mount in _mounts(self.spec, str(self.run_dir)) for word in ("--bind", mount)]
+        gpus = ["--nv"] if self.spec.resources.device == "cuda" else []
+        return ["apptainer", "exec", *gpus, *mounts, container.image, *argv]
+
+    def _wait(self, steps: list[Step], wake: socket.socket) -> Mapping[str, Any] | None:
+        """Until the run has a verdict and the steps have ended (or linger), or until no step is left."""
+        seen_s: float | None = None
+        while True:
+            select.select([wake], [], [], 1.0)
+            with contextlib.suppress(BlockingIOError):
+                wake.recv(256)
+            if self.notice and not self.told:
+                self.told = self._tell()
+            for step in steps:
+                self._reap(step)
+            living = [step for step in steps if step.process is not None]
+            verdict = runlogs.verdict(self.run_dir, self.began_wall_ns) if len(living) < len(steps) else None
+            if verdict is None:
+                if not self._again(steps) and not living:
+                    return None
+                continue
+            seen_s = seen_s if seen_s is not None else time.monotonic()
+            if not living or time.monotonic() - seen_s > LINGER_S:
+                return verdict
+
+    def _reap(self, step: Step) -> None:
+        if step.process is not None and step.process.poll() is not None:
+            _say(f"{step.host} on {step.node}: its step ended with code {step.process.returncode}")
+            step.process, step.ended_s = None, time.monotonic()
+
+    def _again(self, steps: list[Step]) -> bool:
+        """Start steps that ended too early; whether any may still be started."""
+        hopeful = [step for step in steps if step.process is None and step.starts < STEP_STARTS]
+        for step in hopeful:
+            if time.monotonic() - step.ended_s > STEP_PAUSE_S * step.starts:
+                self._start(step)
+        return bool(hopeful)
+
+    # ------------------------------------------------------------ the time limit
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        """USR1 is the notice before the time limit. TERM goes to every node, where the supervisor answers it."""
+        wake_r, wake_w = socket.socketpair()
+        wake_r.setblocking(False)
+        wake_w.setblocking(False)
+        signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGUSR1, self._noticed)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # wakes us
+        try:
+            yield wake_r
+        finally:
+            signal.set_wakeup_fd(-1)
+
+    def _noticed(self, _number: int, _frame: FrameType | None) -> None:
+        self.notice = True
+
+    def _tell(self) -> bool:
+        """Ask the supervisor to save and leave with 75; False: it could not be reached, ask again."""
+        _say("the time limit is near: asking the run to save and leave")
+        order = {"t": "stop", "save": True, "again": True, "source": "Slurm's time limit"}
+        return tell_supervisor(self.run_dir, order)
+
+    def _go_on(self, code: int) -> int:
+        """The run saved because its time was up: let a further job go on. 0 where one is on its way."""
+        part = int(self.environ.get(PART, "1"))
+        name = self.environ.get("SLURM_JOB_NAME", name_of(self.run_id))
+        if self.spec.slurm.go_on == "no" or part >= self.spec.slurm.max_jobs:
+            _say(f"saved; slurm.go_on is {self.spec.slurm.go_on}, this was job {part} of {self.spec.slurm.max_jobs}")
+            return code
+        if self.spec.slurm.go_on == "new_job":
+            try:
+                waiting = [job for job in self.slurm.jobs(self.run_id) if not job.ended and job.id != self.job_id]
+                if waiting:  # handed in already: by an earlier try of ours, or by the user
+                    following = waiting[-1].id
+                else:
+                    following = self.slurm.submit(
+                        str(self.run_dir / SCRIPT), name=name, variables={PART: str(part + 1)}
+                    )
+                _say(f"goes on in job {following}")
+                return 0
+            except MusterError as error:
+                _say(f"cannot hand in a further job from here ({error}); putting this one into the queue again")
+        try:
+            self.slurm.requeue(self.job_id)
+        except MusterError as error:
+            _say(f"cannot requeue either: {error}; muster recover {self.run_id} goes on")
+        return code
+
+
+def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:
+    """The step of one node: all that the job has there."""
+    slurm = spec.slurm
+    argv = [
+        "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--no-kill", "--kill-on-bad-exit=0",
+        "--mpi=none", "--cpu-bind=none", "--export=ALL", f"--chdir={run_dir}",
+    ]  # fmt: skip
+    if slurm.cpus_per_host is not None:
+        argv.append(f"--cpus-per-task={slurm.cpus_per_host}")
+    if slurm.container is not None and slurm.container.runtime == "pyxis":
+        argv.append(f"--container-image={slurm.container.image}")
+        argv.append(f"--container-mounts={','.join(_mounts(spec, run_dir))}")
+    return argv
+
+
+def tell_supervisor(run_dir: Path, order: Mapping[str, object]) -> bool:
+    """Give the supervisor an order, unless it is leaving already; False: it did not answer."""
+    try:
+        host, port = json.loads((run_dir / "lease.json").read_text())["address"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    address, token = (str(host), int(port)), read_token(str(run_dir / "token"))
+    status = reach.tell(address, token, {"t": "status"})
+    if status is None:
+        return False
+    if status.get("phase") in ("stopping", "ended"):  # a second stop would make it leave without saving
+        return True
+    return reach.tell(address, token, order) is not None
+
+
+def _mounts(spec: RunSpec, run_dir: str) -> list[str]:
+    """The run's folder where it lies, then the user's."""
+    own = [f"{run_dir}:{run_dir}"] + ([f"{spec.slurm.scratch}:{spec.slurm.scratch}"] if spec.slurm.scratch else [])
+    return [*own, *(spec.slurm.container.mounts if spec.slurm.container is not None else [])]
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} muster: {text}", flush=True)
+
+
+def main() -> None:
+    """Run one job; exit with the run's code (0 where a further job goes on)."""
+    parser = argparse.ArgumentParser(description="one Slurm job of a Muster run, on its first node")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--run-id", required=True)
+    arguments = parser.parse_args()
+    environ = dict(os.environ)
+    if "SLURM_JOB_ID" not in environ:
+        print("error: not inside a Slurm job\nhint: sbatch job.sh, or muster submit", file=sys.stderr)
+        sys.exit(2)
+    try:
+        sys.exit(Batch(arguments.run_dir, arguments.run_id, environ).run())
+    except MusterError as error:
+        print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

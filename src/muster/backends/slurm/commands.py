@@ -1,0 +1,183 @@
+"""Slurm's programs, asked by argument list; what they refuse becomes an error of ours, once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from muster.backends.slurm import parse, words
+from muster.core.clock import SystemShell
+from muster.core.errors import BackendError
+from muster.core.seams import Completed, Shell
+
+#: What every job's name begins with; the run's id and the submission's number follow.
+PREFIX = "muster-"
+#: A controller under load answers late; sbatch gives up by itself after MessageTimeout.
+PATIENCE_S = 60.0
+_JOB_FIELDS = {
+    "id": "%A", "name": "%j", "state": "%T", "reason": "%r", "nodes": "%N", "count": "%D", "start_s": "%S",
+    "end_s": "%e", "folder": "%Z", "partition": "%P", "batch_host": "%B",
+}  # fmt: skip
+_NODE_FIELDS = {
+    "node": "%n", "partition": "%R", "state": "%T", "gres": "%G", "cpus": "%c", "memory": "%m", "features": "%f",
+    "limit": "%l", "up": "%a", "size": "%s",
+}  # fmt: skip
+#: Epoch seconds, not local time in a format of the user's choice.
+_ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job as ``squeue`` shows it."""
+
+    id: str
+    name: str
+    state: str
+    reason: str
+    nodes: str
+    count: int
+    start_s: int | None
+    end_s: int | None
+    folder: str
+    partition: str
+    batch_host: str
+
+    @property
+    def ended(self) -> bool:
+        return self.state in parse.ENDED
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """The commands. Each call asks once; nothing is tried again."""
+
+    shell: Shell = field(default_factory=SystemShell)
+    user: str = field(default_factory=lambda: str(os.getuid()))
+
+    def nodes(self) -> list[dict[str, str]]:
+        """A row per node and partition: node, partition, state, gres, cpus, memory, features, limit, up, size."""
+        done = self._ask(
+            "sinfo", "--noheader", "--Node", "--exact", f"--format={parse.asked([*_NODE_FIELDS.values()])}"
+        )
+        return list(parse.records(done.stdout, [*_NODE_FIELDS]))
+
+    def jobs(self, run_id: str, submission: int | None = None) -> list[Job]:
+        """This user's jobs of the run that Slurm still knows (ended ones for some minutes), oldest first."""
+        fields = parse.asked([*_JOB_FIELDS.values()])
+        done = self._ask("squeue", "--noheader", "--states=all", f"--user={self.user}", f"--format={fields}")
+        found = [_job(row) for row in parse.records(done.stdout, [*_JOB_FIELDS])]
+        return sorted((job for job in found if is_of(job.name, run_id, submission)), key=lambda job: int(job.id))
+
+    def submit(self, script: str, *, name: str, variables: Mapping[str, str] | None = None) -> str:
+        """Hand in a script under ``name``; return the job's id.
+
+        Raises:
+            UsageError, AccessError, CapacityError: refused.
+            Unsure: no answer; the job may exist all the same.
+        """
+        done = self._run("sbatch", "--parsable", f"--job-name={name}", script, env=variables)
+        found = parse.job_id(done.stdout) if done.returncode == 0 else None
+        if found is not None:
+            return found
+        if words.UNSURE.search(done.stderr) or done.returncode == 0:
+            raise Unsure(str(words.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
+        raise words.refusal("sbatch", done.stderr)
+
+    def cancel(self, job_id: str) -> None:
+        """End a job; one that is gone already is success."""
+        done = self._run("scancel", job_id)
+        if done.returncode and not words.is_gone(done.stderr):
+            raise words.refusal("scancel", done.stderr)
+
+    def requeue(self, job_id: str) -> None:
+        """Put a job back into the queue."""
+        self._ask("scontrol", "requeue", job_id)
+
+    def show(self, job_id: str) -> dict[str, str]:
+        """Everything about one job; empty where Slurm no longer knows it."""
+        done = self._run("scontrol", "show", "job", job_id, "--oneliner")
+        if done.returncode:
+            if words.is_gone(done.stderr):
+                return {}
+            raise words.refusal("scontrol", done.stderr)
+        return next(parse.pairs(done.stdout), {})
+
+    def accounted(self, job_id: str) -> Mapping[str, str]:
+        """The job in the accounting; empty where there is none (many clusters have no slurmdbd)."""
+        try:
+            done = self._run("sacct", "--parsable2", "-X", "--format=JobID,State,ExitCode,End", "-j", job_id)
+        except BackendError:
+            return {}
+        rows = parse.accounting(done.stdout) if done.returncode == 0 else []
+        return rows[-1] if rows else {}
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """``node[1-3]`` -> its nodes, by Slurm's own rules."""
+        return self._ask("scontrol", "show", "hostnames", nodes).stdout.split()
+
+    def answers(self) -> bool:
+        """Does a controller answer from here?"""
+        try:
+            return " UP" in self._run("scontrol", "ping", patience_s=8.0).stdout
+        except BackendError:
+            return False
+
+    def _ask(self, *argv: str) -> Completed:
+        done = self._run(*argv)
+        if done.returncode:
+            raise words.refusal(argv[0], done.stderr)
+        return done
+
+    def _run(self, *argv: str, env: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S) -> Completed:
+        try:
+            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=patience_s)
+        except BackendError as error:
+            if "not found" in str(error):
+                raise BackendError(
+                    f"no {argv[0]} on this machine", hint="submit from a login node of the cluster"
+                ) from error
+            raise
+
+
+class Unsure(BackendError):
+    """No answer came to a submission: it may have been taken."""
+
+
+def name_of(run_id: str, submission: int | None = None) -> str:
+    """A job's name: by it a run is found again. The number is given at submission, beside the script."""
+    return f"{PREFIX}{run_id}" + (f".{submission}" if submission is not None else "")
+
+
+def is_of(name: str, run_id: str, submission: int | None = None) -> bool:
+    """Is a job of this name one of the run's (of this submission)?"""
+    if submission is not None:
+        return name == name_of(run_id, submission)
+    head, _, number = name.rpartition(".")
+    return name == name_of(run_id) or (head == name_of(run_id) and number.isdigit())
+
+
+def _job(row: Mapping[str, str]) -> Job:
+    def whole(text: str) -> int | None:
+        return int(text) if text.isdigit() else None
+
+    return Job(
+        id=row["id"] if row["id"].isdigit() else "0",
+        name=row["name"],
+        state=row["state"],
+        reason=row["reason"],
+        nodes=row["nodes"],
+        count=whole(row["count"]) or 0,
+        start_s=whole(row["start_s"]),
+        end_s=whole(row["end_s"]),
+        folder=row["folder"],
+        partition=row["partition"],
+        batch_host=row["batch_host"],
+    )
+
+
+def joined(argv: Sequence[str]) -> str:
+    """An argument list for a person to read and paste."""
+    import shlex
+
+    return shlex.join(argv)

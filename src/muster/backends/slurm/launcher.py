@@ -1,0 +1,248 @@
+"""The ``Launcher`` for Slurm: a run is a job, found by its name; the run's folder lies in a shared home.
+
+A run may be several jobs, one after another (a time limit, a requeue): all of one submission bear one name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.backends.slurm.commands import Job, Slurm, Unsure, name_of
+from muster.backends.slurm.judge import judge
+from muster.backends.slurm.offers import offers, settled
+from muster.backends.slurm.script import SCRIPT, program, script
+from muster.core import rules, runlogs, runs
+from muster.core.clock import SystemClock
+from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
+from muster.core.nouns import JobHandle, JobRequest, JobStatus, LogChunk, Offer, TaskSpec
+from muster.core.seams import Clock
+from muster.core.spec import RunSpec
+
+SUBMISSION = "submission"
+#: KillWait is 30 s where a site has not changed it, and the controller adds to that.
+GONE_WITHIN_S = 90.0
+
+
+@dataclass(frozen=True)
+class SlurmLauncher:
+    """Runs jobs through the Slurm commands of this machine."""
+
+    name: str = "slurm"
+    slurm: Slurm = field(default_factory=Slurm)
+    clock: Clock = field(default_factory=SystemClock)
+
+    # ------------------------------------------------------------ before
+
+    def offers(self, spec: RunSpec) -> list[Offer]:
+        """What ``sinfo`` shows: one offer per partition and kind of node, of nodes that could take a job."""
+        return offers(self.slurm.nodes(), spec)
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """The spec with device, ranks a host and GPU type as the partition's nodes have them."""
+        found = settled(spec, self.slurm.nodes())
+        if problems := rules.problems(found):
+            raise RunFileError(problems)
+        return found
+
+    def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+        """The script, and what runs in the allocation: a supervisor under a lease, an agent a node."""
+        common = ("--run-dir", run_dir, "--run-id", run_id)
+        python = program("node", spec, run_id, run_dir)[0]
+        supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
+        agent = TaskSpec(
+            name="agent",
+            argv=(python, "-P", "-m", "muster.agent", *common, "--host", "host-{index}"),
+            count=spec.resources.hosts + spec.resources.spare_hosts,
+        )
+        return JobRequest(
+            run_id=run_id,
+            backend=self.name,
+            run_dir=run_dir,
+            tasks=(supervisor, agent),
+            labels={"muster-run": run_id, SUBMISSION: "1"},
+            files={SCRIPT: script(spec, run_id=run_id, run_dir=run_dir)},
+        )
+
+    # ------------------------------------------------------------ submit and find
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        """Look for the job by its name, hand the script in where there is none, and return.
+
+        Raises:
+            CapacityError: no nodes of this kind, or a limit of the site's.
+            AccessError: account, QOS, partition or credentials do not allow it.
+            BackendError: Slurm does not answer, or refused.
+            ConflictError: the folder is another run's.
+        """
+        run_dir = Path(request.run_dir)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        number = int(request.labels.get(SUBMISSION, "1"))
+        with _locked(run_dir):
+            record = _read(run_dir)
+            if record and record["run_id"] != request.run_id:
+                raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
+            if not record or number > record[SUBMISSION]:
+                record = self._new_record(request, number)
+                _write(run_dir, record)
+            if record["job_id"] is None and record["state"] != "cancelled":
+                record["job_id"] = self._hand_in(request, run_dir, number)
+                record["state"] = "submitted"
+                _write(run_dir, record)
+        return _handle(record, run_dir)
+
+    def _hand_in(self, request: JobRequest, run_dir: Path, number: int) -> str:
+        """The id of this submission's job, which is made unless it exists."""
+        name = name_of(request.run_id, number)
+        existing = self.slurm.jobs(request.run_id, number)
+        if existing:
+            return existing[-1].id
+        path = run_dir / SCRIPT
+        runs.replace_text(path, request.files[SCRIPT])
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        try:
+            return self.slurm.submit(str(path), name=name)
+        except Unsure:
+            existing = self.slurm.jobs(request.run_id, number)  # the answer may have been lost, not the request
+            if existing:
+                return existing[-1].id
+            raise
+
+    def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "run_id": request.run_id,
+            "backend": self.name,
+            SUBMISSION: number,
+            "state": "submitting",
+            "submitted_wall_ns": self.clock.wall_ns(),
+            "job_id": None,
+        }
+
+    def find(self, run_id: str) -> JobHandle | None:
+        """By the registry; failing that, by the job's name in Slurm's queue."""
+        with contextlib.suppress(UsageError):
+            run = runs.find(run_id)
+            record = _read(run.path)
+            if record and record["run_id"] == run_id:
+                return _handle(record, run.path)
+        jobs = self.slurm.jobs(run_id)
+        if not jobs:
+            return None
+        return JobHandle(run_id=run_id, backend=self.name, job_id=jobs[-1].id, run_dir=jobs[-1].folder)
+
+    # ------------------------------------------------------------ watch
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Look once: at the queue, and for a verdict at the end of the supervisor's log."""
+        run_dir = Path(handle.run_dir)
+        record = _read(run_dir)
+        jobs = self.slurm.jobs(handle.run_id, record[SUBMISSION] if record else None)
+        since = record["submitted_wall_ns"] if record else 0
+        last = None
+        if not jobs and record and record["job_id"]:
+            last = self.slurm.accounted(record["job_id"])  # Slurm forgets a job some minutes after its end
+        return judge(record, jobs, runlogs.verdict(run_dir, since), last, run_dir=run_dir)
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        """What each file in the run's ``logs`` holds beyond ``after``: ranks, agents, supervisor, the job's own."""
+        yield from runlogs.chunks(Path(handle.run_dir), after or {})
+
+    # ------------------------------------------------------------ end
+
+    def cancel(self, handle: JobHandle) -> None:
+        """End the run's jobs and wait until they are gone; absent is success.
+
+        Raises:
+            BackendError: Slurm does not answer, or a job does not end.
+        """
+        run_dir = Path(handle.run_dir)
+        if run_dir.is_dir():
+            with _locked(run_dir):
+                record = _read(run_dir)
+                if record:
+                    record["state"] = "cancelled"
+                    _write(run_dir, record)
+        asked: set[str] = set()
+        until = self.clock.monotonic_ns() + int(GONE_WITHIN_S * 1e9)
+        while living := self._living(handle.run_id):
+            for job in living:
+                if job.id not in asked:  # a job that is just ending may bring forth the next one
+                    asked.add(job.id)
+                    self.slurm.cancel(job.id)
+            if self.clock.monotonic_ns() > until:
+                names = ", ".join(f"{job.id} ({job.state})" for job in living)
+                raise BackendError(f"jobs of {handle.run_id} do not end: {names}", hint="run muster down again")
+            self.clock.sleep(0.2)
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """What still exists of the run, in words: the proof of a tear-down."""
+        return [f"job {job.id} ({job.state})" for job in self._living(handle.run_id)]
+
+    def inside(self, handle: JobHandle, *, host: str | None = None) -> list[str]:
+        """The beginning of an argument list that runs a program in the run's allocation (on ``host``).
+
+        Raises:
+            UsageError: nothing of the run is running, or it has no such host.
+        """
+        running = [job for job in self.slurm.jobs(handle.run_id) if job.state == "RUNNING"]
+        if not running:
+            raise UsageError(f"{handle.run_id} has no job that runs", hint=f"muster status {handle.run_id}")
+        job = running[-1]
+        argv = ["srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--no-kill"]
+        if host is None:
+            return [*argv, f"--chdir={handle.run_dir}"]
+        nodes = hosts_of(Path(handle.run_dir), job.id)
+        if host not in nodes:
+            raise UsageError(f"{handle.run_id} has no host {host!r}", hint=f"there are: {', '.join(nodes)}")
+        return [*argv, f"--nodelist={nodes[host]}", f"--chdir={handle.run_dir}"]
+
+    def _living(self, run_id: str) -> list[Job]:
+        return [job for job in self.slurm.jobs(run_id) if not job.ended]
+
+
+def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
+    """Host -> node, as the job's batch program wrote it down; empty where it has not yet."""
+    try:
+        found: dict[str, str] = json.loads((run_dir / f"hosts-{job_id}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    with open(run_dir / ".job.lock", "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run_dir / "job.json").read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BackendError(f"cannot read {run_dir / 'job.json'}: {error}", hint="muster down ends what runs") from error
+    return found if isinstance(found, dict) and "job_id" in found else None
+
+
+def _write(run_dir: Path, record: Mapping[str, Any]) -> None:
+    try:
+        runs.replace_text(run_dir / "job.json", json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise BackendError(f"cannot write {run_dir / 'job.json'}: {os.strerror(error.errno or 0)}") from error
+
+
+def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
+    return JobHandle(run_id=record["run_id"], backend="slurm", job_id=record["job_id"] or "", run_dir=str(run_dir))
+
+
+__all__ = ["SUBMISSION", "SlurmLauncher", "hosts_of"]

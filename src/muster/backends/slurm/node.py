@@ -1,0 +1,299 @@
+"""``python -m muster.backends.slurm.node``: a node's step: its agent, and the supervisor where the lease is ours.
+
+Every node is a candidate. The first one starts the supervisor at once; the others watch its lease, and one takes over
+when the holder is silent for longer than its patience, which grows with the node's number. A holder that cannot be
+reached while Slurm's controller can be is deposed by a conditional write to the lease: it ends at its next renewal,
+wherever it is. A node that reaches neither is cut off: it ends its own ranks, which could only hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from muster.backends.slurm import reach
+from muster.backends.slurm.batch import tell_supervisor
+from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.fabric import wrapped
+from muster.core import runlogs
+from muster.core.errors import ConflictError, MusterError
+from muster.core.spec import RunSpec
+from muster.core.store import open_store
+
+#: A holder of the lease is looked at so often; beyond the first few nodes less often, so that it is not asked much.
+LOOK_EVERY_S = 1.0
+FAR_LOOK_EVERY_S = 5.0
+#: The second node's patience with a silent holder, and how much more each further node has.
+PATIENCE_S = 4.0
+STAGGER_S = 3.0
+#: Time that the first node gets to start the first supervisor.
+FIRST_START_S = 60.0
+#: A supervisor that ends without a verdict is started again, with a pause that doubles.
+SUPERVISOR_STARTS = 6
+#: After the verdict the agent gets so long to leave.
+LEAVE_S = 10.0
+
+
+@dataclass
+class Node:
+    """One node of one job."""
+
+    run_dir: Path
+    run_id: str
+    host: str
+    environ: Mapping[str, str]
+    slurm: Slurm = field(default_factory=Slurm)
+
+    def __post_init__(self) -> None:
+        self.spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        self.index = int(self.host.rpartition("-")[2])
+        self.began_wall_ns = _job_began_wall_ns(self.run_dir, self.environ["SLURM_JOB_ID"])
+        self.began_s = time.monotonic()
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.supervisor: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+        self.not_before_s = 0.0
+        self.term = False
+        self.heard_s = time.monotonic()
+        """When the holder of the lease was last reached."""
+        self.looked_s = 0.0
+        self.lease = (0, 0)
+        """Term and expiry of the lease as it was last seen."""
+        self.agent_ended_s = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        return PATIENCE_S + STAGGER_S * max(0, self.index - 1)
+
+    def run(self) -> int:
+        """Serve until the run has ended; return the agent's or the supervisor's code."""
+        with self._signals() as wake:
+            self._start_agent()
+            if self.index == 0:
+                self._take_over("the first node")
+            while not self._done():
+                select.select([wake], [], [], 0.5)
+                with contextlib.suppress(BlockingIOError):
+                    wake.recv(256)
+                self._look_after_children()
+                self._watch_lease()
+                if self.term and self.supervisor is not None:
+                    self._pass_on_term()
+        self._end_children()
+        verdict = self._verdict() or {}
+        _say("left")
+        return int(verdict.get("exit_code", 1)) if self.starts else 0
+
+    # ------------------------------------------------------------ children
+
+    def _start_agent(self) -> None:
+        argv = [
+            sys.executable, "-P", "-m", "muster.agent", "--run-dir", str(self.run_dir), "--run-id", self.run_id,
+            "--host", self.host,
+        ]  # fmt: skip
+        argv, variables = wrapped(self.spec, argv)
+        self.agent = self._start(f"agent-{self.host}", argv, variables)
+
+    def _take_over(self, why: str) -> None:
+        """Start a supervisor; it takes the lease, or ends because somebody else has it."""
+        self.starts += 1
+        self.not_before_s = time.monotonic() + 2.0 ** min(self.starts, 5)
+        _say(f"starting the supervisor here: {why}")
+        argv = [sys.executable, "-P", "-m", "muster.app.supervisor"]
+        argv += ["--run-dir", str(self.run_dir), "--run-id", self.run_id]
+        self.supervisor = self._start("supervisor", argv, {})
+        self.heard_s = time.monotonic()
+
+    def _start(self, name: str, argv: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with open(self.run_dir / "logs" / f"{name}.log", "ab") as output:
+            return subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self.run_dir,
+                env={**self.environ, **variables},
+            )  # fmt: skip
+
+    def _look_after_children(self) -> None:
+        now = time.monotonic()
+        if self.agent is not None and self.agent.poll() is not None:
+            _say(f"the agent ended with code {self.agent.returncode}")
+            self.agent, self.agent_ended_s = None, now
+        elif self.agent is None and now - self.agent_ended_s > 3.0 and self._verdict() is None:
+            self._start_agent()  # it left for want of a supervisor, or was cut off: as a spare it is welcome
+        if self.supervisor is not None and self.supervisor.poll() is not None:
+            _say(f"the supervisor ended with code {self.supervisor.returncode}")
+            self.supervisor = None
+
+    def _end_children(self) -> None:
+        until = time.monotonic() + LEAVE_S
+        for child in (self.agent, self.supervisor):
+            if child is None:
+                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, until - time.monotonic()))
+            child.kill()
+
+    def _done(self) -> bool:
+        if self.supervisor is not None:
+            return False
+        if self.agent is not None and time.monotonic() - self.looked_s < LOOK_EVERY_S:
+            return False
+        return self._verdict() is not None
+
+    def _verdict(self) -> Mapping[str, Any] | None:
+        return runlogs.verdict(self.run_dir, self.began_wall_ns)
+
+    # ------------------------------------------------------------ the lease
+
+    def _watch_lease(self) -> None:
+        now = time.monotonic()
+        every_s = LOOK_EVERY_S if self.index <= 3 else FAR_LOOK_EVERY_S
+        if self.supervisor is not None or now - self.looked_s < every_s or now < self.not_before_s:
+            return
+        self.looked_s = now
+        if self._verdict() is not None or self.starts >= SUPERVISOR_STARTS:
+            return
+        record = _lease(self.run_dir)
+        if record is None or not record.get("address"):
+            # Nobody has it yet, or the job before this one gave it back.
+            if self.index == 0 or now - self.began_s > FIRST_START_S + self.patience_s:
+                self._take_over("nobody holds the run's lease")
+            return
+        address = (str(record["address"][0]), int(record["address"][1]))
+        if reach.connects(address):
+            self.heard_s = time.monotonic()
+            return
+        silent_s = time.monotonic() - self.heard_s
+        if silent_s < (0.0 if self.index == 0 else self.patience_s):
+            return
+        if self.slurm.answers():
+            if self._vacate(record):
+                self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
+        elif silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
+            self._cut_off(silent_s)
+
+    def _vacate(self, record: Mapping[str, Any]) -> bool:
+        """Take the lease from a holder that nobody reaches: from then on its renewals fail and it ends."""
+        store, uri = open_store(), str(self.run_dir / "lease.json")
+        try:
+            stored = store.get(uri)
+            found = json.loads(stored.data)
+            if found.get("term") != record.get("term"):
+                return False  # somebody was faster
+            store.put_if(uri, json.dumps({**found, "expires_wall_ns": 0}).encode(), stored.generation)
+        except (ConflictError, FileNotFoundError, ValueError):
+            return False  # it was renewed this moment: look again
+        return True
+
+    def _cut_off(self, silent_s: float) -> None:
+        """Neither supervisor nor controller answers: whatever runs here is of an attempt that goes on without us."""
+        if self.agent is None:
+            return
+        _say(f"cut off for {silent_s:.1f} s: ending this node's ranks")
+        self.agent.kill()
+        end_labelled(self.run_id, self.host, spared={os.getpid()})
+        self.agent.wait()
+
+    # ------------------------------------------------------------ signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        """TERM: Slurm ends the job in earnest (scancel, requeue, preemption, time limit). USR1 is the batch's."""
+        wake_r, wake_w = socket.socketpair()
+        wake_r.setblocking(False)
+        wake_w.setblocking(False)
+        signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_term)
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, lambda _number, _frame: None)
+        try:
+            yield wake_r
+        finally:
+            signal.set_wakeup_fd(-1)
+
+    def _on_term(self, _number: int, _frame: FrameType | None) -> None:
+        self.term = True
+
+    def _pass_on_term(self) -> None:
+        """proctrack/cgroup signals a step's own task alone, proctrack/linuxproc everything below it too."""
+        time.sleep(0.5)  # a supervisor that was signalled by Slurm itself is saving by then
+        order = {"t": "stop", "save": True, "again": True, "source": "SIGTERM from Slurm"}
+        if tell_supervisor(self.run_dir, order):
+            self.term = False
+
+
+def end_labelled(run_id: str, host: str, *, spared: set[int]) -> None:
+    """SIGKILL to every process of this host of the run, whatever its session."""
+    wanted = {f"MUSTER_RUN_ID={run_id}".encode(), f"MUSTER_HOST={host}".encode()}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) in spared:
+            continue
+        with contextlib.suppress(OSError):
+            if wanted <= set(Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _lease(run_dir: Path) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads((run_dir / "lease.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _job_began_wall_ns(run_dir: Path, job_id: str) -> int:
+    """When this job's batch program began: what ended before it is an older job's verdict."""
+    try:
+        return int((run_dir / f"hosts-{job_id}.json").stat().st_mtime_ns)
+    except OSError:
+        return time.time_ns()
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} node: {text}", flush=True)
+
+
+def _peers(run_dir: Path, environ: Mapping[str, str]) -> list[str]:
+    """Whom a way must lead to: the other nodes, then whoever started the step, then where the job came from."""
+    names: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        nodes = json.loads((run_dir / f"hosts-{environ['SLURM_JOB_ID']}.json").read_text()).values()
+        names = [node for node in nodes if node != environ.get("SLURMD_NODENAME")][:2]
+    return [*names, *(environ[key] for key in ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SUBMIT_HOST") if environ.get(key))]
+
+
+def main() -> None:
+    """Serve one node; the output goes to the run's own logs, since the batch node may be lost."""
+    parser = argparse.ArgumentParser(description="one node of a Muster run in a Slurm job")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--host", required=True)
+    arguments = parser.parse_args()
+    environ = dict(os.environ)
+    log = os.open(arguments.run_dir / "logs" / f"node-{arguments.host}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        spec = RunSpec.model_validate_json((arguments.run_dir / "resolved.json").read_text())
+        address = reach.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)
+        environ |= {"MUSTER_BIND": address, "MUSTER_HOST": arguments.host}
+        _say(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")
+        sys.exit(Node(arguments.run_dir, arguments.run_id, arguments.host, environ).run())
+    except MusterError as error:
+        _say(f"error: {error}" + (f" (hint: {error.hint})" if error.hint else ""))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What Slurm's commands print, as values. Pure, and proof against whatever stands in a field.
+
+Asked for with separators of our own (ASCII record and unit separator), because job names, comments and reasons may
+hold blanks, bars and line breaks. Not ``--json``: its shape has changed with nearly every release since 21.08, needs
+a plug-in that many builds lack, and holds nothing more that is used here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+RECORD, UNIT = "\x1e", "\x1f"
+
+#: Job states that are final; every other one (pending, running, completing, requeued, suspended...) is not.
+ENDED = frozenset(
+    {
+        "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+        "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+    }
+)  # fmt: skip
+#: Node states in which a job may be on the node or come to it.
+USABLE = frozenset({"IDLE", "ALLOCATED", "ALLOC", "MIXED", "MIX", "COMPLETING", "COMP", "PLANNED", "PLND"})
+#: Flags behind a node's state: ``*`` does not answer, ``~`` powered down, ``#`` powering up, ``!`` ``%`` powering down,
+#: ``$`` reserved for maintenance, ``@`` ``^`` reboots, ``-`` planned, ``+`` several.
+_FLAGS = "*~#!%$@^-+"
+
+
+def asked(fields: Sequence[str]) -> str:
+    """The ``-o`` argument that ``records`` reads back."""
+    return RECORD + UNIT.join(fields)
+
+
+def records(text: str, fields: Sequence[str]) -> Iterator[dict[str, str]]:
+    """A row per record as ``fields`` name them; what has another number of fields is no record of ours."""
+    for piece in text.split(RECORD)[1:]:
+        values = piece.removesuffix("\n").split(UNIT)
+        if len(values) == len(fields):
+            yield {field: value.strip() for field, value in zip(fields, values, strict=True)}
+
+
+def pairs(text: str) -> Iterator[dict[str, str]]:
+    """``Key=Value`` words of ``scontrol show ... --oneliner``, an object a line.
+
+    A value goes on to the next word that looks like ``Key=``: values may hold blanks.
+    """
+    for line in text.splitlines():
+        marks = list(re.finditer(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9:/_()]*)=", line))
+        found = {}
+        for mark, after in zip(marks, [*marks[1:], None], strict=True):
+            found[mark[1]] = line[mark.end() : after.start() if after else None].strip()
+        if found:
+            yield found
+
+
+def seconds(text: str) -> int | None:
+    """``3-00:00:00``, ``12:00:00``, ``5:00``, ``30``; None for no limit and for what is no duration."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)(?:\.\d+)?", text.strip())
+    if match is None:
+        return None
+    days, first, second, last = (int(each) if each else None for each in match.groups())
+    clock = [each for each in (first, second, last) if each is not None]
+    if days is not None and len(clock) < 3:  # 2-12 and 2-12:30 count from the hours
+        clock += [0] * (3 - len(clock))
+    total = 0
+    for each in clock:
+        total = total * 60 + each
+    return total + 86_400 * (days or 0)
+
+
+def mebibytes(text: str) -> int | None:
+    """``500000`` and ``64G``, ``10.50G``, ``1T``, ``500000+``; None for what is no size."""
+    match = re.fullmatch(r"([0-9.]+)([KMGT]?)[nc]?\+?", text.strip())
+    try:
+        number = float(match[1]) if match else None
+    except ValueError:
+        return None
+    if match is None or number is None:
+        return None
+    return int(number * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """GPUs of one type on a node; ``type`` is empty where the site names none."""
+
+    type: str
+    count: int
+
+
+def gpus(gres: str) -> list[Gpus]:
+    """``gpu:h100:8(S:0-1),nvme:1`` -> [h100 x 8]; a count may have a suffix (``2K``)."""
+    found = []
+    for word in re.split(r",(?![^(\[]*[)\]])", gres):
+        match = re.fullmatch(r"gpu(?::([^:()]+))?:(\d+)(K?)(?:\(.*\))?", word.strip())
+        if match:
+            found.append(Gpus(type=match[1] or "", count=int(match[2]) * (1024 if match[3] else 1)))
+    return found
+
+
+def node_state(text: str) -> tuple[str, str]:
+    """``drained*`` -> ("DRAINED", "*"): the word and its flags."""
+    word = text.strip().rstrip(_FLAGS)
+    return word.upper(), text.strip()[len(word) :]
+
+
+def node_usable(text: str) -> bool:
+    """Could a job run on a node in this state, now or after others?"""
+    word, flags = node_state(text)
+    return word in USABLE and "*" not in flags and "$" not in flags
+
+
+def job_id(text: str) -> str | None:
+    """``Submitted batch job 12`` and ``--parsable``'s ``12;cluster`` -> 12."""
+    match = re.search(r"(?:^|\s)(\d+)(?:;\S+)?\s*$", text.strip())
+    return match[1] if match else None
+
+
+def exit_code(text: str) -> int | None:
+    """``0:0``, ``75:0``, ``0:9``: code and signal, as a shell would say it."""
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    return int(match[1]) or (128 + int(match[2]) if int(match[2]) else 0)
+
+
+def accounting(text: str, separator: str = "|") -> list[Mapping[str, str]]:
+    """``sacct --parsable2`` with its header; a value with a line break in it makes a record of several lines."""
+    lines = text.splitlines()
+    if not lines:
+        return []
+    names = lines[0].split(separator)
+    rows: list[Mapping[str, str]] = []
+    held = ""
+    for line in lines[1:]:
+        held = f"{held}\n{line}" if held else line
+        values = held.split(separator)
+        if len(values) < len(names):
+            continue
+        if len(values) == len(names):
+            rows.append(dict(zip(names, values, strict=True)))
+        held = ""
+    return rows

@@ -1,0 +1,112 @@
+"""The sbatch script: a pure function of the run file. It prints as what will run.
+
+Its body is one ``exec``: everything with a decision in it is Python (``batch``), so that no value of a run file is ever
+quoted into a shell program, except as whole words by ``shlex``.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+
+from muster.backends.slurm.commands import name_of
+from muster.core.spec import RunSpec
+
+SCRIPT = "job.sh"
+
+
+def script(spec: RunSpec, *, run_id: str, run_dir: str) -> str:
+    """The text of ``job.sh``; the same for every submission of the run, and for every job of one."""
+    slurm = spec.slurm
+    lines = [f"#!/bin/bash{' -l' if slurm.modules else ''}"]
+    lines += [f"#SBATCH {_quoted(option)}" for option in options(spec, run_id, run_dir)]
+    lines.append("")
+    lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
+    for name, value in environment(spec, run_id, run_dir).items():
+        lines.append(f"export {name}={shlex.quote(value)}")
+    lines.append(f"exec {shlex.join(program('batch', spec, run_id, run_dir))}")
+    return "\n".join(lines) + "\n"
+
+
+def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
+    """sbatch's options, one a line."""
+    slurm, wanted = spec.slurm, spec.resources
+    yield f"--job-name={name_of(run_id)}"
+    yield f"--comment=muster run {run_id}"
+    yield f"--chdir={run_dir}"
+    yield f"--output={run_dir.replace('%', '%%')}/logs/slurm-%j.log"
+    yield "--open-mode=append"
+    yield f"--nodes={wanted.hosts + wanted.spare_hosts}"
+    yield "--ntasks-per-node=1"
+    if slurm.exclusive:
+        yield "--exclusive"
+    if slurm.cpus_per_host is not None:
+        yield f"--cpus-per-task={slurm.cpus_per_host}"
+    yield f"--mem={slurm.memory}"
+    if gres := gres_of(spec):
+        yield f"--gres={gres}"
+    if limit := time_limit(spec):
+        yield f"--time={limit}"
+    # A lost node takes neither the job nor the steps on other nodes with it: its work moves to a spare.
+    yield "--no-kill"
+    yield "--requeue" if slurm.requeue else "--no-requeue"
+    if slurm.notice_s and limit:
+        yield f"--signal=B:USR1@{slurm.notice_s}"
+    for name, value in (
+        ("partition", wanted.queue),
+        ("account", slurm.account),
+        ("qos", slurm.qos),
+        ("constraint", slurm.constraint),
+        ("exclude", slurm.exclude),
+        ("reservation", wanted.reservation),
+    ):
+        if value is not None:
+            yield f"--{name}={value}"
+    yield from slurm.options
+
+
+def environment(spec: RunSpec, run_id: str, run_dir: str) -> dict[str, str]:
+    """What every process of the run gets besides the submitter's environment."""
+    found = {"MUSTER_RUN_ID": run_id, "MUSTER_RUN_DIR": run_dir}
+    if spec.slurm.scratch is not None:
+        found |= {"TMPDIR": spec.slurm.scratch, "MUSTER_MEMORY_DIR": spec.slurm.scratch}
+    # Slurm ends a job by SIGTERM to every process; the supervisor alone answers it, by saving (see `node`).
+    return {**found, "MUSTER_TERM": "ignored", **spec.slurm.environment}
+
+
+def program(name: str, spec: RunSpec, run_id: str, run_dir: str, python: str | None = None) -> list[str]:
+    """The argument list of one of this package's programs. -P: a module in the folder never shadows the library's."""
+    module = f"muster.backends.slurm.{name}"
+    return [python or python_of(spec), "-P", "-m", module, "--run-dir", run_dir, "--run-id", run_id]
+
+
+def python_of(spec: RunSpec) -> str:
+    """The Python on the nodes, outside any container."""
+    return f"{spec.slurm.venv.rstrip('/')}/bin/python" if spec.slurm.venv else sys.executable
+
+
+def gres_of(spec: RunSpec) -> str | None:
+    """Generic resources a node; none for a run on CPUs."""
+    if spec.slurm.gres is not None:
+        return spec.slurm.gres
+    if spec.resources.device == "cuda":
+        return f"gpu:{spec.resources.ranks_per_host or 1}"
+    return None
+
+
+def time_limit(spec: RunSpec) -> str | None:
+    """As sbatch takes it; None: the partition's own."""
+    if spec.slurm.time_limit is not None:
+        return spec.slurm.time_limit
+    if spec.limits.max_hours is None:
+        return None
+    minutes = max(1, round(spec.limits.max_hours * 60))
+    days, minutes = divmod(minutes, 24 * 60)
+    return f"{days}-{minutes // 60:02d}:{minutes % 60:02d}:00"
+
+
+def _quoted(option: str) -> str:
+    """An option as sbatch's own reader of #SBATCH lines takes it: it knows both quotes, backslash and ``#``."""
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else option

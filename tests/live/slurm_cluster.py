@@ -1,0 +1,271 @@
+"""A real Slurm on one machine: a controller and N node daemons, each in a network, host-name and mount namespace.
+
+Root, and Debian's ``slurm-wlm munge iproute2``. A node has an address, a host name, ``/dev/shm`` and ``/scratch`` of its
+own; everything else (the home directory too) is shared, as on a cluster with a shared home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
+
+CONFIGURATION = """\
+ClusterName={tag}
+SlurmctldHost={host}({bridge})
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={dir}/munge/sock,cred_expire=5
+StateSaveLocation={dir}/state
+SlurmdSpoolDir={dir}/spool-%n
+SlurmctldPidFile={dir}/slurmctld.pid
+SlurmdPidFile={dir}/slurmd-%n.pid
+SlurmctldLogFile={dir}/log/slurmctld.log
+SlurmdLogFile={dir}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=5
+SlurmctldTimeout=10
+SlurmdTimeout={timeout_s}
+UnkillableStepTimeout=10
+KillWait=5
+MessageTimeout=5
+ReturnToService=2
+JobRequeue=1
+JobCompType=jobcomp/filetxt
+JobCompLoc={dir}/jobcomp.txt
+MpiDefault=none
+GresTypes=gpu
+"""
+
+
+class SlurmCluster:
+    """Started on entering, gone on leaving. ``env`` is what a user's shell needs."""
+
+    def __init__(self, directory: Path, nodes: int = 4, *, slurmd_timeout_s: int = 10, gpus: int = 8) -> None:
+        self.dir, self.gpus, self.slurmd_timeout_s = Path(directory), gpus, slurmd_timeout_s
+        self.names = [f"node{number}" for number in range(1, nodes + 1)]
+        # A deleted namespace's links go away later: a name is never used twice.
+        self.tag = f"ms{secrets.token_hex(3)}"
+        self.subnet = f"10.78.{secrets.randbelow(250)}"
+        self.port = 20000 + secrets.randbelow(10000)
+        self.env = {**os.environ, "SLURM_CONF": str(self.dir / "slurm.conf")}
+
+    # ------------------------------------------------------------ up and down
+
+    def __enter__(self) -> SlurmCluster:
+        for name in ("state", "log", "munge", "dev", *(f"spool-{name}" for name in self.names)):
+            (self.dir / name).mkdir(parents=True, exist_ok=True)
+        for folder in (self.dir, *self.dir.parents):  # munge's user walks down to its key
+            with contextlib.suppress(PermissionError):
+                if not folder.stat().st_mode & 0o001:
+                    folder.chmod(folder.stat().st_mode | 0o011)
+        try:
+            self._munge()
+            self._network()
+            self._configure()
+            run("slurmctld", "-c", "-f", self.env["SLURM_CONF"])
+            for name in self.names:
+                self.start_node(name)
+            self.wait_until(lambda: self.states().count("idle") == len(self.names), "idle nodes", 30)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            self.kill_processes(name)
+        for file in (self.dir / "slurmctld.pid", self.dir / "munge" / "munged.pid"):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", self.space(name)], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{self.tag}br"], check=False, capture_output=True)
+
+    def _munge(self) -> None:
+        folder = self.dir / "munge"
+        shutil.chown(folder, "munge", "munge")
+        folder.chmod(0o711)
+        key = folder / "key"
+        key.write_bytes(secrets.token_bytes(128))
+        shutil.chown(key, "munge", "munge")
+        key.chmod(0o400)
+        run(
+            "setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", "--force",
+            f"--key-file={key}", f"--socket={folder}/sock", f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/log", f"--seed-file={folder}/seed",
+        )  # fmt: skip
+
+    def _network(self) -> None:
+        run("ip", "link", "add", f"{self.tag}br", "type", "bridge")
+        run("ip", "addr", "add", f"{self.subnet}.1/24", "dev", f"{self.tag}br")
+        run("ip", "link", "set", f"{self.tag}br", "up")
+        hosts = ["127.0.0.1 localhost", f"{self.subnet}.1 {os.uname().nodename}"]
+        for name in self.names:
+            space, link = self.space(name), self.link(name)
+            run("ip", "netns", "add", space)
+            run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "link", "set", link, "master", f"{self.tag}br", "up")
+            run("ip", "-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            run("ip", "-n", space, "link", "set", "eth0", "up")
+            run("ip", "-n", space, "link", "set", "lo", "up")
+            hosts.append(f"{self.address(name)} {name}")
+        (self.dir / "hosts").write_text("\n".join(hosts) + "\n")
+
+    def _configure(self) -> None:
+        lines = [
+            CONFIGURATION.format(
+                tag=self.tag, host=os.uname().nodename, bridge=f"{self.subnet}.1", port=self.port, dir=self.dir,
+                timeout_s=self.slurmd_timeout_s,
+            )
+        ]  # fmt: skip
+        gres = f" Gres=gpu:h100:{self.gpus}" if self.gpus else ""
+        for name in self.names:
+            lines.append(
+                f"NodeName={name} NodeAddr={self.address(name)} CPUs=8 RealMemory=16000 Feature=a3mega{gres} "
+                "State=UNKNOWN\n"
+            )
+        lines.append(f"PartitionName=main Nodes=node[1-{len(self.names)}] Default=YES MaxTime=7-00:00:00 State=UP\n")
+        lines.append("PartitionName=short Nodes=node1 MaxTime=00:30:00 State=UP\n")
+        (self.dir / "slurm.conf").write_text("".join(lines))
+        devices = self.dir / "dev"
+        for number in range(self.gpus):
+            os.mknod(devices / f"nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
+        if self.gpus:
+            (self.dir / "gres.conf").write_text(f"Name=gpu Type=h100 File={devices}/nvidia[0-{self.gpus - 1}]\n")
+
+    # ------------------------------------------------------------ nodes and their faults
+
+    def space(self, name: str) -> str:
+        return f"{self.tag}{name}"
+
+    def link(self, name: str) -> str:
+        return f"{self.tag}v{self.names.index(name)}"
+
+    def address(self, name: str) -> str:
+        return f"{self.subnet}.{11 + self.names.index(name)}"
+
+    def start_node(self, name: str) -> None:
+        """(Re)start a node's daemon: the node boots."""
+        # Not ip netns exec: it mounts /sys anew, and without /sys/fs/cgroup slurmd does not start.
+        script = (
+            'hostname "$0" && mount --bind "$1" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && mkdir -p /scratch'
+            ' && mount -t tmpfs tmpfs /scratch && exec slurmd -f "$2" -N "$0"'
+        )
+        run(
+            "nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, name,
+            str(self.dir / "hosts"), self.env["SLURM_CONF"],
+        )  # fmt: skip
+
+    def cut(self, name: str) -> None:
+        run("ip", "link", "set", self.link(name), "down")
+
+    def heal(self, name: str) -> None:
+        run("ip", "link", "set", self.link(name), "up")
+
+    def power_off(self, name: str) -> None:
+        """The node is gone at once: nothing of it is heard again, and nothing of it lives."""
+        self.cut(name)
+        self.kill_processes(name)
+
+    def pids(self, name: str) -> list[int]:
+        """Every process in the node's network namespace."""
+        done = subprocess.run(["ip", "netns", "pids", self.space(name)], capture_output=True, text=True, check=False)
+        return [int(word) for word in done.stdout.split()]
+
+    def processes(self, name: str, word: str) -> list[int]:
+        """Living processes of a node whose command line holds ``word``."""
+        found = []
+        for pid in self.pids(name):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE and word in " ".join(process.cmdline()):
+                    found.append(pid)
+        return found
+
+    def kill_processes(self, name: str) -> None:
+        for _ in range(20):
+            found = self.pids(name)
+            if not found:
+                return
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    # ------------------------------------------------------------ Slurm's own words
+
+    def ask(self, *words: str) -> str:
+        """What a Slurm command prints."""
+        return run(*words, env=self.env)
+
+    def states(self) -> list[str]:
+        done = subprocess.run(["sinfo", "-h", "-p", "main", "-N", "-o", "%T"], env=self.env, capture_output=True, text=True, check=False)
+        return done.stdout.split()
+
+    def job_state(self, job_id: str) -> str:
+        done = subprocess.run(
+            ["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"], env=self.env, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    def wait_until(self, condition, what: str, timeout_s: float = 60):  # type: ignore[no-untyped-def]
+        until = time.monotonic() + timeout_s
+        while not (found := condition()):
+            assert time.monotonic() < until, f"no {what} within {timeout_s} s\n{self.story()}"
+            time.sleep(0.05)
+        return found
+
+    def story(self) -> str:
+        log = self.dir / "log" / "slurmctld.log"
+        queue = subprocess.run(["squeue"], env=self.env, capture_output=True, text=True, check=False).stdout
+        return queue + (log.read_text()[-2000:] if log.exists() else "")
+
+
+def run(*argv: str, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{' '.join(argv)}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def slurm_is_missing() -> str:
+    """Why no Slurm can be started here; empty when it can."""
+    if os.geteuid() != 0:
+        return "needs root for a Slurm in network namespaces"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (apt-get install slurm-wlm munge iproute2)"
+    if not Path("/sys/fs/cgroup").exists():
+        return "needs /sys/fs/cgroup, without which slurmd does not start"
+    name = f"msprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return "" if made else "cannot make network namespaces here"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``python tests/live/slurm_cluster.py FOLDER [NODES]``: a cluster to try things on, until Ctrl-C."""
+    with SlurmCluster(Path(arguments[0]).absolute(), int(arguments[1]) if len(arguments) > 1 else 4) as cluster:
+        print(cluster.ask("sinfo"))
+        print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,284 @@
+"""Runs on a real Kubernetes control plane (API server, controllers, scheduler, etcd), pods as processes in namespaces.
+
+The whole way of a user: `muster submit`, `status`, `logs`, `restart`, `stop`, `exec`, `down`, with the manifests that
+GKE gets. What stands in for GKE: nodes are namespaces of this machine, a bucket is a folder, JobSet and Kueue are
+played. The programs are built by ``tests/live/kube/build.sh DIR`` (minutes, once); without them everything here skips.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "kube"), str(HERE.parent)]
+from cluster import SMALL, Network, namespaces_work  # noqa: E402
+from controllers import JOBSETS, WORKLOADS, Controllers  # noqa: E402
+from plane import Plane, programs  # noqa: E402
+
+from muster.backends.gke.jobs import GkeLauncher  # noqa: E402
+from muster.backends.gke.options import Options  # noqa: E402
+from muster.backends.gke.placement import place  # noqa: E402
+from muster.backends.gke.provision.kube import Objects  # noqa: E402
+from muster.backends.gke.provision.kubeconfig import connect  # noqa: E402
+from muster.backends.gke.queue import account_objects, queue_objects  # noqa: E402
+from muster.core import eventlog, runs  # noqa: E402
+from muster.core.clock import SystemClock  # noqa: E402
+from muster.core.errors import BackendError  # noqa: E402
+from muster.core.nouns import JobState  # noqa: E402
+from muster.core.spec import RunSpec  # noqa: E402
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+
+PODS = "/api/v1/namespaces/default/pods"
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory):
+    binaries = programs()
+    if binaries is None:
+        pytest.skip("no control plane: tests/live/kube/build.sh FOLDER builds one, MUSTER_KUBE=FOLDER names it")
+    if not namespaces_work():
+        pytest.skip("network namespaces need root and iproute2")
+    folder = tmp_path_factory.mktemp("kube") / "plane"
+    network = Network(["node1", "node2", "node3"])
+    labels = ["cloud.google.com/gke-nodepool=muster-cpu"]
+    with Plane(binaries, folder, network, labels) as found:
+        found.install(definitions())
+        yield found
+
+
+def definitions():
+    """JobSet's and Kueue's CustomResourceDefinitions: the released ones where they are at hand."""
+    from fakes.crds import CRDS
+
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    if CRDS.is_dir():
+        return [one for path in sorted(CRDS.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text()) if one]
+    pytest.skip(f"no CustomResourceDefinitions at {CRDS}")
+
+
+@pytest.fixture
+def played(plane):
+    with Controllers(plane) as found:
+        yield found
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def document(plane, name, **changes):
+    """The CPU example on three hosts of one rank."""
+    found = json.loads(json.dumps(SMALL))
+    found |= {"name": name, "backend": "gke", "run_dir": f"gs://bucket/runs/{name}"}
+    found["resources"] = {
+        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "mode": "owned", "image": "trainer:1", "queue": "research",
+        "cluster": f"kubeconfig:{plane.dir / 'kubeconfig'}",
+    }  # fmt: skip
+    found["recovery"] |= {"standby": False, "grace_s": 10.0}
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        place_ = found
+        for part in path:
+            place_ = place_.setdefault(part, {})
+        place_[last] = value
+    return found
+
+
+class Run:
+    """One submitted run, driven by the command line as its user drives it."""
+
+    def __init__(self, plane, home, name, **changes):
+        self.plane, self.home = plane, home
+        (home / f"{name}.yaml").write_text(json.dumps(document(plane, name, **changes)))
+        self.id = self.muster("submit", str(home / f"{name}.yaml")).stdout.strip()
+        self.dir = plane.dir / "buckets" / "bucket" / "runs" / name
+
+    def muster(self, *words, check=True, **more):
+        argv = [sys.executable, "-m", "muster.cli.main", *words]
+        found = subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False, **more)
+        assert not check or found.returncode == 0, f"{words}: {found.stderr}\n{self.plane.story()}"
+        return found
+
+    def events(self, kind=None):
+        found = eventlog.merged(self.dir / "events") if (self.dir / "events").is_dir() else []
+        return [event for event in found if kind is None or event.kind == kind]
+
+    def step(self):
+        return max((event.step for event in self.events("step")), default=0)
+
+    def wait_for_step(self, step, timeout_s=120):
+        self.plane.wait(lambda: self.step() >= step, f"step {step}", timeout_s)
+
+    def status(self):
+        return json.loads(self.muster("status", self.id, "--json").stdout)
+
+    def pods(self):
+        """Role and index -> pod, of those that are not going."""
+        rows = self.plane.items(f"{PODS}?labelSelector=app.kubernetes.io/instance={self.id}")
+        return {
+            (pod["metadata"]["labels"]["jobset.sigs.k8s.io/replicatedjob-name"],
+             pod["metadata"]["labels"]["jobset.sigs.k8s.io/job-index"]): pod
+            for pod in rows if not pod["metadata"].get("deletionTimestamp")
+        }  # fmt: skip
+
+    def pod_name(self, role, index):
+        pod = self.pods().get((role, str(index)))
+        return pod and pod["metadata"]["name"]
+
+    def finished(self):
+        """When the run last ended; 0 where it has not."""
+        return max((event.wall_ns for event in self.events("run.finished")), default=0)
+
+    def delete_pod(self, role, index, grace_s=5):
+        name = self.pods()[role, str(index)]["metadata"]["name"]
+        self.plane.call("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": grace_s})
+        return name
+
+
+def test_what_up_puts_on_a_cluster_is_taken_by_a_real_server(plane):
+    """Server-side apply of accounts and queues: made, the same again changes nothing, a foreign field stays."""
+    spec = RunSpec.model_validate(
+        {"name": "a", "backend": "gke", "command": ["x"], "resources": {
+            "machine": "a4-highgpu-8g", "mode": "flex_start_queued", "image": "i", "project": "example-project",
+            "locations": ["us-central1-b"]}}
+    )  # fmt: skip
+    where = place(spec, run_id="a", run_dir="/gcs/b/r", options=Options())
+    cluster = connect(f"kubeconfig:{plane.dir / 'kubeconfig'}", SystemClock())
+    objects = [*account_objects(where), *queue_objects(where)]
+    made = [cluster.apply(one) for one in objects]
+    again = [cluster.apply(one) for one in objects]
+    assert [one["metadata"]["resourceVersion"] for one in made] == [one["metadata"]["resourceVersion"] for one in again]
+    queue = next(one for one in objects if one["kind"] == "ClusterQueue")
+    path = f"{WORKLOADS}/clusterqueues/{queue['metadata']['name']}"
+    plane.call("PATCH", path, {"spec": {"stopPolicy": "Hold"}}, "application/merge-patch+json")
+    cluster.apply(queue)
+    assert plane.get(path)["spec"]["stopPolicy"] == "Hold", "what we do not set is left alone"
+    assert {one["manager"] for one in plane.get(path)["metadata"]["managedFields"]} >= {"muster"}
+    assert Objects(site=None, key="k", needs=(), manifests=tuple(objects)).manifests  # what `up` applies is this list
+    for one in reversed(objects):
+        cluster.delete(one)
+        cluster.delete(one)
+    assert cluster.get(queue) is None
+
+
+def test_submit_is_one_jobset_however_often_and_whatever_is_lost(plane, home):
+    launcher = GkeLauncher()
+    spec = RunSpec.model_validate(document(plane, "twice"))
+    run_id = runs.new_run_id("twice")
+    run = runs.create(run_id, runs.place(run_id, None), run_file="x", resolved=spec.model_dump_json())
+    request = launcher.render(spec, run_id=run_id, run_dir=str(run.path))
+    assert launcher.find(run_id) is None and launcher.poll(handle_of(run_id)).state is JobState.ABSENT
+    first = launcher.submit(request)
+    assert launcher.submit(request) == first == launcher.find(run_id)
+    assert len(plane.items(f"{JOBSETS}/jobsets?labelSelector=app.kubernetes.io/instance={run_id}")) == 1
+    found = launcher.poll(first)
+    assert found.state is JobState.WAITING and "waiting for Kueue, which has made no Workload" in found.reason
+    # An answer that never came: the object is there, the same request finds it.
+    launcher.cancel(first)
+    plane.wait(lambda: not launcher.remaining(first), "end")
+    assert launcher.find(run_id) is None and launcher.cancel(first) is None
+    with pytest.raises(BackendError, match="Invalid value"):
+        launcher.submit(bad(request))
+    assert launcher.remaining(first) == [], "the server's dry run refused it before anything was made"
+
+
+def handle_of(run_id):
+    from muster.core.nouns import JobHandle
+
+    return JobHandle(run_id=run_id, backend="gke", job_id="", run_dir="/nowhere")
+
+
+def bad(request):
+    """A JobSet that the server refuses by its schema."""
+    text = request.files["run.yaml"].replace("operator: All", "operator: Some")
+    assert text != request.files["run.yaml"]
+    return type(request)(**{**vars(request), "files": {**request.files, "run.yaml": text}})
+
+
+def test_a_run_from_submit_to_its_end_with_everything_that_a_user_does(plane, played, home):
+    """Queued, admitted, trained; a rank's log, a command on a host; a host and the supervisor taken away; stopped."""
+    played.hold = True
+    run = Run(plane, home, "whole", **{"training.steps": 100_000, "checkpoint.every_steps": 50})
+    plane.wait(lambda: plane.items(f"{WORKLOADS}/workloads"), "Workload")
+    assert run.status()["state"] == "waiting" and not run.pods()
+    played.admit()
+    run.wait_for_step(3)
+    status = run.status()
+    assert (status["state"], status["phase"]) == ("running", "run") and status["step"] >= 1, status
+    assert sorted(status["tasks"]) == ["host-0", "host-1", "host-2", "supervisor"], status
+    nodes = {pod["spec"]["nodeName"] for (role, _), pod in run.pods().items() if role == "host"}
+    assert nodes == {"node1", "node2", "node3"}, "one host a node"
+
+    ranks = run.muster("logs", run.id, "--rank", "2")
+    assert "rank-2" in ranks.stdout + ranks.stderr, ranks
+    where = "import os; print(os.environ['MUSTER_NODE'])"
+    asked = run.muster("exec", run.id, "--host", "1", "--", "python", "-c", where)
+    assert asked.stdout.strip() == run.pods()["host", "1"]["spec"]["nodeName"]
+    assert run.muster("exec", run.id, "--", "sh", "-c", "exit 7", check=False).returncode == 7
+
+    # The supervisor's pod goes: training goes on under the next one, in the same attempt.
+    attempts = {event.attempt for event in run.events("step")}
+    old = run.delete_pod("supervisor", 0)
+    before = run.step()
+    plane.wait(lambda: len(run.events("supervisor.started")) == 2, "second supervisor", 60)
+    run.wait_for_step(before + 5)
+    assert {event.attempt for event in run.events("step")} == attempts, "nothing was restarted"
+    assert run.pods()["supervisor", "0"]["metadata"]["name"] != old
+
+    # A host's pod goes (a drain): its Job makes another one, and the run recovers onto it.
+    old = run.delete_pod("host", 2)
+    plane.wait(lambda: run.pod_name("host", 2) not in (None, old), "new host")
+    plane.wait(
+        lambda: max((event.attempt for event in run.events("step")), default=0) > max(attempts), "new attempt", 120
+    )
+
+    # The allocation ends: the rest is queued once, by the supervisor's own account, and goes on from the checkpoint.
+    played.hold = True
+    (first,) = plane.items(f"{JOBSETS}/jobsets")
+    name = first["metadata"]["name"]
+    queue = f"from muster.backends.gke.pod import _requeue as queue; print(queue('default/{name}', 0))"
+    made = {run.muster("exec", run.id, "--host", "0", "--", "python", "-c", queue).stdout for _ in range(2)}
+    assert made == {f"default/{name}-c2\n"} or len(made) == 1, made
+    run.muster("stop", run.id, "--no-wait")
+    plane.wait(lambda: not run.pods() or run.finished(), "stop", 60)
+    saved = run.step()
+    plane.wait(lambda: run.status()["state"] == "waiting", "rest in the queue", 60)
+    played.admit()
+    run.wait_for_step(saved + 3)
+    assert min(event.step for event in run.events("step") if event.wall_ns > run.finished()) > saved - 50
+    stopped = run.muster("stop", run.id)
+    assert run.status()["exit_code"] == 130, stopped.stderr
+    run.muster("down", run.id)
+    assert not run.pods() and not plane.items(f"{JOBSETS}/jobsets")
+
+
+def test_a_held_run_is_corrected_and_a_dead_machine_is_given_up(plane, played, home):
+    """The user's own failure is corrected in seconds on hosts that are held; a machine that dies loses its pods."""
+    broken = {"resources.hosts": 2, "training.steps": 100_000, "recovery.hold_s": 120.0, "model.config.head_dim": 17}
+    run = Run(plane, home, "held", **broken)
+    plane.wait(lambda: run.status().get("phase") == "hold", "hold", 120)
+    started = time.monotonic()
+    run.muster("restart", run.id, "model.config.head_dim=16")
+    run.wait_for_step(2)
+    print(f"restart to step 2: {time.monotonic() - started:.1f} s")
+
+    placed = {key: pod["spec"]["nodeName"] for key, pod in run.pods().items()}
+    victim = next(node for (role, _), node in placed.items() if role == "host" and node != placed["supervisor", "0"])
+    index = next(index for (role, index), node in placed.items() if (role, node) == ("host", victim))
+    old = run.pod_name("host", index)
+    plane.kill_host(victim)
+    plane.wait(lambda: victim not in plane.ready_nodes(), "dead node", 30)
+    assert f"node {victim} does not answer" in run.status()["reason"]
+    plane.call("DELETE", f"{PODS}/{old}", {"gracePeriodSeconds": 0})  # what GKE's repair does in the end
+    before = run.step()
+    run.wait_for_step(before + 3)
+    run.muster("down", run.id)
+    plane.start_node(victim)
+    plane.wait(lambda: victim in plane.ready_nodes(), "node again", 30)

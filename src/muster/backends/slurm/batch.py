@@ -101,7 +101,11 @@ class Batch:
     def _node_program(self, step: Step) -> list[str]:
         container = self.spec.slurm.container
         python = container.python if container is not None else None
-        argv = [*program("node", self.spec, str(self.run_dir), self.run_id, python), "--host", step.host]
+        argv = [
+            *program("node", self.spec, run_id=self.run_id, run_dir=str(self.run_dir), python=python),
+            "--host",
+            step.host,
+        ]
         if container is None or container.runtime != "apptainer":
             return argv
         mounts = [word for mount in _mounts(self.spec, str(self.run_dir)) for word in ("--bind", mount)]
@@ -200,7 +204,7 @@ def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:
     slurm = spec.slurm
     argv = [
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--no-kill", "--kill-on-bad-exit=0",
-        "--mpi=none", "--cpu-bind=none", "--export=ALL", f"--chdir={run_dir}",
+        "--mpi=none", "--export=ALL", f"--chdir={run_dir}",
     ]  # fmt: skip
     if slurm.cpus_per_host is not None:
         argv.append(f"--cpus-per-task={slurm.cpus_per_host}")

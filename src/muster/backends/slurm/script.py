@@ -25,7 +25,7 @@ def script(spec: RunSpec, *, run_id: str, run_dir: str) -> str:
     lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
     for name, value in environment(spec, run_id, run_dir).items():
         lines.append(f"export {name}={shlex.quote(value)}")
-    lines.append(f"exec {shlex.join(program('batch', spec, run_id, run_dir))}")
+    lines.append(f"exec {shlex.join(program('batch', spec, run_id=run_id, run_dir=run_dir))}")
     return "\n".join(lines) + "\n"
 
 
@@ -75,7 +75,7 @@ def environment(spec: RunSpec, run_id: str, run_dir: str) -> dict[str, str]:
     return {**found, "MUSTER_TERM": "ignored", **spec.slurm.environment}
 
 
-def program(name: str, spec: RunSpec, run_id: str, run_dir: str, python: str | None = None) -> list[str]:
+def program(name: str, spec: RunSpec, *, run_id: str, run_dir: str, python: str | None = None) -> list[str]:
     """The argument list of one of this package's programs. -P: a module in the folder never shadows the library's."""
     module = f"muster.backends.slurm.{name}"
     return [python or python_of(spec), "-P", "-m", module, "--run-dir", run_dir, "--run-id", run_id]

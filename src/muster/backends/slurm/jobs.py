@@ -18,7 +18,7 @@ from typing import Any
 from muster.backends.slurm.commands import Job, Slurm, Unsure, name_of
 from muster.backends.slurm.judge import judge
 from muster.backends.slurm.offers import offers, settled
-from muster.backends.slurm.script import SCRIPT, program, script
+from muster.backends.slurm.script import SCRIPT, python_of, script
 from muster.core import rules, runlogs, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
@@ -55,7 +55,7 @@ class SlurmLauncher:
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
         """The script, and what runs in the allocation: a supervisor under a lease, an agent a node."""
         common = ("--run-dir", run_dir, "--run-id", run_id)
-        python = program("node", spec, run_id, run_dir)[0]
+        python = spec.slurm.container.python if spec.slurm.container is not None else python_of(spec)
         supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",

@@ -4,7 +4,7 @@ Each configuration is trained for a few steps by ``muster.train.worker.run_rank`
 growth of the resident set's high-water mark above the process after its imports (the largest over the ranks);
 predicted is the closed form of ``muster.plan.memory`` with the CPU's overheads.
 
-    python benchmarks/plan_memory.py [--only TEXT] [--json FILE] [--limit N]
+    python benchmarks/plan_memory.py [--only TEXT] [--exactly NAME ...] [--json FILE] [--limit N]
 
 glibc keeps freed blocks below its (growing) mmap threshold in the heap, which no model of tensors predicts: the same
 run then stands 67 % above its tensors. Ranks are therefore started with a fixed ``MALLOC_MMAP_THRESHOLD_``, so that
@@ -211,13 +211,15 @@ def status_bytes(name: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="configurations whose name contains this text")
+    parser.add_argument("--exactly", action="append", help="the configuration of this name; can be repeated")
     parser.add_argument("--limit", type=int, help="at most so many")
     parser.add_argument("--default-malloc", action="store_true", help="leave glibc's mmap threshold as it is")
     parser.add_argument("--json", help="write every row to this file")
     asked = parser.parse_args()
     if not asked.default_malloc:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(128 * 1024)
-    chosen = [each for each in configurations() if not asked.only or asked.only in each[0]][: asked.limit]
+    chosen = [each for each in configurations() if not asked.only or asked.only in each[0]]
+    chosen = [each for each in chosen if not asked.exactly or each[0] in asked.exactly][: asked.limit]
     rows = []
     print(f"{'configuration':<22} {'ranks':>5} {'measured':>9} {'predicted':>9} {'error':>7}  {'baseline':>8}  moment")
     for name, ranks, layout, changes in chosen:

@@ -33,6 +33,8 @@ from muster.plan.timing import DEFAULT
 from muster.plan.why import likelihood, why
 from muster.plan.workload import Workload, workload
 
+#: Settings that name hardware to be got from somewhere.
+_ELSEWHERE = tuple(f"resources.{name}" for name in ("machine", "accelerator", "mode", "locations", "usd_per_host_hour"))
 LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
 
 
@@ -85,9 +87,7 @@ def plan(
             overrides=loaded.overrides,
             spec=spec.model_dump(mode="json"),
             made=now.isoformat(timespec="seconds"),
-            settings=planfile.settings_of(
-                chosen, every_steps=chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
-            ),
+            settings=_settings(spec, work, chosen),
             chosen={**planfile.candidate_json(work, chosen), **_chances(problem.limits, chosen)},
             cheapest=planfile.candidate_json(work, outcome.cheapest),
             fastest=planfile.candidate_json(work, outcome.fastest),
@@ -246,6 +246,13 @@ def limits_of(spec: RunSpec, now: datetime) -> Limits:
         if limits.max_hours is None or left < limits.max_hours:
             return replace(limits, max_hours=left, hours_name="limits.deadline")
     return limits
+
+
+def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any]:
+    """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
+    every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
+    found = planfile.settings_of(chosen, every_steps=every)
+    return {key: value for key, value in found.items() if spec.backend != "local" or key not in _ELSEWHERE}
 
 
 def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:

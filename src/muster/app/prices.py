@@ -21,6 +21,7 @@ from muster.catalog import billing, rows
 from muster.catalog.rows import Price
 from muster.core import runs
 from muster.core.errors import AccessError, BackendError
+from muster.core.spec import RunSpec
 
 OWN, FETCHED = "prices.csv", "prices-google.csv"
 #: Compute Engine in the Cloud Billing Catalog.
@@ -112,6 +113,27 @@ def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
             hint="gcloud auth application-default login, or set MUSTER_BILLING_API_KEY; prices stay as they are",
         ) from error
     return {"Authorization": f"Bearer {found.token}"}, {}
+
+
+def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
+    """``spec`` with its hosts' price by the hour, where the file names machine and mode and the price is known."""
+    resources = spec.resources
+    if resources.usd_per_host_hour is not None or resources.machine is None or resources.mode is None:
+        return spec
+    machine, mode = rows.machines().get(resources.machine), resources.mode.removesuffix("_queued")
+    if machine is None:
+        return spec
+    known = [each for each in all_prices(home) if (each.machine, each.mode) == (machine.name, mode)]
+    here = [each for each in known if any(_within(place, each.region) for place in resources.locations)]
+    if not here and (resources.locations or not known):
+        return spec
+    # Which of several places it will be is decided later: the dearest keeps the limit.
+    usd = max(each.usd_per_gpu_hour for each in here or known) * machine.count
+    return spec.model_copy(update={"resources": resources.model_copy(update={"usd_per_host_hour": usd})})
+
+
+def _within(place: str, region: str) -> bool:
+    return place == region or place.startswith(region + "-")
 
 
 def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:

@@ -189,10 +189,23 @@ def measure(run_dir: Path) -> Profile:
     steps = [event.detail["step_ns"] / 1e9 for event in taken if firsts[event.attempt] != event.seq]
     started = next((event for event in events if event.kind == "attempt.started"), None)
     first = next(iter(taken), None)
-    first_start_s = None
+    reference, reference_s = document["goodput"]["reference"], None
+    if reference is not None and document["steps"]:
+        reference_s = document["tokens"] / document["steps"] / reference["tokens_per_s"]
+    bought = next((event for event in events if event.kind == "host.granted"), None)
+    agent_start_s = first_start_s = None
+    if started is not None and bought is not None:
+        agent_start_s = max(0.0, (started.wall_ns - bought.wall_ns) / 1e9)
     if started is not None and first is not None:
         first_start_s = max(0.0, (first.wall_ns - started.wall_ns - first.detail["step_ns"]) / 1e9)
-    return profiles.measured(run_dir.name, step_s=steps, recoveries=recoveries, first_start_s=first_start_s)
+    return profiles.measured(
+        run_dir.name,
+        step_s=steps,
+        recoveries=recoveries,
+        reference_s=reference_s,
+        agent_start_s=agent_start_s,
+        first_start_s=first_start_s,
+    )
 
 
 def simulate(

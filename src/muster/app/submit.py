@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster import __version__, backends
+from muster.app.prices import priced
 from muster.catalog.devices import accelerator_of
 from muster.core import rules, runs
 from muster.core.errors import ConflictError, MusterError, Problem, RunFileError
@@ -138,7 +139,7 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
     """
     if launcher.name != "local":
         machine_decides = getattr(launcher, "resolve", None)
-        return machine_decides(spec) if machine_decides is not None else spec
+        return priced(machine_decides(spec) if machine_decides is not None else spec)
     offer = launcher.offers(spec)[0]
     device = spec.resources.device
     if device == "auto":

@@ -115,7 +115,8 @@ def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
             "queue",
         ):
             yield f"resources.{name}", here
-        yield "limits.max_usd", "backend is local: this machine's price is unknown"
+        if not spec.resources.usd_per_host_hour:
+            yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour says no price"
     if spec.backend != "slurm":
         yield "slurm", f"backend is {spec.backend}"
     if spec.resources.device == "cuda":

@@ -282,6 +282,9 @@ class Resources(Section):
     mode: Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None = (
         None
     )
+    usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None
+    """What a host costs; default: the list price of ``machine``, ``mode`` and place where it is known, and nothing on
+    your own machine."""
     reservation: str | None = None
     project: str | None = None
     cluster: str | None = None
@@ -293,12 +296,15 @@ class Resources(Section):
 
 
 class Limits(Section):
-    """What the run may cost."""
+    """What the run may cost. The plan keeps them at the 90th percentile; the supervisor saves and ends a run (exit code
+    130) before it breaks one."""
 
     max_usd: Annotated[float, Field(gt=0)] | None = None
+    """Of hosts from purchase to release."""
     deadline: str | None = None
     """ISO 8601 moment with a zone."""
     max_hours: Annotated[float, Field(gt=0)] | None = None
+    """In which hosts are held."""
 
 
 class Output(Section):

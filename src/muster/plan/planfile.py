@@ -133,6 +133,8 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, A
         "resources.mode": offer.mode if offer.mode != "commitment" else "reservation",
         "resources.locations": [offer.location],
     }
+    if candidate.option.price is not None:
+        found["resources.usd_per_host_hour"] = candidate.option.price.usd_per_gpu_hour * offer.gpus_per_node
     if every_steps is not None:
         found["checkpoint.every_steps"] = every_steps
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 #: Beyond it a time is no answer any more.
 AGES_H = 24 * 3650
 

@@ -113,10 +113,18 @@ class Recovery:
 
 
 def measured(
-    name: str, *, step_s: Sequence[float], recoveries: Sequence[Recovery], first_start_s: float | None = None
+    name: str,
+    *,
+    step_s: Sequence[float],
+    recoveries: Sequence[Recovery],
+    reference_s: float | None = None,
+    agent_start_s: float | None = None,
+    first_start_s: float | None = None,
 ) -> Profile:
     """The profile of a run's own log; stages that it never saw are taken from the shipped CPU or GPU table.
-    ``step_s``: without each attempt's first. A step is their median; what they take beyond it is the tax.
+    ``step_s``: without each attempt's first. A step is what it takes at the reference rate (``reference_s``; else their
+    median), and what they take beyond it on average is the tax: stalls, waits for data, noise.
+    ``agent_start_s``: from the first purchase until the first attempt could begin.
 
     Raises:
         UsageError: the log shows no step, or no recovery.
@@ -124,12 +132,16 @@ def measured(
     if not step_s or not recoveries:
         what = "steps" if not step_s else "healed incidents"
         raise UsageError(f"{name}: the log shows no {what} to measure a profile by", hint="muster drill makes some")
-    step = median(step_s)
+    step = reference_s or median(step_s)
     rest = shipped("cpu-measured" if step < 2 else DEFAULT)
     stages = dict(rest.stages)
-    stages["step"] = Stage(mean_s=step, cv=0.0, source=f"median of {len(step_s)} steps of {name}")
+    stages["step"] = Stage(
+        mean_s=step,
+        cv=0.0,
+        source=f"{'at the reference rate' if reference_s else f'median of {len(step_s)} steps'} of {name}",
+    )
     excess = max(0.0, fmean(step_s) / step - 1)
-    stages["tax"] = Stage(mean_s=excess, cv=0.0, source=f"mean of the same steps over their median, {name}")
+    stages["tax"] = Stage(mean_s=excess, cv=0.0, source=f"mean of {len(step_s)} steps over that, {name}")
     seen = {
         "end": [each.started_s for each in recoveries],
         "start": [max(0.0, each.first_step_s - each.started_s - step) for each in recoveries],
@@ -139,8 +151,9 @@ def measured(
         stages[stage] = Stage(mean_s=fmean(values), samples_s=tuple(values), source=source)
     within = Stage(mean_s=0.0, cv=0.0, source=f"within start, {name}")
     stages |= {"warmup": within, "relayout": within}
-    if first_start_s is not None:
-        stages["first_start"] = Stage(mean_s=first_start_s, cv=0.0, source=name)
+    for stage, once_s in (("agent_start", agent_start_s), ("first_start", first_start_s)):
+        if once_s is not None:
+            stages[stage] = Stage(mean_s=once_s, cv=0.0, source=name)
     detect: dict[str, tuple[float, ...]] = {}
     for each in recoveries:
         detect[each.kind] = (*detect.get(each.kind, ()), each.detect_s)

@@ -28,7 +28,8 @@ def host_up(c: Context, given: HostUp) -> None:
     c.send(given.host, {"t": "welcome", "attempt": c.state.attempt})
     if not host.granted:
         host.granted = True
-        price = c.settings.host_price.get(given.host, 0.0 if c.settings.free_hosts else None)
+        price = c.settings.host_price.get(given.host, c.settings.usd_per_host_hour)
+        price = 0.0 if price is None and c.settings.free_hosts else price
         c.log(
             "host.granted",
             {

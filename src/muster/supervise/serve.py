@@ -31,6 +31,7 @@ from muster.core.wire import read_token
 from muster.policy.load import load_policy
 from muster.supervise.fold import recover
 from muster.supervise.lease import LEASE_S, LeaseKeeper
+from muster.supervise.limits import LimitsGuard
 from muster.supervise.machine import Machine
 from muster.supervise.presence import Presence
 from muster.supervise.state import (
@@ -69,6 +70,8 @@ class Supervisor:
     bind: str = "127.0.0.1"
     result: End | None = None
     _orders: list[Input] = field(default_factory=list)
+    _limited: bool = False
+    """A limit of the run file was reached, and the run told so."""
 
     def serve(self) -> int:
         """Block until the run has ended; return its exit code.
@@ -83,7 +86,11 @@ class Supervisor:
         self.hub = Hub(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.hub.listen(self.bind)
-        state = recover(event for _, event in eventlog.read(self.run_dir / "events"))
+        before = [event for _, event in eventlog.read(self.run_dir / "events")]
+        state = recover(before)
+        self.guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
+        for event in sorted(before, key=lambda event: event.wall_ns):
+            self.guard.add(event)
         term = self.lease.take((address[0], int(address[1])))
         self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
         self.presence = Presence(timeout_s=spec.recovery.heartbeat_timeout_s)
@@ -107,6 +114,7 @@ class Supervisor:
             run_id=self.run_id,
             run_dir=str(self.run_dir),
             ranks_per_host=spec.resources.ranks_per_host or 1,
+            usd_per_host_hour=spec.resources.usd_per_host_hour,
             free_hosts=spec.backend == "local",
         )
 
@@ -125,8 +133,8 @@ class Supervisor:
             if now >= next_offset:
                 self._ping()
                 next_offset = now + int(OFFSET_EVERY_S * 1e9)
-            deadlines = [next_renewal, next_offset, self.machine.deadline_ns, self.presence.deadline_ns()]
-            due = min(at for at in deadlines if at is not None)
+            deadlines = [self.machine.deadline_ns, self.presence.deadline_ns(), self._limit()]
+            due = min(next_renewal, next_offset, *(at for at in deadlines if at is not None))
             asleep_from = self.clock.monotonic_ns()
             self.hub.run_once(max(0.0, (due - asleep_from) / 1e9))
             awake = self.clock.monotonic_ns()
@@ -137,6 +145,17 @@ class Supervisor:
             if self.machine.deadline_ns is not None and self.clock.monotonic_ns() >= self.machine.deadline_ns:
                 self._give(Tick())
         self._farewell()
+
+    def _limit(self) -> int | None:
+        """When the run file's next limit is due, on our clock; once it is, the run is asked to save and leave."""
+        found = None if self._limited else self.guard.next(self.clock.wall_ns())
+        if found is None:
+            return None
+        left_ns = found.at_wall_ns - self.clock.wall_ns()
+        if left_ns <= 0:
+            self._limited = True
+            self._orders.append(StopRequest(source=found.why, exit_code=130))
+        return self.clock.monotonic_ns() + max(0, left_ns)
 
     def _farewell(self) -> None:
         """Cite every writer's chain, then leave; agents still need a moment to read their orders."""
@@ -285,6 +304,11 @@ class Supervisor:
     def _append(self, kind: str, detail: Any, **more: Any) -> None:
         attempt = self.machine.state.attempt if hasattr(self, "machine") else 0
         event = self.log.append(kind, detail=detail, attempt=attempt, **more)
+        self.guard.add(event)
+        if kind == "host.granted" and len(self.guard.unpriced) == 1:
+            name = self.guard.unpriced[0]
+            text = f"limits.max_usd cannot be kept: what {name} costs is unknown (resources.usd_per_host_hour says it)"
+            self._append("run.note", {"text": text})
         if self.on_event is not None:
             self.on_event(event)
 

@@ -23,6 +23,8 @@ class Settings:
     ranks_per_host: int
     host_price: Mapping[str, float] = field(default_factory=dict)
     """Host -> USD per hour; absent: unknown."""
+    usd_per_host_hour: float | None = None
+    """Of hosts that ``host_price`` does not name."""
     free_hosts: bool = False
     """The user's own machines: an hour costs nothing."""
     collect_timeout_s: float = 5.0

@@ -36,6 +36,8 @@ from muster.core.wire import read_token
 
 #: Without a supervisor and without work an agent leaves after so long.
 LONELY_S = 120.0
+#: How often the lease is read while a supervisor is connected.
+LEASE_LOOK_S = 1.0
 
 
 class Agent:
@@ -53,6 +55,8 @@ class Agent:
         self.hub.listen(f"unix:{self.socket_path}")
         self.programs = Programs(agent=self)
         self.supervisor: Peer | None = None
+        self.supervisor_at: tuple[str, int] | None = None
+        self.lease_look_s = 0.0
         self.forkserver: Peer | None = None
         self.store: list[Any] | None = None
         self.standbys: dict[int, Standby] = {}
@@ -89,6 +93,7 @@ class Agent:
         tick_s = min(0.25, self.spec.recovery.heartbeat_timeout_s / 6)
         while self.leaving is None:
             self.hub.run_once(tick_s)
+            self._leave_deposed()
             if self.supervisor is None:
                 self._find_supervisor()
             self._watchdog()
@@ -123,6 +128,7 @@ class Agent:
         if time.monotonic() < self.contact_after:
             return  # a predecessor's ranks are still finding us: speak when all are here
         address = supervisor_address(self.run_dir)
+        self.supervisor_at = address
         if address is not None:
             try:
                 self.supervisor = self.hub.connect(*address, timeout_s=0.5)
@@ -136,6 +142,16 @@ class Agent:
         self.hub.send(self.supervisor, self._hello())
         for report in ([self.failure] if self.failure else []) + list(self.exits.values()):
             self.hub.send(self.supervisor, report)
+
+    def _leave_deposed(self) -> None:
+        """A holder that is silent (its node lost power) keeps a connection open: the lease says who counts."""
+        if self.supervisor is None or time.monotonic() < self.lease_look_s:
+            return
+        self.lease_look_s = time.monotonic() + LEASE_LOOK_S
+        address = supervisor_address(self.run_dir)
+        if address is not None and address != self.supervisor_at:
+            self.hub.close(self.supervisor)
+            self.supervisor = None
 
     def _hello(self) -> dict[str, Any]:
         return {

@@ -22,6 +22,7 @@ APIS = (
     "cloudresourcemanager.v1",
     "cloudbilling.v1",
     "artifactregistry.v1",
+    "cloudbuild.v1",
 )
 FORMATS = {
     "google-duration": r"-?\d+(\.\d{1,9})?s",
@@ -75,6 +76,11 @@ class Discovery:
                 pattern = re.compile(re.sub(r"\\\{\\?\+?(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(template)))
                 key = (host, method["httpMethod"], template.count("/"))
                 self._routes.setdefault(key, []).append((pattern, api, method))
+                if upload := method.get("mediaUpload", {}).get("protocols", {}).get("simple", {}).get("path"):
+                    upload = upload.lstrip("/")
+                    at = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(upload)))
+                    row = (at, api, {**method, "id": method["id"] + ".upload"})
+                    self._routes.setdefault((host, method["httpMethod"], upload.count("/")), []).append(row)
         self.match = functools.lru_cache(maxsize=None)(self._match)
 
     def _match(self, method: str, host: str, path: str) -> Match | None:
@@ -87,6 +93,8 @@ class Discovery:
     def complaints(self, match: Match, query: str, body: Any) -> list[str]:
         """Everything in the request that Google's documents do not know."""
         known = {**self._common[match.api], **match.method.get("parameters", {})}
+        if match.id.endswith(".upload"):
+            known["uploadType"] = {"enum": ["media"]}
         pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
         found = [f"query {name}: unknown" for name, _ in pairs if name not in known]
         found += [

@@ -91,6 +91,10 @@ class FakeGoogleCloud:
     """Path of a pod's log on the cluster -> its text."""
     commands: Callable[[str, list[str], bytes], tuple[int, bytes, bytes]] | None = None
     """Pod, argv and what is typed -> exit code, output, errors."""
+    builds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    build_ends: str = "SUCCESS"
+    images: set[str] = field(default_factory=set)
+    uploads: dict[str, bytes] = field(default_factory=dict)
     log: list[tuple[str, str]] = field(default_factory=list)
     creations: list[str] = field(default_factory=list)
 
@@ -168,6 +172,8 @@ class FakeGoogleCloud:
         if match.id == "compute.advice.capacity":
             scores = {"obtainability": 0.9, "estimatedUptime": "3600s"}
             return Reply(status=200, body={"recommendations": [{"scores": scores}]})
+        if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
+            return self._build(match, query, call)
         if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):
             return self._policy(match, call)
         if (
@@ -176,6 +182,36 @@ class FakeGoogleCloud:
         ):
             return _error(403, "SERVICE_DISABLED")
         return None
+
+    def _build(self, match: Match, query: dict[str, str], call: Call) -> Reply:
+        """Uploads, builds (three looks and they are done) and the images they made."""
+        if match.id.endswith(".upload"):
+            assert call.data is not None and call.body is None
+            self.uploads[query["name"]] = call.data
+            return Reply(status=200, body={"name": query["name"]})
+        if ".tags." in match.id:
+            there = match.path["tagsId"] in {image.rpartition(":")[2] for image in self.images}
+            return Reply(status=200, body={}) if there else _error(404, "NOT_FOUND")
+        if match.id.endswith("builds.list"):
+            return Reply(status=200, body={"builds": list(self.builds.values())})
+        if match.id.endswith("builds.create"):
+            assert call.body is not None and call.body["source"]["storageSource"]["object"] in self.uploads
+            build = {
+                **call.body,
+                "id": f"build-{len(self.builds) + 1}",
+                "status": "QUEUED",
+                "looks": 3,
+                "logUrl": "https://log",
+            }
+            self.builds[build["id"]] = build
+            return Reply(status=200, body={"name": "operations/build", "metadata": {"build": build}})
+        build = self.builds[match.path["buildsId" if "buildsId" in match.path else "id"]]
+        build["looks"] -= 1
+        if build["looks"] <= 0:
+            build["status"] = self.build_ends
+            if self.build_ends == "SUCCESS":
+                self.images |= set(build["images"])
+        return Reply(status=200, body=build)
 
     def _policy(self, match: Match, call: Call) -> Reply:
         bucket = match.path["bucket"]

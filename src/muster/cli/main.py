@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from muster import __version__
-from muster.cli import acting, cloud, drill, plan, reading, render, simulate, watch
+from muster.cli import acting, cloud, drill, image, plan, reading, render, simulate, watch
 from muster.cli import exec as exec_
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ plan.register(app)
 simulate.register(app)
 cloud.register(app)
 exec_.register(app)
+image.register(app)
 app.command()(render.render)
 
 

@@ -28,6 +28,8 @@ if ! ls kubernetes_*.orig.tar.* >/dev/null 2>&1; then
 fi
 ls golang-1.19-go_*.deb >/dev/null 2>&1 ||
   apt-get -qq -oAPT::Sandbox::User=root download golang-1.19-go golang-1.19-src golang-github-modern-go-reflect2-dev etcd-server
+rm -rf go deb gp/src/k8s.io/kubernetes  # what an interrupted run left
+mkdir -p go deb gp/src/k8s.io/kubernetes
 for package in golang-1.19*.deb; do dpkg -x "$package" go; done
 dpkg -x golang-github-modern-go-reflect2-dev*.deb deb
 dpkg -x etcd-server_*.deb deb

@@ -15,6 +15,7 @@ from muster.core.errors import AccessError, CapacityError
 SERVICES = (
     "artifactregistry.googleapis.com",
     "cloudbilling.googleapis.com",
+    "cloudbuild.googleapis.com",
     "cloudresourcemanager.googleapis.com",
     "compute.googleapis.com",
     "container.googleapis.com",
@@ -35,6 +36,7 @@ PERMISSIONS = {
     "storage.buckets.setIamPolicy": "roles/storage.admin",
     "artifactregistry.repositories.create": "roles/artifactregistry.admin",
     "artifactregistry.repositories.delete": "roles/artifactregistry.admin",
+    "cloudbuild.builds.create": "roles/cloudbuild.builds.editor",
     "iam.serviceAccounts.actAs": "roles/iam.serviceAccountUser",
 }
 

@@ -22,6 +22,8 @@ class Call:
     method: str
     url: str
     body: Mapping[str, Any] | None = None
+    data: bytes | None = None
+    """What is sent as it is, in place of a body."""
     content_type: str = "application/json"
     ca_pem: str | None = None
     """Certificate authority of a cluster's own endpoint."""
@@ -30,6 +32,8 @@ class Call:
 
     def shown(self) -> str:
         """The request as text, for a dry run."""
+        if self.data is not None:
+            return f"{self.method} {self.url}\n({len(self.data)} bytes of {self.content_type})"
         if self.body is None:
             return f"{self.method} {self.url}"
         body = "(secret)" if self.secret else json.dumps(self.body, indent=1, sort_keys=True)
@@ -123,7 +127,7 @@ class GoogleHttp:
 
 def exchange(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Reply:
     """Send one request with these headers. Raises Unreachable."""
-    data = None if call.body is None else json.dumps(call.body).encode()
+    data = call.data if call.body is None else json.dumps(call.body).encode()
     request = urllib.request.Request(call.url, data=data, method=call.method)
     request.add_header("content-type", call.content_type)
     for name, value in headers.items():

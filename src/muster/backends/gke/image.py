@@ -1,0 +1,169 @@
+"""The image of a run: what it is built from, whether its parts fit each other, and what is sent to be built. Pure.
+
+One table (``catalog/gke/versions.yaml``) says which driver, CUDA, NCCL plugin and torch were seen to work together.
+What it does not know is a warning that says so, never a guess.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import PurePosixPath
+from typing import Any
+
+from muster.catalog import gke as catalogue
+from muster.catalog.gke import Family, Machine
+
+EXTRAS = ("train", "data", "gcs", "gke")
+"""Of Muster's own; a pod trains, reads data and buckets, and queues the rest of its run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an image is made of."""
+
+    base: str
+    torch: str
+    torch_index: str
+
+    @property
+    def torch_cuda(self) -> str | None:
+        """``cu128`` of the index's address is CUDA 12.8; None for an index that does not say."""
+        found = re.search(r"/cu(\d\d)(\d)$", self.torch_index.rstrip("/"))
+        return f"{found[1]}.{found[2]}" if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubt:
+    """A pair that does not fit (``wrong``), or that nobody is known to have tried."""
+
+    message: str
+    wrong: bool = False
+
+
+def parts(*, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Parts:
+    """The table's, with what the user wants otherwise."""
+    table = catalogue.versions()["image"]
+    return Parts(
+        base=base or table["base"], torch=torch or str(table["torch"]), torch_index=torch_index or table["torch_index"]
+    )
+
+
+def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
+    """What does not fit, first; then what is not known to."""
+    rows = [row for row in catalogue.versions()["compatibility"] if row["family"] == family.name]
+    found = list(_of_the_base(made_of))
+    if not rows and machine.gpus:
+        found.append(Doubt(message=f"no known row for {family.name}: nobody here has seen any image work on it"))
+    for row in rows:
+        found += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
+    return sorted(found, key=lambda one: not one.wrong)
+
+
+def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
+    known = catalogue.versions()["image"]["bases"].get(made_of.base)
+    if known is None:
+        yield Doubt(message=f"base {made_of.base} is not in the table: its CUDA and glibc are not known here")
+    elif made_of.torch_cuda and _number(known["cuda"])[0] != _number(made_of.torch_cuda)[0]:
+        yield Doubt(
+            message=f"base has CUDA {known['cuda']}, torch is built for {made_of.torch_cuda}: torch.compile's nvcc and "
+            "torch's runtime are of different major versions",
+            wrong=True,
+        )
+    if made_of.torch_cuda is None:
+        yield Doubt(message=f"index {made_of.torch_index} does not say which CUDA torch is built for")
+
+
+def _of_the_row(made_of: Parts, row: Mapping[str, Any]) -> Iterator[Doubt]:
+    base = catalogue.versions()["image"]["bases"].get(made_of.base, {})
+    cuda, glibc = made_of.torch_cuda, base.get("glibc")
+    if cuda and "least_cuda" in row and _number(cuda) < _number(row["least_cuda"]):
+        wanted = f"{row['family']} needs CUDA {row['least_cuda']} or newer"
+        yield Doubt(message=f"torch is built for CUDA {cuda}, {wanted}", wrong=True)
+    if glibc and "least_glibc" in row and _number(glibc) < _number(row["least_glibc"]):
+        wanted = f"the NCCL plugin of {row['family']} needs {row['least_glibc']}"
+        yield Doubt(message=f"base has glibc {glibc}, {wanted}", wrong=True)
+    if "supported_nccl" in row:
+        versions = ", ".join(row["supported_nccl"])
+        yield Doubt(
+            message=f"{row['plugin']} is known with NCCL {versions}; the one that torch {made_of.torch} brings is not "
+            "in the table: the build's log prints it, and NCCL_DEBUG=INFO says at the start which one is used"
+        )
+    if "torch" in row and cuda and row["torch"] != f"cu{cuda.replace('.', '')}":
+        yield Doubt(
+            message=f"seen to work with torch {row['torch']}, not with {made_of.torch_index.rsplit('/', 1)[-1]}"
+        )
+
+
+def _of_the_node(family: Family, machine: Machine, row: Mapping[str, Any]) -> Iterator[Doubt]:
+    installed = " ".join(machine.fabric.images.values())
+    if machine.fabric.images and str(row["plugin"]) not in installed:
+        yield Doubt(message=f"the known row is for {row['plugin']}; nodes get {installed.rsplit('/', 1)[-1]}")
+    if "least_driver" in row and family.driver == "DEFAULT":
+        least = f"{family.name} needs {row['least_driver']} or newer"
+        yield Doubt(message=f"nodes get GKE's default driver, whose number is not known here; {least}")
+
+
+def context(made_of: Parts) -> bytes:
+    """What Cloud Build gets: Dockerfile, requirements and this installation of Muster, as a tar.gz. The same parts give
+    the same bytes."""
+    files = {"Dockerfile": _dockerfile(), "requirements.txt": requirements().encode()}
+    for path, data in _package(resources.files("muster"), PurePosixPath("muster")):
+        files[str(path)] = data
+    raw = io.BytesIO()
+    with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
+        for name in sorted(files):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(files[name]), 0o644
+            archive.addfile(entry, io.BytesIO(files[name]))
+    return raw.getvalue()
+
+
+def tag(made_of: Parts, data: bytes) -> str:
+    """The image's tag: the same parts and the same code are the same image, built once."""
+    words = "\n".join((made_of.base, made_of.torch, made_of.torch_index)).encode()
+    return hashlib.sha256(words + data).hexdigest()[:12]
+
+
+def build_arguments(made_of: Parts, image: str) -> list[str]:
+    """``docker``'s own, as Cloud Build runs it."""
+    return [
+        "build", "--build-arg", f"BASE={made_of.base}", "--build-arg", f"TORCH={made_of.torch}",
+        "--build-arg", f"TORCH_INDEX={made_of.torch_index}", "--tag", image, ".",
+    ]  # fmt: skip
+
+
+def requirements() -> str:
+    """What this installation of Muster asks for, torch aside: the image has it already."""
+    from packaging.requirements import Requirement
+
+    found = []
+    for text in metadata.requires("muster") or []:
+        one = Requirement(text)
+        wanted = one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if wanted and one.name not in ("torch", "muster"):
+            one.marker = None
+            found.append(str(one))
+    return "\n".join(sorted(set(found))) + "\n"
+
+
+def _dockerfile() -> bytes:
+    return (resources.files(__package__) / "Dockerfile").read_bytes()
+
+
+def _package(folder: Any, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name != "__pycache__":
+            yield from _package(entry, at / entry.name)
+        elif entry.is_file() and not entry.name.endswith((".pyc", ".so")):
+            yield at / entry.name, entry.read_bytes()
+
+
+def _number(version: object) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", str(version))]

@@ -1,0 +1,127 @@
+"""An image by Cloud Build: the context goes to a bucket, the image to the repository that ``up`` made; no docker."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.backends.gke.image import Parts, build_arguments
+from muster.backends.gke.provision.http import Call, Unreachable
+from muster.backends.gke.provision.resources import MARK
+from muster.backends.gke.provision.session import Session, refusal
+from muster.backends.gke.provision.site import Site
+from muster.core.errors import BackendError, UsageError
+
+NAME = "trainer"
+GOING = ("PENDING", "QUEUED", "WORKING")
+LONGEST_S = 7200.0
+DOCKER = "gcr.io/cloud-builders/docker"
+"""Google's builder image with the docker client (Cloud Build's documentation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One image: where it goes, and what it is built from."""
+
+    site: Site
+    parts: Parts
+    tag: str
+    data: bytes
+
+    @property
+    def image(self) -> str:
+        return f"{self.site.region}-docker.pkg.dev/{self.site.project}/{self.site.prefix}/{NAME}:{self.tag}"
+
+    @property
+    def bucket(self) -> str:
+        """Raises UsageError where the run file names none."""
+        if not self.site.buckets:
+            raise UsageError("no bucket to put the build's files in", hint="checkpoint.dir: gs://BUCKET/checkpoints")
+        return self.site.buckets[0]
+
+    @property
+    def source(self) -> str:
+        return f"muster-build/{self.tag}.tar.gz"
+
+    def calls(self) -> list[Call]:
+        """What building it sends, in order."""
+        return [self._there(), self._upload(), self._create()]
+
+    def run(self, session: Session) -> bool:
+        """Build and wait; False where the image was there already. Again after an interruption joins a running build.
+
+        Raises:
+            BackendError: the build failed; where its log is.
+        """
+        if self._exists(session):
+            return False
+        going = self._running(session)
+        if going is None:
+            session.ok(self._upload())
+            try:
+                going = session.ok(self._create()).body["metadata"]["build"]
+            except Unreachable:
+                going = self._running(session)  # the answer is lost, not necessarily the build
+                if going is None:
+                    raise
+        self._wait(session, going)
+        return True
+
+    def _exists(self, session: Session) -> bool:
+        call = self._there()
+        reply = session.send(call)
+        if reply.status >= 300 and reply.status != 404:
+            raise refusal(call, reply)
+        return reply.status < 300
+
+    def _running(self, session: Session) -> Mapping[str, Any] | None:
+        condition = urllib.parse.quote(f'tags="{MARK.replace(" ", "-")}-{self.tag}"')
+        rows = session.ok(Call(method="GET", url=f"{self._builds}?filter={condition}")).body.get("builds", [])
+        return next((row for row in rows if row.get("status") in GOING), None)
+
+    def _wait(self, session: Session, build: Mapping[str, Any]) -> None:
+        url, waited_s, pause_s = f"{self._builds}/{build['id']}", 0.0, 5.0
+        while build.get("status") in GOING:
+            if waited_s > LONGEST_S:
+                raise BackendError(f"the build {build['id']} does not end", hint=str(build.get("logUrl", url)))
+            session.clock.sleep(pause_s)
+            waited_s += pause_s
+            build = session.ok(Call(method="GET", url=url)).body
+        if build.get("status") != "SUCCESS":
+            words = build.get("statusDetail") or build.get("failureInfo", {}).get("detail") or "it does not say why"
+            raise BackendError(f"the build ended as {build.get('status')}: {words}", hint=f"log: {build.get('logUrl')}")
+
+    def _there(self) -> Call:
+        folder = f"projects/{self.site.project}/locations/{self.site.region}/repositories/{self.site.prefix}"
+        return Call(
+            method="GET",
+            url=f"https://artifactregistry.googleapis.com/v1/{folder}/packages/{NAME}/tags/{self.tag}",
+        )
+
+    def _upload(self) -> Call:
+        name = urllib.parse.quote(self.source, safe="")
+        base = "https://storage.googleapis.com/upload/storage/v1/b"
+        return Call(
+            method="POST",
+            url=f"{base}/{self.bucket}/o?uploadType=media&name={name}",
+            data=self.data,
+            content_type="application/gzip",
+        )
+
+    def _create(self) -> Call:
+        body = {
+            "source": {"storageSource": {"bucket": self.bucket, "object": self.source}},
+            "steps": [{"name": DOCKER, "args": build_arguments(self.parts, self.image)}],
+            "images": [self.image],
+            "tags": [f"{MARK.replace(' ', '-')}-{self.tag}"],
+            "timeout": f"{int(LONGEST_S)}s",
+            # torch and CUDA unpack to tens of GB; the default machine has 1 CPU and 100 GB.
+            "options": {"machineType": "E2_HIGHCPU_8", "diskSizeGb": "200", "logging": "CLOUD_LOGGING_ONLY"},
+        }
+        return Call(method="POST", url=self._builds, body=body)
+
+    @property
+    def _builds(self) -> str:
+        return f"https://cloudbuild.googleapis.com/v1/projects/{self.site.project}/locations/{self.site.region}/builds"

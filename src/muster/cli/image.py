@@ -1,0 +1,41 @@
+"""``muster image RUN.yaml``: build the image that a run file's machine needs."""
+
+from __future__ import annotations
+
+import typer
+
+RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
+OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(image)
+
+
+def image(
+    run_file: str = RUN_FILE,
+    overrides: list[str] = OVERRIDES,
+    zone: str | None = typer.Option(None, "--zone", help="Zone; default: the first of resources.locations."),
+    base: str | None = typer.Option(None, "--base", help="Base image; default: the table's."),
+    torch: str | None = typer.Option(None, "--torch", help="Version of torch; default: the table's."),
+    torch_index: str | None = typer.Option(None, "--torch-index", help="pip index of torch; its name says which CUDA."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; touch nothing."),
+) -> None:
+    """Build the run's image by Cloud Build, without docker here, and print its name; the same parts are built once."""
+    from muster.app import image as use_case
+    from muster.cli import say
+    from muster.core import runfile
+
+    spec = runfile.load(run_file, overrides or [], environment=False).spec
+    found = use_case.image_of(spec, zone=zone, base=base, torch=torch, torch_index=torch_index)
+    for doubt in found.doubts:
+        say.talk(f"warning: {doubt.message}")
+    if dry_run:
+        for call in found.calls():
+            say.data(call.shown())
+        return
+    say.talk(f"building {found.name}: some 20 minutes the first time")
+    built = use_case.build(found)
+    say.data(found.name)
+    say.talk(("built" if built else "it was there already") + f"; hint: resources.image: {found.name}")

@@ -1,0 +1,146 @@
+"""The image of a run: its parts against the table, its context, and a Cloud Build that fails on purpose."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+from cases import spec
+
+from muster.app.image import build, image_of
+from muster.backends.gke.image import Parts, context, doubts, parts, requirements, tag
+from muster.catalog import gke as catalogue
+from muster.core.errors import BackendError, UsageError
+
+discovery = pytest.importorskip("fakes.discovery")
+if discovery.folder() is None:
+    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
+
+from fakes.gcp import FakeGoogleCloud  # noqa: E402
+
+DOCUMENTS = discovery.Discovery(discovery.folder())
+SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project")
+
+
+class Clock:
+    def sleep(self, seconds):
+        pass
+
+
+def messages(machine, **changes):
+    family, found = catalogue.find(machine, None)
+    return [(one.wrong, one.message) for one in doubts(parts(**changes), family, found)]
+
+
+def test_the_tables_own_parts_are_not_wrong_anywhere():
+    for family in catalogue.families().values():
+        for machine in family.machines.values():
+            assert not any(one.wrong for one in doubts(parts(), family, machine)), machine.name
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "wrong", "words"),
+    [
+        (
+            "a4-highgpu-8g",
+            {"torch_index": "https://x/whl/cu126"},
+            True,
+            "torch is built for CUDA 12.6, a4 needs CUDA 12.8",
+        ),
+        ("a4-highgpu-8g", {"torch_index": "https://x/whl/cu130"}, True, "of different major versions"),
+        ("a4-highgpu-8g", {"torch_index": "https://x/simple"}, False, "does not say which CUDA"),
+        ("a4-highgpu-8g", {"base": "debian:13"}, False, "base debian:13 is not in the table"),
+        ("a4-highgpu-8g", {}, False, "is known with NCCL 2.25, 2.26"),
+        ("a3-ultragpu-8g", {}, False, "no known row for a3-ultra"),
+    ],
+)
+def test_what_does_not_fit_or_is_not_known_is_said(machine, changes, wrong, words):
+    assert any(one == wrong and words in text for one, text in messages(machine, **changes)), messages(
+        machine, **changes
+    )
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_is_sent():
+    with pytest.raises(UsageError, match="these do not fit: torch is built for CUDA 12"):
+        image_of(SPEC, torch_index="https://x/whl/cu126")
+
+
+def test_the_context_is_this_muster_and_always_the_same(tmp_path):
+    data = context(parts())
+    assert context(parts()) == data and len(data) < 8_000_000
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        names = set(archive.getnames())
+        archive.extractall(tmp_path, filter="data")
+    assert {"Dockerfile", "requirements.txt", "muster/agent/__main__.py", "muster/backends/gke/pod.py"} <= names
+    assert not any("__pycache__" in name for name in names)
+    code = (
+        "import muster, muster.agent.__main__, muster.backends.gke.pod, muster.app.supervisor; print(muster.__file__)"
+    )
+    argv = [sys.executable, "-P", "-c", code]
+    ran = subprocess.run(
+        argv, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, timeout=60, check=True
+    )
+    assert ran.stdout.startswith(str(tmp_path)), "what is packed starts"
+
+
+def test_what_it_installs_is_what_a_pod_needs():
+    words = requirements().split()
+    assert any(word.startswith("transformers") for word in words) and any(
+        word.startswith("google-auth") for word in words
+    )
+    assert not any(word.startswith(("torch", "pytest", "muster")) for word in words)
+
+
+def test_another_part_is_another_image():
+    data = b"x"
+    one = Parts(base="a", torch="1", torch_index="b")
+    assert len({tag(one, data), tag(one, b"y"), tag(Parts(base="a", torch="2", torch_index="b"), data)}) == 3
+
+
+def test_built_once(google=None):
+    google = FakeGoogleCloud(DOCUMENTS)
+    image = image_of(SPEC)
+    assert image.name.startswith("us-central1-docker.pkg.dev/example-project/muster/trainer:")
+    assert build(image, http=google, clock=Clock()) is True
+    (made,) = google.builds.values()
+    assert made["images"] == [image.name] == list(google.images)
+    assert google.uploads == {f"muster-build/{image.build.tag}.tar.gz": image.build.data}
+    assert build(image, http=google, clock=Clock()) is False and len(google.builds) == 1
+
+
+def test_an_interrupted_build_is_joined_not_doubled():
+    google = FakeGoogleCloud(DOCUMENTS, lose={4})
+    image = image_of(SPEC)
+    assert build(image, http=google, clock=Clock()) is True
+    assert len(google.builds) == 1, "the answer to the create was lost, the build was not"
+
+
+def test_a_build_that_failed_says_where_its_log_is():
+    google = FakeGoogleCloud(DOCUMENTS, build_ends="FAILURE")
+    with pytest.raises(BackendError, match="ended as FAILURE") as caught:
+        build(image_of(SPEC), http=google, clock=Clock())
+    assert "https://log" in caught.value.hint and not google.images
+
+
+def test_the_dry_run_shows_sizes_not_bytes():
+    shown = "\n".join(call.shown() for call in image_of(SPEC).calls())
+    assert "bytes of application/gzip" in shown and "cloud-builders/docker" in shown
+
+
+def test_without_a_bucket_there_is_nowhere_to_put_it():
+    plain = spec("a4-highgpu-8g", "spot", project="example-project", checkpoint={})
+    with pytest.raises(UsageError, match="no bucket"):
+        image_of(plain).calls()
+
+
+def test_the_dockerfile_takes_what_is_given():
+    from muster.backends.gke.image import build_arguments
+
+    text = context(parts())
+    with tarfile.open(fileobj=io.BytesIO(text)) as archive:
+        dockerfile = archive.extractfile("Dockerfile").read().decode()
+    given = [word.partition("=")[0] for word in build_arguments(parts(), "i") if "=" in word]
+    assert sorted(given) == sorted(set(given)) and all(f"ARG {name}\n" in dockerfile for name in given)
+    assert json.dumps(given) == '["BASE", "TORCH", "TORCH_INDEX"]'

@@ -24,17 +24,18 @@ from types import FrameType
 from typing import Any
 
 from muster.backends.slurm import reach
-from muster.backends.slurm.commands import Slurm, joined, name_of
-from muster.backends.slurm.script import SCRIPT, program
+from muster.backends.slurm.commands import Slurm, joined
+from muster.backends.slurm.further import go_on
+from muster.backends.slurm.script import program
 from muster.core import runlogs, runs
 from muster.core.errors import MusterError
 from muster.core.spec import RunSpec
 from muster.core.wire import read_token
 
-#: The nth job of a run: handed from one to the next.
-PART = "MUSTER_PART"
 #: After the run's verdict: steps of nodes that are cut off do not end by themselves.
 LINGER_S = 5.0
+#: The order before the time limit: save, leave, want to run again.
+TIME_IS_UP: Mapping[str, object] = {"t": "stop", "save": True, "again": True, "source": "Slurm's time limit"}
 #: A step that ended although the run goes on is started again, so often at most.
 STEP_STARTS = 4
 STEP_PAUSE_S = 10.0
@@ -81,7 +82,9 @@ class Batch:
             return 1
         code = int(verdict.get("exit_code", 1))
         _say(f"{verdict.get('outcome')}: {verdict.get('reason', '')}")
-        return self._go_on(code) if self.notice and code == 75 else code
+        if self.notice and code == 75 and go_on(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _say):
+            return 0  # for Slurm this job did what it was to do
+        return code
 
     # ------------------------------------------------------------ steps
 
@@ -169,34 +172,7 @@ class Batch:
     def _tell(self) -> bool:
         """Ask the supervisor to save and leave with 75; False: it could not be reached, ask again."""
         _say("the time limit is near: asking the run to save and leave")
-        order = {"t": "stop", "save": True, "again": True, "source": "Slurm's time limit"}
-        return tell_supervisor(self.run_dir, order)
-
-    def _go_on(self, code: int) -> int:
-        """The run saved because its time was up: let a further job go on. 0 where one is on its way."""
-        part = int(self.environ.get(PART, "1"))
-        name = self.environ.get("SLURM_JOB_NAME", name_of(self.run_id))
-        if self.spec.slurm.go_on == "no" or part >= self.spec.slurm.max_jobs:
-            _say(f"saved; slurm.go_on is {self.spec.slurm.go_on}, this was job {part} of {self.spec.slurm.max_jobs}")
-            return code
-        if self.spec.slurm.go_on == "new_job":
-            try:
-                waiting = [job for job in self.slurm.jobs(self.run_id) if not job.ended and job.id != self.job_id]
-                if waiting:  # handed in already: by an earlier try of ours, or by the user
-                    following = waiting[-1].id
-                else:
-                    following = self.slurm.submit(
-                        str(self.run_dir / SCRIPT), name=name, variables={PART: str(part + 1)}
-                    )
-                _say(f"goes on in job {following}")
-                return 0
-            except MusterError as error:
-                _say(f"cannot hand in a further job from here ({error}); putting this one into the queue again")
-        try:
-            self.slurm.requeue(self.job_id)
-        except MusterError as error:
-            _say(f"cannot requeue either: {error}; muster recover {self.run_id} goes on")
-        return code
+        return tell_supervisor(self.run_dir, TIME_IS_UP)
 
 
 def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:

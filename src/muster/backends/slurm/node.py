@@ -25,9 +25,10 @@ from types import FrameType
 from typing import Any
 
 from muster.backends.slurm import reach
-from muster.backends.slurm.batch import tell_supervisor
+from muster.backends.slurm.batch import LINGER_S, TIME_IS_UP, tell_supervisor
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.fabric import wrapped
+from muster.backends.slurm.further import go_on
 from muster.core import runlogs
 from muster.core.errors import ConflictError, MusterError
 from muster.core.spec import RunSpec
@@ -45,6 +46,8 @@ FIRST_START_S = 60.0
 SUPERVISOR_STARTS = 6
 #: After the verdict the agent gets so long to leave.
 LEAVE_S = 10.0
+#: After that a living batch program has ended the job.
+BATCH_LEAVES_S = LINGER_S + 3.0
 
 
 @dataclass
@@ -66,7 +69,9 @@ class Node:
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.not_before_s = 0.0
-        self.term = False
+        self.term = self.noticed = False
+        self.ends_s: float | None = None
+        """Where this node stands in for the batch node: when the notice before the time limit is due."""
         self.heard_s = time.monotonic()
         """When the holder of the lease was last reached."""
         self.looked_s = 0.0
@@ -92,10 +97,24 @@ class Node:
                 self._watch_lease()
                 if self.term and self.supervisor is not None:
                     self._pass_on_term()
+                if self.ends_s is not None and time.time() > self.ends_s and not self.noticed:
+                    self._notice()
         self._end_children()
         verdict = self._verdict() or {}
+        code = int(verdict.get("exit_code", 1))
+        if self.starts and self.index:
+            self._stand_in(code)
         _say("left")
-        return int(verdict.get("exit_code", 1)) if self.starts else 0
+        return code if self.starts else 0
+
+    def _stand_in(self, code: int) -> None:
+        """The batch node was lost, most likely: do what its program would have done at the end of the run."""
+        if self.noticed and code == 75:
+            go_on(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _say)
+        time.sleep(BATCH_LEAVES_S)  # it ends the job, and with it this step, where it lives after all
+        _say("nobody ends the job: ending it, so that its nodes are free")
+        with contextlib.suppress(MusterError):
+            self.slurm.cancel(self.environ["SLURM_JOB_ID"])
 
     # ------------------------------------------------------------ children
 
@@ -129,7 +148,7 @@ class Node:
         if self.agent is not None and self.agent.poll() is not None:
             _say(f"the agent ended with code {self.agent.returncode}")
             self.agent, self.agent_ended_s = None, now
-        elif self.agent is None and now - self.agent_ended_s > 3.0 and self._verdict() is None:
+        elif self.agent is None and now - self.agent_ended_s > 3.0 and self._in_touch() and self._verdict() is None:
             self._start_agent()  # it left for want of a supervisor, or was cut off: as a spare it is welcome
         if self.supervisor is not None and self.supervisor.poll() is not None:
             _say(f"the supervisor ended with code {self.supervisor.returncode}")
@@ -143,6 +162,9 @@ class Node:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, until - time.monotonic()))
             child.kill()
+
+    def _in_touch(self) -> bool:
+        return time.monotonic() - self.heard_s < 2 * FAR_LOOK_EVERY_S or self.supervisor is not None
 
     def _done(self) -> bool:
         if self.supervisor is not None:
@@ -180,6 +202,7 @@ class Node:
         if self.slurm.answers():
             if self._vacate(record):
                 self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
+                self.ends_s = self._notice_due()
         elif silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
             self._cut_off(silent_s)
 
@@ -224,6 +247,17 @@ class Node:
 
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
         self.term = True
+
+    def _notice_due(self) -> float | None:
+        """The batch node's notice is lost with it: be on time ourselves."""
+        with contextlib.suppress(MusterError):
+            for job in self.slurm.jobs(self.run_id):
+                if job.id == self.environ["SLURM_JOB_ID"] and job.end_s is not None and self.spec.slurm.notice_s:
+                    return job.end_s - self.spec.slurm.notice_s
+        return None
+
+    def _notice(self) -> None:
+        self.noticed = tell_supervisor(self.run_dir, TIME_IS_UP)
 
     def _pass_on_term(self) -> None:
         """proctrack/cgroup signals a step's own task alone, proctrack/linuxproc everything below it too."""

@@ -282,15 +282,16 @@ class Programs:
         sources = {}
         for item in message["fetch"]:
             rank, tier = int(item["rank"]), "own" if item["tier"] == "memory" else "peer"
+            held_as = int(item.get("held_as", rank))
             if item["address"] is None:
-                sources[str(rank)] = str(self.agent.memory / file_name(tier, key, rank))
+                sources[str(rank)] = str(self.agent.memory / file_name(tier, key, held_as))
                 continue
             target = file_name("fetched", key, rank)
             self._tell_mover(
                 {
                     "do": "fetch",
                     "address": item["address"],
-                    "file": file_name(tier, key, rank),
+                    "file": file_name(tier, key, held_as),
                     "target": target,
                     "step": restore["step"],
                     "attempt": message["restore_attempt"],

@@ -40,6 +40,17 @@ class Worker:
     last: Mapping[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     reported_hang: bool = False
+    kept: bool = False
+    """Its attempt ends, and it is to go on in the next one."""
+    paused: int | None = None
+    """It stands still after this step, and waits for its next place."""
+
+    def begin(self, rank: int, attempt: int, *, now_s: float) -> None:
+        """Count from here as ``rank`` of ``attempt``."""
+        self.rank, self.attempt = rank, attempt
+        self.kept, self.paused, self.reported_hang, self.last = False, None, False, {}
+        self.first_step, self.stepped = None, False
+        self.progress_s = self.seen_s = now_s
 
 
 def parent_of(pid: int) -> int:

@@ -17,7 +17,7 @@ def hanging(
     """
     found = []
     for worker in workers:
-        if worker.reported_hang:
+        if worker.reported_hang or worker.kept:
             continue
         silent = now_s - worker.seen_s
         stuck = now_s - worker.progress_s

@@ -165,6 +165,15 @@ class Saver:
             self._job.thread.join()
         return self.poll()
 
+    def abandon(self) -> None:
+        """The ranks' group is broken: give up the save under way without waiting for its bytes.
+
+        Its thread fails at the next exchange, before the marker; one that was past it has committed.
+        """
+        if self._job is not None and self.poll() is None:
+            job, self._job = self._job, None
+            self._emit("checkpoint.failed", job.step, uri=self._uri(job.step), reason="its world came to an end")
+
     @property
     def busy(self) -> bool:
         """A save has begun and is not collected yet."""

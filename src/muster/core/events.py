@@ -136,11 +136,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "resume_step": "last applied step it starts from, -1: none",
                 "tier": "where from",
                 "cause": "incident id",
+                "kept": "ranks whose processes go on from the attempt before",
             },
         ),
         "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),
         "rank.started": Kind(
-            doc="A rank's process exists.", required={"pid": "process id"}, optional={"standby": "was warm"}
+            doc="A rank's process exists, or goes on in a new attempt.",
+            required={"pid": "process id"},
+            optional={"standby": "was warm", "kept": "it ran in the attempt before"},
         ),
         "rank.exited": Kind(
             doc="A rank's process is gone.",

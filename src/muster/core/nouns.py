@@ -110,6 +110,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
 
     @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one copy of the model between them; a replica's are numbered one after another."""
+        return self.world_size // self.dp_replicate
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different micro-batches."""
         return self.dp_replicate * self.dp_shard

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from muster.core.nouns import Layout
+
+#: What a rank says when its peer died under it: a consequence, never the cause.
+LOST_PEER = re.compile(
+    r"Connection (reset|closed|refused)|connection closed|Broken pipe|gloo.*(transport|peer|timed out)|NCCL.*abort"
+    r"|Timed out waiting|recvValue|Socket closed|DistNetworkError|Socket operation|Transport endpoint",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,8 @@ class RankContext:
     restore: Restore | None = None
     peer_copy: bool = False
     """Another host gets a copy of each snapshot: take the next one only when it holds the last."""
+    kept_rank: int | None = None
+    """The rank of the attempt before whose process goes on as this one; None: a fresh process."""
     failures: int = 0
     """Failures of the run that the supervisor has seen, and the seconds in which it saw them: for the interval of
     saves (``core.intervals``)."""
@@ -97,4 +107,19 @@ class Link(Protocol):
 
     def order(self) -> Order | None:
         """The newest order not yet taken, or None."""
+        ...
+
+    def pause_asked(self) -> bool:
+        """Whether this rank is to leave the world it is in, and to go on in another with what it holds."""
+        ...
+
+    def on_pause(self, act: Callable[[], None]) -> None:
+        """Call ``act``, from another thread, as soon as a pause is asked: it frees a rank that waits for a peer."""
+        ...
+
+    def next_place(self, step: int) -> RankContext | None:
+        """Say that the rank stands still after ``step`` and wait for its place in the next attempt.
+
+        None: nobody gives it one, so whatever broke its world stands.
+        """
         ...

@@ -7,7 +7,7 @@ Nothing sleeps and nothing polls: a healthy stretch of steps is one event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -254,7 +254,7 @@ class Cluster:
             host.ranks = [int(context["rank"]) for context in message["contexts"]]
             self._maybe_begin(host.attempt, message)
         elif kind == "end":
-            self._end(host, int(message["attempt"]))
+            self._end(host, int(message["attempt"]), message.get("keep", ()))
         elif kind == "order":
             self._obey(message["order"])
 
@@ -360,14 +360,15 @@ class Cluster:
         if self._job not in ("start", "stopped"):
             self._job = job
 
-    def _end(self, host: VirtualHost, attempt: int) -> None:
+    def _end(self, host: VirtualHost, attempt: int, keep: Iterable[int]) -> None:
         self._settle_steps()
         if host.ranks:
             self._stop_stepping("restart")
         if self._job == "detect":
             self._job = "restart"
+        kept = {str(rank): self._step for rank in keep if rank in host.ranks}
         host.ranks = []
-        message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory()}
+        message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory(), "kept": kept}
         boots = host.boots
         if self._ending[0] != attempt:  # all hosts end one attempt's ranks alike: the slowest is what counts
             self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from muster.core.ranks import RankContext, Restore
 from muster.supervise.context import LEFT, Context
-from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete
+from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete, twins_elsewhere
 from muster.supervise.state import SECOND_NS, End, Phase
+from muster.supervise.survivors import hosts_first, keepable, kept_as, whole_replicas
 
 
 def collect(c: Context, *, wait: bool = False) -> None:
@@ -20,8 +22,12 @@ def collect(c: Context, *, wait: bool = False) -> None:
     state.yielding = False
     state.collecting = set(members)
     c.deadline(c.settings.collect_timeout_s)
+    keep = keepable(c)
+    why = state.open.incident_id if state.open else ""
     for name in sorted(members):
-        c.send(name, {"t": "end", "attempt": state.attempt, "why": state.open.incident_id if state.open else ""})
+        state.hosts[name].kept = {}
+        mine = [rank for rank in sorted(keep) if state.ranks[rank] == name]
+        c.send(name, {"t": "end", "attempt": state.attempt, "why": why, **({"keep": mine} if mine else {})})
     collected_all(c)
 
 
@@ -52,8 +58,12 @@ def has_store(c: Context, names: list[str]) -> bool:
 def begin(c: Context) -> None:
     """Form a world on ``target`` and start its ranks."""
     state = c.state
+    before, ranks_before = state.layout, state.ranks
     layout = None
+    whole = whole_replicas(before, ranks_before, {name: set(host.kept) for name, host in state.hosts.items()})
     hosts = list(state.target)
+    if len(hosts) < len(state.active):
+        hosts = hosts_first(hosts, ranks_before, whole)
     while hosts and layout is None:
         layout = layout_for(c.settings.spec.parallelism, len(hosts) * c.settings.ranks_per_host)
         if layout is None:
@@ -67,11 +77,12 @@ def begin(c: Context) -> None:
         state.restarts_without_progress += 1
         state.failures += 1
     state.watched_from_ns = c.now_ns if state.watched_from_ns is None else state.watched_from_ns
-    state.phase, state.stepped, state.exited = Phase.RUN, False, {}
+    state.phase, state.stepped, state.exited, state.blamed = Phase.RUN, False, {}, set()
     state.waiting_since_ns, state.needed_hosts = None, 0
     per_host = c.settings.ranks_per_host
     state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
     choice = restore_choice(c)
+    kept = kept_as(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
     resume_step = choice.step if choice else -1
     if state.open is not None:
         state.open.stages_ns["resume_step"] = max(resume_step, 0)
@@ -84,6 +95,7 @@ def begin(c: Context) -> None:
             "hosts": {name: [rank for rank, on in state.ranks.items() if on == name] for name in hosts},
             "resume_step": resume_step,
             **({"tier": "memory"} if choice else {}),
+            **({"kept": sorted(kept)} if kept else {}),
             **({"cause": state.open.incident_id} if state.open else {}),
         },
         sync=True,
@@ -93,7 +105,8 @@ def begin(c: Context) -> None:
         if name not in hosts:
             c.log("phase", {"reason": "held for an emergency"}, host=name, phase="spare")
     for name in hosts:
-        c.send(name, start_message(c, name, choice))
+        c.send(name, start_message(c, name, choice, kept))
+        state.hosts[name].kept = {}
 
 
 def restore_choice(c: Context) -> Choice | None:
@@ -115,8 +128,14 @@ def restore_choice(c: Context) -> Choice | None:
     return choice if choice is not None and choice.step >= c.state.committed_step else None
 
 
-def start_message(c: Context, name: str, choice: Choice | None) -> dict[str, Any]:
-    """What one host is told: its ranks, where they meet, where each shard of their state lies."""
+def start_message(
+    c: Context, name: str, choice: Choice | None, kept: Mapping[int, int] | None = None
+) -> dict[str, Any]:
+    """What one host is told: its ranks, where they meet, where each shard of their state lies.
+
+    ``kept``: ranks of this attempt -> the rank of the one before whose process goes on.
+    """
+    kept = kept or {}
     state = c.state
     store_host = next((host for host in state.active if state.hosts[host].store), None)
     address, port = state.hosts[store_host].store or ("127.0.0.1", 0) if store_host else ("127.0.0.1", 0)
@@ -126,15 +145,19 @@ def start_message(c: Context, name: str, choice: Choice | None) -> dict[str, Any
     fetch = []
     if choice is not None:
         restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout)
-        needed = mine if choice.layout == state.layout else list(range(choice.layout.world_size))
-        for rank in needed:
-            holder = choice.sources[rank]
+        standing = state.hosts[name].kept
+        lacking = [rank for rank in mine if rank not in kept or standing.get(kept[rank]) != choice.step]
+        if choice.layout != state.layout and lacking:
+            lacking = list(range(choice.layout.world_size))
+        for rank in lacking:
+            held = choice.shards[rank]
             fetch.append(
                 {
                     "rank": rank,
-                    "host": holder,
-                    "tier": choice.tiers[rank],
-                    "address": None if holder == name else list(state.hosts[holder].memory or ()),
+                    "held_as": held.rank,
+                    "host": held.host,
+                    "tier": held.tier,
+                    "address": None if held.host == name else list(state.hosts[held.host].memory or ()),
                 }
             )
     contexts = [
@@ -152,6 +175,7 @@ def start_message(c: Context, name: str, choice: Choice | None) -> dict[str, Any
             master_port=port,
             restore=restore,
             peer_copy=peer is not None,
+            kept_rank=kept.get(rank),
             failures=state.failures,
             observed_s=(c.now_ns - (state.watched_from_ns or c.now_ns)) / SECOND_NS,
         ).to_json()
@@ -192,6 +216,8 @@ def peer_of(c: Context, name: str) -> list[Any] | None:
     active = c.state.active
     if len(active) < 2 or wanted is False:
         return None
+    if wanted is None and twins_elsewhere(c.state.layout, c.state.ranks, name):
+        return None  # another replica holds the same state
     memory = c.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
     return list(memory) if memory else None
 

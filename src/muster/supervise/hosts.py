@@ -16,7 +16,7 @@ from muster.supervise.state import Host, HostDown, HostUp, Phase
 def host_up(c: Context, given: HostUp) -> None:
     host = c.state.hosts.setdefault(given.host, Host(name=given.host))
     hello = given.hello
-    host.connected, host.store = True, None
+    host.connected, host.store, host.kept = True, None, {}
     host.alive = {int(rank): pid for rank, pid in hello.get("alive", {}).items()}
     host.exited = {int(rank) for rank in hello.get("exited", ())}
     host.attempt = int(hello.get("attempt", 0))
@@ -78,7 +78,7 @@ def host_ready(c: Context, host: Host, message: Mapping[str, Any]) -> None:
             begin(c)
     elif phase is Phase.WAIT:
         capacity_came(c, host)
-    elif phase is Phase.RUN and host.name not in c.state.active and not host.quarantined:
+    elif phase is Phase.RUN and host.name not in c.state.active and not host.quarantined:  # noqa: SIM102 (it acts)
         if not look_for_growth(c):
             c.log("phase", {"reason": "held for an emergency"}, host=host.name, phase="spare")
 
@@ -139,7 +139,7 @@ def host_down(c: Context, given: HostDown) -> None:
     if host is None or not host.connected:
         return
     host.connected = host.ready = False
-    host.snapshots = []
+    host.snapshots, host.kept = [], {}
     c.log("host.lost", {"evidence": given.why}, host=given.host)
     phase = c.state.phase
     if phase is Phase.STOPPING:

@@ -10,6 +10,7 @@ from muster.policy.situation import Situation
 from muster.supervise.attempts import collect, finish
 from muster.supervise.context import YIELDED, Context
 from muster.supervise.state import SECOND_NS, OpenIncident, Phase
+from muster.supervise.survivors import keepable
 
 #: Says nothing against the host it happened on.
 _NOT_THE_HOSTS = (
@@ -52,6 +53,8 @@ def incident(
     if host in state.hosts and kind not in _NOT_THE_HOSTS:
         since_ns = c.now_ns - int(c.settings.lemon_window_s * SECOND_NS)
         state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [c.now_ns]
+    if rank is not None:
+        state.blamed.add(rank)
     c.log(
         "incident",
         {"incident_id": found.incident_id, "incident": kind.value, "evidence": evidence, **(detail or {})},
@@ -129,7 +132,10 @@ def act(c: Context, decision: Decision, incident: Incident) -> None:
         usable = c.usable()
         members += [name for name in new if name in usable and name not in members]
         state.target = members
-        ask_to_leave(c)
+        if keepable(c):
+            collect(c)  # the ranks keep their processes: the pause is the step they are in
+        else:
+            ask_to_leave(c)
         return
     state.target = members
     if action is Action.WAIT:

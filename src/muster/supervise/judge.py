@@ -8,13 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.nouns import IncidentKind
+from muster.core.ranks import LOST_PEER
 
-#: What a rank says when its peer died under it: a consequence, never the cause.
-_SECONDARY = re.compile(
-    r"Connection (reset|closed|refused)|connection closed|Broken pipe|gloo.*(transport|peer|timed out)|NCCL.*abort"
-    r"|Timed out waiting|recvValue|Socket closed|DistNetworkError",
-    re.IGNORECASE,
-)
 #: What allocators say (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
@@ -45,7 +40,7 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str,
         return IncidentKind.NOT_FINITE, f"{where}: {first_line}", detail
     if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
         return IncidentKind.RANK_OOM, f"{where} ran out of memory: {first_line}", detail
-    if _SECONDARY.search(text):
+    if LOST_PEER.search(text):
         return IncidentKind.RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
     name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
     return IncidentKind.RANK_EXCEPTION, f"{where}: {name}{first_line}", detail

@@ -49,9 +49,8 @@ class Choice:
     step: int
     attempt: int
     layout: Layout
-    sources: Mapping[int, str]
-    """Rank of that world -> host that holds its shard."""
-    tiers: Mapping[int, str]
+    shards: Mapping[int, Snapshot]
+    """Rank of that world -> where its state lies; with replicas perhaps under a twin's rank."""
 
 
 def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
@@ -65,17 +64,28 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
         versions.setdefault((found.step, found.attempt, found.layout), {}).setdefault(found.rank, []).append(found)
     for (step, attempt, key), ranks in sorted(versions.items(), reverse=True):
         layout = Layout.from_key(key)
-        per_replica = layout.dp_shard * layout.tp
-        sources: dict[int, str] = {}
-        tiers: dict[int, str] = {}
+        shards: dict[int, Snapshot] = {}
         for rank in range(layout.world_size):
-            twins = [rank] + [
-                other for other in range(rank % per_replica, layout.world_size, per_replica) if other != rank
+            holders = [
+                held
+                for twin in (rank, *twins_of(layout, rank))
+                for held in sorted(ranks.get(twin, ()), key=lambda found: found.tier != "memory")
             ]
-            holders = [held for twin in twins for held in sorted(ranks.get(twin, ()), key=lambda s: s.tier != "memory")]
             if not holders:
                 break
-            sources[rank], tiers[rank] = holders[0].host, holders[0].tier
+            shards[rank] = holders[0]
         else:
-            return Choice(step=step, attempt=attempt, layout=layout, sources=sources, tiers=tiers)
+            return Choice(step=step, attempt=attempt, layout=layout, shards=shards)
     return None
+
+
+def twins_of(layout: Layout, rank: int) -> list[int]:
+    """Ranks of other replicas that hold the same state."""
+    size = layout.ranks_per_replica
+    return [other for other in range(rank % size, layout.world_size, size) if other != rank]
+
+
+def twins_elsewhere(layout: Layout, ranks: Mapping[int, str], name: str) -> bool:
+    """Whether the state of every rank on host ``name`` is on another host too, in another replica."""
+    mine = [rank for rank, host in ranks.items() if host == name]
+    return bool(mine) and all(any(ranks.get(twin) != name for twin in twins_of(layout, rank)) for rank in mine)

@@ -117,6 +117,7 @@ class Machine:
             )
         elif kind == "collected" and message["attempt"] >= self._c.state.attempt:
             host.snapshots = list(message["snapshots"])
+            host.kept = {int(rank): int(step) for rank, step in message.get("kept", {}).items()}
             host.alive = {}
             if given.host in self._c.state.collecting:
                 self._c.state.collecting.discard(given.host)

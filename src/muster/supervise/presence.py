@@ -53,6 +53,17 @@ class Presence:
     def beat(self, host: str, now_ns: int) -> None:
         self.hosts[host].keeper_seen_ns = now_ns
 
+    def excuse(self, late_ns: int, now_ns: int) -> None:
+        """The supervisor itself was not run for so long after it should have been: silence in that time says nothing.
+
+        Where a whole machine stands still for a moment (a paused virtual machine, cores taken by others), the
+        supervisor may wake before the keepers that were to beat.
+        """
+        if late_ns > self.timeout_s * SECOND_NS / 10:
+            for signs in self.hosts.values():
+                if signs.keeper_seen_ns:
+                    signs.keeper_seen_ns = max(signs.keeper_seen_ns, min(now_ns, signs.keeper_seen_ns + late_ns))
+
     def down(self, now_ns: int) -> list[tuple[str, str]]:
         """(host, why) for each host that has just gone; each is told once."""
         found = []

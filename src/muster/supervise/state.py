@@ -27,7 +27,7 @@ class Settings:
     """Of hosts that ``host_price`` does not name."""
     free_hosts: bool = False
     """The user's own machines: an hour costs nothing."""
-    collect_timeout_s: float = 5.0
+    collect_timeout_s: float = 7.0
     adopt_timeout_s: float = 5.0
     lemon_window_s: float = 3600.0
 
@@ -77,6 +77,8 @@ class Host:
     exited: set[int] = field(default_factory=set)
     """Ranks of its attempt that have left; their codes follow in messages."""
     attempt: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    """Ranks of the attempt that was ended which stand still there -> the step they stand after."""
 
 
 @dataclass(kw_only=True)
@@ -105,6 +107,8 @@ class State:
     layout: Layout = field(default_factory=Layout)
     exited: dict[int, int] = field(default_factory=dict)
     """Rank -> exit code, of the current attempt."""
+    blamed: set[int] = field(default_factory=set)
+    """Ranks of the current attempt that an incident names."""
     last_applied_step: int = 0
     committed_step: int = 0
     """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.core.errors import RunFailed
+from muster.train.groups import all_gather
 
 
 class NotFinite(RunFailed):
@@ -66,7 +67,7 @@ def find_blame(
     found = [mine]
     if group is not None:
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(found, mine, group=group)
+        all_gather(found, mine, group)
     for row in found:
         if row[0] >= 0:
             return Blame(

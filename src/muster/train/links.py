@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +40,15 @@ class FileLink:
     def order(self) -> Order | None:
         taken, self._order = self._order, None
         return taken
+
+    def pause_asked(self) -> bool:
+        return False
+
+    def on_pause(self, act: Callable[[], None]) -> None:
+        """Nobody asks."""
+
+    def next_place(self, step: int) -> None:
+        return None
 
     def close(self) -> None:
         if self._log is not None:

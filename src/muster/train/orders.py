@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from muster.core.ranks import Link, Order
+from muster.train.groups import all_reduce
 
 NO_DEADLINE_MS = 1 << 40
 
@@ -43,9 +44,9 @@ class Orders:
                 1 if copy_is_behind else 0,
             ]
         )
-        self._work = None
+        self._work: dist.Work | None = None
         if self.group is not None:
-            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self._work = all_reduce(self._flags, self.group, op=dist.ReduceOp.MAX)
 
     def snapshot_agreed(self) -> bool:
         """Whether every rank's last snapshot is where it should be, so that all take the next one."""

@@ -10,19 +10,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import queue
 import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from muster.core.errors import AccessError
-from muster.core.ranks import Order
+from muster.core.ranks import Order, RankContext
 from muster.core.wire import Session
 
 #: Events kept while no agent listens; the oldest go first.
 KEPT_EVENTS = 10_000
+#: A rank that lost a peer waits so long to hear that it is kept; a real loss is known to the agents sooner.
+LOST_PEER_WAIT_S = 10.0
 
 
 class Line:
@@ -84,6 +87,10 @@ class RankLink:
         self._beat_every_s, self._orphan_s = beat_every_s, orphan_s
         self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=KEPT_EVENTS)
         self._orders: collections.deque[Order] = collections.deque()
+        self._paused = threading.Event()
+        self._on_pause: Callable[[], None] = lambda: None
+        self._standing: dict[str, Any] | None = None
+        self._places: queue.SimpleQueue[RankContext] = queue.SimpleQueue()
         self._step = -1
         self._micro = 0
         self._hurry = False
@@ -119,6 +126,28 @@ class RankLink:
 
     def order(self) -> Order | None:
         return self._orders.popleft() if self._orders else None
+
+    def pause_asked(self) -> bool:
+        return self._paused.is_set()
+
+    def on_pause(self, act: Callable[[], None]) -> None:
+        self._on_pause = act
+        if self._paused.is_set():
+            act()
+
+    def next_place(self, step: int) -> RankContext | None:
+        """Blocks: without a pause asked of this rank for ``LOST_PEER_WAIT_S``, then for as long as it takes."""
+        if not self._paused.wait(LOST_PEER_WAIT_S):
+            return None
+        self._standing = {"t": "paused", "step": step, "attempt": self._attempt}
+        self._out.append(self._standing)
+        self._wake()
+        place = self._places.get()
+        self._standing = None
+        self._paused.clear()
+        self._attempt, self._rank = place.attempt, place.rank
+        self._hello.update(attempt=place.attempt, rank=place.rank)
+        return place
 
     def last_words(self, words: Mapping[str, Any]) -> None:
         """Why this rank ends, for the agent's report."""
@@ -159,10 +188,21 @@ class RankLink:
                         os.read(self._wake_r, 4096)
                 if line.sock in ready:
                     for message in line.wait(1.0):
-                        if message.get("t") == "order":
-                            self._orders.append(Order(**message["order"]))
+                        self._obey(message)
             except (OSError, AccessError, ValueError):
                 self._line = None
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        kind = message.get("t")
+        if kind == "order":
+            self._orders.append(Order(**message["order"]))
+        elif kind == "pause":
+            self._paused.set()
+            self._on_pause()
+            if self._standing is not None:  # asked again, by a supervisor or an agent that took over
+                self._out.append(self._standing)
+        elif kind == "place":
+            self._places.put(RankContext.from_json(message["context"]))
 
     def _reconnect(self) -> Line | None:
         """The agent is gone: wait for its successor; without one this rank must not live on."""

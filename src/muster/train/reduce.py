@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from muster.train.groups import all_reduce
+
 SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
 BUCKET_NUMEL = 8 * 1024 * 1024
 
@@ -36,7 +38,7 @@ class Axes:
         """Sum ``tensor`` in place over the ranks of one axis. The one place where replicas meet."""
         group = self.groups.get(axis)
         if group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+            all_reduce(tensor, group).wait()
         return tensor
 
     def sum_scalars(self, values: Sequence[tuple[Tensor, frozenset[str]]]) -> list[Tensor]:

@@ -24,6 +24,8 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
         CheckpointError: what the supervisor named cannot be read, or the checkpoint is of other data.
     """
     began = time.monotonic_ns()
+    if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
+        return  # this process went on living with it
     if context.restore is not None:
         tensors = restored(context, context.restore, state.sharded())
         state.load(context.restore.step, tensors)

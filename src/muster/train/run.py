@@ -28,6 +28,10 @@ from muster.train.setup import World
 from muster.train.state import TrainState
 
 
+class Paused(Exception):
+    """This rank is to leave its world between two updates, and to go on in another."""
+
+
 class Snapshot(Protocol):
     """Where in-memory snapshots go."""
 
@@ -37,6 +41,10 @@ class Snapshot(Protocol):
 
     def behind(self) -> bool:
         """Whether another host's copy of the last snapshot is still missing."""
+        ...
+
+    def keep(self, step: int, local_tensors: dict[str, Tensor]) -> None:
+        """Save unless that step's snapshot is the newest already."""
         ...
 
     def held(self) -> dict[str, int]:
@@ -107,10 +115,36 @@ class Run:
 
         Raises:
             NotFinite: it was not applied.
+            Paused: this rank is to go on in another world.
         """
+        if self.link.pause_asked():
+            raise Paused
+        step = self._record()
+        if step is not None and self.phases.now != "train":
+            self.saves.prepare()
+            self.phases.enter("train", step=step)
+            self.log.restart()
+
+    def stand_still(self) -> None:
+        """The world is broken between two updates: record the last one, so that nothing applied is lost."""
+        self._record()
+        if self.snapshots is not None:
+            self.snapshots.keep(self.state.step, self.state.local_tensors())
+
+    def abandon(self) -> None:
+        """Let go of what belongs to the world that was."""
+        self.world.breaker()
+        self.reader.close()
+        self.collector.close()
+        self.saves.abandon()
+        for tracker in self.log.trackers:
+            tracker.close()
+
+    def _record(self) -> int | None:
+        """The last update's event, where it is still to be written; its step."""
         applied, self._applied = self._applied, None
         if applied is None:
-            return
+            return None
         loss, norm = self._check(applied)
         held = self.snapshots.held() if self.snapshots is not None else None
         step, rate = applied.work.step, applied.learning_rate
@@ -119,10 +153,7 @@ class Run:
         reference = self.reference.add(step, detail) if detail is not None else None
         if reference is not None:
             self.link.emit("reference", step=step, **reference)
-        if self.phases.now != "train":
-            self.saves.prepare()
-            self.phases.enter("train", step=applied.work.step)
-            self.log.restart()
+        return step
 
     def copy_is_behind(self) -> bool:
         """Whether this rank's last snapshot is not yet where a lost host's successor would look."""

@@ -17,6 +17,7 @@ from muster.core.ranks import Link, Order, RankContext
 from muster.core.seams import Store
 from muster.core.spec import CheckpointSpec, RunSpec
 from muster.core.store import open_store
+from muster.train.groups import all_reduce
 from muster.train.setup import World
 from muster.train.state import TrainState
 
@@ -83,7 +84,7 @@ class Saves:
             return True
         seconds = torch.tensor(self.seconds, dtype=torch.float64)
         if group is not None:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+            all_reduce(seconds, group, op=dist.ReduceOp.MAX).wait()
         return float(seconds) * SAFETY < order.deadline_s
 
     def save(self, step: int) -> None:
@@ -113,6 +114,10 @@ class Saves:
     def finish(self) -> None:
         """Wait for the last save and commit it."""
         self.saver.finish()
+
+    def abandon(self) -> None:
+        """The world broke, and the save under way with it; its thread is not waited for."""
+        self.saver.abandon()
 
 
 def open_saves(

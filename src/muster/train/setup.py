@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from muster.core.errors import BackendError, UsageError
 from muster.core.ranks import RankContext
 from muster.core.spec import RunSpec
+from muster.train.groups import Breaker, gloo_group, nccl_group
 
 #: Collectives wait for a peer so long before they raise by themselves; long before that the agents act.
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -27,6 +30,10 @@ class World:
     """gloo over all ranks, for orders; None at world size 1."""
     checkpoint: dist.ProcessGroup | None
     """gloo over all ranks, for saves, which run beside the training's collectives."""
+    replicate: dist.ProcessGroup | None = None
+    """Ranks that hold the same shard in other replicas; None where there is one replica."""
+    breaker: Breaker = field(default_factory=Breaker)
+    """Breaks the groups that cross replicas, and no other."""
 
 
 def choose_device(spec: RunSpec, context: RankContext) -> torch.device:
@@ -92,30 +99,61 @@ def open_rendezvous(address: str, port: int, *, serve: bool) -> dist.Store:
 
 
 def join_world(context: RankContext, device: torch.device, store: dist.Store) -> World:
-    """Form the default process group of this attempt and the two beside it.
+    """Form the process groups of this attempt: torch's default one over this rank's replica, the others over all.
 
     The store's keys carry the attempt, so that a store which saw an earlier world does no harm.
 
     Raises:
         BackendError: the other ranks cannot be reached.
     """
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    try:
+    replica, inner = divmod(context.rank, context.layout.ranks_per_replica)
+    with _telling(context):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"a{context.attempt}", store),
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timeout,
+            store=dist.PrefixStore(f"a{context.attempt}/replica{replica}", store),
+            rank=inner,
+            world_size=context.layout.ranks_per_replica,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             device_id=device if device.type == "cuda" else None,
         )
-        # Saves need a gloo group also where the default one is NCCL, and of their own: they run beside training.
+    return join_replicas(context, device, store)
+
+
+def join_replicas(context: RankContext, device: torch.device, store: dist.Store) -> World:
+    """Form the groups that cross replicas; torch's default group stays as it is. Blocks until all ranks have come.
+
+    Raises:
+        BackendError: the other ranks cannot be reached.
+    """
+    layout, timeout = context.layout, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    breaker = Breaker()
+    replica, inner = divmod(context.rank, layout.ranks_per_replica)
+
+    def over_all(name: str) -> dist.ProcessGroup | None:
+        place = dist.PrefixStore(f"a{context.attempt}/{name}", store)
+        return gloo_group(place, rank=context.rank, size=context.world_size, timeout=timeout)
+
+    def over_replicas() -> dist.ProcessGroup | None:
+        make = nccl_group if device.type == "cuda" else gloo_group
+        place = dist.PrefixStore(f"a{context.attempt}/shard{inner}", store)
+        return make(place, rank=replica, size=layout.dp_replicate, timeout=timeout)
+
+    with _telling(context):
+        # Saves need a gloo group also where the others are NCCL, and one of their own: they run beside training.
         return World(
             rank=context.rank,
             size=context.world_size,
-            control=dist.new_group(backend="gloo", timeout=timeout) if context.world_size > 1 else None,
-            checkpoint=dist.new_group(backend="gloo", timeout=timeout),
+            control=breaker.watch(lambda: over_all("control")) if context.world_size > 1 else None,
+            checkpoint=breaker.watch(lambda: over_all("checkpoint")),
+            replicate=breaker.watch(over_replicas) if layout.dp_replicate > 1 else None,
+            breaker=breaker,
         )
+
+
+@contextmanager
+def _telling(context: RankContext) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, OSError) as error:
         raise BackendError(
             f"rank {context.rank} cannot join the {context.world_size} ranks of attempt {context.attempt} "

@@ -82,6 +82,22 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
+def forget_gradients(module: nn.Module) -> None:
+    """Drop what micro-batches of an unfinished step left, so that the step can be taken anew.
+
+    ``unsharded_accumulated_grad`` is where FSDP2 adds up between micro-batches that are not reduced yet; nothing
+    public empties it.
+    """
+    for parameter in module.parameters():
+        parameter.grad = None
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        for parameter_state in group.fsdp_params if group is not None else ():
+            parameter_state.unsharded_accumulated_grad = None
+            if hasattr(parameter_state, "_unsharded_param"):
+                parameter_state._unsharded_param.grad = None
+
+
 def check_sharded(model: nn.Module) -> None:
     """Refuse parameters whose placement would go wrong later without an error.
 

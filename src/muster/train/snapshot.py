@@ -69,6 +69,11 @@ class Snapshots:
         found = {"snapshot_step": self._last, "peer_step": self._copied}
         return {name: step for name, step in found.items() if step >= 0}
 
+    def keep(self, step: int, local_tensors: Mapping[str, Tensor]) -> None:
+        """``save``, unless that step's snapshot is the newest already."""
+        if step > max(self._last, 0):
+            self.save(step, local_tensors)
+
     def behind(self) -> bool:
         """Whether the peer does not hold the last snapshot yet.
 

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +20,15 @@ import torch
 import torch.distributed as dist
 
 from muster.core.errors import MusterError, UsageError
-from muster.core.flops import ModelShape, lora_factor, step_flops
 from muster.core.nouns import Layout
-from muster.core.ranks import Link, Order, RankContext
+from muster.core.ranks import LOST_PEER, Link, Order, RankContext
 from muster.core.spec import RunSpec
-from muster.data.prepare import Prepared, open_prepared, prepare
-from muster.data.schedule import num_steps
-from muster.train.evaluate import Evaluator
-from muster.train.exact import FixedPointSums
+from muster.train.learner import assemble, make_learner
 from muster.train.links import FileLink
 from muster.train.loop import train
-from muster.train.mesh import Meshes, make_meshes
-from muster.train.metrics import Peak, Phases, StepLog
-from muster.train.model import BuiltModel, build_model
-from muster.train.optimizer import make_optimizer
-from muster.train.orders import Orders
-from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
-from muster.train.reader import ReadAhead, StepWork, plan_work
-from muster.train.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatSums, Sums
-from muster.train.reference import ReferenceWindow
-from muster.train.resume import open_snapshots, restore
-from muster.train.run import Run
-from muster.train.saving import open_saves
-from muster.train.setup import World, choose_device, join_world, leave_world, open_rendezvous, set_numerics
-from muster.train.state import TrainState, named_without_wrappers
-from muster.train.trackers import open_trackers
-
-#: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
-#: of its memory.
-LOCAL_GRADIENTS_SHARE = 0.1
+from muster.train.metrics import Phases
+from muster.train.run import Paused, Run
+from muster.train.setup import choose_device, join_replicas, join_world, leave_world, open_rendezvous, set_numerics
 
 
 def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = None) -> int:
@@ -67,10 +47,38 @@ def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = Non
         hosted = os.environ.get("MUSTER_STORE_HOSTED") == "1"
         store = open_rendezvous(context.master_addr, context.master_port, serve=context.rank == 0 and not hosted)
     world = join_world(context, device, store)
-    run = assemble(spec, context, link, phases, device=device, world=world)
-    order = fulfil(run)
+    learner = make_learner(spec, context, device=device, world=world)
+    while True:
+        link.on_pause(world.breaker)
+        run = assemble(learner, context, link, phases, world)
+        try:
+            order = fulfil(run)
+            break
+        except (RuntimeError, Paused) as error:
+            place = give_way(run, error)
+            if place is None:
+                raise
+        context = place
+        phases.enter("start")
+        world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
+        learner.move(context, world)
     leave_world()
     return 0 if order is None else order.exit_code
+
+
+def give_way(run: Run, error: RuntimeError | Paused) -> RankContext | None:
+    """A replica beside this one was lost, or may have been: stand still, keep the state, wait for another place.
+
+    None: this rank's own failure, or nobody says that another attempt keeps it.
+    """
+    lost_peer = run.context.layout.dp_replicate > 1 and LOST_PEER.search(str(error)) is not None
+    if isinstance(error, MusterError) or not (lost_peer or run.link.pause_asked()):
+        return None
+    run.stand_still()
+    place = run.link.next_place(run.state.step)
+    if place is not None:
+        run.abandon()
+    return place
 
 
 def fulfil(run: Run) -> Order | None:
@@ -88,100 +96,6 @@ def fulfil(run: Run) -> Order | None:
     return order
 
 
-def assemble(
-    spec: RunSpec, context: RankContext, link: Link, phases: Phases, *, device: torch.device, world: World
-) -> Run:
-    """Open the data, build the model, restore the state: everything the loop needs."""
-    run_dir = Path(context.run_dir)
-    prepared = open_data(spec, run_dir)
-    last_step = num_steps(
-        steps=spec.training.steps,
-        epochs=spec.training.epochs,
-        num_sequences=len(prepared.train),
-        global_batch_size=spec.training.global_batch_size,
-    )
-    meshes = make_meshes(context.layout, device.type)
-    axes = axes_of(meshes)
-    built = build_model(
-        spec,
-        layout=context.layout,
-        device=device,
-        vocab_size=prepared.vocab_size,
-        mesh=meshes,
-        seed=spec.training.seed,
-    )
-    sums = choose_sums(spec, built, axes, device, context)
-    named = named_without_wrappers(built.named_trainable())
-    optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
-    state = TrainState(named, optimizer)
-    saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, link=link)
-    phases.enter("restore")
-    restore(spec, context, state, saves, world, link)
-    flops, source = peak_flops(
-        spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
-    )
-    announce(link, world, prepared, built, flops, source)
-    log = StepLog(
-        link=link,
-        rank=world.rank,
-        device=device,
-        peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else [],
-        track_every_steps=spec.output.log_every_steps,
-    )
-    data_ranks = context.layout.data_ranks
-    count_flops = flop_counter(built)
-
-    def make(step: int) -> StepWork:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins with GPU 0, where pinning would open a context
-        return plan_work(
-            prepared.train,
-            spec.training,
-            step=step,
-            data_rank=meshes.data_rank,
-            data_ranks=data_ranks,
-            device=device,
-            count_flops=count_flops if world.rank == 0 else None,
-        )
-
-    return Run(
-        spec=spec,
-        context=context,
-        link=link,
-        device=device,
-        world=world,
-        model=built.module,
-        state=state,
-        optimizer=optimizer,
-        sums=sums,
-        reader=ReadAhead(make, first=state.step + 1, last=last_step),
-        orders=Orders(link, world.control),
-        log=log,
-        phases=phases,
-        evaluator=Evaluator(
-            spec=spec,
-            prepared=prepared,
-            model=built.module,
-            axes=axes,
-            data_rank=meshes.data_rank,
-            data_ranks=data_ranks,
-            world=world,
-            device=device,
-            link=link,
-            log=log,
-        ),
-        saves=saves,
-        snapshots=open_snapshots(spec, context, state),
-        reference=ReferenceWindow.planned(
-            spec.recovery.reference_steps, resumed_at=state.step, world_size=context.world_size
-        ),
-        profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
-        collector=Collector(spec.training.gc_every_steps),
-        last_step=last_step,
-    )
-
-
 def read_spec(run_dir: Path) -> RunSpec:
     """The resolved run file. Raises UsageError where the folder holds none."""
     path = run_dir / "resolved.json"
@@ -189,73 +103,6 @@ def read_spec(run_dir: Path) -> RunSpec:
         return RunSpec.model_validate_json(path.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is no resolved run file: {error}") from error
-
-
-def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
-    """The prepared data; made here where nobody did so before the ranks were started (torchrun)."""
-    try:
-        return open_prepared(spec, run_dir)
-    except MusterError:
-        return prepare(spec, run_dir=run_dir)
-
-
-def axes_of(meshes: Meshes) -> Axes:
-    """The process groups along which sums run; an axis of size 1 has none."""
-    groups = {}
-    if meshes.shard.size() > 1:
-        groups[SHARD] = meshes.shard.get_group()
-    if meshes.tp.size() > 1:
-        groups[TENSOR] = meshes.tp.get_group()
-    if meshes.replicate is not None:
-        groups[REPLICATE] = meshes.replicate
-    return Axes(groups)
-
-
-def choose_sums(spec: RunSpec, built: BuiltModel, axes: Axes, device: torch.device, context: RankContext) -> Sums:
-    """Fixed point where asked for; otherwise floats, reduced once a step where whole gradients are small.
-
-    The choice depends on the machine and the model alone, so that a restart makes the same one.
-    """
-    if spec.training.exact:
-        return FixedPointSums(built.module, axes)
-    room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
-    return FloatSums(built.module, axes, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
-
-
-def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
-    """Document lengths -> operations by the CAUSAL convention; None for a model whose shape is not known."""
-    try:
-        shape = ModelShape.from_config(built.config.to_dict())
-    except UsageError:
-        return None
-    factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_trainable)
-    return lambda lengths: factor * step_flops(shape, lengths)
-
-
-def announce(link: Link, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
-    """Say what will be trained on what (rank 0)."""
-    if world.rank != 0:
-        return
-    link.emit(
-        "data.prepared",
-        fingerprint=prepared.fingerprint,
-        tokens=prepared.train.tokens,
-        sequences=len(prepared.train),
-        cached=bool(prepared.stats.get("cached", True)),
-    )
-    length = prepared.train.sequence_length
-    detail: dict[str, Any] = {
-        "parameters": built.num_parameters,
-        "trainable_parameters": built.num_trainable,
-        "attention": str(built.attention),
-        "peak_source": source,
-    }
-    count_flops = flop_counter(built)
-    if count_flops is not None:
-        detail["flops_per_token"] = count_flops([length]) / length
-    if flops is not None:
-        detail["peak_flops"] = flops
-    link.emit("model.ready", **detail)
 
 
 def preload(spec: Mapping[str, Any]) -> None:

@@ -34,12 +34,15 @@ def snap(rank, step, host, *, attempt=1, layout="r1s2t1", tier="memory"):
 
 def test_the_newest_step_that_every_rank_has():
     found = newest_complete([snap(0, 4, "a"), snap(0, 5, "a"), snap(1, 4, "b"), snap(1, 3, "b")])
-    assert (found.step, dict(found.sources)) == (4, {0: "a", 1: "b"})
+    assert (found.step, {rank: held.host for rank, held in found.shards.items()}) == (4, {0: "a", 1: "b"})
 
 
 def test_a_lost_ranks_shard_comes_from_its_peer():
     found = newest_complete([snap(0, 5, "a"), snap(1, 5, "a", tier="peer")])
-    assert (dict(found.sources), dict(found.tiers)) == ({0: "a", 1: "a"}, {0: "memory", 1: "peer"})
+    assert (
+        {rank: held.host for rank, held in found.shards.items()},
+        {rank: held.tier for rank, held in found.shards.items()},
+    ) == ({0: "a", 1: "a"}, {0: "memory", 1: "peer"})
 
 
 def test_versions_of_two_attempts_never_mix():
@@ -49,7 +52,7 @@ def test_versions_of_two_attempts_never_mix():
 def test_a_replica_stands_in_for_its_twin():
     found = newest_complete([snap(2, 5, "b", layout="r2s2t1"), snap(3, 5, "b", layout="r2s2t1")])
     assert found.step == 5 and found.layout == Layout(dp_replicate=2, dp_shard=2)
-    assert set(found.sources.values()) == {"b"}
+    assert set({rank: held.host for rank, held in found.shards.items()}.values()) == {"b"}
 
 
 def test_nothing_is_none():
@@ -86,8 +89,5 @@ def test_a_choice_is_complete_and_none_is_newer(snapshots):
     assert (found is None) == (not complete)
     if found is not None:
         assert (found.step, found.attempt) == max(complete)
-        for rank, host in found.sources.items():
-            assert (
-                snap(rank, found.step, host, attempt=found.attempt, layout=found.layout.key, tier=found.tiers[rank])
-                in snapshots
-            )
+        for rank, held in found.shards.items():
+            assert held.rank == rank and held in snapshots

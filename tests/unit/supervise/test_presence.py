@@ -56,3 +56,20 @@ def test_a_host_that_comes_back_can_be_lost_again():
     found.keeper_came("a", 20 * S)
     assert found.down(21 * S) == []
     assert len(found.down(30 * S)) == 1
+
+
+def test_a_supervisor_that_was_not_run_does_not_blame_the_hosts():
+    """A paused machine: the supervisor wakes 3 s late, before the keeper had a chance to beat."""
+    found = host()
+    found.beat("a", 2 * S)
+    limit = int(found.timeout_s * S)
+    found.excuse(3 * S, 2 * S + limit + 3 * S)
+    assert found.down(2 * S + limit + 3 * S - 1) == []
+    assert len(found.down(2 * S + limit + 3 * S)) == 1, "and real silence is still seen, as much later"
+
+
+def test_being_late_never_makes_a_host_seen_in_the_future():
+    found = host()
+    found.beat("a", 5 * S)
+    found.excuse(3 * S, 5 * S)
+    assert len(found.down(5 * S + int(found.timeout_s * S))) == 1

@@ -1,0 +1,253 @@
+"""What one rank trains with, and how it becomes a run in one attempt's world.
+
+A ``Learner`` (data, model, optimizer, state) is made once a process. ``assemble`` ties it to a world; where a
+rank outlives its world (another replica was lost), it is tied to the next one, and the model stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.core.errors import MusterError, UsageError
+from muster.core.flops import ModelShape, lora_factor, step_flops
+from muster.core.ranks import Link, RankContext
+from muster.core.spec import RunSpec
+from muster.data.prepare import Prepared, open_prepared, prepare
+from muster.data.schedule import num_steps
+from muster.train.evaluate import Evaluator
+from muster.train.exact import FixedPointSums
+from muster.train.mesh import Meshes, make_meshes
+from muster.train.metrics import Peak, Phases, StepLog
+from muster.train.model import BuiltModel, build_model
+from muster.train.optimizer import Updates, make_optimizer
+from muster.train.orders import Orders
+from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
+from muster.train.reader import ReadAhead, StepWork, plan_work
+from muster.train.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatSums, Sums
+from muster.train.reference import ReferenceWindow
+from muster.train.resume import open_snapshots, restore
+from muster.train.run import Run
+from muster.train.saving import open_saves
+from muster.train.setup import World
+from muster.train.sharding import forget_gradients, reshard
+from muster.train.state import TrainState, named_without_wrappers
+from muster.train.trackers import open_trackers
+
+#: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
+#: of its memory.
+LOCAL_GRADIENTS_SHARE = 0.1
+
+
+@dataclass
+class Learner:
+    """What a rank keeps when it goes from one world to another."""
+
+    spec: RunSpec
+    device: torch.device
+    prepared: Prepared
+    last_step: int
+    meshes: Meshes
+    axes: Axes
+    built: BuiltModel
+    sums: Sums
+    optimizer: Updates
+    state: TrainState
+
+    def move(self, context: RankContext, world: World) -> None:
+        """Take another place: another number of replicas, the same shard of the model."""
+        replica = context.rank // context.layout.ranks_per_replica
+        self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
+        self.axes.groups.pop(REPLICATE, None)
+        if world.replicate is not None:
+            self.axes.groups[REPLICATE] = world.replicate
+        forget_gradients(self.built.module)
+        reshard(self.built.module)
+
+
+def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> Learner:
+    """Open the data and build the model, its weights as the seed or the pretrained files give them."""
+    prepared = open_data(spec, Path(context.run_dir))
+    last_step = num_steps(
+        steps=spec.training.steps,
+        epochs=spec.training.epochs,
+        num_sequences=len(prepared.train),
+        global_batch_size=spec.training.global_batch_size,
+    )
+    layout = context.layout
+    replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
+    meshes = make_meshes(layout, device.type, replica=replica)
+    axes = axes_of(meshes, world)
+    built = build_model(
+        spec,
+        layout=layout,
+        device=device,
+        vocab_size=prepared.vocab_size,
+        mesh=meshes,
+        seed=spec.training.seed,
+    )
+    sums = choose_sums(spec, built, axes, device, context)
+    named = named_without_wrappers(built.named_trainable())
+    optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
+    return Learner(
+        spec=spec,
+        device=device,
+        prepared=prepared,
+        last_step=last_step,
+        meshes=meshes,
+        axes=axes,
+        built=built,
+        sums=sums,
+        optimizer=optimizer,
+        state=TrainState(named, optimizer),
+    )
+
+
+def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases, world: World) -> Run:
+    """Restore the state and open everything else the loop needs in this world."""
+    spec, device, prepared = learner.spec, learner.device, learner.prepared
+    run_dir = Path(context.run_dir)
+    state = learner.state
+    saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, link=link)
+    phases.enter("restore")
+    restore(spec, context, state, saves, world, link)
+    flops, source = peak_flops(
+        spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
+    )
+    announce(link, world, prepared, learner.built, flops, source)
+    log = StepLog(
+        link=link,
+        rank=world.rank,
+        device=device,
+        peak=Peak(flops=flops, ranks=context.world_size),
+        trackers=open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else [],
+        track_every_steps=spec.output.log_every_steps,
+    )
+    evaluator = Evaluator(
+        spec=spec,
+        prepared=prepared,
+        model=learner.built.module,
+        axes=learner.axes,
+        data_rank=learner.meshes.data_rank,
+        data_ranks=context.layout.data_ranks,
+        world=world,
+        device=device,
+        link=link,
+        log=log,
+    )
+    return Run(
+        spec=spec,
+        context=context,
+        link=link,
+        device=device,
+        world=world,
+        model=learner.built.module,
+        state=state,
+        optimizer=learner.optimizer,
+        sums=learner.sums,
+        reader=ReadAhead(work_of(learner, world), first=state.step + 1, last=learner.last_step),
+        orders=Orders(link, world.control),
+        log=log,
+        phases=phases,
+        evaluator=evaluator,
+        saves=saves,
+        snapshots=open_snapshots(spec, context, state),
+        reference=ReferenceWindow.planned(
+            spec.recovery.reference_steps, resumed_at=state.step, world_size=context.world_size
+        ),
+        profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
+        collector=Collector(spec.training.gc_every_steps),
+        last_step=learner.last_step,
+    )
+
+
+def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
+    """Step -> this rank's part of it; called by the reader's thread."""
+    device, meshes = learner.device, learner.meshes
+    count_flops = flop_counter(learner.built) if world.rank == 0 else None
+
+    def make(step: int) -> StepWork:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with GPU 0, where pinning would open a context
+        return plan_work(
+            learner.prepared.train,
+            learner.spec.training,
+            step=step,
+            data_rank=meshes.data_rank,
+            data_ranks=meshes.layout.data_ranks,
+            device=device,
+            count_flops=count_flops,
+        )
+
+    return make
+
+
+def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
+    """The prepared data; made here where nobody did so before the ranks were started (torchrun)."""
+    try:
+        return open_prepared(spec, run_dir)
+    except MusterError:
+        return prepare(spec, run_dir=run_dir)
+
+
+def axes_of(meshes: Meshes, world: World) -> Axes:
+    """The process groups along which sums run; an axis of size 1 has none."""
+    groups = {}
+    if meshes.shard.size() > 1:
+        groups[SHARD] = meshes.shard.get_group()
+    if meshes.tp.size() > 1:
+        groups[TENSOR] = meshes.tp.get_group()
+    if world.replicate is not None:
+        groups[REPLICATE] = world.replicate
+    return Axes(groups)
+
+
+def choose_sums(spec: RunSpec, built: BuiltModel, axes: Axes, device: torch.device, context: RankContext) -> Sums:
+    """Fixed point where asked for; otherwise floats, reduced once a step where whole gradients are small.
+
+    The choice depends on the machine and the model alone, so that a restart makes the same one.
+    """
+    if spec.training.exact:
+        return FixedPointSums(built.module, axes)
+    room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
+    return FloatSums(built.module, axes, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
+
+
+def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
+    """Document lengths -> operations by the CAUSAL convention; None for a model whose shape is not known."""
+    try:
+        shape = ModelShape.from_config(built.config.to_dict())
+    except UsageError:
+        return None
+    factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_trainable)
+    return lambda lengths: factor * step_flops(shape, lengths)
+
+
+def announce(link: Link, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
+    """Say what will be trained on what (rank 0)."""
+    if world.rank != 0:
+        return
+    link.emit(
+        "data.prepared",
+        fingerprint=prepared.fingerprint,
+        tokens=prepared.train.tokens,
+        sequences=len(prepared.train),
+        cached=bool(prepared.stats.get("cached", True)),
+    )
+    length = prepared.train.sequence_length
+    detail: dict[str, Any] = {
+        "parameters": built.num_parameters,
+        "trainable_parameters": built.num_trainable,
+        "attention": str(built.attention),
+        "peak_source": source,
+    }
+    count_flops = flop_counter(built)
+    if count_flops is not None:
+        detail["flops_per_token"] = count_flops([length]) / length
+    if flops is not None:
+        detail["peak_flops"] = flops
+    link.emit("model.ready", **detail)

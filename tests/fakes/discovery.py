@@ -19,6 +19,7 @@ APIS = (
     "container.v1",
     "storage.v1",
     "serviceusage.v1",
+    "serviceusage.v1beta1",
     "cloudresourcemanager.v1",
     "cloudbilling.v1",
     "artifactregistry.v1",

@@ -91,6 +91,8 @@ class FakeGoogleCloud:
     """Path of a pod's log on the cluster -> its text."""
     commands: Callable[[str, list[str], bytes], tuple[int, bytes, bytes]] | None = None
     """Pod, argv and what is typed -> exit code, output, errors."""
+    quotas: dict[str, dict[tuple[tuple[str, str], ...], int]] = field(default_factory=dict)
+    """Metric -> dimensions -> limit; a metric that is not here is not known."""
     builds: dict[str, dict[str, Any]] = field(default_factory=dict)
     build_ends: str = "SUCCESS"
     images: set[str] = field(default_factory=set)
@@ -145,6 +147,8 @@ class FakeGoogleCloud:
         return special or self._generic(match, url.path.lstrip("/").split(":")[0], query, call)
 
     def _special(self, match: Match, query: dict[str, str], call: Call) -> Reply | None:
+        if match.id == "serviceusage.services.consumerQuotaMetrics.get":
+            return self._quota(match.path["consumerQuotaMetricsId"])
         if match.id == "cloudbilling.projects.getBillingInfo":
             return Reply(status=200, body={"billingEnabled": self.billing})
         if match.id == "cloudresourcemanager.projects.get":
@@ -182,6 +186,13 @@ class FakeGoogleCloud:
         ):
             return _error(403, "SERVICE_DISABLED")
         return None
+
+    def _quota(self, metric: str) -> Reply:
+        name = metric.removeprefix("compute.googleapis.com%2F")
+        if name not in self.quotas:
+            return _error(404, "NOT_FOUND")
+        rows = [{"dimensions": dict(where), "effectiveLimit": str(limit)} for where, limit in self.quotas[name].items()]
+        return Reply(status=200, body={"metric": name, "consumerQuotaLimits": [{"quotaBuckets": rows}]})
 
     def _build(self, match: Match, query: dict[str, str], call: Call) -> Reply:
         """Uploads, builds (three looks and they are done) and the images they made."""

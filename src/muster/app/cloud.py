@@ -11,6 +11,7 @@ from muster.backends.gke.placement import place
 from muster.backends.gke.provision.advice import Advice, capacity_advice
 from muster.backends.gke.provision.engine import Progress
 from muster.backends.gke.provision.http import Call, GoogleHttp, Http
+from muster.backends.gke.provision.quota import Quota, quota
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import Site, site
 from muster.backends.gke.provision.up import Down, down, requests, software, up_first, wanted_software
@@ -51,7 +52,7 @@ def bring_up(
     http: Http | None = None,
     clock: Clock | None = None,
     progress: Progress | None = None,
-    on_advice: Callable[[Advice], None] | None = None,
+    on_advice: Callable[[Advice | Quota], None] | None = None,
 ) -> tuple[Site, Lease]:
     """Make what is missing at the first place that has room. Again after any interruption goes on where it was.
 
@@ -63,8 +64,10 @@ def bring_up(
     software(places[0], texts)
     session = Session(http=http or GoogleHttp(), clock=clock or SystemClock())
     if on_advice is not None:
-        for advice in capacity_advice(places, session):
+        for place_, advice in zip(places, capacity_advice(places, session), strict=True):
             on_advice(advice)
+            if found := quota(place_, session):
+                on_advice(found)
     return up_first(places, session, texts, token=hugging_face_token, progress=progress)
 
 

@@ -66,11 +66,9 @@ def give_back(
     for trouble in found.troubles:
         say.talk(f"not removed: {trouble}")
     for left in found.leftovers:
-        say.data(
-            f"{left.kind}/{left.name}"
-            + (" (kept)" if left.kept else "")
-            + (f": bills {left.bills}" if left.bills else "")
-        )
+        say.data(left.sentence())
+    if total := sum(left.usd_per_day or 0.0 for left in found.leftovers):
+        say.talk(f"together about ${total:.2f} a day, where prices are known")
     if not found.clean:
         raise typer.Exit(6)
     say.talk(f"nothing of ours is left in {where.project}" + (" but what was kept" if found.leftovers else ""))

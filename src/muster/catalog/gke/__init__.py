@@ -160,6 +160,11 @@ def versions() -> dict[str, Any]:
     return _document("versions.yaml")
 
 
+def leftovers() -> dict[str, Any]:
+    """Prices of what stays behind."""
+    return _document("leftovers.yaml")
+
+
 def date() -> str:
     """The oldest date of the tables: what they say was true then."""
     return min(str(_document(name)["date"]) for name in ("families.yaml", "fabrics.yaml", "versions.yaml"))

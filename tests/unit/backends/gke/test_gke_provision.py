@@ -6,8 +6,10 @@ import pytest
 from cases import placement, spec
 
 from muster.backends.gke.provision.advice import capacity_advice
+from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.http import Call
 from muster.backends.gke.provision.provisioner import GkeProvisioner
+from muster.backends.gke.provision.quota import check_quota, quota
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import site
 from muster.backends.gke.provision.up import Software, down, requests, software, up, up_first, wanted_software
@@ -238,6 +240,52 @@ def test_no_place_has_room():
     assert not any("b200" in name for name in google.names())
 
 
+B200 = "preemptible_nvidia_b200_gpus"
+
+
+def in_(region, **more):
+    return (("region", region), *more.items())
+
+
+def test_a_quota_that_is_too_small_moves_on_before_anything_is_made():
+    google = cloud(quotas={B200: {in_("us-central1"): 8, in_("europe-west1"): 24}})
+    where_, _ = up_first(places("flex_start_queued")[1:], session(google), TEXTS, workers=1)
+    assert where_.zone == "europe-west1-b" and not any("us-central1" in key for key in google.store)
+
+
+def test_a_quota_that_is_too_small_everywhere_is_said_with_its_name():
+    google = cloud(quotas={B200: {(): 0}})
+    error = refused(CapacityError, f"quota {B200} in us-central1: 0; 16 GPUs are needed", google=google)
+    assert "console.cloud.google.com/iam-admin/quotas?project=example-project" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("machine", "mode", "name"),
+    [
+        ("a4-highgpu-8g", "spot", B200),
+        ("a4-highgpu-8g", "flex_start", B200),
+        ("a4-highgpu-8g", "reservation", None),
+        ("g2-standard-48", "on_demand", "nvidia_l4_gpus"),
+        ("g2-standard-48", "spot", "preemptible_nvidia_l4_gpus"),
+        ("a3-megagpu-8g", "on_demand", "gpus_per_gpu_family"),
+        ("a3-megagpu-8g", "spot", "preemptible_nvidia_h100_mega_gpus"),
+    ],
+)
+def test_each_way_of_buying_has_its_own_quota(machine, mode, name):
+    found = quota(where(machine, mode), session(cloud()))
+    assert (found and found.name) == name
+    assert found is None or (found.limit is None and "not known (refused: NOT_FOUND)" in found.sentence())
+
+
+def test_the_closest_bucket_counts():
+    rows = {(): 1, in_("us-central1"): 2, in_("us-central1", gpu_family="NVIDIA_H100_MEGA"): 99,
+            in_("us-central1", gpu_family="NVIDIA_H200"): 3, in_("europe-west1"): 4}  # fmt: skip
+    google = cloud(quotas={"gpus_per_gpu_family": rows})
+    assert quota(where("a3-megagpu-8g", "on_demand"), session(google)).limit == 99
+    endless = cloud(quotas={"gpus_per_gpu_family": {(): -1}})
+    assert not check_quota(where("a3-megagpu-8g", "on_demand"), session(endless)).short
+
+
 def test_capacity_advice():
     google = cloud(enabled={"compute.googleapis.com"})
     (found,) = capacity_advice(places("spot")[:1], session(google))
@@ -324,6 +372,43 @@ def test_hostile_projects(project):
 def test_a_region_is_no_zone():
     with pytest.raises(UsageError, match="needs a zone"):
         site(placement(spec("a4-highgpu-8g", "spot", project="example-project", locations=["us-central1"])))
+
+
+# ---------------------------------------------------------------- what is left, and what it costs
+
+
+def left(kind, place, name, **row):
+    google = cloud(enabled={"compute.googleapis.com", "container.googleapis.com"})
+    row = {"name": name, "labels": {"goog-k8s-cluster-name": "muster"}, **row}
+    google.store[f"compute/v1/projects/example-project/{place}/{kind}/{name}"] = row
+    return audit(SITES["a4"], session(google), kept=set())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"kind": "disks", "sizeGb": "730", "type": "x/pd-balanced"}, "bills 730 GB of pd-balanced, about $2.40 a day"),
+        ({"kind": "disks", "sizeGb": "10", "type": "x/unheard-of"}, "bills 10 GB of unheard-of"),
+        ({"kind": "addresses"}, "about $0.24 a day"),
+        ({"kind": "instances", "machineType": "x/e2-standard-4", "status": "RUNNING"}, "about $3.22 a day"),
+        ({"kind": "instances", "machineType": "x/unheard-of"}, "bills a unheard-of (in an unknown state)"),
+        ({"kind": "instanceGroupManagers"}, "instanceGroupManagers/it"),
+    ],
+)
+def test_what_is_left_is_named_with_its_cost(row, words):
+    (found,) = left(row.pop("kind"), "zones/us-central1-b", "it", **row)
+    assert found.sentence().endswith(words) and "None" not in found.sentence()
+
+
+def test_a_forgotten_gpu_node_is_priced_by_how_it_was_bought():
+    def usd(model):
+        scheduling = {"provisioningModel": model}
+        machine = "zones/us-central1-b/machineTypes/a3-highgpu-8g"
+        row = {"machineType": machine, "scheduling": scheduling, "zone": "x/zones/us-central1-b"}
+        (found,) = left("instances", "zones/us-central1-b", "gke-muster-x", **row)
+        return found.usd_per_day
+
+    assert usd("STANDARD") == pytest.approx(24 * 8 * 11.0613) and usd("SPOT") == pytest.approx(24 * 8 * 6.6203)
 
 
 # ---------------------------------------------------------------- down, dry run, software

@@ -10,16 +10,12 @@ from muster.backends.gke.provision.http import Call
 from muster.backends.gke.provision.resources import LABEL, MARK, NOT_SWITCHED_ON
 from muster.backends.gke.provision.session import Session, refusal
 from muster.backends.gke.provision.site import Site
+from muster.catalog import gke as catalogue
+from muster.catalog import offers as catalogue_of_offers
 
-BILLS = {
-    "clusters": "cluster fee and nodes",
-    "disks": "by the GB",
-    "instances": "by the second",
-    "addresses": "while it is not in use",
-    "buckets": "the bytes in it",
-    "repositories": "the bytes of its images",
-}
+BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")
 """Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
+DAYS_A_MONTH = 730 / 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,43 +25,106 @@ class Leftover:
     kind: str
     name: str
     bills: str | None
+    """What it is billed for; None: it costs nothing."""
     kept: bool = False
+    usd_per_day: float | None = None
+    """About; None: nothing, or not known."""
+
+    def sentence(self) -> str:
+        cost = "" if self.usd_per_day is None else f", about ${self.usd_per_day:.2f} a day"
+        return (
+            f"{self.kind}/{self.name}"
+            + (" (kept)" if self.kept else "")
+            + (f": bills {self.bills}{cost}" if self.bills else "")
+        )
 
 
 def audit(site: Site, session: Session, *, kept: set[str]) -> list[Leftover]:
     """Everything of ours that a list of the project shows; asks the services, changes nothing."""
-    rows = [*_of_compute(site, session), *_of_others(site, session)]
+    rows = {(kind, str(row["name"]).rpartition("/")[2]): row for kind, row in _rows(site, session)}
     return [
-        Leftover(kind=kind, name=name, bills=BILLS.get(kind), kept=kind == "buckets" and name in kept)
-        for kind, name in sorted(set(rows))
+        Leftover(
+            kind=kind,
+            name=name,
+            bills=_billed_for(kind, rows[kind, name]),
+            kept=kind == "buckets" and name in kept,
+            usd_per_day=_usd_per_day(kind, rows[kind, name]),
+        )
+        for kind, name in sorted(rows)
     ]
 
 
-def _of_compute(site: Site, session: Session) -> Iterator[tuple[str, str]]:
+def _rows(site: Site, session: Session) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield from _of_compute(site, session)
+    yield from _of_others(site, session)
+
+
+def _billed_for(kind: str, row: Mapping[str, Any]) -> str | None:
+    if kind not in BILLING:
+        return None
+    if kind == "disks":
+        return f"{row.get('sizeGb', '?')} GB of {_last(row.get('type', 'disk'))}"
+    if kind == "instances":
+        return f"a {_last(row.get('machineType', 'machine'))} ({row.get('status', 'in an unknown state')})"
+    return str(catalogue.leftovers()[kind]["how"])
+
+
+def _usd_per_day(kind: str, row: Mapping[str, Any]) -> float | None:
+    if kind not in BILLING:
+        return None
+    prices = catalogue.leftovers()[kind]
+    if kind == "disks":
+        price = prices["usd_per_gb_month"].get(_last(row.get("type", "")))
+        return price * int(row["sizeGb"]) / DAYS_A_MONTH if price and "sizeGb" in row else None
+    if kind == "instances":
+        return _machine_usd_per_day(row, prices["usd_per_hour"])
+    usd: float | None = prices.get("usd_per_day")
+    return usd
+
+
+def _machine_usd_per_day(row: Mapping[str, Any], small: Mapping[str, float]) -> float | None:
+    """By the catalogue's row for the machine, the way it was bought and the region nearest to hand."""
+    machine = _last(row.get("machineType", ""))
+    if machine in small:
+        return 24 * small[machine]
+    model = row.get("scheduling", {}).get("provisioningModel", "STANDARD")
+    mode = {"SPOT": "spot", "FLEX_START": "flex_start", "RESERVATION_BOUND": "reservation"}.get(model, "on_demand")
+    region = _last(row.get("zone", "")).rpartition("-")[0]
+    offers = [one.offer for one in catalogue_of_offers.catalogue() if one.offer.machine == machine and one.price]
+    fitting = [one for one in offers if one.mode == mode] or offers
+    near = [one for one in fitting if one.location == region] or fitting
+    return 24 * max(one.usd_per_node_hour or 0.0 for one in near) if near else None
+
+
+def _last(address: object) -> str:
+    return str(address).rpartition("/")[2]
+
+
+def _of_compute(site: Site, session: Session) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for kind in ("networks", "firewalls"):
         for row in _pages(session, f"{site.compute}/global/{kind}", "items"):
             if row.get("description") == MARK and str(row.get("name", "")).startswith(f"{site.prefix}-"):
-                yield kind, row["name"]
+                yield kind, row
     for kind in ("subnetworks", "disks", "instances", "addresses", "instanceGroupManagers"):
         for place in _places(session, f"{site.compute}/aggregated/{kind}"):
             for row in place.get(kind, []):
                 if _ours(row, site):
-                    yield kind, row["name"]
+                    yield kind, row
 
 
-def _of_others(site: Site, session: Session) -> Iterator[tuple[str, str]]:
+def _of_others(site: Site, session: Session) -> Iterator[tuple[str, Mapping[str, Any]]]:
     everywhere = site.container.rpartition("/")[0] + "/-"
     for row in _pages(session, f"{everywhere}/clusters", "clusters"):
         if row.get("resourceLabels", {}).get("managed-by") == LABEL["managed-by"] and row["name"] == site.cluster:
-            yield "clusters", row["name"]
+            yield "clusters", row
     for row in _pages(session, f"https://storage.googleapis.com/storage/v1/b?project={site.project}", "items"):
         if row.get("labels", {}).get("managed-by") == LABEL["managed-by"] and row["name"] in site.buckets:
-            yield "buckets", row["name"]
+            yield "buckets", row
     folder = f"https://artifactregistry.googleapis.com/v1/projects/{site.project}/locations/{site.region}"
     for row in _pages(session, f"{folder}/repositories", "repositories"):
         name = str(row["name"]).rpartition("/")[2]
         if row.get("labels", {}).get("managed-by") == LABEL["managed-by"] and name == site.prefix:
-            yield "repositories", name
+            yield "repositories", row
 
 
 def _ours(row: Mapping[str, Any], site: Site) -> bool:

@@ -16,6 +16,7 @@ from muster.backends.gke.provision.engine import Progress, ensure, remove, surve
 from muster.backends.gke.provision.http import Call
 from muster.backends.gke.provision.kube import Objects
 from muster.backends.gke.provision.networks import networks
+from muster.backends.gke.provision.quota import check_quota, quota_call
 from muster.backends.gke.provision.resources import Resource
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import Site
@@ -80,6 +81,8 @@ def resources(site: Site, installed: Software | None) -> list[Resource]:
 def requests(site: Site, installed: Software) -> list[Call]:
     """Every request that makes something, and the questions before: a dry run. Pure."""
     calls = preflight_calls(site)
+    if question := quota_call(site):
+        calls.append(question)
     for resource in resources(site, installed):
         calls += resource.requests()
     return calls
@@ -100,6 +103,7 @@ def up(
     services = Services(site=site)
     ensure([services], session, progress=progress)
     check_zone(site, session)
+    check_quota(site, session)
     wanted = [one for one in resources(site, installed) if one.key != services.key]
     ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
     return Lease(run_id=site.cluster, resources=tuple(one.key for one in wanted), labels={"managed-by": "muster"})

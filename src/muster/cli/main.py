@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from muster import __version__
-from muster.cli import acting, cloud, drill, image, plan, reading, render, simulate, watch
+from muster.cli import acting, cloud, drill, image, plan, preflight, reading, render, simulate, watch
 from muster.cli import exec as exec_
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ simulate.register(app)
 cloud.register(app)
 exec_.register(app)
 image.register(app)
+preflight.register(app)
 app.command()(render.render)
 
 

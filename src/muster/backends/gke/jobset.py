@@ -25,18 +25,18 @@ def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Mani
 def jobset(placement: Placement, mode: Mode) -> Manifest:
     """Hosts as child Jobs of parallelism 1, so that a lost pod replaces only itself; the supervisor as its own Job."""
     labels = dict(placement.labels)
-    if placement.options.kueue:
+    if placement.kueue:
         labels["kueue.x-k8s.io/queue-name"] = placement.queue
     metadata = {
         **_metadata(placement, placement.name),
         "labels": labels,
         "annotations": {
             "muster/run-name": placement.spec.name,
-            **(mode.annotations if placement.options.kueue else {}),
+            **(mode.annotations if placement.kueue else {}),
         },
     }
     spec: Manifest = {
-        "suspend": placement.options.kueue,
+        "suspend": placement.kueue,
         "coordinator": {"replicatedJob": SUPERVISOR, "jobIndex": 0, "podIndex": 0},
         "network": {"enableDNSHostnames": True, "subdomain": placement.name, "publishNotReadyAddresses": True},
         # Spares never end by themselves: the run is over when the supervisor is.

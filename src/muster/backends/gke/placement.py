@@ -51,6 +51,11 @@ class Placement:
         return self.spec.resources.hosts + self.spec.resources.spare_hosts
 
     @property
+    def kueue(self) -> bool:
+        """Whether the run queues. Nodes that are somebody's already, with no queue named, are just used."""
+        return self.options.kueue and (self.mode != "owned" or self.spec.resources.queue is not None)
+
+    @property
     def queue(self) -> str:
         return self.spec.resources.queue or self.queue_objects
 

@@ -181,7 +181,7 @@ def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
     if (daemon := placement.machine.fabric.sidecar) and placement.machine.gpus:
         devices = "".join(f"- path: {device}\n" for device in daemon.devices)
         annotations[f"devices.gke.io/container.{daemon.name}"] = devices
-    if mode.topology and placement.options.kueue:
+    if mode.topology and placement.kueue:
         annotations["kueue.x-k8s.io/podset-preferred-topology"] = "cloud.google.com/gce-topology-block"
     return annotations
 

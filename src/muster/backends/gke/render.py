@@ -43,7 +43,7 @@ def render(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None 
 
 def cluster_objects(placement: Placement) -> list[Manifest]:
     """What the cluster needs before the first run of this kind."""
-    queue = queue_objects(placement) if placement.options.kueue else []
+    queue = queue_objects(placement) if placement.kueue else []
     return [*account_objects(placement), *network_objects(placement), *queue]
 
 

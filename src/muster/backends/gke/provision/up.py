@@ -198,7 +198,7 @@ def _objects(site: Site, installed: Software) -> list[Objects]:
     found.append(account)
     if data := network_objects(placement):
         found.append(Objects(site=site, key="objects/networks", needs=(cluster,), manifests=tuple(data)))
-    if placement.options.kueue:
+    if placement.kueue:
         queue = tuple(queue_objects(placement))
         found.append(Objects(site=site, key="objects/queue", needs=(*names, account.key), manifests=queue))
     if installed.hugging_face_token:

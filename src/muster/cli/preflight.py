@@ -1,0 +1,36 @@
+"""``muster preflight RUN.yaml``: two steps on one small machine before many are queued for."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
+OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(preflight)
+
+
+def preflight(
+    run_file: str = RUN_FILE,
+    overrides: list[str] = OVERRIDES,
+    machine: str | None = typer.Option(None, "--machine", help="A cheap GPU machine with a pool; default: a CPU node."),
+    mode: str | None = typer.Option(None, "--mode", help="With --machine: how it is bought; default: spot."),
+    timeout_s: float = typer.Option(1800.0, "--timeout", help="Seconds after which it is given up."),
+) -> None:
+    """Rehearse a run on one small machine of its cluster: same image, mounts, secrets and data, two steps."""
+    from muster.app import preflight as use_case
+    from muster.cli import say
+    from muster.core import runfile
+
+    loaded = runfile.load(run_file, overrides or [], environment=False)
+    argv = ["muster", *sys.argv[1:]]
+    found = use_case.preflight(
+        loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: say.talk(word)
+    )
+    say.data(f"preflight passed: {found.status.reason}")
+    say.talk("not shown by it: GPU memory, NCCL, speed")

@@ -13,9 +13,6 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for parameter in model.parameters():  # moments exist before the first step, so that they can be restored
-    optimizer.state[parameter] = {k: torch.zeros_like(parameter) for k in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[parameter]["step"] = torch.zeros(())
 state = {"model": model, "optimizer": optimizer}
 
 step = muster.restore(state)

@@ -25,7 +25,6 @@ as JSON.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -169,6 +168,8 @@ def restore(state: State) -> int:
     """
     if _Here.context is None or _Here.spec is None or _Here.link is None:
         return 0
+    for part in state.values():
+        _fill_optimizer(part)
     tensors = _flatten(state)
     wanted = _Here.context.restore
     if wanted is not None:
@@ -273,6 +274,27 @@ def _walk(name: str, content: Any, found: dict[str, Tensor], plain: dict[str, An
         plain[name] = content
 
 
+def _fill_optimizer(part: Any) -> None:
+    """Give a fresh optimizer the moments that its first step would make, so that there is a place to restore into.
+
+    A step of learning rate 0 with gradients of 0 makes them and moves nothing; what it counts is restored over.
+    """
+    import torch
+
+    if not isinstance(part, torch.optim.Optimizer) or part.state:
+        return
+    rates = [group["lr"] for group in part.param_groups]
+    for group in part.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    part.step()
+    part.zero_grad(set_to_none=True)
+    for group, rate in zip(part.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def _unflatten(state: State, tensors: Mapping[str, Tensor]) -> None:
     plain = json.loads(bytes(tensors[PLAIN].numpy()).decode())
     for name, part in state.items():
@@ -286,8 +308,3 @@ def _fill(name: str, content: Any, tensors: Mapping[str, torch.Tensor], plain: M
     if isinstance(content, Mapping):
         return {key: _fill(f"{name}.{key}", value, tensors, plain) for key, value in content.items()}
     return plain.get(name, content)
-
-
-def started_by_muster() -> bool:
-    """Whether this process is a rank of a run."""
-    return "MUSTER_ATTEMPT" in os.environ

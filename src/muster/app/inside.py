@@ -1,8 +1,8 @@
 """``python -m muster.app.inside --run-dir DIR``: what another machine's terminal wants of a run, asked inside its pod.
 
 One JSON line comes in on standard input, one goes out. ``{"do": "ask", "message": {...}, "resolved": TEXT}`` speaks to
-the supervisor (after putting the run file in place, where there is one); ``{"do": "read", "folder": "logs", "after":
-{NAME: OFFSET}}`` answers what the folder's files hold beyond the offsets. The way here is the proof of who asks:
+the supervisor (after putting run file and code in place, where there are any); ``{"do": "read", "folder": "logs",
+"after": {NAME: OFFSET}}`` answers what the folder's files hold beyond the offsets. The way here is the proof of who asks:
 whoever may run commands in the pod may read its token.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.app.contact import ask_here
-from muster.core import runs
+from muster.core import codepack, runs
 from muster.core.errors import MusterError, UsageError
 from muster.core.runs import RunDir
 
@@ -34,6 +34,8 @@ def answer(run: RunDir, question: Mapping[str, Any]) -> dict[str, Any]:
         NoAnswer: there is no supervisor.
     """
     if question.get("do") == "ask":
+        if packed := question.get("code"):
+            codepack.unpack(base64.b64decode(packed), run.path)
         if text := question.get("resolved"):
             runs.replace_text(run.resolved, str(text))
         return {"answer": ask_here(run, question["message"], timeout_s=float(question.get("timeout_s", 5.0)))}

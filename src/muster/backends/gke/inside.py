@@ -13,19 +13,32 @@ from muster.backends.gke import reach
 from muster.backends.gke.execute import Target, run
 from muster.backends.gke.placement import SUPERVISOR
 from muster.backends.gke.provision.kube import Cluster
+from muster.core import codepack
 from muster.core.errors import BackendError, MusterError
 from muster.core.nouns import LogChunk
+from muster.core.spec import RunSpec
 
 Pods = Sequence[Mapping[str, Any]]
 
 RUN_DIR = "--run-dir"
 
 
-def ask(cluster: Cluster, pods: Pods, question: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """The answer of the program in the supervisor's pod; where that pod does not run, an ``error`` and a ``hint``."""
+def ask(
+    cluster: Cluster, pods: Pods, question: Mapping[str, Any], run_id: str, resolved: str | None = None
+) -> dict[str, Any]:
+    """The answer of the program in the supervisor's pod; where that pod does not run, an ``error`` and a ``hint``.
+
+    ``resolved`` replaces the run file before the question; the user's code goes along as it is now.
+    """
     target = reach.running(pods).get(SUPERVISOR)
     if target is None:
         return {"error": f"the supervisor of {run_id} has no running pod", "hint": f"muster status {run_id}"}
+    if resolved is not None:
+        pod = next(one for one in pods if one["metadata"]["name"] == target.pod)
+        shipped, code = codepack.pack(RunSpec.model_validate_json(resolved), run_dir_of(pod))
+        question = {**question, "resolved": shipped.model_dump_json(indent=1) + "\n"}
+        if code is not None:
+            question["code"] = base64.b64encode(code).decode()
     return _question(cluster, target, pods, question)
 
 

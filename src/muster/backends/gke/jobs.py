@@ -20,6 +20,7 @@ from muster.backends.gke.execute import attach
 from muster.backends.gke.explain import Observed, condition, explain
 from muster.backends.gke.jobset import Manifest
 from muster.backends.gke.options import Options
+from muster.backends.gke.place import CODE
 from muster.backends.gke.placement import SUPERVISOR, object_name, place, resolved
 from muster.backends.gke.provision.http import Call, GoogleHttp, Http, Reply
 from muster.backends.gke.provision.kube import Cluster
@@ -27,7 +28,7 @@ from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.stream import Stream
 from muster.backends.gke.render import BACKEND, render
 from muster.catalog import offers as catalogue
-from muster.core import runs
+from muster.core import codepack, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
@@ -95,6 +96,10 @@ class GkeLauncher:
         jobset["metadata"]["annotations"][ANNOTATION] = number
         config = next(one for one in manifests if one["kind"] == "ConfigMap")
         config["data"][SUBMISSION] = number
+        shipped, code = codepack.pack(spec, request.run_dir)
+        if code is not None:
+            config["data"]["resolved.json"] = shipped.model_dump_json(indent=1) + "\n"
+            config["binaryData"] = {CODE: base64.b64encode(code).decode()}
         there = self._jobset(cluster, request.run_id)
         if there is not None and _ended(there) and there["metadata"]["annotations"].get(ANNOTATION) != number:
             self._clear(cluster, request.run_id)
@@ -144,8 +149,8 @@ class GkeLauncher:
         cluster = self._known(run_id)
         if cluster is None:
             return {"error": f"{run_id} has no cluster", "hint": f"muster status {run_id}"}
-        question = {"do": "ask", "message": dict(message), "timeout_s": timeout_s, "resolved": resolved}
-        return inside.ask(cluster, self._pods(cluster, run_id), question, run_id)
+        question = {"do": "ask", "message": dict(message), "timeout_s": timeout_s}
+        return inside.ask(cluster, self._pods(cluster, run_id), question, run_id, resolved)
 
     def mirror(self, run_id: str, folder: Path) -> int:
         """Bring the run's events to ``folder``; returns how many bytes were new. None reachable is none new."""

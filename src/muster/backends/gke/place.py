@@ -13,8 +13,12 @@ import socket
 import sys
 from pathlib import Path
 
+from muster.core import codepack
+
 RUN_FILES = Path("/etc/muster/run")
 TOKEN = Path("/etc/muster/token/token")
+CODE = "code.tar.gz"
+"""A file of the config map: the user's own code, where the run has any."""
 SUBMISSION = "submission"
 """A file of the config map: which submission of the run it belongs to."""
 
@@ -30,6 +34,8 @@ def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Pat
     number = (run_files / SUBMISSION).read_bytes() if (run_files / SUBMISSION).exists() else b"1"
     files[SUBMISSION] = number
     newer = _read(run_dir / SUBMISSION) != number
+    if newer and (run_files / CODE).exists():
+        codepack.unpack((run_files / CODE).read_bytes(), run_dir)
     return [name for name, data in files.items() if _written(run_dir / name, data, replace=newer)]
 
 

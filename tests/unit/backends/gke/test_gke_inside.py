@@ -152,6 +152,28 @@ def test_restart_puts_the_corrected_file_into_the_pods(run, monkeypatch):
     assert json.loads(here.resolved.read_text())["training"]["steps"] == 7
 
 
+def test_restart_ships_the_code_as_it_is_now(run, monkeypatch, tmp_path):
+    here, inside = run
+    script = tmp_path / "project" / "train.py"
+    script.parent.mkdir()
+    script.write_text("old")
+    own = SPEC.model_copy(update={"model": None, "data": None, "command": [str(script)]})
+    here.resolved.write_text(own.model_dump_json())
+    seen = []
+
+    def supervisor(_run, message, timeout_s):
+        code = inside.path / "code" / "train.py"
+        seen.append(code.read_text() if code.exists() else None)
+        return {"t": "status", "phase": "hold"}
+
+    monkeypatch.setattr(pod_side, "ask_here", supervisor)
+    script.write_text("corrected")
+    stop_app.restart(here.run_id)
+    assert seen == [None, "corrected"]
+    assert json.loads(inside.resolved.read_text())["command"][0].endswith(f"{here.run_id}/code/train.py")
+    assert json.loads(here.resolved.read_text())["command"] == [str(script)], "this machine's file names its own"
+
+
 def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkeypatch):
     here, inside = run
     monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": "run", "step": 12})

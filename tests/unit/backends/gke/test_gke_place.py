@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from cases import spec
 
 from muster.backends.gke.place import place
 from muster.backends.gke.pods import SOURCE_AND_RUN
-from muster.core import runs
+from muster.core import codepack, runs
 
 EVERYTHING = ["run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
 
@@ -42,6 +43,23 @@ def test_another_submission_brings_its_own_run_file(placed, tmp_path):
     (tmp_path / "files" / "resolved.json").write_text("corrected")
     assert again() == ["resolved.json", "submission"] and (run / "resolved.json").read_text() == "corrected"
     assert again() == []
+
+
+def test_the_users_code_comes_with_the_submission(placed, tmp_path):
+    run, again = placed
+    project = tmp_path / "project"
+    (project / "lib").mkdir(parents=True)
+    (project / "train.py").write_text("import lib.net")
+    (project / "lib" / "net.py").write_text("x = 1")
+    own = spec("a4-highgpu-8g", "spot", model=None, data=None, command=[str(project / "train.py"), "--x"])
+    shipped, code = codepack.pack(own, str(run))
+    assert shipped.command == [f"{run}/code/train.py", "--x"] and codepack.pack(own, str(run))[1] == code
+    (tmp_path / "files" / "code.tar.gz").write_bytes(code)
+    again()
+    assert (run / "code" / "lib" / "net.py").read_text() == "x = 1"
+    (run / "code" / "train.py").write_text("what a restart shipped")
+    again()
+    assert (run / "code" / "train.py").read_text() == "what a restart shipped"
 
 
 def test_the_shell_line_sources_and_then_becomes_the_agent(tmp_path):

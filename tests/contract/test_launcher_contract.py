@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,14 +20,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fakes.slurm import FakeSlurm
 
 from muster.backends.local import LocalLauncher, processes
+from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.jobs import SlurmLauncher
+from muster.backends.slurm.script import SCRIPT
 from muster.core import runs
-from muster.core.errors import BackendError, ConflictError
+from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, TaskSpec
 from muster.core.spec import RunSpec
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
+
+
+#: What sbatch says before the reason.
+FAILED = "sbatch: error: Batch job submission failed: "
 
 
 class LocalCase:
@@ -38,6 +47,15 @@ class LocalCase:
 
     def living(self, run_id: str) -> list[int]:
         return [process.pid for process in processes.labelled(run_id)]
+
+    def refusals(self) -> Iterator[tuple[type[MusterError], JobRequest]]:
+        """What the back end refuses, arranged one after the other, and as which error."""
+        yield BackendError, self.request(("/no/such/program",))
+
+    def submit_without_answer(self, request: JobRequest) -> None:
+        """The submission is carried out, and whoever asked for it never hears so."""
+        self.launcher.submit(request)
+        self.lose_record(request)
 
     def lose_record(self, request: JobRequest) -> None:
         (Path(request.run_dir) / "job.json").unlink()
@@ -52,17 +70,72 @@ class LocalCase:
         return dataclasses.replace(rendered, tasks=tasks)
 
 
-CASES: dict[str, Callable[[Path], LocalCase]] = {"local": LocalCase}
+class SlurmCase:
+    """Slurm's commands in memory; jobs run here. The real one has a live suite of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.shell = folder, FakeSlurm()
+        self.launcher = SlurmLauncher(slurm=Slurm(shell=self.shell))
+
+    def living(self, run_id: str) -> list[int]:
+        return [process.pid for process in processes.labelled(run_id)]
+
+    def refusals(self) -> Iterator[tuple[type[MusterError], JobRequest]]:
+        for kind, said in (
+            (AccessError, FAILED + "Invalid account or account/partition combination"),
+            (AccessError, FAILED + "User's group not permitted to use this partition"),
+            (CapacityError, FAILED + "Requested node configuration is not available"),
+            (CapacityError, f"sbatch: error: QOSMaxNodes\n{FAILED}Job violates accounting/QOS policy (submit limit)"),
+            (UsageError, "sbatch: error: invalid partition specified: nope"),
+            (UsageError, "sbatch: unrecognized option '--nope'"),
+            (BackendError, FAILED + "Unable to contact slurm controller"),
+            (BackendError, "sbatch: error: something that nobody has seen before"),
+        ):  # fmt: skip
+            self.shell.trouble["sbatch"] = (False, said)
+            yield kind, self.request()
+
+    def submit_without_answer(self, request: JobRequest) -> None:
+        said = FAILED + "Socket timed out on send/recv operation"
+        self.shell.trouble["sbatch"] = (True, said)
+        self.launcher.submit(request)
+        self.lose_record(request)
+
+    def lose_record(self, request: JobRequest) -> None:
+        (Path(request.run_dir) / "job.json").unlink()
+
+    def spec(self, name: str = "contract", hosts: int = 1) -> RunSpec:
+        resources = {"hosts": hosts, "device": "cpu"}
+        return RunSpec.model_validate({"name": name, "backend": "slurm", "command": ["true"], "resources": resources})
+
+    def request(self, *argvs: tuple[str, ...], name: str = "contract") -> JobRequest:
+        run_id = runs.new_run_id(name)
+        rendered = self.launcher.render(self.spec(name), run_id=run_id, run_dir=str(self.folder / run_id))
+        lines = [f"export MUSTER_RUN_ID={run_id}", *(f"{shlex.join(argv)} &" for argv in argvs or (SLEEP,)), "wait"]
+        return dataclasses.replace(rendered, files={SCRIPT: "\n".join(["#!/bin/bash", *lines, ""])})
+
+
+Case = LocalCase | SlurmCase
+CASES: dict[str, Callable[[Path], Case]] = {"local": LocalCase, "slurm": SlurmCase}
 
 
 @pytest.fixture(params=sorted(CASES))
-def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCase]:
+def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    yield from _case(request.param, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    """For promises about processes that a scheduler makes in our place."""
+    yield from _case("local", tmp_path, monkeypatch)
+
+
+def _case(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    found = CASES[request.param](tmp_path)
+    found = CASES[name](tmp_path)
     yield found
     for folder in tmp_path.iterdir():
         if folder.is_dir():
-            handle = JobHandle(run_id=folder.name, backend=request.param, job_id="", run_dir=str(folder))
+            handle = JobHandle(run_id=folder.name, backend=name, job_id="", run_dir=str(folder))
             found.launcher.cancel(handle)
 
 
@@ -97,7 +170,7 @@ def audited() -> Iterator[list[str]]:
         _touched = None
 
 
-def test_render_touches_neither_disk_nor_network(case: LocalCase) -> None:
+def test_render_touches_neither_disk_nor_network(case: Case) -> None:
     spec = case.spec(hosts=3)
     case.launcher.render(spec, run_id="warm-up", run_dir="/nowhere")  # imports are not render's
     with audited() as touched:
@@ -114,7 +187,7 @@ def test_the_audit_would_have_seen_a_touch(tmp_path: Path) -> None:
     assert touched
 
 
-def test_render_names_the_run_and_counts_hosts_and_spares(case: LocalCase) -> None:
+def test_render_names_the_run_and_counts_hosts_and_spares(case: Case) -> None:
     spec = RunSpec.model_validate({"name": "n", "command": ["x"], "resources": {"hosts": 2, "spare_hosts": 1}})
     found = case.launcher.render(spec, run_id="r-1", run_dir="/d")
     tasks = {task.name: task for task in found.tasks}
@@ -126,23 +199,43 @@ def test_render_names_the_run_and_counts_hosts_and_spares(case: LocalCase) -> No
 # ---------------------------------------------------------------- submit
 
 
-def test_submitting_twice_is_one_run(case: LocalCase) -> None:
+def test_submitting_twice_is_one_run(case: Case) -> None:
     request = case.request(SLEEP, SLEEP)
     first = case.launcher.submit(request)
+    eventually(lambda: len(case.living(request.run_id)) == 2)
     living = case.living(request.run_id)
-    assert len(living) == 2
     assert case.launcher.submit(request) == first
     assert case.living(request.run_id) == living
 
 
-def test_submit_returns_at_once(case: LocalCase) -> None:
+def test_a_lost_answer_is_no_second_run(case: Case) -> None:
+    request = case.request(SLEEP, SLEEP)
+    case.submit_without_answer(request)
+    eventually(lambda: len(case.living(request.run_id)) == 2)
+    living = case.living(request.run_id)
+    handle = case.launcher.submit(request)
+    assert case.living(request.run_id) == living
+    assert handle.job_id and case.launcher.poll(handle).state is JobState.RUNNING
+
+
+def test_refusals_are_the_right_errors(case: Case) -> None:
+    codes = {AccessError: 5, BackendError: 6, CapacityError: 4, UsageError: 2}
+    for kind, request in case.refusals():
+        with pytest.raises(MusterError) as caught:
+            case.launcher.submit(request)
+        assert (type(caught.value), caught.value.exit_code) == (kind, codes[kind]), str(caught.value)
+        assert str(caught.value) and "\n" not in str(caught.value)
+        assert case.living(request.run_id) == []
+
+
+def test_submit_returns_at_once(case: Case) -> None:
     before = time.monotonic()
     case.launcher.submit(case.request())
     assert time.monotonic() - before < 5
 
 
-def test_a_submit_killed_half_way_is_completed_by_the_next(case: LocalCase) -> None:
-    request = case.request(SLEEP, (*SLEEP, "second"))
+def test_a_submit_killed_half_way_is_completed_by_the_next(local: Case) -> None:
+    request = local.request(SLEEP, (*SLEEP, "second"))
     program = (
         "import json, os, sys\n"
         "from muster.backends.local import LocalLauncher, processes\n"
@@ -158,42 +251,42 @@ def test_a_submit_killed_half_way_is_completed_by_the_next(case: LocalCase) -> N
     )
     done = subprocess.run([sys.executable, "-c", program, json.dumps(dataclasses.asdict(request))], check=False)
     assert done.returncode == -9
-    eventually(lambda: len(case.living(request.run_id)) == 1)
-    orphan = case.living(request.run_id)
-    handle = case.launcher.submit(request)
-    living = case.living(request.run_id)
+    eventually(lambda: len(local.living(request.run_id)) == 1)
+    orphan = local.living(request.run_id)
+    handle = local.launcher.submit(request)
+    living = local.living(request.run_id)
     assert len(living) == 2 and orphan[0] in living, "the orphan is adopted, the other one started"
-    assert case.launcher.poll(handle).state is JobState.RUNNING
+    assert local.launcher.poll(handle).state is JobState.RUNNING
 
 
-def test_a_folder_of_another_run_is_refused(case: LocalCase) -> None:
+def test_a_folder_of_another_run_is_refused(case: Case) -> None:
     request = case.request()
     case.launcher.submit(request)
     with pytest.raises(ConflictError):
         case.launcher.submit(dataclasses.replace(request, run_id="another"))
 
 
-def test_a_program_that_does_not_exist_is_named(case: LocalCase) -> None:
-    request = case.request(("/no/such/program",))
+def test_a_program_that_does_not_exist_is_named(local: Case) -> None:
+    request = local.request(("/no/such/program",))
     with pytest.raises(BackendError, match="/no/such/program"):
-        case.launcher.submit(request)
-    assert case.living(request.run_id) == []
+        local.launcher.submit(request)
+    assert local.living(request.run_id) == []
 
 
-def test_a_new_submission_starts_again_and_adopts_what_lives(case: LocalCase) -> None:
-    request = case.request((sys.executable, "-c", "pass"), SLEEP)
-    case.launcher.submit(request)
-    eventually(lambda: len(case.living(request.run_id)) == 1)
-    survivor = case.living(request.run_id)
-    case.launcher.submit(request)  # the same request: what ended stays ended
-    assert case.living(request.run_id) == survivor
+def test_a_new_submission_starts_again_and_adopts_what_lives(local: Case) -> None:
+    request = local.request((sys.executable, "-c", "pass"), SLEEP)
+    local.launcher.submit(request)
+    eventually(lambda: len(local.living(request.run_id)) == 1)
+    survivor = local.living(request.run_id)
+    local.launcher.submit(request)  # the same request: what ended stays ended
+    assert local.living(request.run_id) == survivor
     again = dataclasses.replace(
         request,
         labels={**request.labels, "submission": "2"},
         tasks=(TaskSpec(name="task0", argv=SLEEP), request.tasks[1]),
     )
-    case.launcher.submit(again)
-    assert survivor[0] in case.living(request.run_id)
+    local.launcher.submit(again)
+    assert survivor[0] in local.living(request.run_id)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +307,7 @@ def test_a_new_submission_starts_again_and_adopts_what_lives(case: LocalCase) ->
         ".",
     ],
 )
-def test_hostile_run_names_become_harmless_ids(case: LocalCase, name: str) -> None:
+def test_hostile_run_names_become_harmless_ids(case: Case, name: str) -> None:
     request = case.request(name=name)
     assert re.fullmatch(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", request.run_id)
     handle = case.launcher.submit(request)
@@ -228,7 +321,7 @@ def test_hostile_run_names_become_harmless_ids(case: LocalCase, name: str) -> No
 # ---------------------------------------------------------------- find and poll
 
 
-def test_an_orphan_is_found_by_its_label(case: LocalCase) -> None:
+def test_an_orphan_is_found_by_its_label(case: Case) -> None:
     request = case.request()
     case.launcher.submit(request)
     case.lose_record(request)
@@ -239,16 +332,17 @@ def test_an_orphan_is_found_by_its_label(case: LocalCase) -> None:
     assert case.launcher.find(request.run_id) is None
 
 
-def test_polling_the_absent_says_so(case: LocalCase) -> None:
-    handle = JobHandle(run_id="no-such", backend="local", job_id="", run_dir=str(case.folder / "no-such"))
+def test_polling_the_absent_says_so(case: Case) -> None:
+    handle = JobHandle(run_id="no-such", backend=case.launcher.name, job_id="", run_dir=str(case.folder / "no-such"))
     found = case.launcher.poll(handle)
     assert found.state is JobState.ABSENT
     assert found.reason
 
 
-def test_poll_never_blocks(case: LocalCase) -> None:
+def test_poll_never_blocks(case: Case) -> None:
     request = case.request()
     handle = case.launcher.submit(request)
+    eventually(lambda: case.living(request.run_id))
     pid = case.living(request.run_id)[0]
     os.kill(pid, signal.SIGSTOP)  # it answers nobody
     try:
@@ -263,13 +357,13 @@ def test_poll_never_blocks(case: LocalCase) -> None:
     assert found.reason and "\n" not in found.reason
 
 
-def test_poll_sees_the_end(case: LocalCase) -> None:
+def test_poll_sees_the_end(case: Case) -> None:
     request = case.request((sys.executable, "-c", "pass"))
     handle = case.launcher.submit(request)
     eventually(lambda: case.launcher.poll(handle).state.ended)
 
 
-def test_offers_are_of_this_back_end(case: LocalCase) -> None:
+def test_offers_are_of_this_back_end(case: Case) -> None:
     offers = case.launcher.offers(case.spec())
     assert offers and all(offer.backend == case.launcher.name for offer in offers)
 
@@ -277,7 +371,7 @@ def test_offers_are_of_this_back_end(case: LocalCase) -> None:
 # ---------------------------------------------------------------- logs
 
 
-def test_logs_resume_where_they_stopped(case: LocalCase) -> None:
+def test_logs_resume_where_they_stopped(case: Case) -> None:
     program = "import sys, time\nfor n in range(200): print('zeile ä€🚀', n, flush=True); time.sleep(0.005)"
     request = case.request((sys.executable, "-c", program))
     handle = case.launcher.submit(request)
@@ -292,7 +386,7 @@ def test_logs_resume_where_they_stopped(case: LocalCase) -> None:
     assert list(case.launcher.logs(handle, after=positions)) == []
 
 
-def test_half_a_character_waits_for_its_rest(case: LocalCase) -> None:
+def test_half_a_character_waits_for_its_rest(case: Case) -> None:
     request = case.request()
     handle = case.launcher.submit(request)
     path = Path(request.run_dir) / "logs" / "extra.log"
@@ -304,16 +398,16 @@ def test_half_a_character_waits_for_its_rest(case: LocalCase) -> None:
     assert chunk.text == "€b"
 
 
-def test_logs_of_the_absent_are_empty(case: LocalCase) -> None:
-    handle = JobHandle(run_id="no-such", backend="local", job_id="", run_dir=str(case.folder / "no-such"))
+def test_logs_of_the_absent_are_empty(case: Case) -> None:
+    handle = JobHandle(run_id="no-such", backend=case.launcher.name, job_id="", run_dir=str(case.folder / "no-such"))
     assert list(case.launcher.logs(handle)) == []
 
 
 # ---------------------------------------------------------------- cancel
 
 
-def test_cancel_of_the_absent_is_success(case: LocalCase) -> None:
-    handle = JobHandle(run_id="no-such", backend="local", job_id="", run_dir=str(case.folder / "no-such"))
+def test_cancel_of_the_absent_is_success(case: Case) -> None:
+    handle = JobHandle(run_id="no-such", backend=case.launcher.name, job_id="", run_dir=str(case.folder / "no-such"))
     case.launcher.cancel(handle)
     request = case.request()
     handle = case.launcher.submit(request)
@@ -323,7 +417,7 @@ def test_cancel_of_the_absent_is_success(case: LocalCase) -> None:
     assert case.launcher.poll(handle).state is JobState.STOPPED
 
 
-def test_cancel_ends_descendants_in_their_own_sessions_that_ignore_sigterm(case: LocalCase) -> None:
+def test_cancel_ends_descendants_in_their_own_sessions_that_ignore_sigterm(local: Case) -> None:
     program = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -332,37 +426,37 @@ def test_cancel_ends_descendants_in_their_own_sessions_that_ignore_sigterm(case:
         "    if os.fork() == 0: os.setsid()\n"
         "time.sleep(60)\n"
     )
-    request = case.request((sys.executable, "-c", program))
-    handle = case.launcher.submit(request)
-    eventually(lambda: len(case.living(request.run_id)) == 3)
-    case.launcher.cancel(handle)
-    assert case.living(request.run_id) == []
+    request = local.request((sys.executable, "-c", program))
+    handle = local.launcher.submit(request)
+    eventually(lambda: len(local.living(request.run_id)) == 3)
+    local.launcher.cancel(handle)
+    assert local.living(request.run_id) == []
 
 
-def test_a_cancelled_request_is_not_started_by_repeating_it(case: LocalCase) -> None:
+def test_a_cancelled_request_is_not_started_by_repeating_it(case: Case) -> None:
     request = case.request()
     case.launcher.cancel(case.launcher.submit(request))
     case.launcher.submit(request)
     assert case.living(request.run_id) == []
 
 
-def test_a_used_again_pid_is_left_alone(case: LocalCase) -> None:
-    request = case.request()
-    handle = case.launcher.submit(request)
+def test_a_used_again_pid_is_left_alone(local: Case) -> None:
+    request = local.request()
+    handle = local.launcher.submit(request)
     innocent = subprocess.Popen(SLEEP)
     try:
         path = Path(request.run_dir) / "job.json"
         record = json.loads(path.read_text())
         record["tasks"]["stale"] = {"pid": innocent.pid, "start_ticks": 1}
         path.write_text(json.dumps(record))
-        case.launcher.cancel(handle)
+        local.launcher.cancel(handle)
         assert innocent.poll() is None
     finally:
         innocent.kill()
         innocent.wait()
 
 
-def test_a_run_gets_no_more_of_the_environment_than_it_needs(case: LocalCase) -> None:
+def test_a_run_gets_no_more_of_the_environment_than_it_needs(local: Case) -> None:
     environ = {"PATH": os.environ["PATH"], "MY_BANK_PASSWORD": "hunter2", "OMP_NUM_THREADS": "1", "MUSTER_RUN_ID": "x"}
     found = processes.environment(environ, run_id="r", run_dir="/d", extra={})
     assert found == {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "MUSTER_RUN_ID": "r", "MUSTER_RUN_DIR": "/d"}

@@ -1,7 +1,7 @@
 """A real Slurm on one machine: a controller and N node daemons, each in a network, host-name and mount namespace.
 
-Root, and Debian's ``slurm-wlm munge iproute2``. A node has an address, a host name, ``/dev/shm`` and ``/scratch`` of its
-own; everything else (the home directory too) is shared, as on a cluster with a shared home.
+Root, and Debian's ``slurm-wlm munge iproute2``. A node has an address, a host name, ``/dev/shm`` and ``/scratch`` of
+its own; everything else (the home directory too) is shared, as on a cluster with a shared home.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ GresTypes=gpu
 class SlurmCluster:
     """Started on entering, gone on leaving. ``env`` is what a user's shell needs."""
 
-    def __init__(self, directory: Path, nodes: int = 4, *, slurmd_timeout_s: int = 10, gpus: int = 8) -> None:
+    def __init__(self, directory: Path, nodes: int = 4, *, slurmd_timeout_s: int = 300, gpus: int = 8) -> None:
         self.dir, self.gpus, self.slurmd_timeout_s = Path(directory), gpus, slurmd_timeout_s
         self.names = [f"node{number}" for number in range(1, nodes + 1)]
         # A deleted namespace's links go away later: a name is never used twice.
@@ -215,14 +215,14 @@ class SlurmCluster:
         return run(*words, env=self.env)
 
     def states(self) -> list[str]:
-        done = subprocess.run(["sinfo", "-h", "-p", "main", "-N", "-o", "%T"], env=self.env, capture_output=True, text=True, check=False)
-        return done.stdout.split()
+        return self._printed("sinfo", "-h", "-p", "main", "-N", "-o", "%T").split()
 
     def job_state(self, job_id: str) -> str:
-        done = subprocess.run(
-            ["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"], env=self.env, capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip()
+        return self._printed("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").strip()
+
+    def _printed(self, *argv: str) -> str:
+        """What a command prints, whether it succeeds or not (a controller that is starting)."""
+        return subprocess.run(argv, env=self.env, capture_output=True, text=True, check=False).stdout
 
     def wait_until(self, condition, what: str, timeout_s: float = 60):  # type: ignore[no-untyped-def]
         until = time.monotonic() + timeout_s
@@ -233,8 +233,7 @@ class SlurmCluster:
 
     def story(self) -> str:
         log = self.dir / "log" / "slurmctld.log"
-        queue = subprocess.run(["squeue"], env=self.env, capture_output=True, text=True, check=False).stdout
-        return queue + (log.read_text()[-2000:] if log.exists() else "")
+        return self._printed("squeue") + (log.read_text()[-2000:] if log.exists() else "")
 
 
 def run(*argv: str, env: dict[str, str] | None = None) -> str:

@@ -109,11 +109,11 @@ class SlurmLauncher:
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         try:
             return self.slurm.submit(str(path), name=name)
-        except Unsure:
+        except Unsure as error:
             existing = self.slurm.jobs(request.run_id, number)  # the answer may have been lost, not the request
             if existing:
                 return existing[-1].id
-            raise
+            raise BackendError(str(error), hint="scontrol ping asks whether the controller answers") from error
 
     def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
         return {
@@ -127,13 +127,13 @@ class SlurmLauncher:
         }
 
     def find(self, run_id: str) -> JobHandle | None:
-        """By the registry; failing that, by the job's name in Slurm's queue."""
+        """By the registry; failing that, by the name of a job that has not ended."""
         with contextlib.suppress(UsageError):
             run = runs.find(run_id)
             record = _read(run.path)
             if record and record["run_id"] == run_id:
                 return _handle(record, run.path)
-        jobs = self.slurm.jobs(run_id)
+        jobs = self._living(run_id)
         if not jobs:
             return None
         return JobHandle(run_id=run_id, backend=self.name, job_id=jobs[-1].id, run_dir=jobs[-1].folder)

@@ -47,11 +47,9 @@ def pairs(text: str) -> Iterator[dict[str, str]]:
     """
     for line in text.splitlines():
         marks = list(re.finditer(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9:/_()]*)=", line))
-        found = {}
-        for mark, after in zip(marks, [*marks[1:], None], strict=True):
-            found[mark[1]] = line[mark.end() : after.start() if after else None].strip()
-        if found:
-            yield found
+        ends = [*(mark.start() for mark in marks[1:]), len(line)]
+        if marks:
+            yield {mark[1]: line[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)}
 
 
 def seconds(text: str) -> int | None:

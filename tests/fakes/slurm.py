@@ -1,0 +1,120 @@
+"""Slurm's commands without Slurm: scripts run here as they are, so that a job's life can be followed in seconds.
+
+It answers what ours ask, in their format, from a queue in a file; it knows nothing of nodes. ``trouble`` makes the next
+call of a program fail, or lose its answer. The real one is in ``tests/live/slurm_cluster.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.core.seams import Completed
+
+NODES = (
+    ("n1", "main", "idle", "gpu:h100:8(S:0-1)", "208", "1900000", "a3mega,ib4", "7-00:00:00", "up", "1-infinite"),
+    ("n2", "main", "allocated", "gpu:h100:8(S:0-1)", "208", "1900000", "a3mega,ib4", "7-00:00:00", "up", "1-infinite"),
+    ("n3", "main", "drained*", "gpu:h100:8(S:0-1)", "208", "1900000", "a3mega,ib4", "7-00:00:00", "up", "1-infinite"),
+    ("c1", "cpu", "idle", "(null)", "64", "250000", "(null)", "1-00:00:00", "up", "1-4"),
+    ("c2", "cpu", "mixed", "(null)", "64", "250000", "(null)", "1-00:00:00", "up", "1-4"),
+)
+
+
+@dataclass
+class FakeJob:
+    id: str
+    name: str
+    folder: str
+    process: subprocess.Popen[bytes] | None
+    state: str = "RUNNING"
+    reason: str = "None"
+    start_s: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass
+class FakeSlurm:
+    """A ``Shell`` whose programs are Slurm's."""
+
+    jobs: dict[str, FakeJob] = field(default_factory=dict)
+    trouble: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    """Program -> (whether it does its work all the same, what it says on stderr); used once."""
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+    held: bool = False
+    """New jobs wait instead of starting."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Completed:
+        self.asked.append(tuple(argv))
+        works, complaint = self.trouble.pop(argv[0], (True, ""))
+        said = getattr(self, f"_{argv[0]}")(list(argv[1:])) if works else ""
+        if complaint:
+            return Completed(argv=tuple(argv), returncode=1, stdout="", stderr=complaint)
+        return Completed(argv=tuple(argv), returncode=0, stdout=said, stderr="")
+
+    def _sbatch(self, words: list[str]) -> str:
+        path = Path(words[-1])
+        name = next(word.partition("=")[2] for word in words if word.startswith("--job-name="))
+        number = str(len(self.jobs) + 1)
+        job = FakeJob(id=number, name=name, folder=str(path.parent), process=None, state="PENDING", reason="Resources")
+        self.jobs[number] = job
+        if not self.held:
+            with open(path.parent / "logs" / f"slurm-{number}.log", "ab") as output:
+                job.process = subprocess.Popen(
+                    ["bash", str(path)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True, cwd=path.parent,
+                )  # fmt: skip
+            job.state, job.reason = "RUNNING", "None"
+        return f"{number}\n"
+
+    def _squeue(self, words: list[str]) -> str:
+        wanted = next(word.partition("=")[2] for word in words if word.startswith("--format="))
+        return "".join(_filled(wanted, self._row(job)) + "\n" for job in self.jobs.values())
+
+    def _row(self, job: FakeJob) -> dict[str, str]:
+        if job.process is not None and job.process.poll() is not None and job.state == "RUNNING":
+            job.state = "COMPLETED" if job.process.returncode == 0 else "FAILED"
+        start = str(job.start_s) if job.state != "PENDING" else "N/A"
+        return {
+            "%A": job.id, "%j": job.name, "%T": job.state, "%r": job.reason, "%N": "n1", "%D": "1", "%S": start,
+            "%e": "N/A", "%Z": job.folder, "%P": "main", "%B": "n1",
+        }  # fmt: skip
+
+    def _scancel(self, words: list[str]) -> str:
+        job = self.jobs[words[-1]]
+        if job.process is not None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.process.pid, number)
+                time.sleep(0.05)
+            job.process.wait()
+        job.state = "CANCELLED"
+        return ""
+
+    def _scontrol(self, words: list[str]) -> str:
+        return "Slurmctld(primary) at here is UP\n" if words == ["ping"] else ""
+
+    def _sacct(self, words: list[str]) -> str:
+        return "JobID|State|ExitCode|End\n"
+
+    def _sinfo(self, words: list[str]) -> str:
+        wanted = next(word.partition("=")[2] for word in words if word.startswith("--format="))
+        codes = ("%n", "%R", "%T", "%G", "%c", "%m", "%f", "%l", "%a", "%s")
+        return "".join(_filled(wanted, dict(zip(codes, row, strict=True))) + "\n" for row in NODES)
+
+
+def _filled(wanted: str, values: Mapping[str, str]) -> str:
+    for code, value in values.items():
+        wanted = wanted.replace(code, value)
+    return wanted

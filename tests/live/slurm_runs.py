@@ -1,0 +1,177 @@
+"""Runs on a live Slurm as a user starts them: by the command line, in a home of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from slurm_cluster import SlurmCluster
+
+from muster.core import eventlog
+from muster.core.events import Event
+
+MUSTER = (sys.executable, "-P", "-m", "muster.cli.main")
+
+RUN_FILE: dict[str, Any] = {
+    "name": "on-slurm",
+    "backend": "slurm",
+    "model": {
+        "config": {
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+        },
+        "dtype": "float32",
+    },
+    "data": {"sources": [{"type": "random", "rows": 512}]},
+    # Sums in fixed point: the losses are the same bits whatever the number of ranks, so one reference serves all.
+    "training": {
+        "steps": 100_000, "sequence_length": 64, "global_batch_size": 12, "exact": True,
+        "optimizer": {"schedule": "constant"},
+    },
+    "evaluation": {"at_start": False, "loss_rows": 0, "samples": 0},
+    "checkpoint": {"every_steps": 0},
+    "resources": {"hosts": 3, "ranks_per_host": 2, "device": "cpu", "threads_per_rank": 1},
+    "recovery": {"heartbeat_timeout_s": 2.0, "grace_s": 20.0},
+    "output": {"tensorboard": False, "peak_tflops": 0.1},
+}  # fmt: skip
+
+
+def run_file(**changes: Any) -> dict[str, Any]:
+    """``RUN_FILE`` with dotted keys changed (``__`` for the dot): ``run_file(resources__hosts=2)``."""
+    found: dict[str, Any] = json.loads(json.dumps(RUN_FILE))
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = found
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return found
+
+
+class User:
+    """Somebody with a home directory and a shell on the login node."""
+
+    def __init__(self, cluster: SlurmCluster, home: Path) -> None:
+        self.cluster, self.home = cluster, home
+        home.mkdir(parents=True, exist_ok=True)
+        self.env = {**cluster.env, "MUSTER_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+        for name in ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_MEMORY_DIR"):
+            self.env.pop(name, None)
+
+    def muster(self, *words: str, code: int | None = 0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*MUSTER, *words], cwd=self.home, env=self.env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def submit(self, spec: dict[str, Any], *more: str) -> Run:
+        path = self.home / f"{spec['name']}.yaml"
+        path.write_text(json.dumps(spec))  # JSON is YAML
+        run_id = self.muster("submit", str(path), *more).stdout.strip()
+        return Run(self, run_id)
+
+
+class Run:
+    """A run that was submitted."""
+
+    def __init__(self, user: User, run_id: str) -> None:
+        self.user, self.cluster, self.id = user, user.cluster, run_id
+        self.dir = user.home / "runs" / run_id
+
+    # ------------------------------------------------------------ looking
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.user.muster("status", self.id, "--json").stdout)
+        return found
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        return [event for event in eventlog.merged(self.dir / "events") if kind is None or event.kind == kind]
+
+    def step(self) -> int:
+        return max((event.step or 0 for event in self.events("step")), default=0)
+
+    def losses(self) -> dict[int, str]:
+        """Step -> loss as hex, the last word on each step."""
+        return {event.step: float(event.detail["loss"]).hex() for event in self.events("step") if event.step}
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """Rank -> (pid, host) of the newest attempt."""
+        started = self.events("rank.started")
+        newest = max((event.attempt for event in started), default=0)
+        return {
+            event.rank: (event.detail["pid"], event.host)
+            for event in started
+            if event.attempt == newest and event.rank is not None
+        }
+
+    def actions(self) -> list[str]:
+        return [event.detail["action"] for event in self.events("decision")]
+
+    def jobs(self) -> list[tuple[str, str]]:
+        """(id, state) of the run's jobs, oldest first."""
+        text = self.cluster.ask("squeue", "-h", "-t", "all", "-o", "%A %T %j")
+        rows = [line.split() for line in text.splitlines()]
+        return sorted((row[0], row[1]) for row in rows if row[2].startswith(f"muster-{self.id}"))
+
+    def nodes(self) -> dict[str, str]:
+        """Host -> node in the newest job."""
+        path = max(self.dir.glob("hosts-*.json"), key=lambda found: found.stat().st_mtime)
+        found: dict[str, str] = json.loads(path.read_text())
+        return found
+
+    def supervisor_host(self) -> str:
+        """The node whose address the lease names."""
+        address = json.loads((self.dir / "lease.json").read_text())["address"][0]
+        return next(name for name in self.cluster.names if self.cluster.address(name) == address)
+
+    def spares(self) -> set[str]:
+        return {event.host for event in self.events("phase") if event.phase == "spare"}
+
+    # ------------------------------------------------------------ waiting
+
+    def wait_until(self, condition, what: str, timeout_s: float = 150) -> Any:  # type: ignore[no-untyped-def]
+        until = time.monotonic() + timeout_s
+        while not (found := condition()):
+            assert time.monotonic() < until, f"no {what} within {timeout_s} s\n{self.story()}"
+            time.sleep(0.1)
+        return found
+
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+        self.wait_until(lambda: self.step() >= step, f"step {step}", timeout_s)
+
+    def story(self) -> str:
+        lines = [
+            f"{event.wall_ns / 1e9:.2f} {event.host} a{event.attempt} {event.kind} r={event.rank} s={event.step} "
+            f"{dict(event.detail)}"
+            for event in self.events()
+            if event.kind not in ("step", "clock.offset")
+        ]
+        logs = [
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1200:]}"
+            for path in sorted((self.dir / "logs").glob("*.log"))
+            if not path.name.startswith(("mover", "prepare"))
+        ]
+        return "\n".join([*lines[-60:], *logs, self.cluster.story()])
+
+
+def recovery_s(run: Run, began_ns: int) -> tuple[float, int]:
+    """(L in seconds, steps applied twice) of a fault at ``began_ns`` (wall): to the end of the first step beyond."""
+    steps = run.events("step")
+    before = max(event.step or 0 for event in steps if event.wall_ns < began_ns)
+    first = min(event.wall_ns for event in steps if (event.step or 0) > before and event.wall_ns > began_ns)
+    again = {event.step for event in steps if event.wall_ns > began_ns and (event.step or 0) <= before}
+    return (first - began_ns) / 1e9, len(again)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(word.decode(errors="replace").partition("=")[::2] for word in words)  # type: ignore[misc]
+
+
+__all__ = ["RUN_FILE", "Run", "User", "environment_of", "os", "recovery_s", "run_file"]

@@ -14,7 +14,7 @@ from muster.backends.gke.provision.http import Call, GoogleHttp, Http
 from muster.backends.gke.provision.quota import Quota, quota
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import Site, site
-from muster.backends.gke.provision.up import Down, down, requests, software, up_first, wanted_software
+from muster.backends.gke.provision.up import Down, down_everywhere, requests, software, up_first, wanted_software
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.seams import Clock, Lease
@@ -72,16 +72,16 @@ def bring_up(
 
 
 def give_back(
-    where: Site,
+    places: Sequence[Site],
     *,
     keep_data: bool = False,
     http: Http | None = None,
     clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Down:
-    """Remove everything of ours, then look at the project for what still exists."""
+    """Remove everything of ours in every place that may have it, then look at the project for what still exists."""
     session = Session(http=http or GoogleHttp(), clock=clock or SystemClock())
-    return down(where, session, keep_data=keep_data, progress=progress)
+    return down_everywhere(places, session, keep_data=keep_data, progress=progress)
 
 
 def _texts(where: Site, folder: Path | None) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 One JSON line comes in on standard input, one goes out. ``{"do": "ask", "message": {...}, "resolved": TEXT}`` speaks to
 the supervisor (after putting run file and code in place, where there are any); ``{"do": "read", "folder": "logs",
-"after": {NAME: OFFSET}}`` answers what the folder's files hold beyond the offsets. The way here is the proof of who asks:
+"after": {NAME: OFFSET}}`` answers what the folder's files hold beyond the offsets. The way here proves who asks:
 whoever may run commands in the pod may read its token.
 """
 

@@ -61,8 +61,9 @@ def give_back(
     from muster.cli import say
     from muster.core import runfile
 
-    where = cloud.place_of(runfile.load(run_file, overrides or [], environment=False).spec, zone=zone)
-    found = cloud.give_back(where, keep_data=keep_data, progress=lambda key, step: say.talk(f"{step:>9}  {key}"))
+    places = cloud.places_of(runfile.load(run_file, overrides or [], environment=False).spec, zone=zone)
+    where = places[0]
+    found = cloud.give_back(places, keep_data=keep_data, progress=lambda key, step: say.talk(f"{step:>9}  {key}"))
     for trouble in found.troubles:
         say.talk(f"not removed: {trouble}")
     for left in found.leftovers:

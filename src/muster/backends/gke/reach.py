@@ -20,9 +20,12 @@ INDEX = "jobset.sigs.k8s.io/job-index"
 JOBSET = "jobset.sigs.k8s.io/jobset-name"
 
 
-def site_of(spec: RunSpec, run_id: str, options: Options) -> Site:
-    """Project, zone and names of the run file's cluster."""
-    return site(place(spec, run_id=run_id, run_dir="/unused", options=options))
+def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
+    """Every place where the run file's cluster may be, in the order in which ``up`` tries them; one for each region."""
+    placement = place(spec, run_id=run_id, run_dir="/unused", options=options)
+    zones = spec.resources.locations
+    found = [site(placement, zone=zone) for zone in zones] or [site(placement)]
+    return list({one.region: one for one in reversed(found)}.values())[::-1]
 
 
 def task(pod: Mapping[str, Any]) -> tuple[str, str]:
@@ -64,16 +67,20 @@ def cluster_of(spec: RunSpec, run_id: str, options: Options, session: Session) -
     """The run file's cluster: by kubeconfig, or Google's of that name; None where there is none."""
     if kubeconfig.named(spec.resources.cluster):
         return kubeconfig.connect(str(spec.resources.cluster), session.clock)
-    return connect(site_of(spec, run_id, options), session)
+    for where in sites_of(spec, run_id, options):
+        if found := connect(where, session):
+            return found
+    return None
 
 
 def needed(spec: RunSpec, run_id: str, options: Options, session: Session) -> Cluster:
     """The same. Raises BackendError where there is none."""
     found = cluster_of(spec, run_id, options, session)
     if found is None:
-        where = site_of(spec, run_id, options)
+        places = sites_of(spec, run_id, options)
+        regions = ", ".join(where.region for where in places)
         raise BackendError(
-            f"no cluster {where.cluster} in {where.region} of project {where.project}",
+            f"no cluster {places[0].cluster} in {regions} of project {places[0].project}",
             hint="muster up RUN.yaml makes it",
         )
     return found

@@ -10,7 +10,7 @@ from muster.backends.gke.placement import place
 from muster.backends.gke.provision.http import Http
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import Site, site
-from muster.backends.gke.provision.up import down, resources, up_first
+from muster.backends.gke.provision.up import down_everywhere, resources, up_first
 from muster.core.clock import SystemClock
 from muster.core.seams import Clock, Lease
 from muster.core.spec import RunSpec
@@ -48,11 +48,8 @@ class GkeProvisioner:
 
     def release(self, run_id: str) -> list[str]:
         """Remove everything of ours in all places; returns what still exists afterwards."""
-        left: dict[str, None] = {}
-        for where in self._sites(self.spec, run_id):
-            found = down(where, self._session(), workers=self.workers)
-            left |= dict.fromkeys([*found.troubles, *(f"{one.kind}/{one.name}" for one in found.leftovers)])
-        return list(left)
+        found = down_everywhere(self._sites(self.spec, run_id), self._session(), workers=self.workers)
+        return [*found.troubles, *(f"{one.kind}/{one.name}" for one in found.leftovers)]
 
     def _sites(self, spec: RunSpec, run_id: str) -> list[Site]:
         placement = place(spec, run_id=run_id, run_dir=spec.run_dir or "/muster-runs", options=self.options)

@@ -168,11 +168,38 @@ def down(
     site: Site, session: Session, *, keep_data: bool = False, workers: int = 8, progress: Progress | None = None
 ) -> Down:
     """Remove everything of ours in order, then look at the project for what still exists."""
-    kept = {f"buckets/{name}" for name in site.buckets} if keep_data else set()
-    found = [*resources(site, None), *_objects_on_an_adopted_cluster(site, session)]
-    troubles = remove(found, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
-    leftovers = audit(site, session, kept={key.partition("/")[2] for key in kept})
+    return down_everywhere([site], session, keep_data=keep_data, workers=workers, progress=progress)
+
+
+def down_everywhere(
+    sites: Sequence[Site],
+    session: Session,
+    *,
+    keep_data: bool = False,
+    workers: int = 8,
+    progress: Progress | None = None,
+) -> Down:
+    """The same for every place that may have something; networks span regions, so they go last."""
+    kept = {f"buckets/{name}" for site in sites for name in site.buckets} if keep_data else set()
+    for site in sites[:-1]:
+
+        def keep(one: Resource) -> bool:
+            return one.key in kept or one.key.startswith(("networks/", "firewalls/", "buckets/"))
+
+        remove(_everything(site, session), session, keep=keep, workers=workers, progress=progress)
+    troubles: dict[str, None] = {}
+    leftovers: dict[Leftover, None] = {}
+    for site in reversed(sites):
+        found = _everything(site, session)
+        gone = remove(found, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
+        troubles |= dict.fromkeys(gone)
+    for site in sites:
+        leftovers |= dict.fromkeys(audit(site, session, kept={key.partition("/")[2] for key in kept}))
     return Down(troubles=tuple(troubles), leftovers=tuple(leftovers))
+
+
+def _everything(site: Site, session: Session) -> list[Resource]:
+    return [*resources(site, None), *_objects_on_an_adopted_cluster(site, session)]
 
 
 def _objects_on_an_adopted_cluster(site: Site, session: Session) -> list[Resource]:

@@ -10,12 +10,13 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from muster.backends.slurm.commands import Job, Slurm, Unsure, name_of
+from muster.backends.slurm.inside import execute
 from muster.backends.slurm.judge import judge
 from muster.backends.slurm.offers import offers, settled
 from muster.backends.slurm.script import SCRIPT, python_of, script
@@ -23,7 +24,7 @@ from muster.core import rules, runlogs, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobStatus, LogChunk, Offer, TaskSpec
-from muster.core.seams import Clock
+from muster.core.seams import Clock, Terminal
 from muster.core.spec import RunSpec
 
 SUBMISSION = "submission"
@@ -186,23 +187,26 @@ class SlurmLauncher:
         """What still exists of the run, in words: the proof of a tear-down."""
         return [f"job {job.id} ({job.state})" for job in self._living(handle.run_id)]
 
-    def inside(self, handle: JobHandle, *, host: str | None = None) -> list[str]:
-        """The beginning of an argument list that runs a program in the run's allocation (on ``host``).
+    def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
+        """Run a command on a node of the run's allocation, beside what runs there; returns its exit code.
 
         Raises:
             UsageError: nothing of the run is running, or it has no such host.
         """
-        running = [job for job in self.slurm.jobs(handle.run_id) if job.state == "RUNNING"]
-        if not running:
-            raise UsageError(f"{handle.run_id} has no job that runs", hint=f"muster status {handle.run_id}")
-        job = running[-1]
-        argv = ["srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--no-kill"]
-        if host is None:
-            return [*argv, f"--chdir={handle.run_dir}"]
-        nodes = hosts_of(Path(handle.run_dir), job.id)
-        if host not in nodes:
-            raise UsageError(f"{handle.run_id} has no host {host!r}", hint=f"there are: {', '.join(nodes)}")
-        return [*argv, f"--nodelist={nodes[host]}", f"--chdir={handle.run_dir}"]
+        handle = self.find(run_id)
+        running = [job for job in self.slurm.jobs(run_id) if job.state == "RUNNING"]
+        if handle is None or not running:
+            raise UsageError(f"{run_id} has no job that runs", hint=f"muster status {run_id}")
+        job, run_dir = running[-1], handle.run_dir
+        nodes = hosts_of(Path(run_dir), job.id)
+        name = f"host-{host or 0}"
+        if name not in nodes:
+            raise UsageError(f"{run_id} has no {name}", hint=f"there are: {', '.join(nodes) or 'none yet'}")
+        step = [
+            "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--no-kill",
+            f"--nodelist={nodes[name]}", f"--chdir={run_dir}",
+        ]  # fmt: skip
+        return execute([*step, *argv], terminal)
 
     def _living(self, run_id: str) -> list[Job]:
         return [job for job in self.slurm.jobs(run_id) if not job.ended]

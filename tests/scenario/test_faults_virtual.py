@@ -111,6 +111,78 @@ def test_a_false_alarm_costs_one_recovery_and_no_more():
     assert actions(cluster) == ["swap"]
 
 
+def unhealthy(cluster, gpus):
+    from_host(cluster, "host-1", {"t": "health", "evidence": "Xid 79 on GPU 2", "resettable": gpus})
+
+
+def test_a_gpu_that_a_reset_may_heal_is_reset_before_a_spare_is_taken():
+    cluster = cluster_of(spec_of(hosts=2, spare_hosts=1))
+    cluster.at(10.0, lambda: unhealthy(cluster, [2]))
+    assert cluster.run().exit_code == 0
+    assert actions(cluster) == ["reset"]
+    assert list(logged(cluster, "attempt.started")[-1].detail["hosts"]) == ["host-0", "host-1"]
+    assert logged(cluster, "recovered")[0].detail["redone_steps"] == 0
+
+
+def test_a_reset_that_fails_is_followed_by_the_swap():
+    cluster = cluster_of(spec_of(hosts=2, spare_hosts=1))
+    cluster.reset_works = False
+    cluster.at(10.0, lambda: unhealthy(cluster, [2]))
+    assert cluster.run().exit_code == 0
+    assert actions(cluster) == ["reset", "swap"]
+    assert "could not be reset" in logged(cluster, "incident")[-1].detail["evidence"]
+    assert list(logged(cluster, "attempt.started")[-1].detail["hosts"]) == ["host-0", "host-2"]
+
+
+def test_a_fault_that_comes_back_after_its_reset_is_judged_anew_and_without_one_it_is_swapped():
+    cluster = cluster_of(spec_of(hosts=2, spare_hosts=1), steps=400)
+    cluster.at(10.0, lambda: unhealthy(cluster, [2]))
+    cluster.at(60.0, lambda: unhealthy(cluster, []))
+    assert cluster.run().exit_code == 0
+    assert actions(cluster) == ["reset", "swap"]
+
+
+# ---------------------------------------------------------------- policies that adjust
+
+
+class Adjusting:
+    """A quarter of the batch and the rate for each host that is missing of four."""
+
+    def __init__(self):
+        self.asked = []
+
+    def decide(self, situation, incident):
+        return SHIPPED["default"].decide(situation, incident)
+
+    def adjust(self, world):
+        self.asked.append(world)
+        share = world.num_hosts / world.wanted_hosts
+        return {"global_batch_size": int(world.global_batch_size * share), "learning_rate_scale": share}
+
+
+def test_a_policy_may_change_batch_and_rate_with_the_world():
+    policy = Adjusting()
+    cluster = cluster_of(spec_of(hosts=4, min_hosts=2), policy=policy, steps=400)
+    batch = cluster.machine.settings.spec.training.global_batch_size
+    cluster.at(10.0, lambda: cluster.kill_host("host-3"))
+    cluster.at(80.0, lambda: cluster.return_host("host-3"))
+    assert cluster.run().exit_code == 0
+    first, shrunk, grown = (log.detail for log in logged(cluster, "attempt.started"))
+    assert "course" not in first
+    small = {"first_step": shrunk["resume_step"] + 1, "global_batch_size": batch * 3 // 4, "learning_rate_scale": 0.75}
+    assert shrunk["course"] == [small]
+    back = {"first_step": grown["resume_step"] + 1, "global_batch_size": batch, "learning_rate_scale": 1.0}
+    assert grown["course"] == [small, back]
+    assert [world.num_hosts for world in policy.asked] == [4, 3, 4]
+
+
+def test_a_policy_that_wants_nonsense_ends_the_run_with_its_word():
+    policy = Adjusting()
+    policy.adjust = lambda world: {"global_batch_size": 0}
+    end = cluster_of(spec_of(hosts=2), policy=policy).run()
+    assert end.exit_code == 2 and "global batch of 0" in end.reason
+
+
 # ---------------------------------------------------------------- ranks
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from muster.agent import reset
 from muster.agent.hostlog import HostLog
 from muster.agent.keep import Keep
 from muster.agent.lifeline import supervisor_address
@@ -67,6 +68,9 @@ class Agent:
         self.ready = False
         self.ending: int | None = None  # attempt whose ranks are being ended
         self.keep = Keep()
+        self.resetting: list[int] = []  # GPUs to be reset once the ranks are gone
+        self.reset_under_way = False
+        self.reset_result: dict[str, Any] | None = None
         self.leaving: str | None = None
         self.step = 0  # highest step that a rank here reported
         self.exits: dict[int, dict[str, Any]] = {}  # rank -> its report, of the current attempt
@@ -179,6 +183,7 @@ class Agent:
         if kind == "start":
             self._start(message)
         elif kind == "end":
+            self.resetting = [int(gpu) for gpu in message.get("reset", ())]
             self._end(int(message["attempt"]), keep={int(rank) for rank in message.get("keep", ())})
         elif kind == "order":
             self._order(message["order"])
@@ -335,11 +340,24 @@ class Agent:
         ended = [worker for worker in self._living() if self.ending is not None and worker.attempt <= self.ending]
         if self.ending is None or any(worker.paused is None for worker in ended):
             return
+        if self.resetting:
+            gpus, self.resetting = self.resetting, []
+            self.reset_under_way = True
+            reset.start(self.hub, gpus, functools.partial(self._was_reset, gpus))
+        if self.reset_under_way:
+            return
         held = [asdict(version) for version in inventory(self.memory)]
         kept = {str(worker.rank): worker.paused for worker in ended}
-        self._tell({"t": "collected", "attempt": self.ending, "snapshots": held, **({"kept": kept} if kept else {})})
+        found = {"t": "collected", "attempt": self.ending, "snapshots": held, **({"kept": kept} if kept else {})}
+        self._tell({**found, "reset": self.reset_result} if self.reset_result else found)
+        self.reset_result = None
         self.ending = None
         self.programs.refill()
+
+    def _was_reset(self, gpus: list[int], ok: bool, said: str) -> None:
+        self.reset_under_way, self.reset_result = False, {"ok": ok, "evidence": said}
+        self.log.write("host.reset", {"gpus": gpus, "ok": ok, "evidence": said})
+        self._collected()
 
     def _living(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.exit_code is None and worker.pidfd >= 0]

@@ -106,6 +106,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "host.released": Kind(doc="Given back: costs nothing from here.", optional={"reason": "why"}),
         "host.lost": Kind(doc="Gone or silent.", required={"evidence": "what was seen"}),
+        "host.reset": Kind(
+            doc="Its GPUs were reset between two attempts.",
+            required={"gpus": "their numbers on the host", "ok": "whether it worked"},
+            optional={"evidence": "what the tool said"},
+        ),
         "host.quarantined": Kind(doc="Not used again.", required={"reason": "why"}),
         "clock.offset": Kind(
             doc="A host's monotonic clock against the supervisor's, by round trips.",
@@ -137,6 +142,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "tier": "where from",
                 "cause": "incident id",
                 "kept": "ranks whose processes go on from the attempt before",
+                "course": "changes of batch and learning rate since step 1, by the policy",
             },
         ),
         "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),

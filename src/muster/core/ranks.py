@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class RankContext:
     restore: Restore | None = None
     peer_copy: bool = False
     """Another host gets a copy of each snapshot: take the next one only when it holds the last."""
+    course: Sequence[Mapping[str, Any]] = ()
+    """Changes of batch and rate on the way (``core.course.Stretch``)."""
     kept_rank: int | None = None
     """The rank of the attempt before whose process goes on as this one; None: a fresh process."""
     failures: int = 0
@@ -64,7 +66,7 @@ class RankContext:
     def to_json(self) -> dict[str, Any]:
         # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
         restore = self.restore
-        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None}
+        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "course": list(self.course)}
         if restore is not None:
             found["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
         return found

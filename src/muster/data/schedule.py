@@ -59,9 +59,18 @@ class StepPlan:
 
 
 def plan_step(
-    *, seed: int, step: int, num_sequences: int, global_batch_size: int, micro_batch_size: int, data_ranks: int
+    *,
+    seed: int,
+    step: int,
+    num_sequences: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_ranks: int,
+    start: int | None = None,
 ) -> StepPlan:
     """The plan of ``step`` (1, 2, ...). ``micro_batches`` does not depend on ``data_ranks``.
+
+    ``start``: where the step begins in the endless list; by default after ``step - 1`` batches of this size.
 
     A global batch may cross into the next epoch; each epoch visits every sequence exactly once. The last
     micro-batch is smaller where ``micro_batch_size`` does not divide ``global_batch_size``.
@@ -74,7 +83,7 @@ def plan_step(
             f"step {step}, num_sequences {num_sequences}, global_batch_size {global_batch_size}, "
             f"micro_batch_size {micro_batch_size} and data_ranks {data_ranks} must all be at least 1"
         )
-    start = (step - 1) * global_batch_size
+    start = (step - 1) * global_batch_size if start is None else start
     indices = sequences_at(seed=seed, start=start, count=global_batch_size, num_sequences=num_sequences)
     cuts = range(0, global_batch_size, micro_batch_size)
     return StepPlan(

@@ -83,13 +83,14 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
     tokens = setting.micro_batch_size * work.sequence_length
     kept = tokens * _kept(work, setting, device)
     working = tokens * _working(work, setting, device)
-    loss = _loss(work, tokens)
+    loss = _loss(work, tokens, wide_product=device.streams)
     # In the first round no gradient exists yet; later the shards' do, or whole ones; the root's comes last.
     later = setting.rounds(work) > 1
     held = (static["whole gradients"] or static["gradients"]) if later else 0.0
     before_root = static["gradients"] - static["root gradient"]
+    before_first = before_root - static["embedding gradient"]
     if later and not static["whole gradients"]:
-        before_root = static["gradients"]
+        before_root = before_first = static["gradients"]
     moments: dict[str, dict[str, float]] = {
         "forward": {"gradients": held, "activations": kept, "gathered parameters": gathered.root + gathered.forward},
         "loss": {"gradients": held, "activations": kept, "logits and loss": loss.forward,
@@ -98,6 +99,9 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
                                  "gathered parameters": gathered.root + gathered.between},
         "backward": {"gradients": held + loss.head_gradient, "activations": kept + working,
                      "gathered parameters": gathered.root + gathered.backward},
+        "backward of the first layer": {"gradients": before_first + loss.head_gradient,
+                                        "activations": tokens * _kept_of_one(work, setting, device) + working,
+                                        "gathered parameters": gathered.root + gathered.embedding + gathered.backward},
         "end of backward": {"gradients": before_root + gathered.root_gradient, "gathered parameters": gathered.root},
         "update": {"gradients": static["gradients"]},
         "save": {"gradients": static["gradients"], "staged copy": static["saved"] if device.stages_here else 0},
@@ -160,7 +164,8 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     base_bytes = work.master_bytes if work.trains_all else work.compute_bytes
     weights = held * base_bytes + (0 if work.trains_all else trained * work.master_bytes)
     gradients = trained * work.master_bytes
-    root = _units(work, layout.tp).root / layout.dp_shard * work.master_bytes if work.trains_all else 0.0
+    units = _units(work, layout.tp)
+    share = work.master_bytes / layout.dp_shard if work.trains_all else 0.0
     whole = 0.0
     if (
         setting.rounds(work) > 1
@@ -175,7 +180,8 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     return {
         "weights": weights,
         "gradients": gradients,
-        "root gradient": root,
+        "root gradient": units.root * share,
+        "embedding gradient": units.embedding * share,
         "whole gradients": whole,
         "optimizer": state,
         "saved": (trained * work.master_bytes + state) / layout.dp_replicate,  # replicas share a save
@@ -189,8 +195,10 @@ class Gathered:
     root: float
     forward: float
     between: float
-    """Between forward and backward: nothing, unless layers stay gathered."""
+    """Between forward and backward: FSDP2 keeps the last gather's output until the next one, or all layers stay."""
     backward: float
+    embedding: float
+    """Gathered ahead of its backward, which needs none of it, in place of one more layer."""
     root_gradient: float
     """The root's gradient on its way into shards: whole, as float32 input, and what comes out."""
 
@@ -207,10 +215,13 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
     layer = whole * units.layer
     copies = 1 if shards == 1 else 3 if streams else 2  # this layer's, the next one's, and its gather buffer
     forward = layer * copies
-    between = 0.0
+    between = layer if shards > 1 else 0.0
     if not work.reshard_after_forward and shards > 1:
-        forward = between = layer * units.layers
-    reduce = trained * (_reducing(c, shards) + (REDUCE_BYTES if shards > 1 and streams else 0))
+        forward = between = layer * (units.layers + 1)
+    if shards == 1:
+        reduce = trained * _reducing(c, shards)
+    else:  # the layer before is still being reduced; this one's own gradients come as its activations go
+        reduce = trained * (_reducing(c, shards) - c + (c + REDUCE_BYTES if streams else 0))
     root_gradient = max(units.root, units.embedding) * _reducing(c, shards) if work.trains_all else 0.0
     if work.shape.tied and work.trains_all:  # the embedding's gradient comes beside the head's and is added to it
         root_gradient += work.shape.head_parameters * c
@@ -219,6 +230,7 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
         forward=forward,
         between=between,
         backward=max(between, layer * copies) + reduce,
+        embedding=max(0.0, whole * units.embedding - layer) if shards > 1 else 0.0,
         root_gradient=root_gradient,
     )
 
@@ -226,10 +238,10 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
 def _reducing(compute_bytes: int, shards: int) -> float:
     """Bytes a parameter while its unit's gradient is reduced: whole, as float32 input, and what comes out of it.
 
-    What comes out is found, not derived: with one shard 5.6 bytes in measured ranks (8 in the trace), with more
-    between none (measured at 2) and 2.4 (traced at 2 and 4).
+    What comes out is found, not derived: with one shard 5.6 bytes in measured ranks (8 in the trace); with more it is a
+    shard, of which two ranks were measured with 1.2 bytes a whole parameter.
     """
-    return compute_bytes + REDUCE_BYTES + (5.6 if shards == 1 else 1.2)
+    return compute_bytes + REDUCE_BYTES + (5.6 if shards == 1 else 2.4 / shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,22 +254,24 @@ class Loss:
     """The head's gradient, whole until the root is reduced."""
 
 
-def _loss(work: Workload, tokens: float) -> Loss:
+def _loss(work: Workload, tokens: float, *, wide_product: bool) -> Loss:
     """Chunked cross-entropy, which computes its gradients in the forward pass.
 
-    A chunk's logits are there as the product, in float32 with one temporary, and as the gradient of the chunk before:
-    12 bytes a logit in either type. The head's gradient is summed in float32 (with a product beside it in bfloat16),
-    and multiplied by the incoming one in the backward pass, which takes a second copy.
+    First a chunk's logits are there as the product, in float32 with one temporary, and as the gradient of the chunk
+    before: 12 bytes a logit in either type. Then, in bfloat16, its own gradient and the product that is added to the
+    head's gradient: the logits in float32 are gone by then. That sum is in float32, and so is the product on CUDA
+    (``wide_product``). In the backward pass it is multiplied by the incoming gradient, which takes a second copy.
     """
     c, vocab = work.compute_bytes, work.shape.vocab
     targets = tokens * work.supervised
     chunk = min(work.loss_chunk_tokens or targets, targets)
     again = 1 if chunk < targets else 0
     logits = chunk * vocab * (8 + again * c + (c if c < 4 else 0))
+    added = chunk * vocab * 2 * c
     hidden = targets * work.shape.hidden * c * 2
     head = work.shape.head_parameters if work.trains_all else 0
     return Loss(
-        forward=logits + hidden + head * (4 + (c if c < 4 else 0)),
+        forward=hidden + head * 4 + (max(logits, added + head * (4 if wide_product else c)) if c < 4 else logits),
         backward=hidden * 1.5 + 2 * head * c,
         head_gradient=head * c,
     )
@@ -277,6 +291,12 @@ def _kept(work: Workload, setting: Setting, device: DeviceOverhead) -> float:
     c = work.compute_bytes
     last_norm = (4 + 2 * c) if c < 4 else 3 * c
     return work.shape.layers * layer + (last_norm + c) * work.shape.hidden
+
+
+def _kept_of_one(work: Workload, setting: Setting, device: DeviceOverhead) -> float:
+    """Of it, what is left for the first layer's backward pass: its own, and the embedding's result."""
+    rest = work.compute_bytes * work.shape.hidden
+    return (_kept(work, setting, device) - rest) / work.shape.layers + rest
 
 
 def _working(work: Workload, setting: Setting, device: DeviceOverhead) -> float:

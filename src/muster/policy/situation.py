@@ -34,7 +34,27 @@ class Situation:
     """Time already spent waiting for capacity in this incident."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NewWorld:
+    """The world that is about to begin, for a policy that adjusts batch or learning rate to it."""
+
+    num_hosts: int
+    wanted_hosts: int
+    world_size: int
+    data_ranks: int
+    """Ranks that read different micro-batches."""
+    resume_step: int
+    """The last step that stands; the next one is the first of this world."""
+    global_batch_size: int
+    """As the run file gives it."""
+
+
 class Policy(Protocol):
-    """Decides. Pure: the same situation and incident give the same decision."""
+    """Decides. Pure: the same situation and incident give the same decision.
+
+    A policy may also have ``adjust(world: NewWorld) -> Mapping``, asked before every attempt: ``global_batch_size``
+    and ``learning_rate_scale`` (times the schedule's rate) from the next step on, each as the run file says where
+    it is not given.
+    """
 
     def decide(self, situation: Situation, incident: Incident) -> Decision: ...

@@ -57,6 +57,7 @@ class Cluster:
     _queue: EventQueue = field(default_factory=EventQueue)
     _tick_ns: int | None = None
     _step: int = 0
+    reset_works: bool = True
     _stretch: int = 0
     """Changes whenever what was scheduled for the steps under way no longer holds."""
     _run: Stretch | None = None
@@ -254,7 +255,7 @@ class Cluster:
             host.ranks = [int(context["rank"]) for context in message["contexts"]]
             self._maybe_begin(host.attempt, message)
         elif kind == "end":
-            self._end(host, int(message["attempt"]), message.get("keep", ()))
+            self._end(host, int(message["attempt"]), message.get("keep", ()), reset="reset" in message)
         elif kind == "order":
             self._obey(message["order"])
 
@@ -360,7 +361,7 @@ class Cluster:
         if self._job not in ("start", "stopped"):
             self._job = job
 
-    def _end(self, host: VirtualHost, attempt: int, keep: Iterable[int]) -> None:
+    def _end(self, host: VirtualHost, attempt: int, keep: Iterable[int], *, reset: bool = False) -> None:
         self._settle_steps()
         if host.ranks:
             self._stop_stepping("restart")
@@ -369,6 +370,8 @@ class Cluster:
         kept = {str(rank): self._step for rank in keep if rank in host.ranks}
         host.ranks = []
         message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory(), "kept": kept}
+        if reset:
+            message["reset"] = {"ok": self.reset_works, "evidence": "as the test wants it"}
         boots = host.boots
         if self._ending[0] != attempt:  # all hosts end one attempt's ranks alike: the slowest is what counts
             self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from muster.core.course import changed
 from muster.core.ranks import RankContext, Restore
+from muster.policy.situation import NewWorld
 from muster.supervise.context import LEFT, Context
 from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete, twins_elsewhere
 from muster.supervise.state import SECOND_NS, End, Phase
 from muster.supervise.survivors import hosts_first, keepable, kept_as, whole_replicas
+
+#: A GPU's reset takes some seconds; NVIDIA states no limit.
+RESET_TIMEOUT_S = 60.0
 
 
 def collect(c: Context, *, wait: bool = False) -> None:
@@ -27,7 +32,13 @@ def collect(c: Context, *, wait: bool = False) -> None:
     for name in sorted(members):
         state.hosts[name].kept = {}
         mine = [rank for rank in sorted(keep) if state.ranks[rank] == name]
-        c.send(name, {"t": "end", "attempt": state.attempt, "why": why, **({"keep": mine} if mine else {})})
+        message = {"t": "end", "attempt": state.attempt, "why": why, **({"keep": mine} if mine else {})}
+        host = state.hosts[name]
+        if host.resetting:
+            message["reset"] = list(host.resettable)
+            host.resettable, host.resetting = (), False
+            c.deadline(RESET_TIMEOUT_S)
+        c.send(name, message)
     collected_all(c)
 
 
@@ -84,6 +95,8 @@ def begin(c: Context) -> None:
     choice = restore_choice(c)
     kept = kept_as(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
     resume_step = choice.step if choice else -1
+    if not adjust(c, resume_step if choice else state.committed_step):
+        return
     if state.open is not None:
         state.open.stages_ns["resume_step"] = max(resume_step, 0)
         state.open.stages_ns["started"] = c.now_ns - state.open.detected_ns
@@ -96,6 +109,7 @@ def begin(c: Context) -> None:
             "resume_step": resume_step,
             **({"tier": "memory"} if choice else {}),
             **({"kept": sorted(kept)} if kept else {}),
+            **({"course": state.course} if state.course else {}),
             **({"cause": state.open.incident_id} if state.open else {}),
         },
         sync=True,
@@ -107,6 +121,29 @@ def begin(c: Context) -> None:
     for name in hosts:
         c.send(name, start_message(c, name, choice, kept))
         state.hosts[name].kept = {}
+
+
+def adjust(c: Context, resume_step: int) -> bool:
+    """Ask the policy for batch and rate of the new world; False: what it says ends the run."""
+    state, training = c.state, c.settings.spec.training
+    ask = getattr(c.policy, "adjust", None)
+    if ask is None or training is None:
+        return True
+    world = NewWorld(
+        num_hosts=len(state.active),
+        wanted_hosts=c.settings.wanted_hosts,
+        world_size=state.layout.world_size,
+        data_ranks=state.layout.data_ranks,
+        resume_step=resume_step,
+        global_batch_size=training.global_batch_size,
+    )
+    try:
+        wanted = dict(ask(world) or {})
+        state.course = changed(state.course, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted)
+    except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises is its own verdict)
+        finish(c, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
+        return False
+    return True
 
 
 def restore_choice(c: Context) -> Choice | None:
@@ -175,6 +212,7 @@ def start_message(
             master_port=port,
             restore=restore,
             peer_copy=peer is not None,
+            course=state.course,
             kept_rank=kept.get(rank),
             failures=state.failures,
             observed_s=(c.now_ns - (state.watched_from_ns or c.now_ns)) / SECOND_NS,

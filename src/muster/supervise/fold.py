@@ -41,7 +41,9 @@ def recover(events: Iterable[Event]) -> State:
         elif event.kind == "host.quarantined":
             state.hosts.setdefault(event.host, Host(name=event.host)).quarantined = True
         elif event.kind == "run.finished":
-            state = State(attempt=state.attempt, next_incident=state.next_incident, last_applied_step=0)
+            state = State(
+                attempt=state.attempt, next_incident=state.next_incident, last_applied_step=0, course=state.course
+            )
     return state
 
 
@@ -55,5 +57,6 @@ def _start(state: State, event: Event) -> None:
     state.layout = Layout(
         dp_replicate=int(axes["dp_replicate"]), dp_shard=int(axes["dp_shard"]), tp=int(axes.get("tp", 1))
     )
+    state.course = [dict(change) for change in event.detail.get("course", ())]
     state.active = list(event.detail["hosts"])
     state.ranks = {int(rank): host for host, ranks in event.detail["hosts"].items() for rank in ranks}

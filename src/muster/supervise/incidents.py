@@ -105,6 +105,7 @@ def situation(c: Context, incident: Incident) -> Situation:
         restarts_without_progress=state.restarts_without_progress,
         max_restarts_without_progress=c.settings.spec.recovery.max_restarts_without_progress,
         same_error_repeats=repeats,
+        resettable=frozenset(name for name, host in state.hosts.items() if host.resettable and host.connected),
         host_failures={
             name: sum(at > c.now_ns - window_ns for at in host.failures_ns) for name, host in state.hosts.items()
         },
@@ -126,6 +127,9 @@ def act(c: Context, decision: Decision, incident: Incident) -> None:
         place = members.index(decision.host)
         members[place : place + 1] = [decision.replacement] if action is Action.SWAP and decision.replacement else []
         retire(c, decision.host)
+    if action is Action.RESET and decision.host in state.hosts:
+        state.hosts[decision.host].resetting = True
+        state.blamed |= {rank for rank, name in state.ranks.items() if name == decision.host}
     if action is Action.GROW and decision.host is not None:
         named = decision.detail.get("hosts")
         new = [str(name) for name in named] if isinstance(named, (list, tuple)) else [decision.host]

@@ -119,6 +119,10 @@ class Machine:
             host.snapshots = list(message["snapshots"])
             host.kept = {int(rank): int(step) for rank, step in message.get("kept", {}).items()}
             host.alive = {}
+            reset = message.get("reset")
+            if reset is not None and not reset["ok"]:
+                evidence = f"{given.host}: its GPUs could not be reset: {reset['evidence']}"
+                incident(self._c, IncidentKind.HOST_UNHEALTHY, host=given.host, evidence=evidence)
             if given.host in self._c.state.collecting:
                 self._c.state.collecting.discard(given.host)
                 collected_all(self._c)
@@ -128,6 +132,8 @@ class Machine:
             self._start_failed(given.host, message)
         elif kind == "notice":
             self._notice(given.host, message)
+        elif kind == "health":
+            self._unhealthy(given.host, message)
 
     def _event(self, host: str, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "checkpoint.committed":
@@ -224,6 +230,14 @@ class Machine:
             incident(
                 self._c, IncidentKind.PREEMPTION_NOTICE, host=host, evidence=f"{host} goes away in {grace_s:.0f} s"
             )
+
+    def _unhealthy(self, name: str, message: Mapping[str, Any]) -> None:
+        """A health check's word on a host: what is wrong, and which GPUs a reset may heal (none: it may not)."""
+        host = self._c.state.hosts[name]
+        host.resettable = tuple(int(gpu) for gpu in message.get("resettable", ()))
+        if self._c.state.phase is Phase.RUN and name in self._c.state.active:
+            evidence = f"{name}: {message['evidence']}"
+            incident(self._c, IncidentKind.HOST_UNHEALTHY, host=name, evidence=evidence)
 
     def _stop_request(self, given: StopRequest) -> None:
         state = self._c.state

@@ -253,6 +253,10 @@ class Supervisor:
                 StopRequest(source=str(message.get("source", "muster stop")), save=bool(message.get("save", True)),
                             exit_code=75 if message.get("again") else 130, force=bool(message.get("force", False)))
             )  # fmt: skip
+        elif kind == "health":  # a check's verdict; the check itself runs wherever it likes
+            gpus = [int(gpu) for gpu in message.get("resettable", ())]
+            verdict = {"t": "health", "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
+            self._orders.append(FromHost(host=str(message.get("host", "")), message=verdict))
         elif kind == "restart":
             spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
             self._orders.append(RestartRequest(settings=self._settings(spec)))

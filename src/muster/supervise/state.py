@@ -77,6 +77,10 @@ class Host:
     exited: set[int] = field(default_factory=set)
     """Ranks of its attempt that have left; their codes follow in messages."""
     attempt: int = 0
+    resettable: tuple[int, ...] = ()
+    """GPUs that the health verdict thinks a reset may heal."""
+    resetting: bool = False
+    """They are being reset; asked once, and then no more for this verdict."""
     kept: dict[int, int] = field(default_factory=dict)
     """Ranks of the attempt that was ended which stand still there -> the step they stand after."""
 
@@ -121,6 +125,8 @@ class State:
     watched_from_ns: int | None = None
     error_counts: dict[str, int] = field(default_factory=dict)
     next_incident: int = 1
+    course: list[dict[str, Any]] = field(default_factory=list)
+    """Changes of batch and rate on the way (``core.course``)."""
     open: OpenIncident | None = None
     target: list[str] = field(default_factory=list)
     """Hosts of the attempt to come, while collecting or waiting."""

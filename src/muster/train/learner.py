@@ -6,6 +6,7 @@ rank outlives its world (another replica was lost), it is tied to the next one, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch
 
+from muster.core.course import Course
 from muster.core.errors import MusterError, UsageError
 from muster.core.flops import ModelShape, lora_factor, step_flops
 from muster.core.ranks import Link, RankContext
 from muster.core.spec import RunSpec
 from muster.data.prepare import Prepared, open_prepared, prepare
-from muster.data.schedule import num_steps
 from muster.train.evaluate import Evaluator
 from muster.train.exact import FixedPointSums
 from muster.train.mesh import Meshes, make_meshes
@@ -51,6 +52,7 @@ class Learner:
     device: torch.device
     prepared: Prepared
     last_step: int
+    course: Course
     meshes: Meshes
     axes: Axes
     built: BuiltModel
@@ -61,6 +63,8 @@ class Learner:
     def move(self, context: RankContext, world: World) -> None:
         """Take another place: another number of replicas, the same shard of the model."""
         replica = context.rank // context.layout.ranks_per_replica
+        self.course = Course.of(self.spec.training.global_batch_size, context.course)
+        self.last_step = last_step_of(self.spec, self.course, len(self.prepared.train))
         self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
         self.axes.groups.pop(REPLICATE, None)
         if world.replicate is not None:
@@ -72,12 +76,8 @@ class Learner:
 def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> Learner:
     """Open the data and build the model, its weights as the seed or the pretrained files give them."""
     prepared = open_data(spec, Path(context.run_dir))
-    last_step = num_steps(
-        steps=spec.training.steps,
-        epochs=spec.training.epochs,
-        num_sequences=len(prepared.train),
-        global_batch_size=spec.training.global_batch_size,
-    )
+    course = Course.of(spec.training.global_batch_size, context.course)
+    last_step = last_step_of(spec, course, len(prepared.train))
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
@@ -98,6 +98,7 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
         device=device,
         prepared=prepared,
         last_step=last_step,
+        course=course,
         meshes=meshes,
         axes=axes,
         built=built,
@@ -162,12 +163,13 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
         collector=Collector(spec.training.gc_every_steps),
         last_step=learner.last_step,
+        course=learner.course,
     )
 
 
 def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
     """Step -> this rank's part of it; called by the reader's thread."""
-    device, meshes = learner.device, learner.meshes
+    device, meshes, course = learner.device, learner.meshes, learner.course
     count_flops = flop_counter(learner.built) if world.rank == 0 else None
 
     def make(step: int) -> StepWork:
@@ -181,9 +183,19 @@ def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
             data_ranks=meshes.layout.data_ranks,
             device=device,
             count_flops=count_flops,
+            course=course,
         )
 
     return make
+
+
+def last_step_of(spec: RunSpec, course: Course, num_sequences: int) -> int:
+    """The run's last step: ``steps`` where given, else the one that completes the epochs."""
+    training = spec.training
+    if training.steps is not None:
+        return training.steps
+    epochs = 1.0 if training.epochs is None else training.epochs
+    return course.last_step(math.ceil(epochs * num_sequences))
 
 
 def open_data(spec: RunSpec, run_dir: Path) -> Prepared:

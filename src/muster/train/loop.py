@@ -40,6 +40,7 @@ def train(run: Run) -> Order | None:
         total, norm, fault = run.sums.finish()
         skip = must_skip(total, norm, fault)
         rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
+        rate *= run.course.at(step).learning_rate_scale
         scale = clip_scale(norm, training.optimizer.max_grad_norm)
         run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
         run.applied(work, losses, total, norm, fault, rate)

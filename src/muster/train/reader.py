@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from muster.core.course import Course
 from muster.core.errors import RunFailed
 from muster.core.spec import Training
 from muster.data.schedule import plan_step
@@ -55,19 +56,24 @@ def plan_work(
     data_ranks: int,
     device: torch.device,
     count_flops: Callable[[list[int]], float] | None = None,
+    course: Course | None = None,
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
+
+    ``course``: where the batch changed on the way; None: it never did.
 
     ``count_flops``: document lengths of the whole step, padding left out -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
     """
+    course = course or Course.of(training.global_batch_size)
     plan = plan_step(
         seed=training.seed,
         step=step,
         num_sequences=len(store),
-        global_batch_size=training.global_batch_size,
+        global_batch_size=course.at(step).global_batch_size,
+        start=course.sequences_before(step),
         micro_batch_size=training.micro_batch_size,
         data_ranks=data_ranks,
     )

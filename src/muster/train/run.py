@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from muster.core.course import Course
 from muster.core.ranks import Link, Order, RankContext
 from muster.core.spec import RunSpec
 from muster.train.evaluate import Evaluator
@@ -86,6 +87,7 @@ class Run:
     profiler: Profiler
     collector: Collector
     last_step: int
+    course: Course
     times: StepTimes = field(default_factory=StepTimes)
     _applied: Applied | None = None
 

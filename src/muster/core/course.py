@@ -1,0 +1,90 @@
+"""How batch and learning rate changed with the world: the run's course. Pure.
+
+By default nothing changes: the global batch is the same on any number of ranks. A user's policy may choose
+otherwise. Then the data order is a function of (seed, course, step), and the course is in the event log, so that a
+resume repeats and skips nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muster.core.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """From ``first_step`` on, until the next stretch: so many sequences a step, the rate times so much."""
+
+    first_step: int
+    global_batch_size: int
+    learning_rate_scale: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Course:
+    """The stretches of a run, in order; the first begins at step 1."""
+
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def of(cls, global_batch_size: int, changes: Iterable[Mapping[str, Any]] = ()) -> Course:
+        """The run file's batch from step 1 on, and what was changed since."""
+        first = Stretch(first_step=1, global_batch_size=global_batch_size)
+        return cls((first, *(Stretch(**change) for change in changes)))
+
+    def at(self, step: int) -> Stretch:
+        """The stretch that ``step`` lies in."""
+        return next(stretch for stretch in reversed(self.stretches) if stretch.first_step <= step or step < 1)
+
+    def sequences_before(self, step: int) -> int:
+        """How many sequences the steps before ``step`` take: where its own begin in the run's endless list."""
+        ends = [stretch.first_step for stretch in self.stretches[1:]] + [step]
+        return sum(
+            max(0, min(end, step) - stretch.first_step) * stretch.global_batch_size
+            for stretch, end in zip(self.stretches, ends, strict=True)
+        )
+
+    def last_step(self, sequences: int) -> int:
+        """The first step at whose end so many sequences have been taken."""
+        stretch = next(
+            stretch
+            for stretch in reversed(self.stretches)
+            if self.sequences_before(stretch.first_step) < sequences or stretch is self.stretches[0]
+        )
+        left = sequences - self.sequences_before(stretch.first_step)
+        return max(1, stretch.first_step - 1 + -(-left // stretch.global_batch_size))
+
+
+def changed(
+    changes: Sequence[Mapping[str, Any]], *, resume_step: int, batch: int, wanted: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """``changes`` of a run that goes on after ``resume_step`` as a policy's ``adjust`` wants it (empty: unchanged).
+
+    Steps that are taken again are taken as the new world takes them.
+
+    Raises:
+        UsageError: what the policy wants is no batch or no rate.
+    """
+    kept = [dict(change) for change in changes if change["first_step"] <= resume_step]
+    now = Course.of(batch, kept).at(resume_step + 1)
+    if unknown := set(wanted) - {"global_batch_size", "learning_rate_scale"}:
+        raise UsageError(
+            f"recovery.policy: adjust() wants {', '.join(sorted(unknown))}",
+            hint="it may give global_batch_size and learning_rate_scale",
+        )
+    size = wanted.get("global_batch_size", batch)
+    scale = wanted.get("learning_rate_scale", 1.0)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UsageError(f"recovery.policy: adjust() wants a global batch of {size!r}", hint="give 1 or more")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+        raise UsageError(f"recovery.policy: adjust() wants the rate times {scale!r}", hint="give a number above 0")
+    new = Stretch(first_step=resume_step + 1, global_batch_size=size, learning_rate_scale=float(scale))
+    if (now.global_batch_size, now.learning_rate_scale) == (new.global_batch_size, new.learning_rate_scale):
+        return kept
+    return [*(change for change in kept if change["first_step"] <= resume_step), new.to_json()]

@@ -1,0 +1,112 @@
+"""The first program of a pod, as process and with real signals: what Kubernetes is told about how the pod ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from muster.backends.gke.pod import AGAIN, BACK_END_FAULT, LONELY, Pod, left_lonely
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
+
+HANDLED = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: {0}); print('up', flush=True); time.sleep(60)"
+)
+PATIENT = HANDLED.format("sys.exit(0)")
+
+
+def start(role, run_dir, program, *options):
+    argv = [sys.executable, "-m", "muster.backends.gke.pod", role, "--run-dir", str(run_dir), *options, "--"]
+    return subprocess.Popen(
+        [*argv, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(pod):
+    out, err = pod.communicate(timeout=60)
+    return pod.returncode, out + err
+
+
+@pytest.mark.parametrize("code", [0, 1, 6, 130])
+def test_a_verdict_is_passed_on(tmp_path, code):
+    assert ended(start("supervisor", tmp_path, f"raise SystemExit({code})"))[0] == code
+    assert ended(start("host", tmp_path, f"raise SystemExit({code})"))[0] == code
+
+
+def test_a_host_that_is_taken_away_leaves_well_and_wants_another(tmp_path):
+    pod = start("host", tmp_path, PATIENT, "--host", "host-0")
+    assert pod.stdout.readline() == "up\n"
+    pod.send_signal(signal.SIGTERM)
+    assert ended(pod)[0] == AGAIN, "the agent ended with 0: told to Kubernetes, the host would never come back"
+
+
+def test_a_supervisor_that_is_taken_away_is_not_told_that_the_run_is(tmp_path):
+    pod = start("supervisor", tmp_path, HANDLED.format("print('told', flush=True)"))
+    assert pod.stdout.readline() == "up\n"
+    pod.send_signal(signal.SIGTERM)
+    code, said = ended(pod)
+    assert code == AGAIN and "told" not in said
+
+
+def test_before_the_allocation_ends_the_run_is_told_to_save(tmp_path):
+    program = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit({AGAIN})); time.sleep(60)"
+    code, said = ended(start("supervisor", tmp_path, program, "--leave-after-s", "2"))
+    assert "the allocation is about to end: saving" in said
+    assert code == BACK_END_FAULT and "nothing here may queue it" in said
+
+
+def test_a_run_that_saved_is_queued_again_unless_it_lived_too_short(monkeypatch, capsys):
+    made = []
+    saved = [sys.executable, "-c", f"raise SystemExit({AGAIN})"]
+    assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == BACK_END_FAULT
+    assert not made and "too short a life" in capsys.readouterr().err
+    monkeypatch.setattr("muster.backends.gke.pod.SHORTEST_RUN_S", 0.0)
+    assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == 0
+    assert made == [1] and "queued to go on: ns/x" in capsys.readouterr().err
+
+
+def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):
+    events = tmp_path / "events"
+    events.mkdir()
+    program = (
+        "import json, pathlib, sys; mark = pathlib.Path(sys.argv[0] or '.'); "
+        f"events = pathlib.Path({str(events)!r}); first = not (events / 'host-0.1.jsonl').exists(); "
+        "reason = 'no supervisor and no work' if first else 'the run ended'; "
+        "line = json.dumps({'kind': 'agent.ended', 'detail': {'reason': reason}}); "
+        "open(events / 'host-0.1.jsonl', 'a').write(line + chr(10))"
+    )
+    code, said = ended(start("host", tmp_path, program, "--host", "host-0"))
+    assert code == 0 and said.count("waiting for one again") == 1
+
+
+def test_what_counts_as_lonely(tmp_path):
+    (tmp_path / "events").mkdir()
+    assert left_lonely(tmp_path, "host-0") is False
+    path = tmp_path / "events" / "host-0.2.jsonl"
+    path.write_text(json.dumps({"kind": "agent.ended", "detail": {"reason": LONELY}}) + "\n")
+    assert left_lonely(tmp_path, "host-0") is True and left_lonely(tmp_path, "host-1") is False
+    path.write_text(path.read_text() + json.dumps({"kind": "agent.started", "detail": {}}) + "\n")
+    assert left_lonely(tmp_path, "host-0") is False
+
+
+def test_process_1_collects_what_its_children_leave(tmp_path):
+    """An orphan's parent is process 1 of the container: uncollected, it stays a zombie."""
+    program = (
+        "import os, subprocess, sys, time; "
+        "subprocess.Popen(['sh', '-c', 'sleep 0.2 & exit 0']).wait(); time.sleep(1.5); "
+        "stats = [open(f'/proc/{p}/stat').read() for p in os.listdir('/proc') if p.isdigit()]; "
+        "raise SystemExit([one.rsplit(')', 1)[1].split()[0] for one in stats].count('Z'))"
+    )
+    try:
+        unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        subprocess.run([*unshare, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("pid namespaces need root")
+    argv = [*unshare, sys.executable, "-m", "muster.backends.gke.pod", "host", "--run-dir", str(tmp_path), "--"]
+    began = time.monotonic()
+    assert subprocess.run([*argv, sys.executable, "-c", program], timeout=60, env=dict(os.environ)).returncode == 0
+    assert time.monotonic() - began < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from muster.plan.layouts import Pins
 from muster.plan.search import Candidate, Limits, Outcome, Problem, Rejection, search
@@ -34,7 +35,7 @@ def explain(problem: Problem, outcome: Outcome) -> tuple[str, str | None]:
 
     The reason is that of the offer which came furthest: limits before memory before rules.
     """
-    reason = _limit(problem) or _telling(outcome.rejected)
+    reason = _unknown(problem) or _limit(problem) or _telling(outcome.rejected)
     message = f"no plan fits {problem.work.title}: {reason}"
     found = nearest(problem)
     if found is None:
@@ -45,6 +46,26 @@ def explain(problem: Problem, outcome: Outcome) -> tuple[str, str | None]:
         f"the nearest plan that works: {found.change}: {found.candidate.title}, "
         f"{duration(found.candidate.cost.hours_p50)}{price}"
     )
+
+
+def _unknown(problem: Problem) -> str | None:
+    """A machine or accelerator that the catalogue does not hold, or not together."""
+    pins, offers = problem.pins, [option.offer for option in problem.options]
+    for key, asked, held in (
+        ("resources.machine", pins.machine, {offer.machine for offer in offers}),
+        ("resources.accelerator", pins.accelerator, {offer.accelerator for offer in offers}),
+    ):
+        if asked is not None and asked.lower() not in {name.lower() for name in held}:
+            close = get_close_matches(asked, sorted(held), n=1)
+            meant = f"; did you mean {close[0]}?" if close else f"; it holds {', '.join(sorted(held))}"
+            return f"{key} {asked} is not in the catalogue{meant}"
+    if pins.machine and pins.accelerator:
+        chips = {offer.accelerator for offer in offers if offer.machine == pins.machine}
+        if pins.accelerator.lower() not in {chip.lower() for chip in chips}:
+            return (
+                f"{pins.machine} has {', '.join(sorted(chips))}, and resources.accelerator asks for {pins.accelerator}"
+            )
+    return None
 
 
 def _limit(problem: Problem) -> str | None:

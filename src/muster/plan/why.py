@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,9 @@ from muster.plan.search import Candidate, Outcome, Problem, search
 from muster.plan.timing import step_time
 from muster.plan.words import dollars, duration, gigabytes
 from muster.plan.workload import with_lora
+
+#: A 90th percentile so many times the median is worth a warning.
+WIDE = 2.0
 
 
 def why(problem: Problem, outcome: Outcome, chosen: Candidate) -> list[str]:
@@ -66,6 +70,7 @@ def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         f"{chosen.goodput.interruptions_per_day:.2g} interruptions a day expected, goodput {chosen.goodput.share:.1%}."
     )
     yield line + (f" The same machine otherwise: {', '.join(told)}." if told else "")
+    yield from _spread(outcome, chosen)
     if mode.name == "spot":
         rate = mode.preemptions_per_node_day
         yield (
@@ -78,6 +83,17 @@ def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield f"{mode.title} ends after {term}: the run is cut {cuts} times and resumed."
     elif mode.max_hours:
         yield f"It ends well before {mode.title}'s {duration(mode.max_hours)}."
+
+
+def _spread(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    """Where the cheapest in the middle is far from the cheapest at the end."""
+    p50, p90 = chosen.cost.usd_p50 or 0.0, chosen.cost.usd_p90 or 0.0
+    steady = min(outcome.candidates, key=lambda each: each.cost.usd_p90 or math.inf)
+    if p90 > WIDE * p50 > 0 and (steady.cost.usd_p90 or math.inf) < p90:
+        yield (
+            f"Beware: its cost at the 90th percentile is {p90 / p50:.0f} times the median. The least there is "
+            f"{steady.title}: {dollars(steady.cost.usd_p50 or 0)} (p90 {dollars(steady.cost.usd_p90 or 0)}). limits.max_usd chooses so."
+        )
 
 
 def _nodes(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
@@ -186,8 +202,6 @@ def _limits(problem: Problem, chosen: Candidate) -> Iterator[str]:
 
 def likelihood(p50: float, p90: float, limit: float) -> float:
     """Probability that a log-normal quantity with these percentiles stays within ``limit``."""
-    import math
-
     if limit <= 0:
         return 0.0
     sigma = math.log(p90 / p50) / P90

@@ -83,6 +83,17 @@ def test_limits_hold_at_the_90th_percentile():
         ({"pins": Pins(locations=("mars-north1",))}, "not known in mars-north1", "elsewhere"),
         ({"pins": Pins(machine="a3-highgpu-1g", num_nodes=1)}, "needs", "another number of machines"),
         ({"pins": Pins(machine="g4-standard-384")}, "unknown", "another machine"),
+        (
+            {"pins": Pins(machine="a3-highgpu-9g")},
+            "not in the catalogue; did you mean a3-highgpu-8g",
+            "another machine",
+        ),
+        ({"pins": Pins(accelerator="Z99")}, "accelerator Z99 is not in the catalogue; it holds", "another machine"),
+        (
+            {"pins": Pins(machine="a4-highgpu-8g", accelerator="H100")},
+            "a4-highgpu-8g has B200, and resources.accelerator asks for H100",
+            "another machine",
+        ),
     ],
 )
 def test_an_impossible_wish_gets_the_nearest_plan(change, message, hint):
@@ -117,6 +128,17 @@ def test_why_uses_the_same_numbers():
     for word in ("Machine:", "Mode:", "LoRA", "Layout:", "A step takes", "TPU", "chance"):
         assert word in text, word
     assert f"{outcome.cheapest.time.seconds:.2f} s" in text
+
+
+def test_a_wide_spread_is_said():
+    """405B on Spot: the cheapest in the middle is nobody's cheapest at the end."""
+    big = problem(job("405B", steps=2000))
+    outcome = search(big)
+    told = "\n".join(why(big, outcome, outcome.cheapest))
+    steady = min(outcome.candidates, key=lambda each: each.cost.usd_p90)
+    assert outcome.cheapest.cost.usd_p90 > 2 * outcome.cheapest.cost.usd_p50
+    assert "Beware" in told and steady.title in told
+    assert "Beware" not in "\n".join(why(big, outcome, steady))
 
 
 def test_likelihood():

@@ -92,7 +92,8 @@ def _spread(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     if p90 > WIDE * p50 > 0 and (steady.cost.usd_p90 or math.inf) < p90:
         yield (
             f"Beware: its cost at the 90th percentile is {p90 / p50:.0f} times the median. The least there is "
-            f"{steady.title}: {dollars(steady.cost.usd_p50 or 0)} (p90 {dollars(steady.cost.usd_p90 or 0)}). limits.max_usd chooses so."
+            f"{steady.title}: {dollars(steady.cost.usd_p50 or 0)} (p90 {dollars(steady.cost.usd_p90 or 0)}). "
+            "limits.max_usd chooses so."
         )
 
 

@@ -1,4 +1,4 @@
-"""Use case: a run file as what would be sent to GKE, offline: plain manifests, or a Helm chart."""
+"""Use case: a run file as what would be sent, offline: manifests or a Helm chart for GKE, a script for Slurm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from muster.backends.gke.checks import Finding, findings
 from muster.backends.gke.options import Options
 from muster.backends.gke.placement import place
 from muster.backends.gke.render import render as render_manifests
+from muster.backends.slurm import toolkit
+from muster.backends.slurm.script import SCRIPT, script
 from muster.core import runs
 from muster.core.errors import UsageError
 from muster.core.spec import RunSpec
 
-Format = Literal["yaml", "helm"]
+Format = Literal["yaml", "helm", "toolkit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,12 @@ def render(
         RunFileError: rules across keys are broken, each with its reason.
         UsageError: the run file is for another back end, or names no folder.
     """
+    if spec.backend == "slurm":
+        return _for_slurm(spec, format, run_id, run_dir)
     if spec.backend != "gke":
         raise UsageError(f"manifests are for GKE, and this run file's backend is {spec.backend!r}", hint="backend: gke")
+    if format == "toolkit":
+        raise UsageError("a Cluster Toolkit blueprint is for Slurm", hint="backend: slurm")
     run_id = run_id or runs.slug(spec.name, runs.MAX_ID)
     run_dir = run_dir or spec.run_dir or f"/muster-runs/{run_id}"
     options = options or Options()
@@ -54,6 +60,17 @@ def render(
         files = dict(render_manifests(spec, run_id=run_id, run_dir=run_dir, options=options).files)
     placement = place(spec, run_id=run_id, run_dir=run_dir, options=options)
     return Rendered(run_id=run_id, files=files, warnings=tuple(findings(placement)))
+
+
+def _for_slurm(spec: RunSpec, format: Format, run_id: str | None, run_dir: str | None) -> Rendered:
+    """The job's script, or a blueprint of the cluster that it runs on."""
+    if format == "helm":
+        raise UsageError("a chart is for GKE, and this run file's backend is 'slurm'", hint="--format yaml or toolkit")
+    run_id = run_id or runs.slug(spec.name, runs.MAX_ID)
+    if format == "toolkit":
+        return Rendered(run_id=run_id, files=toolkit.blueprint(spec), warnings=())
+    run_dir = run_dir or str(runs.place(run_id, spec.run_dir))
+    return Rendered(run_id=run_id, files={SCRIPT: script(spec, run_id=run_id, run_dir=run_dir)}, warnings=())
 
 
 def write(rendered: Rendered, folder: Path) -> list[Path]:

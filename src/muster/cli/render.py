@@ -13,6 +13,7 @@ import typer
 class Format(StrEnum):
     YAML = "yaml"
     HELM = "helm"
+    TOOLKIT = "toolkit"
 
 
 class Network(StrEnum):
@@ -29,7 +30,7 @@ class Nccl(StrEnum):
 def render(
     run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as for train.")] = None,
-    format: Annotated[Format, typer.Option(help="Plain manifests, or a chart.")] = Format.YAML,
+    format: Annotated[Format, typer.Option(help="As sent; a chart (GKE); a Toolkit blueprint (Slurm).")] = Format.YAML,
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default for yaml: standard output.")] = None,
     namespace: Annotated[str, typer.Option(help="Kubernetes namespace.")] = "default",
     network: Annotated[Network, typer.Option(help="How data NICs are attached; claims: DRANET.")] = Network.AUTO,
@@ -37,7 +38,7 @@ def render(
     run_claim: Annotated[str | None, typer.Option(help="ReadWriteMany claim for run folders, not a bucket.")] = None,
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
-    """Render a run for GKE, offline: no project, no credentials."""
+    """Render a run for GKE or Slurm, offline: no project, no credentials."""
     from muster.app import render as use_case
     from muster.core import runfile
     from muster.core.errors import UsageError

@@ -1,0 +1,325 @@
+"""A Cluster Toolkit blueprint for a run file: the Slurm cluster on Google Cloud that the run wants. Pure.
+
+Module names and settings are those of the Toolkit's own examples (see ``catalog/toolkit.yaml`` for commit and date).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from muster.backends.slurm.toolkit_scripts import build_runners, controller_runners, node_runners
+from muster.core import runs
+from muster.core.errors import Problem, RunFileError
+from muster.core.spec import RunSpec
+
+Module = dict[str, Any]
+VPC = "modules/network/vpc"
+STARTUP = "modules/scripts/startup-script"
+NODESET = "community/modules/compute/schedmd-slurm-gcp-v6-nodeset"
+PARTITION = "community/modules/compute/schedmd-slurm-gcp-v6-partition"
+LOGIN = "community/modules/scheduler/schedmd-slurm-gcp-v6-login"
+CONTROLLER = "community/modules/scheduler/schedmd-slurm-gcp-v6-controller"
+
+
+def blueprint(spec: RunSpec) -> dict[str, str]:
+    """``blueprint.yaml`` and ``deployment.yaml``, with the commands that deploy and destroy them.
+
+    Raises:
+        RunFileError: a machine that has no blueprint, no project or zone, or a way of buying it that is not sold.
+    """
+    _refuse(spec)
+    table = _table()
+    family = table["families"][spec.resources.machine]
+    name = runs.slug(spec.name, 20)
+    zone = spec.resources.locations[0]
+    deployment = {
+        "terraform_backend_defaults": {
+            "type": "gcs",
+            "configuration": {"bucket": f"{spec.resources.project}-tf-state"},
+        },
+        "vars": {
+            "deployment_name": name,
+            "project_id": spec.resources.project,
+            "region": zone.rpartition("-")[0],
+            "zone": zone,
+            "cluster_size": spec.resources.hosts + spec.resources.spare_hosts,
+            **_bought(spec),
+        },
+    }
+    built = {
+        "blueprint_name": f"muster-{family['partition']}",
+        "vars": _variables(table, family),
+        "deployment_groups": [
+            {"group": "network", "modules": _networks(family)},
+            {"group": "image-script", "modules": [_build_script(table, family)]},
+            {"group": "image", "modules": [_image(family)]},
+            {"group": "cluster", "modules": _cluster(table, family, spec)},
+        ],
+    }
+    heading = (
+        f"# Slurm on Google Cloud for the run {spec.name!r}: {spec.resources.hosts} hosts and"
+        f" {spec.resources.spare_hosts} spares of {spec.resources.machine}.\n"
+        f"# Written by muster render --format toolkit; settings as of Cluster Toolkit {table['toolkit']}.\n"
+        f"# deploy:   gcluster deploy -d deployment.yaml blueprint.yaml --auto-approve\n"
+        f"# destroy:  gcluster destroy {name} --auto-approve\n"
+        "# It bills from its deployment until it is destroyed. The home (Filestore) is protected against deletion:\n"
+        "# set its deletion_protection.enabled to false and deploy again before you destroy it.\n"
+    )
+    return {"blueprint.yaml": heading + _dump(built), "deployment.yaml": _dump(deployment)}
+
+
+def _refuse(spec: RunSpec) -> None:
+    wanted, problems = spec.resources, []
+    family = _table()["families"].get(wanted.machine)
+    if family is None:
+        problems.append(
+            Problem(
+                key="resources.machine", message="has no Cluster Toolkit blueprint here", value=wanted.machine,
+                hint="one of " + ", ".join(_table()["families"]),
+            )
+        )  # fmt: skip
+    if wanted.project is None:
+        problems.append(Problem(key="resources.project", message="is missing: the Google Cloud project to deploy to"))
+    if not wanted.locations or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", wanted.locations[0]):
+        problems.append(
+            Problem(key="resources.locations", message="must name a zone", value=wanted.locations, hint="us-central1-b")
+        )
+    mode = wanted.mode or ""
+    if family is not None and mode not in family["modes"]:
+        problems.append(
+            Problem(
+                key="resources.mode", message=f"{wanted.machine} is sold as {', '.join(family['modes'])}", value=mode
+            )
+        )
+    if mode in ("reservation", "calendar") and wanted.reservation is None:
+        problems.append(Problem(key="resources.reservation", message="is missing: its name"))
+    if problems:
+        raise RunFileError(problems)
+
+
+def _bought(spec: RunSpec) -> dict[str, Any]:
+    mode = spec.resources.mode
+    return {
+        "reservation_name": spec.resources.reservation or "",
+        "enable_spot_vm": mode == "spot",
+        "dws_flex_enabled": mode == "flex_start",
+    }
+
+
+def _variables(table: Module, family: Module) -> Module:
+    return {
+        "base_image": dict(table["base_image"]),
+        "image_family": "$(vars.deployment_name)-u22",
+        "slurm_gcp_version": str(table["slurm_gcp"]),
+        "system_range": "192.168.0.0/19",
+        "filestore_range": "192.168.32.0/24",
+        **(
+            {"second_range": "192.168.64.0/18", "rdma_range": "192.168.128.0/18"}
+            if family["fabric"] == "roce"
+            else {"data_range": "10.0.0.0/9"}
+        ),
+        "local_ssd": "/mnt/localssd",
+        "reservation_name": "",
+        "enable_spot_vm": False,
+        "dws_flex_enabled": False,
+    }
+
+
+# ---------------------------------------------------------------- networks
+
+
+def _networks(family: Module) -> list[Module]:
+    found = [_vpc("system-net", "sys", "$(vars.system_range)", family["mtu"])]
+    if family["fabric"] == "tcpxo":
+        settings = {
+            "network_name_prefix": "$(vars.deployment_name)-data",
+            "global_ip_address_range": "$(vars.data_range)",
+            "network_count": 8,
+            "subnetwork_cidr_suffix": 20,
+            "mtu": family["mtu"],
+        }
+        return [*found, {"id": "data-nets", "source": "modules/network/multivpc", "settings": settings}]
+    profile = "https://www.googleapis.com/compute/beta/projects/$(vars.project_id)/global/networkProfiles/$(vars.zone)-vpc-roce"
+    rdma = {
+        "network_name": "$(vars.deployment_name)-rdma",
+        "network_profile": profile,
+        "network_routing_mode": "REGIONAL",
+        "subnetworks_template": {
+            "name_prefix": "$(vars.deployment_name)-rdma",
+            "count": 8,
+            "ip_range": "$(vars.rdma_range)",
+            "region": "$(vars.region)",
+        },
+    }
+    return [
+        *found,
+        _vpc("second-net", "second", "$(vars.second_range)", family["mtu"]),
+        {"id": "rdma-net", "source": "modules/network/gpu-rdma-vpc", "settings": rdma},
+    ]
+
+
+def _vpc(name: str, short: str, cidr: str, mtu: int) -> Module:
+    rule = {
+        "name": f"$(vars.deployment_name)-{short}-internal",
+        "ranges": [cidr],
+        "allow": [{"protocol": "tcp"}, {"protocol": "udp"}, {"protocol": "icmp"}],
+    }
+    subnet = {
+        "subnet_name": f"$(vars.deployment_name)-{short}",
+        "subnet_region": "$(vars.region)",
+        "subnet_ip": cidr,
+        "subnet_private_access": True,
+    }
+    return {
+        "id": name,
+        "source": VPC,
+        "settings": {
+            "network_name": f"$(vars.deployment_name)-{short}",
+            "mtu": mtu,
+            "enable_internal_traffic": False,
+            "subnetworks": [subnet],
+            "firewall_rules": [rule],
+        },
+    }
+
+
+# ---------------------------------------------------------------- image and cluster
+
+
+def _build_script(table: Module, family: Module) -> Module:
+    settings = {
+        "install_ansible": True,
+        "enable_gpu_network_wait_online": True,
+        "runners": build_runners(table, family),
+    }
+    return {"id": "build-script", "source": STARTUP, "settings": settings}
+
+
+def _image(family: Module) -> Module:
+    return {
+        "id": "node-image",
+        "source": "modules/packer/custom-image",
+        "kind": "packer",
+        "use": ["system-net", "build-script"],
+        "settings": {
+            "machine_type": family["build_machine"],
+            "source_image": "$(vars.base_image.image)",
+            "source_image_project_id": ["$(vars.base_image.project)"],
+            "image_family": "$(vars.image_family)",
+            "disk_size": 100,
+            "omit_external_ip": False,
+        },
+    }
+
+
+def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
+    image = {"project": "$(vars.project_id)", "family": "$(vars.image_family)"}
+    home = {
+        "id": "homefs",
+        "source": "modules/file-system/filestore",
+        "use": ["system-net"],
+        "settings": {
+            "filestore_tier": "HIGH_SCALE_SSD",
+            "size_gb": 10240,
+            "local_mount": "/home",
+            "mount_options": "defaults,hard",
+            "reserved_ip_range": "$(vars.filestore_range)",
+            "deletion_protection": {"enabled": True, "reason": "checkpoints and runs lie here"},
+        },
+        "outputs": ["network_storage"],
+    }
+    startup = {
+        "local_ssd_filesystem": {"mountpoint": "$(vars.local_ssd)", "permissions": "1777"},
+        "runners": node_runners(table, family),
+    }
+    login = {"instance_image": image, "machine_type": "n2-standard-8", "enable_login_public_ips": True}
+    controller: Module = {
+        "instance_image": image,
+        "machine_type": "n2-standard-16",
+        "enable_controller_public_ips": True,
+        "enable_external_prolog_epilog": True,
+        "controller_startup_script": "$(controller-startup.startup_script)",
+    }
+    partition = {
+        "partition_name": spec.resources.queue or family["partition"],
+        "is_default": True,
+        "exclusive": False,
+        # Whole nodes; a node that is slow to come up is not given up while a job waits for it.
+        "partition_conf": {"OverSubscribe": "EXCLUSIVE", "ResumeTimeout": 1200, "SuspendTimeout": 1200},
+    }
+    name = str(partition["partition_name"])
+    return [
+        home,
+        {"id": "node-startup", "source": STARTUP, "settings": startup},
+        _nodeset(family, image),
+        {"id": "partition", "source": PARTITION, "use": ["nodeset"], "settings": partition},
+        {"id": "login", "source": LOGIN, "use": ["system-net"], "settings": login},
+        {"id": "controller-startup", "source": STARTUP, "settings": {"runners": controller_runners(family, name)}},
+        {
+            "id": "controller",
+            "source": CONTROLLER,
+            "use": ["system-net", "partition", "login", "homefs"],
+            "settings": controller,
+        },
+    ]
+
+
+def _nodeset(family: Module, image: Module) -> Module:
+    settings: Module = {
+        "instance_image": image,
+        "machine_type": "$(vars.machine_type)",
+        "node_count_static": "$(vars.cluster_size)",
+        "node_count_dynamic_max": 0,
+        "disk_type": family["disk_type"],
+        "bandwidth_tier": "gvnic_enabled",
+        "enable_placement": False,
+        "on_host_maintenance": "TERMINATE",
+        "node_conf": dict(family["node_conf"]),
+        "advanced_machine_features": {"threads_per_core": None},
+        "reservation_name": "$(vars.reservation_name)",
+        "enable_spot_vm": "$(vars.enable_spot_vm)",
+        "dws_flex": {"enabled": "$(vars.dws_flex_enabled)"},
+    }
+    used = ["system-net", "node-startup"]
+    if family["fabric"] == "tcpxo":
+        used.append("data-nets")
+    else:
+        second = (
+            "{network=null, subnetwork=second-net.subnetwork_self_link, subnetwork_project=vars.project_id,"
+            ' nic_type="GVNIC", queue_count=null, network_ip="", stack_type=null, access_config=[],'
+            " ipv6_access_config=[], alias_ip_range=[]}"
+        )
+        settings["additional_networks"] = f"$(concat([{second}], rdma-net.subnetwork_interfaces))"
+    settings["machine_type"] = next(name for name, row in _table()["families"].items() if row is family)
+    return {"id": "nodeset", "source": NODESET, "use": used, "settings": settings}
+
+
+def _dump(value: Module) -> str:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.scalarstring import LiteralScalarString
+
+    def literal(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: literal(each) for key, each in node.items()}
+        if isinstance(node, list):
+            return [literal(each) for each in node]
+        return LiteralScalarString(node) if isinstance(node, str) and "\n" in node else node
+
+    yaml, out = YAML(), io.StringIO()
+    yaml.width, yaml.explicit_start = 1000, True
+    yaml.indent(mapping=2, sequence=2, offset=0)
+    yaml.dump(literal(value), out)
+    return out.getvalue()
+
+
+@cache
+def _table() -> Module:
+    from ruamel.yaml import YAML
+
+    text = resources.files("muster.catalog").joinpath("toolkit.yaml").read_text(encoding="utf-8")
+    loaded: Module = YAML(typ="safe", pure=True).load(text)
+    return loaded

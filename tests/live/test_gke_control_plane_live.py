@@ -22,7 +22,6 @@ from plane import Plane, programs  # noqa: E402
 from muster.backends.gke.jobs import GkeLauncher  # noqa: E402
 from muster.backends.gke.options import Options  # noqa: E402
 from muster.backends.gke.placement import place  # noqa: E402
-from muster.backends.gke.provision.kube import Objects  # noqa: E402
 from muster.backends.gke.provision.kubeconfig import connect  # noqa: E402
 from muster.backends.gke.queue import account_objects, queue_objects  # noqa: E402
 from muster.core import eventlog, runs  # noqa: E402
@@ -48,7 +47,21 @@ def plane(tmp_path_factory):
     labels = ["cloud.google.com/gke-nodepool=muster-cpu"]
     with Plane(binaries, folder, network, labels) as found:
         found.install(definitions())
+        cluster = connect(f"kubeconfig:{found.dir / 'kubeconfig'}", SystemClock())
+        for one in account_objects(placed()):
+            cluster.apply(one)
+        account = "/api/v1/namespaces/default/serviceaccounts/muster"
+        found.wait(lambda: found.get(account).get("secrets"), "the account's token")
         yield found
+
+
+def placed():
+    spec = RunSpec.model_validate(
+        {"name": "a", "backend": "gke", "command": ["x"], "resources": {
+            "machine": "a4-highgpu-8g", "mode": "flex_start_queued", "image": "i", "project": "example-project",
+            "locations": ["us-central1-b"]}}
+    )  # fmt: skip
+    return place(spec, run_id="a", run_dir="/gcs/b/r", options=Options())
 
 
 def definitions():
@@ -144,12 +157,7 @@ class Run:
 
 def test_what_up_puts_on_a_cluster_is_taken_by_a_real_server(plane):
     """Server-side apply of accounts and queues: made, the same again changes nothing, a foreign field stays."""
-    spec = RunSpec.model_validate(
-        {"name": "a", "backend": "gke", "command": ["x"], "resources": {
-            "machine": "a4-highgpu-8g", "mode": "flex_start_queued", "image": "i", "project": "example-project",
-            "locations": ["us-central1-b"]}}
-    )  # fmt: skip
-    where = place(spec, run_id="a", run_dir="/gcs/b/r", options=Options())
+    where = placed()
     cluster = connect(f"kubeconfig:{plane.dir / 'kubeconfig'}", SystemClock())
     objects = [*account_objects(where), *queue_objects(where)]
     made = [cluster.apply(one) for one in objects]
@@ -161,8 +169,7 @@ def test_what_up_puts_on_a_cluster_is_taken_by_a_real_server(plane):
     cluster.apply(queue)
     assert plane.get(path)["spec"]["stopPolicy"] == "Hold", "what we do not set is left alone"
     assert {one["manager"] for one in plane.get(path)["metadata"]["managedFields"]} >= {"muster"}
-    assert Objects(site=None, key="k", needs=(), manifests=tuple(objects)).manifests  # what `up` applies is this list
-    for one in reversed(objects):
+    for one in queue_objects(where)[::-1]:
         cluster.delete(one)
         cluster.delete(one)
     assert cluster.get(queue) is None

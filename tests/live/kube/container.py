@@ -28,7 +28,7 @@ def bind(source, target):
     mount(source, target, flags=MS_BIND | MS_REC)
 
 
-def build(root, volumes):
+def build(root, volumes, hostname, address):
     """The machine's own folders below ``root``, and the pod's volumes where the container wants them."""
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs")
@@ -44,7 +44,10 @@ def build(root, volumes):
         (root / folder).mkdir()
     bind("/etc", root / ".etc")
     for entry in Path("/etc").iterdir():
-        (root / "etc" / entry.name).symlink_to(f"/.etc/{entry.name}")
+        if entry.name not in ("hosts", "hostname"):
+            (root / "etc" / entry.name).symlink_to(f"/.etc/{entry.name}")
+    (root / "etc" / "hosts").write_text(f"127.0.0.1 localhost\n{address} {hostname}\n")
+    (root / "etc" / "hostname").write_text(f"{hostname}\n")
     mount("proc", root / "proc", "proc")
     mount("tmpfs", root / "dev" / "shm", "tmpfs")
     for path, source in volumes.items():
@@ -62,8 +65,8 @@ def main():
     spec = json.loads(Path(sys.argv[1]).read_text())
     root = Path(spec["root"])
     root.mkdir(parents=True, exist_ok=True)
-    socket.sethostname(spec["hostname"][:63])
-    build(root, spec["volumes"])
+    socket.sethostname(spec["hostname"])
+    build(root, spec["volumes"], spec["hostname"], spec["address"])
     os.chroot(root)
     os.chdir(spec.get("cwd") or "/")
     os.execvpe(spec["argv"][0], spec["argv"], spec["env"])

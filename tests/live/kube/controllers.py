@@ -126,14 +126,15 @@ class Controllers:
         return None
 
     def _finish(self, jobset, jobs, verdict):
+        """The verdict; what still runs is ended, what has ended stays to be looked at."""
         self._status(self._path(jobset), {"conditions": [verdict]})
+        targets = jobset["spec"]["successPolicy"]["targetReplicatedJobs"]
         for job in jobs.values():
-            if not job["status"].get("completionTime"):
-                self.plane.call(
-                    "DELETE",
-                    f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs/{job['metadata']['name']}",
-                    {"propagationPolicy": "Background"},
-                )
+            path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs/{job['metadata']['name']}"
+            if job["metadata"]["labels"][ROLE] in targets:  # 1.20 knows no failure policy: no more pods for it
+                self.plane.call("PATCH", path, {"spec": {"parallelism": 0}}, "application/merge-patch+json")
+            elif not job["status"].get("completionTime"):
+                self.plane.call("DELETE", path, {"propagationPolicy": "Background"})
 
     # ---------------------------------------------------------------- below
 

@@ -72,7 +72,8 @@ class Container:
         self.environment = node.environment(pod, spec)
         volumes = node.volumes(pod, spec, folder)
         words = [self._expanded(word) for word in [*spec.get("command", ["true"]), *spec.get("args", [])]]
-        document = {"root": str(folder / f"root-{self.name}"), "hostname": pod["metadata"]["name"], "volumes": volumes,
+        document = {"root": str(folder / f"root-{self.name}"), "hostname": pod["metadata"]["name"][:63],
+                    "address": node.options.ip, "volumes": volumes,
                     "argv": words, "env": self.environment, "cwd": spec.get("workingDir")}  # fmt: skip
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(document))

@@ -41,6 +41,7 @@ ANNOTATION = "muster/submission"
 KUEUE_API = "kueue.x-k8s.io/v1beta2"
 PROVISIONING_API = "autoscaling.x-k8s.io/v1"
 GONE_WITHIN_S = 120.0
+STOPPED_BY_USER = 130
 
 
 @dataclass(kw_only=True)
@@ -129,9 +130,10 @@ class GkeLauncher:
         observed = observe(cluster, self.options.namespace, handle.run_id)
         found = explain(observed)
         reason = found.sentence + (f" (hint: {found.hint})" if found.hint else "")
-        return JobStatus(
-            state=found.state, reason=reason, exit_code=_exit_code(observed, found.state), tasks=_tasks(observed.pods)
-        )
+        code = _exit_code(observed, found.state)
+        # To Kubernetes every end but success is a failure; the supervisor's own code says which one it was.
+        state = JobState.STOPPED if found.state is JobState.FAILED and code == STOPPED_BY_USER else found.state
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=_tasks(observed.pods))
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """Output of each pod's own container, and of each rank, beyond ``after`` (bytes); sidecars are left out."""

@@ -21,6 +21,10 @@ from muster.core.seams import Clock
 
 LOOK_EVERY_S = 0.5
 SHOWN_INCIDENTS = 5
+#: The ledger is folded again after so long, and after so many times what folding it took: a long log is looked at
+#: seldom enough that looking costs little.
+ACCOUNT_EVERY_S, ACCOUNT_SHARE = 10.0, 20
+SHOWN_LOSSES = 3
 #: Phase events of a host or rank that say what it is doing now.
 _HOST_STATES = {
     "host.granted": "ready",
@@ -59,6 +63,17 @@ class TierView:
     age_s: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The ledger's figures so far."""
+
+    goodput_active: float | None
+    goodput_purchased: float | None
+    usd: float | None
+    losses: tuple[tuple[str, float], ...]
+    """The largest categories beside productive time: name, share of the purchased host-time."""
+
+
 @dataclass(kw_only=True)
 class View:
     """One look at one run."""
@@ -82,6 +97,8 @@ class View:
     tiers: tuple[TierView, ...] = ()
     incidents: tuple[str, ...] = ()
     """The last ones, as sentences, oldest first."""
+    account: Account | None = None
+    """As of some seconds ago."""
     news: list[Event] = field(default_factory=list)
     """Events since the look before."""
 
@@ -100,7 +117,7 @@ class Watcher:
         self._counts: dict[str, int] = {}
         self._applied_ns: dict[int, int] = {}
         self._durable: dict[int, int] = {}
-        self._troubles = -1
+        self._account_due_ns = 0
 
     def look(self) -> View:
         """The run now. The same object each time, brought up to date."""
@@ -118,7 +135,7 @@ class Watcher:
         last = self._applied_ns.get(view.step)
         view.step_age_s = None if last is None else (now_ns - last) / 1e9
         view.tiers = tuple(self._tiers(now_ns))
-        self._tell_troubles()
+        self._account(now_ns)
         return view
 
     def _fold(self, event: Event) -> None:
@@ -188,17 +205,27 @@ class Watcher:
     def _memory(self, host: str) -> Path:
         return memory_dir(self.run.path, self.run.run_id, host)
 
-    def _tell_troubles(self) -> None:
-        """Sentences are made from the whole log, so only when something has changed about them."""
+    def _account(self, now_ns: int) -> None:
+        """Figures and sentences come from the whole log: now and then, and when something has changed about them."""
         kinds = {"incident", "decision", "recovered", "run.finished"}
-        if self._troubles >= 0 and not any(event.kind in kinds for event in self.view.news):
+        if now_ns < self._account_due_ns and not any(event.kind in kinds for event in self.view.news):
             return
-        self._troubles = len(self.view.news)
+        began_ns = self.clock.monotonic_ns()
         try:
-            found = report(str(self.run.path)).to_json()["incidents"]
+            found = report(str(self.run.path)).to_json()
         except MusterError:
             return
-        self.view.incidents = tuple(str(each["sentence"]) for each in found[-SHOWN_INCIDENTS:])
+        took_ns = self.clock.monotonic_ns() - began_ns
+        self._account_due_ns = now_ns + max(int(ACCOUNT_EVERY_S * 1e9), ACCOUNT_SHARE * took_ns)
+        self.view.incidents = tuple(str(each["sentence"]) for each in found["incidents"][-SHOWN_INCIDENTS:])
+        shares = {name: each["share"] or 0.0 for name, each in found["categories"].items() if name != "productive"}
+        losses = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN_LOSSES]
+        self.view.account = Account(
+            goodput_active=found["goodput"]["active"],
+            goodput_purchased=found["goodput"]["purchased"],
+            usd=found["cost"]["usd"],
+            losses=tuple((name, share) for name, share in losses if share > 0.001),
+        )
 
 
 def watch(reference: str, *, every_s: float = LOOK_EVERY_S, clock: Clock | None = None) -> Iterator[View]:

@@ -73,6 +73,8 @@ def summary(view: View) -> str:
     words = [f"step {view.step}" + (f"/{view.total_steps}" if view.total_steps else ""), f"attempt {view.attempt}"]
     words.append(f"{view.world_size} ranks on {sum(host.state == 'training' for host in view.hosts.values())} hosts")
     words += [f"{tier.tier} step {tier.step}" for tier in view.tiers if tier.step is not None]
+    if view.account is not None and view.account.goodput_active is not None:
+        words.append(f"goodput {view.account.goodput_active:.1%}")
     return "  ".join([*words, view.sentence])
 
 
@@ -86,11 +88,25 @@ def _render(view: View) -> Group:
     step = Text(f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else ""), style="bold green")
     step.append(f"  attempt {view.attempt}  {view.world_size} ranks ({axes})", style="")
     step.append(f"  {_numbers(view)}", style="")
-    parts: list[Any] = [head, step, _hosts(view), _tiers(view)]
+    parts: list[Any] = [head, step, *([Text(text)] if (text := account(view)) else []), _hosts(view), _tiers(view)]
     if view.incidents:
         parts.append(Text("last incidents", style="bold"))
         parts += [Text(f"  {sentence}") for sentence in view.incidents]
     return Group(*parts)
+
+
+def account(view: View) -> str:
+    """What the ledger says so far; empty where it says nothing yet."""
+    found, words = view.account, []
+    if found is None:
+        return ""
+    if found.goodput_active is not None and found.goodput_purchased is not None:
+        words.append(f"goodput {found.goodput_active:.1%} of active, {found.goodput_purchased:.1%} of purchased hosts")
+    if found.usd:
+        words.append(f"${found.usd:,.2f} so far")
+    if found.losses:
+        words.append("not training: " + ", ".join(f"{name} {share:.1%}" for name, share in found.losses))
+    return "  ".join(words)
 
 
 def _numbers(view: View) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.app.watch import Watcher, watch
-from muster.cli.watch import _render, age, summary
+from muster.cli.watch import _render, account, age, summary
 from muster.core import runs
 from muster.core.eventlog import EventLog
 from muster.core.spec import RunSpec
@@ -82,6 +82,45 @@ def test_hosts_ranks_steps_tiers_and_incidents(run):
     assert len(view.incidents) == 1 and "silent for 3.00 s" in view.incidents[0] and "host-2" in view.incidents[0]
     assert "attempt 2" in summary(view) and "step 7/50" in summary(view)
     assert _render(view) is not None
+
+
+def test_the_ledgers_figures_stand_beside_it_and_are_not_folded_at_each_look(run):
+    class Clock:
+        ns = 100 * 10**9
+
+        def wall_ns(self):
+            return self.ns
+
+        def monotonic_ns(self):
+            return self.ns
+
+    clock = Clock()
+    boss, agent = (
+        EventLog(run.run_id, run.events, "supervisor", 1, clock),
+        EventLog(run.run_id, run.events, "h", 1, clock),
+    )
+
+    def steps(first, last):
+        for step in range(first, last + 1):
+            clock.ns += 10**8
+            agent.append("step", host="h", rank=0, attempt=1, step=step, detail=STEP)
+
+    boss.append("host.granted", host="h", detail={"gpus": 1, "role": "active", "usd_per_hour": 36.0})
+    clock.ns += 10**9
+    boss.append("attempt.started", attempt=1, detail={"world_size": 1, "layout": LAYOUT, "hosts": {"h": [0]}})
+    steps(1, 40)
+    watcher = Watcher(run, clock=clock)
+    first = watcher.look().account
+    assert first.goodput_active == pytest.approx(4 / 5) and first.usd == pytest.approx(0.05)
+    assert first.losses[0][1] == pytest.approx(1 / 5)
+    steps(41, 60)
+    assert watcher.look().account is first, "two seconds later nothing is folded again"
+    clock.ns += 10**10
+    later = watcher.look().account
+    assert later.goodput_active == pytest.approx(6 / 7)
+    text = account(watcher.view)
+    assert "goodput 85.7% of active, 85.7% of purchased hosts" in text and "$0.07 so far" in text
+    assert "goodput 85.7%" in summary(watcher.view)
 
 
 def test_an_unknown_end_is_looked_at_once(run):

@@ -69,7 +69,7 @@ class Node:
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.not_before_s = 0.0
-        self.term = self.noticed = False
+        self.term = self.noticed = self.cut_off = False
         self.ends_s: float | None = None
         """Where this node stands in for the batch node: when the notice before the time limit is due."""
         self.heard_s = time.monotonic()
@@ -194,17 +194,20 @@ class Node:
             return
         address = (str(record["address"][0]), int(record["address"][1]))
         if reach.connects(address):
-            self.heard_s = time.monotonic()
+            self.heard_s, self.cut_off = time.monotonic(), False
             return
         silent_s = time.monotonic() - self.heard_s
-        if silent_s < (0.0 if self.index == 0 else self.patience_s):
+        if silent_s < self.patience_s:
             return
-        if self.slurm.answers():
-            if self._vacate(record):
-                self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
-                self.ends_s = self._notice_due()
-        elif silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
-            self._cut_off(silent_s)
+        if not self.slurm.answers():
+            if silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
+                self._cut_off(silent_s)
+            self.cut_off = True
+        elif self.cut_off:  # back again: the holder may well live, so patience begins anew
+            self.cut_off, self.heard_s = False, time.monotonic()
+        elif not reach.connects(address) and self._vacate(record):
+            self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
+            self.ends_s = self._notice_due()
 
     def _vacate(self, record: Mapping[str, Any]) -> bool:
         """Take the lease from a holder that nobody reaches: from then on its renewals fail and it ends."""

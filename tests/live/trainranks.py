@@ -196,9 +196,9 @@ def _rank(context: RankContext, script: Script) -> None:
     os.dup2(log, 2)
     code = 1
     try:
-        from muster.train import worker
+        from muster.train import learner, worker
 
-        _install(worker, context, script)
+        _install(learner, context, script)
         code = worker.run_rank(context, _link(context, script))
     except BaseException:  # noqa: BLE001 (a process's edge: the log has it)
         import traceback
@@ -209,11 +209,11 @@ def _rank(context: RankContext, script: Script) -> None:
     os._exit(code)
 
 
-def _install(worker: Any, context: RankContext, script: Script) -> None:
+def _install(learner: Any, context: RankContext, script: Script) -> None:
     if script.unit_per_layer:
-        worker.build_model = functools.partial(worker.build_model, whole_below=0)
+        learner.build_model = functools.partial(learner.build_model, whole_below=0)
     if script.reduce_every_round:
-        worker.LOCAL_GRADIENTS_SHARE = 0.0
+        learner.LOCAL_GRADIENTS_SHARE = 0.0
     if script.exact_range_bits is not None:
         from muster.train import exact
 

@@ -169,9 +169,13 @@ def test_a_policy_may_change_batch_and_rate_with_the_world():
     assert cluster.run().exit_code == 0
     first, shrunk, grown = (log.detail for log in logged(cluster, "attempt.started"))
     assert "course" not in first
-    small = {"first_step": shrunk["resume_step"] + 1, "global_batch_size": batch * 3 // 4, "learning_rate_scale": 0.75}
+    small = {
+        "first_step": policy.asked[1].resume_step + 1,
+        "global_batch_size": batch * 3 // 4,
+        "learning_rate_scale": 0.75,
+    }
     assert shrunk["course"] == [small]
-    back = {"first_step": grown["resume_step"] + 1, "global_batch_size": batch, "learning_rate_scale": 1.0}
+    back = {"first_step": policy.asked[2].resume_step + 1, "global_batch_size": batch, "learning_rate_scale": 1.0}
     assert grown["course"] == [small, back]
     assert [world.num_hosts for world in policy.asked] == [4, 3, 4]
 

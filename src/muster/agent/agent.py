@@ -112,11 +112,14 @@ class Agent:
             self.hub.watch(fd, lambda: self._depart("the keeper is gone"))
 
     def _signal(self, number: int) -> None:
-        """Somebody ends this host in earnest (a scheduler, a preemption): save on all hosts and leave."""
+        self.noticed(signal.Signals(number).name)
+
+    def noticed(self, source: str) -> None:
+        """Somebody ends this host in earnest (a scheduler, a preemption): save and leave, or be replaced."""
         grace_s = self.spec.recovery.grace_s
-        notice = {"t": "notice", "notice": "preemption", "source": signal.Signals(number).name, "grace_s": grace_s}
+        notice = {"t": "notice", "notice": "preemption", "source": source, "grace_s": grace_s}
         if not self.workers:
-            self._depart(f"got {signal.Signals(number).name}")
+            self._depart(f"got {source}")
         elif self.supervisor is not None and len(self.spec_hosts) > 1:
             self._tell(notice)
         else:

@@ -35,6 +35,7 @@ class Programs:
         self._forkserver_deaths = 0
         self._mover: subprocess.Popen[str] | None = None
         self._prepare: subprocess.Popen[str] | None = None
+        self._notices: subprocess.Popen[bytes] | None = None
         self._step_s: deque[float] = deque(maxlen=20)
         self._last_step_s: float | None = None
         self._layout = ""
@@ -46,6 +47,7 @@ class Programs:
         """Prepare data and import torch at the same time; a predecessor's fork server comes by itself."""
         self._start_prepare()
         self._start_mover()
+        self._start_notices()
         if self._adoptable():
             self.agent.contact_after = time.monotonic() + 0.5  # ranks look for us every 0.1 s
         else:
@@ -261,6 +263,43 @@ class Programs:
         found = json.loads(self._mover.stdout.readline() or "null")
         self.memory_address = found["address"] if found else None
 
+    # ------------------------------------------------------------ notices of the cloud
+
+    def _start_notices(self) -> None:
+        """On a cloud's machine, or where MUSTER_METADATA names a server: listen for the end of this host."""
+        if self.agent.spec.backend in ("local", "slurm") and "MUSTER_METADATA" not in os.environ:
+            return
+        self._notices = subprocess.Popen(
+            [sys.executable, "-m", "muster.agent.notice"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._notices.stdout is not None
+        fd = self._notices.stdout.fileno()
+        os.set_blocking(fd, False)
+        self.agent.hub.watch(fd, lambda: self._notice_came(fd))
+
+    def _notice_came(self, fd: int) -> None:
+        said = os.read(fd, 4096)
+        if not said:  # it has ended: no metadata server here
+            self.agent.hub.unwatch(fd)
+            return
+        for line in said.splitlines():
+            found = json.loads(line)
+            if found["notice"] == "preempted":
+                self.agent.noticed("the metadata server: preempted")
+            else:
+                detail = {
+                    "notice": found["notice"],
+                    "source": f"the metadata server: {found['value']}",
+                    "grace_s": 60.0,
+                }
+                self.agent.log_event("notice", detail)
+
+    # ------------------------------------------------------------ talking to the mover
+
     def _tell_mover(self, message: dict[str, Any]) -> None:
         if self._mover is not None and self._mover.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -304,7 +343,7 @@ class Programs:
 
     def end(self) -> None:
         """End every child; never waits long."""
-        for child in (self._mover, self._prepare):
+        for child in (self._mover, self._prepare, self._notices):
             if child is not None:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()

@@ -64,9 +64,7 @@ class Course:
 def changed(
     changes: Sequence[Mapping[str, Any]], *, resume_step: int, batch: int, wanted: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """``changes`` of a run that goes on after ``resume_step`` as a policy's ``adjust`` wants it (empty: unchanged).
-
-    Steps that are taken again are taken as the new world takes them.
+    """``changes`` with what a policy's ``adjust`` wants after ``resume_step``; empty: the batch never changed.
 
     Raises:
         UsageError: what the policy wants is no batch or no rate.

@@ -44,7 +44,7 @@ class NewWorld:
     data_ranks: int
     """Ranks that read different micro-batches."""
     resume_step: int
-    """The last step that stands; the next one is the first of this world."""
+    """The last step that was applied; what is wanted counts from the next one (steps taken again stay as they were)."""
     global_batch_size: int
     """As the run file gives it."""
 

@@ -95,7 +95,7 @@ def begin(c: Context) -> None:
     choice = restore_choice(c)
     kept = kept_as(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
     resume_step = choice.step if choice else -1
-    if not adjust(c, resume_step if choice else state.committed_step):
+    if not adjust(c, max(resume_step, state.last_applied_step)):  # what was applied once is not changed after
         return
     if state.open is not None:
         state.open.stages_ns["resume_step"] = max(resume_step, 0)

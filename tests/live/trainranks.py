@@ -198,7 +198,7 @@ def _rank(context: RankContext, script: Script) -> None:
     try:
         from muster.train import learner, worker
 
-        _install(learner, context, script)
+        _install(learner, worker, context, script)
         code = worker.run_rank(context, _link(context, script))
     except BaseException:  # noqa: BLE001 (a process's edge: the log has it)
         import traceback
@@ -209,7 +209,7 @@ def _rank(context: RankContext, script: Script) -> None:
     os._exit(code)
 
 
-def _install(learner: Any, context: RankContext, script: Script) -> None:
+def _install(learner: Any, worker: Any, context: RankContext, script: Script) -> None:
     if script.unit_per_layer:
         learner.build_model = functools.partial(learner.build_model, whole_below=0)
     if script.reduce_every_round:

@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --job-name=muster-llama-20260822-101500-1a2b
+#SBATCH --comment='muster run llama-20260822-101500-1a2b'
+#SBATCH --chdir=/home/me/.muster/runs/llama-20260822-101500-1a2b
+#SBATCH --output=/home/me/.muster/runs/llama-20260822-101500-1a2b/logs/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=64G
+#SBATCH --no-kill
+#SBATCH --requeue
+
+export MUSTER_RUN_ID=llama-20260822-101500-1a2b
+export MUSTER_RUN_DIR=/home/me/.muster/runs/llama-20260822-101500-1a2b
+export MUSTER_TERM=ignored
+exec /home/me/muster/.venv/bin/python -P -m muster.backends.slurm.batch --run-dir /home/me/.muster/runs/llama-20260822-101500-1a2b --run-id llama-20260822-101500-1a2b

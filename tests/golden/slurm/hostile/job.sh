@@ -1,0 +1,22 @@
+#!/bin/bash -l
+#SBATCH --job-name=muster-llama-20260822-101500-1a2b
+#SBATCH --comment='muster run llama-20260822-101500-1a2b'
+#SBATCH --chdir=/home/me/.muster/runs/llama-20260822-101500-1a2b
+#SBATCH --output=/home/me/.muster/runs/llama-20260822-101500-1a2b/logs/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --gres=gpu:8
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --account='it'"'"'s "me" $(touch /tmp/owned) `x` # ; \'
+#SBATCH --mail-user='a b@example.org'
+
+module load 'cuda/12.8; touch /tmp/owned'
+export MUSTER_RUN_ID=llama-20260822-101500-1a2b
+export MUSTER_RUN_DIR=/home/me/.muster/runs/llama-20260822-101500-1a2b
+export MUSTER_TERM=ignored
+export GREETING='two words, '"'"'quoted'"'"' $HOME \ end'
+exec '/home/me/my venv/bin/python' -P -m muster.backends.slurm.batch --run-dir /home/me/.muster/runs/llama-20260822-101500-1a2b --run-id llama-20260822-101500-1a2b

@@ -1,0 +1,21 @@
+#!/bin/bash
+#SBATCH --job-name=muster-llama-20260822-101500-1a2b
+#SBATCH --comment='muster run llama-20260822-101500-1a2b'
+#SBATCH --chdir=/home/me/.muster/runs/llama-20260822-101500-1a2b
+#SBATCH --output=/home/me/.muster/runs/llama-20260822-101500-1a2b/logs/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --gres=gpu:h100:8
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --partition=gpu
+#SBATCH --account=lab
+#SBATCH --qos=high
+
+export MUSTER_RUN_ID=llama-20260822-101500-1a2b
+export MUSTER_RUN_DIR=/home/me/.muster/runs/llama-20260822-101500-1a2b
+export MUSTER_TERM=ignored
+exec /home/me/muster/.venv/bin/python -P -m muster.backends.slurm.batch --run-dir /home/me/.muster/runs/llama-20260822-101500-1a2b --run-id llama-20260822-101500-1a2b

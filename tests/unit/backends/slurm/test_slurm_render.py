@@ -1,0 +1,112 @@
+"""What is sent, byte by byte (``tests/golden/slurm/slurm_cases.py`` rewrites); and that nothing in it escapes."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+from ruamel.yaml import YAML
+from slurm_cases import HERE, RUN_DIR, RUN_ID, blueprints, scripts, spec, texts
+
+from muster.backends.slurm.batch import srun
+from muster.backends.slurm.fabric import settings, wrapped
+from muster.backends.slurm.script import options, time_limit
+from muster.backends.slurm.toolkit import blueprint
+from muster.core.errors import RunFileError
+
+
+@pytest.mark.parametrize("file", texts())
+def test_as_recorded(file):
+    assert texts()[file] == (HERE / file).read_text(), f"{file}: python {HERE / 'slurm_cases.py'} if meant"
+
+
+def test_no_record_without_a_case():
+    found = {f"{path.parent.name}/{path.name}" for path in [*HERE.glob("*/*.sh"), *HERE.glob("*/*.yaml")]}
+    assert found == set(texts())
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_bash_takes_every_value_as_a_whole_word(name, tmp_path):
+    """Run with everything replaced by printing: what arrives is what the run file says."""
+    of = scripts()[name]
+    text = texts()[f"{name}/job.sh"]
+    body = text.replace("exec ", "exec printf '%s\\n' ").replace("module load", "printf '%s\\n'")
+    path = tmp_path / "job.sh"
+    path.write_text(body)
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True, env={})
+    lines = done.stdout.splitlines()
+    modules = of.slurm.modules
+    assert lines[: len(modules)] == list(modules)
+    assert lines[len(modules) :][1:4] == ["-P", "-m", "muster.backends.slurm.batch"]
+    assert lines[-4:] == ["--run-dir", RUN_DIR, "--run-id", RUN_ID]
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_each_sbatch_line_holds_one_option(name):
+    of = scripts()[name]
+    lines = [line.removeprefix("#SBATCH ") for line in texts()[f"{name}/job.sh"].splitlines() if "#SBATCH" in line]
+    assert [shlex.split(line) for line in lines] == [[option] for option in options(of, RUN_ID, RUN_DIR)]
+
+
+def test_the_time_limit_in_slurms_words():
+    assert time_limit(spec(limits={"max_hours": 36.5})) == "1-12:30:00"
+    assert time_limit(spec(limits={"max_hours": 0.01})) == "0-00:01:00"
+    assert time_limit(spec({"time_limit": "90"}, {"max_hours": 1})) == "90"
+    assert time_limit(spec()) is None
+
+
+def test_without_a_limit_there_is_no_notice():
+    assert not any("--signal" in option for option in options(spec(), RUN_ID, RUN_DIR))
+    assert "--signal=B:USR1@180" in list(options(spec({"time_limit": "1:00:00"}), RUN_ID, RUN_DIR))
+
+
+def test_a_step_is_one_node_and_a_container_wraps_it():
+    argv = srun(spec({"container": {"image": "img", "mounts": ["/data:/data"]}, "scratch": "/s"}), "/r", "n7")
+    assert "--nodelist=n7" in argv and "--no-kill" in argv and "--overlap" in argv
+    assert "--container-image=img" in argv and "--container-mounts=/r:/r,/s:/s,/data:/data" in argv
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+def test_nccl_settings_come_from_the_catalogue_without_what_holds_in_pods_alone():
+    found = settings("a4-highgpu-8g")
+    assert found["NCCL_NET"] == "gIB" and found["NCCL_IB_TC"] == "52"
+    assert not any("eth0" in value or value.startswith("/usr/local/nvidia") for value in found.values())
+    assert "NCCL_SOCKET_IFNAME" not in settings("a3-megagpu-8g")
+    argv, variables = wrapped(spec(machine="a4-highgpu-8g"), ["agent"])
+    assert argv == ["agent"] and variables == found, "no script of Google's on this machine"
+    assert wrapped(spec({"nccl": "none"}, machine="a4-highgpu-8g"), ["agent"]) == (["agent"], {})
+    assert wrapped(spec(machine="our-own-box"), ["agent"]) == (["agent"], {})
+
+
+# ---------------------------------------------------------------- blueprints
+
+
+@pytest.mark.parametrize("name", blueprints())
+def test_a_blueprint_refers_to_what_it_defines(name):
+    files = blueprint(blueprints()[name])
+    yaml = YAML(typ="safe", pure=True)
+    built, deployment = yaml.load(files["blueprint.yaml"]), yaml.load(files["deployment.yaml"])
+    modules = [module for group in built["deployment_groups"] for module in group["modules"]]
+    names = [module["id"] for module in modules]
+    assert len(names) == len(set(names))
+    known = set(built["vars"]) | set(deployment["vars"])
+    assert set(re.findall(r"(?<![a-z_])vars\.([a-z_0-9]+)", files["blueprint.yaml"])) <= known
+    for place, module in enumerate(modules):
+        assert set(module.get("use", ())) <= set(names[:place]), f"{module['id']} uses what comes later"
+        for reference in re.findall(r"\$\(([a-z-]+)\.", str(module["settings"])):
+            assert reference == "vars" or reference in names[:place]
+    controller = modules[-1]
+    assert {"homefs", "partition", "login"} <= set(controller["use"])
+    assert deployment["vars"]["cluster_size"] == 3, "spares are nodes too"
+    assert "gcluster destroy llama" in files["blueprint.yaml"]
+
+
+def test_what_is_not_sold_or_not_said_is_refused():
+    with pytest.raises(RunFileError) as caught:
+        blueprint(spec(machine="a4-highgpu-8g", mode="on_demand"))
+    text = str(caught.value)
+    assert "resources.mode" in text and "resources.project" in text and "resources.locations" in text
+    with pytest.raises(RunFileError, match="has no Cluster Toolkit blueprint"):
+        blueprint(spec(machine="n2-standard-8", project="p", locations=["us-central1-b"]))

@@ -140,6 +140,7 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--slurm", action="store_true", help="on a Slurm of its own too (root; recovery_slurm.py)")
     arguments = parser.parse_args()
     found = {}
     for name, play in cases(arguments.trials):
@@ -162,6 +163,10 @@ def main():
         from peers.recovery import measure_peers
 
         result.update(measure_peers(arguments.trials))
+    if arguments.slurm:
+        import recovery_slurm
+
+        result["slurm"] = recovery_slurm.measure(arguments.trials)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

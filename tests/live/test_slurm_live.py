@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -171,3 +172,50 @@ def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
     user.muster("down", run.id)
     assert {state for _, state in run.jobs()} <= {"COMPLETED", "CANCELLED"}
     same_losses(run, beside, beyond=at)
+
+
+def test_the_five_minutes_of_the_documentation(cluster, user):
+    """docs/slurm.md, in its order: its run file, its commands; a node's step is killed and a spare takes over."""
+    document = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    run_yaml = re.search(r"```yaml\n(.*?)```", document, re.S)
+    commands = re.findall(r"^\$ (.*?)(?: +#.*)?$", document, re.M)
+    assert run_yaml and [word for word in commands if word.startswith("muster submit")]
+    (user.home / "RUN.yaml").write_text(run_yaml[1])
+    run, seen = None, {}
+    for command in commands:
+        words = command.split()
+        if words[0] == "./setup.sh":
+            continue
+        if run is not None and run.jobs():
+            words = [word.replace("JOB", run.jobs()[-1][0]) for word in words]
+        if words[0] == "muster":
+            words = [word for word in words[1:] if word != "-f"]  # it would follow to the end
+            seen[words[0]] = user.muster(*words).stdout
+        else:
+            seen[words[0]] = cluster.ask(*words)
+        if words[0] == "submit":
+            run = Run(user, seen["submit"].strip())
+            run.wait_until(run.spares, "a spare")
+            run.wait_for_step(2)
+        if words[0] == "scancel":
+            assert run is not None
+            run.wait_until(lambda: run.events("recovered"), "recovery")
+    assert run is not None
+    assert "swap" in seen["events"] and "#SBATCH --nodes=4" in seen["render"]
+    assert seen["exec"].strip() in cluster.names
+    assert run.events("checkpoint.committed") and all(state != "RUNNING" for _, state in run.jobs())
+
+
+def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
+    one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
+    run = user.submit(run_file(**one, model__config__head_dim=17, recovery__hold_s=120.0, training__steps=5))
+    run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase")), "the hold")
+    (job,) = run.jobs()
+    wrong = user.muster("exec", run.id, "--host", "7", "--", "hostname", code=2)
+    assert "no host-7" in wrong.stderr
+    assert user.muster("exec", run.id, "--", "hostname").stdout.strip() == run.nodes()["host-0"]
+    assert user.muster("exec", run.id, "--", "false", code=1).returncode == 1
+    user.muster("restart", run.id, "model.config.head_dim=16")
+    run.wait_until(lambda: run.status()["state"] == "succeeded", "the end")
+    assert run.jobs()[0][0] == job[0] and len(run.jobs()) == 1, "the same job: nothing was queued again"
+    assert len(run.events("agent.started")) == 1, "the same agent"

@@ -199,7 +199,7 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
             run.wait_for_step(2)
         if words[0] == "scancel":
             assert run is not None
-            run.wait_until(lambda: run.events("recovered"), "recovery")
+            run.wait_until(lambda run=run: run.events("recovered"), "recovery")
     assert run is not None
     assert "swap" in seen["events"] and "#SBATCH --nodes=4" in seen["render"]
     assert seen["exec"].strip() in cluster.names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -115,6 +116,11 @@ class Slurm:
     def hostnames(self, nodes: str) -> list[str]:
         """``node[1-3]`` -> its nodes, by Slurm's own rules."""
         return self._ask("scontrol", "show", "hostnames", nodes).stdout.split()
+
+    def kill_wait_s(self) -> int:
+        """From SIGTERM to SIGKILL when a job is ended; Slurm's default where it does not say."""
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config").stdout, re.M)
+        return int(found[1]) if found else 30
 
     def answers(self) -> bool:
         """Does a controller answer from here?"""

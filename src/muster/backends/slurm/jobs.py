@@ -30,6 +30,9 @@ from muster.core.spec import RunSpec
 SUBMISSION = "submission"
 #: KillWait is 30 s where a site has not changed it, and the controller adds to that.
 GONE_WITHIN_S = 90.0
+COMPLETING = "COMPLETING"
+#: Beyond KillWait, after which every process on a node that answers is dead.
+COMPLETES_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -172,20 +175,27 @@ class SlurmLauncher:
                     record["state"] = "cancelled"
                     _write(run_dir, record)
         asked: set[str] = set()
-        until = self.clock.monotonic_ns() + int(GONE_WITHIN_S * 1e9)
+        began_ns = self.clock.monotonic_ns()
         while living := self._living(handle.run_id):
             for job in living:
                 if job.id not in asked:  # a job that is just ending may bring forth the next one
                     asked.add(job.id)
                     self.slurm.cancel(job.id)
-            if self.clock.monotonic_ns() > until:
+            waited_s = (self.clock.monotonic_ns() - began_ns) / 1e9
+            if waited_s > 2.0 and all(job.state == COMPLETING for job in living):
+                if waited_s > self.slurm.kill_wait_s() + COMPLETES_S:
+                    return  # only nodes that do not answer are left of it: Slurm takes them back when they do
+            elif waited_s > GONE_WITHIN_S:
                 names = ", ".join(f"{job.id} ({job.state})" for job in living)
                 raise BackendError(f"jobs of {handle.run_id} do not end: {names}", hint="run muster down again")
             self.clock.sleep(0.2)
 
     def remaining(self, handle: JobHandle) -> list[str]:
-        """What still exists of the run, in words: the proof of a tear-down."""
-        return [f"job {job.id} ({job.state})" for job in self._living(handle.run_id)]
+        """What still exists of the run, in words: the proof of a tear-down.
+
+        A job that has been ended and whose nodes do not all answer is no longer ours to end.
+        """
+        return [f"job {job.id} ({job.state})" for job in self._living(handle.run_id) if job.state != COMPLETING]
 
     def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
         """Run a command on a node of the run's allocation, beside what runs there; returns its exit code.

@@ -45,6 +45,7 @@ class FakeSlurm:
     trouble: dict[str, tuple[bool, str]] = field(default_factory=dict)
     """Program -> (whether it does its work all the same, what it says on stderr); used once."""
     asked: list[tuple[str, ...]] = field(default_factory=list)
+    hostnames: str = ""
     held: bool = False
     """New jobs wait instead of starting."""
 
@@ -103,6 +104,8 @@ class FakeSlurm:
         return ""
 
     def _scontrol(self, words: list[str]) -> str:
+        if words[:2] == ["show", "hostnames"]:
+            return self.hostnames
         return "Slurmctld(primary) at here is UP\n" if words == ["ping"] else ""
 
     def _sacct(self, words: list[str]) -> str:

@@ -1,0 +1,187 @@
+"""Who takes the lease, when, and what becomes of the holder; what follows a time limit; one node's step."""
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+from fakes.slurm import FakeSlurm
+
+from muster.backends.slurm import node as node_module
+from muster.backends.slurm import reach
+from muster.backends.slurm.batch import Batch, tell_supervisor
+from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.further import PART, go_on
+from muster.backends.slurm.node import PATIENCE_S, Node
+from muster.backends.slurm.script import SCRIPT
+from muster.core.errors import ConflictError
+from muster.core.spec import RunSpec
+from muster.core.store import open_store
+from muster.supervise.lease import LeaseKeeper
+
+ENVIRON = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "muster-r.1", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+class Recorder(Node):
+    """A node that starts nothing and writes down what it would have started."""
+
+    def _start(self, name, argv, variables):
+        self.started = [*getattr(self, "started", []), name]
+        return subprocess.Popen(["true"])
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"]})
+    (tmp_path / "resolved.json").write_text(spec.model_dump_json())
+    (tmp_path / "hosts-1.json").write_text(json.dumps({"host-0": "n1", "host-1": "n2"}))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "token").write_text("ab" * 32)
+    (tmp_path / "token").chmod(0o600)
+    return tmp_path
+
+
+def candidate(run_dir, host="host-1", *, controller=True, silent_s=0.0):
+    shell = FakeSlurm()
+    if not controller:
+        shell.trouble["scontrol"] = (False, "slurm_load_ctl_conf error: Unable to contact slurm controller")
+    found = Recorder(run_dir, "r", host, ENVIRON, Slurm(shell=shell))
+    found.heard_s = time.monotonic() - silent_s
+    return found
+
+
+def held(run_dir):
+    """A lease whose holder lives."""
+    keeper = LeaseKeeper(open_store(), str(run_dir / "lease.json"))
+    keeper.take(("192.0.2.1", 9))
+    return keeper
+
+
+def unreachable(monkeypatch, value=False):
+    monkeypatch.setattr(reach, "connects", lambda address, **_: value)
+
+
+def test_a_holder_that_answers_is_left_alone(run_dir, monkeypatch):
+    held(run_dir)
+    unreachable(monkeypatch, True)
+    node = candidate(run_dir, silent_s=100)
+    node._watch_lease()
+    assert node.starts == 0 and node.heard_s > time.monotonic() - 1
+
+
+def test_a_silent_holder_is_borne_with_for_a_while_then_deposed(run_dir, monkeypatch):
+    keeper = held(run_dir)
+    unreachable(monkeypatch)
+    node = candidate(run_dir, silent_s=PATIENCE_S / 2)
+    node._watch_lease()
+    assert node.starts == 0
+    keeper.renew()
+    node = candidate(run_dir, silent_s=PATIENCE_S + 1)
+    node._watch_lease()
+    assert node.started == ["supervisor"]
+    with pytest.raises(ConflictError):
+        keeper.renew()  # the old holder finds out at its next renewal, wherever it is
+    successor = LeaseKeeper(open_store(), str(run_dir / "lease.json"))
+    assert successor.take(("192.0.2.2", 9)) == 2
+
+
+def test_later_nodes_are_more_patient(run_dir, monkeypatch):
+    held(run_dir)
+    unreachable(monkeypatch)
+    node = candidate(run_dir, "host-3", silent_s=PATIENCE_S + 1)
+    node._watch_lease()
+    assert node.starts == 0 and node.patience_s > PATIENCE_S + 1
+
+
+def test_a_node_that_reaches_nobody_ends_its_own_ranks_and_deposes_nobody(run_dir, monkeypatch):
+    keeper = held(run_dir)
+    unreachable(monkeypatch)
+    ended = []
+    monkeypatch.setattr(node_module, "end_labelled", lambda *arguments, **_: ended.append(arguments))
+    node = candidate(run_dir, controller=False, silent_s=100)
+    node.agent = subprocess.Popen(["sleep", "60"])
+    node._watch_lease()
+    assert node.starts == 0 and ended == [("r", "host-1")]
+    assert node.agent.poll() is not None
+    keeper.renew()
+    node.looked_s, node.heard_s = 0.0, time.monotonic() - 100
+    node._watch_lease()  # the controller answers again: the holder gets its time anew
+    assert node.starts == 0
+    keeper.renew()
+
+
+def test_a_lease_that_was_given_back_is_the_first_nodes_to_take(run_dir):
+    keeper = held(run_dir)
+    keeper.give_back()
+    second, first = candidate(run_dir, "host-1"), candidate(run_dir, "host-0")
+    second._watch_lease()
+    first._watch_lease()
+    assert (second.starts, first.starts) == (0, 1)
+
+
+def test_processes_of_a_host_are_found_by_their_label_whatever_their_session():
+    label = {"MUSTER_RUN_ID": "r-of-this-test", "MUSTER_HOST": "host-9", "PATH": os.environ["PATH"]}
+    mine = subprocess.Popen(["sleep", "60"], env=label, start_new_session=True)
+    other = subprocess.Popen(["sleep", "60"], env={**label, "MUSTER_HOST": "host-8"})
+    try:
+        node_module.end_labelled("r-of-this-test", "host-9", spared={os.getpid()})
+        assert mine.wait(10) == -9 and other.poll() is None
+    finally:
+        for child in (mine, other):
+            child.kill()
+            child.wait()
+
+
+def test_nobody_to_tell_is_no_error(run_dir):
+    assert tell_supervisor(run_dir, {"t": "stop"}) is False
+    (run_dir / "lease.json").write_text(json.dumps({"address": ["127.0.0.1", 1]}))
+    assert tell_supervisor(run_dir, {"t": "stop"}) is False
+
+
+def test_an_interface_that_is_not_there_is_named():
+    from muster.core.errors import UsageError
+
+    with pytest.raises(UsageError, match="no-such0"):
+        reach.address_of_this_node([], interface="no-such0")
+    assert reach.address_of_this_node([], interface="lo") == "127.0.0.1"
+
+
+# ---------------------------------------------------------------- the job after this one
+
+
+def further(run_dir, shell, *, environ=None, **slurm):
+    spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], "slurm": slurm})
+    said = []
+    (run_dir / SCRIPT).write_text("#!/bin/bash\ntrue\n")
+    went = go_on(spec, run_dir, "r", {**ENVIRON, **(environ or {})}, Slurm(shell=shell), said.append)
+    return went, " ".join(said)
+
+
+def test_a_further_job_is_handed_in_once(run_dir):
+    shell = FakeSlurm(held=True)
+    went, said = further(run_dir, shell)
+    assert went and "goes on in job 1" in said and shell.jobs["1"].name == "muster-r.1"
+    shell.jobs["5"] = shell.jobs.pop("1")  # not this very job's id
+    shell.jobs["5"].id = "5"
+    went, said = further(run_dir, shell)
+    assert went and "goes on in job 5" in said and len(shell.jobs) == 1
+
+
+def test_where_none_can_be_handed_in_this_one_is_requeued(run_dir):
+    shell = FakeSlurm()
+    shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Access/permission denied")
+    went, said = further(run_dir, shell)
+    assert went and ("scontrol", "requeue", "1") in shell.asked and "permission denied" in said
+
+
+def test_no_further_job_where_none_is_wanted(run_dir):
+    assert further(run_dir, FakeSlurm(), go_on="no")[0] is False
+    assert further(run_dir, FakeSlurm(), max_jobs=3, environ={PART: "3"})[0] is False
+
+
+def test_a_job_writes_down_which_host_is_which_node(run_dir):
+    shell = FakeSlurm()
+    shell.hostnames = "n1\nn2\n"
+    batch = Batch(run_dir, "r", ENVIRON, Slurm(shell=shell))
+    assert [(step.host, step.node) for step in batch._steps()] == [("host-0", "n1"), ("host-1", "n2")]

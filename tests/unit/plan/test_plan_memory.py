@@ -1,8 +1,11 @@
 """The closed form of memory: items that anybody can recompute, and rules that hold for every setting."""
 
+from dataclasses import replace
+
 import pytest
 from planning import job
 
+from muster.app.memory_trace import BARE as TRACED_BY
 from muster.core.nouns import Layout
 from muster.plan.memory import GIB, DeviceOverhead, memory
 from muster.plan.workload import Setting
@@ -91,3 +94,24 @@ def test_big_logits_are_seen_where_they_are_not_chunked():
     assert whole.moment == "loss"
     assert whole.items["logits and loss"] > 8 * 4096 * 128256 * 4
     assert memory(job("1B"), at(1, micro=8, kind="full"), BARE).total_bytes < whole.total_bytes - 10 * GIB
+
+
+#: GiB of one rank's tensors at the peak, by ``benchmarks/plan_trace.py`` (the real model and FSDP2 on fake tensors).
+TRACED = {
+    ("8B", 8, "none"): 42.23, ("8B", 8, "full"): 19.73, ("8B", 32, "none"): 33.82, ("8B", 32, "full"): 8.95,
+    ("8B", 128, "none"): 31.72, ("8B", 128, "full"): 6.70, ("70B", 8, "none"): 238.93, ("70B", 128, "full"): 24.04,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "shards", "kind"), TRACED)
+def test_the_closed_form_agrees_with_what_was_traced(size, shards, kind):
+    found = memory(job(size, global_batch_size=shards, compile=False), at(shards=shards, kind=kind), TRACED_BY)
+    assert found.total_bytes / GIB == pytest.approx(TRACED[size, shards, kind], rel=0.03)
+
+
+def test_a_large_product_for_the_heads_gradient_is_wider_on_cuda():
+    """There it is summed in float32 beside the float32 total; on a CPU in the compute type."""
+    work = job("8B", global_batch_size=128, compile=False)
+    cpu, cuda = (memory(work, at(shards=128, kind="full"), replace(TRACED_BY, streams=on)) for on in (False, True))
+    assert cpu.moment == "loss"
+    assert cuda.total_bytes > cpu.total_bytes

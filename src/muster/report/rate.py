@@ -116,6 +116,7 @@ def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
     if not measured:
         return None
     event = measured[-1]
+    rate = float(event.detail["tokens_per_s"])
     first = int(event.detail.get("first_step", 0))
     without = range(first, (event.step or first) + 1)
     found = [
@@ -123,9 +124,9 @@ def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
         for step in clean_steps(steps)
         if step.world_size == event.detail["world_size"] and step.step not in without
     ]
-    if len(found) < MIN_CLEAN_STEPS:
+    if len(found) < MIN_CLEAN_STEPS or rate <= 0 or median(found) <= 0:
         return None
-    return 1 - 1e9 / median(found) / float(event.detail["tokens_per_s"])
+    return 1 - 1e9 / median(found) / rate
 
 
 def _spread(values: Sequence[float], middle: float) -> float:

@@ -138,7 +138,12 @@ def _steps(
             "data_wait_ns": rng.randint(0, length // 3),
             "stall_ns": rng.randint(0, length // 3),
         }
+        if rng.random() < 0.5:
+            detail |= {"snapshot_step": step - rng.randint(0, 2), "peer_step": max(0, step - 3)}
         pen.add(host, t, "step", attempt=attempt, rank=0, step=step, detail=detail)
+        if attempt == 1 and step == 12 and rng.random() < 0.4:
+            rate = {"tokens_per_s": rng.uniform(500, 2000), "world_size": len(everyone), "steps": 6, "first_step": 5}
+            pen.add(host, t + 1, "reference", attempt=attempt, rank=0, step=step, detail=rate)
         if step == resume + 1:
             for name, rank in everyone:
                 pen.add(name, t, "phase", attempt=attempt, rank=rank, phase="train")

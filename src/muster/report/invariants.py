@@ -94,7 +94,8 @@ def _course(history: History, one_chain: Finding, samples: Finding) -> None:
                 samples.expect(first == again, f"step {step} was taken with {key} {first} and again with {again}")
         rows = lines[-1]["detail"].get("rows")
         if rows is not None and batch is not None:
-            samples.expect(rows == batch, f"step {step} took {rows} sequences, the run file says {batch}")
+            wanted, whose = _batch_of(step, batch, started)
+            samples.expect(rows == wanted, f"step {step} took {rows} sequences, {whose} says {wanted}")
 
 
 def _gaps(numbers: list[int]) -> str:
@@ -113,6 +114,15 @@ def _resumed_from(history: History, attempt: int, started: Mapping[int, Mapping[
 
 def _tier(started: Mapping[int, Mapping[str, Any]], attempt: int) -> Any:
     return started.get(attempt, {}).get("tier")
+
+
+def _batch_of(step: int, batch: int, started: Mapping[int, Mapping[str, Any]]) -> tuple[int, str]:
+    """(sequences that ``step`` takes, who says so): the run file, or the policy's newest change before the step."""
+    newest = max(started, default=0)
+    for change in reversed(started[newest].get("course", []) if newest else []):
+        if change["first_step"] <= step:
+            return int(change["global_batch_size"]), "the policy"
+    return batch, "the run file"
 
 
 def _same_bits(history: History, started: Mapping[int, Mapping[str, Any]]) -> bool:

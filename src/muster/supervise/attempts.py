@@ -9,6 +9,7 @@ from muster.core.course import changed
 from muster.core.ranks import RankContext, Restore
 from muster.policy.situation import NewWorld
 from muster.supervise.context import LEFT, Context
+from muster.supervise.forecast import at_a_notice
 from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete, twins_elsewhere
 from muster.supervise.state import SECOND_NS, End, Phase
 from muster.supervise.survivors import hosts_first, keepable, kept_as, whole_replicas
@@ -114,6 +115,9 @@ def begin(c: Context) -> None:
         },
         sync=True,
     )
+    if state.attempt == 1:
+        copied = all(peer_of(c, name) or twins_elsewhere(layout, state.ranks, name) for name in hosts)
+        c.log("run.note", {"text": at_a_notice(c.settings.spec, num_hosts=len(hosts), copied=copied)})
     c.deadline(c.settings.spec.recovery.start_timeout_s)
     for name in c.usable():
         if name not in hosts:

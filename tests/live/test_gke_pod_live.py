@@ -52,6 +52,25 @@ def test_a_supervisor_that_is_taken_away_is_not_told_that_the_run_is(tmp_path):
     assert code == AGAIN and "told" not in said
 
 
+def test_a_supervisor_stands_by_while_another_holds_the_run(tmp_path):
+    """Its predecessor went without giving the lease back; ending with a verdict here would end the run."""
+    lease = tmp_path / "lease.json"
+    lease.write_text(json.dumps({"expires_wall_ns": time.time_ns() + 2_000_000_000}))
+    began = time.monotonic()
+    assert ended(start("supervisor", tmp_path, "print('up')")) == (0, "up\n") and time.monotonic() - began > 1.5
+    faster = (
+        f"import json, time; open({str(lease)!r}, 'w').write(json.dumps({{'expires_wall_ns': time.time_ns() + 10**9}}))"
+    )
+    program = f"import os; seen = {str(lease) + '.seen'!r}; first = not os.path.exists(seen); open(seen, 'w').close()\n"
+    program += f"if first:\n    {faster}\n    raise SystemExit(1)\nraise SystemExit(3)"
+    assert ended(start("supervisor", tmp_path, program))[0] == 3
+    lease.write_text(json.dumps({"expires_wall_ns": time.time_ns() + 10**12}))
+    pod = start("supervisor", tmp_path, "print('up')")
+    time.sleep(1.0)
+    pod.send_signal(signal.SIGTERM)
+    assert ended(pod)[0] == AGAIN
+
+
 def test_before_the_allocation_ends_the_run_is_told_to_save(tmp_path):
     program = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit({AGAIN})); time.sleep(60)"
     code, said = ended(start("supervisor", tmp_path, program, "--leave-after-s", "2"))

@@ -120,7 +120,11 @@ class GkeLauncher:
         """By the run's folder on this machine, which says the cluster, and the label there."""
         cluster = self._known(run_id)
         jobset = self._jobset(cluster, run_id) if cluster else None
-        return self._handle(run_id, str(runs.find(run_id).path), jobset) if jobset else None
+        spec = self._remembered(run_id)
+        if jobset is None or spec is None:
+            return None
+        in_pods = place(spec, run_id=run_id, run_dir=str(runs.find(run_id).path), options=self.options).run_dir
+        return self._handle(run_id, in_pods, jobset)
 
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once at everything, and say it in one sentence."""

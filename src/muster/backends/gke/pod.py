@@ -4,7 +4,8 @@ Run as ``python -m muster.backends.gke.pod ROLE --run-dir DIR [--host NAME] [--l
 
 * ``host``: a pod that is taken away (drained, preempted, deleted) ends with 75, so that its Job makes another one; an
   agent that left because nobody came is started again, for as long as the pod stands.
-* ``supervisor``: a pod that is taken away leaves at once and the agents train on: the next supervisor adopts them.
+* ``supervisor``: a pod that is taken away leaves at once and the agents train on: the next one adopts them, once
+  the old one's lease is out (10 s). Where that one lives after all (its node was only unreachable), it stands by.
   When the run itself saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of
   it is queued as a new JobSet, which goes through the queue to a new allocation and goes on from the checkpoint.
 """
@@ -29,6 +30,9 @@ from muster.core.errors import MusterError
 AGAIN = 75
 """Saved, wants to run again. As a pod's exit code it is free: the Job makes a new pod and does not count it."""
 BACK_END_FAULT = 6
+REFUSED = 1
+"""What a supervisor ends with, among others, when another one holds the run."""
+STAND_BY_S = 0.5
 LONELY = "no supervisor and no work"
 """The agent's own word for having left because nobody came (its ``agent.ended`` event)."""
 SHORTEST_RUN_S = 60.0
@@ -42,6 +46,8 @@ class Pod:
     argv: Sequence[str]
     role: str
     lonely: Callable[[], bool] = lambda: False
+    held: Callable[[], bool] = lambda: False
+    """Whether another supervisor holds the run."""
     requeue: Callable[[], str] | None = None
     """Queues the rest of the run; returns the name of what was made."""
     leave_after_s: float | None = None
@@ -56,13 +62,25 @@ class Pod:
         signal.signal(signal.SIGALRM, self._leave)
         if self.leave_after_s is not None:
             signal.setitimer(signal.ITIMER_REAL, self.leave_after_s)
+        if self.role == "supervisor":
+            return self._supervise()
         code = self._wait()
-        if self.role == "host":
-            while code == 0 and not self._taken and self.lonely():
-                print("no supervisor came; waiting for one again", file=sys.stderr, flush=True)
-                code = self._wait()
-            return AGAIN if self._taken else code
-        if self._taken:
+        while code == 0 and not self._taken and self.lonely():
+            print("no supervisor came; waiting for one again", file=sys.stderr, flush=True)
+            code = self._wait()
+        return AGAIN if self._taken else code
+
+    def _supervise(self) -> int:
+        """A supervisor that went without a word holds the run until its lease is out; its successor stands by."""
+        code: int | None = None
+        while code is None and not self._taken:
+            if self.held():
+                time.sleep(STAND_BY_S)
+                continue
+            code = self._wait()
+            if code == REFUSED and self.held():
+                code = None  # another one was faster
+        if self._taken or code is None:
             return AGAIN
         return self._requeued() if code == AGAIN else code
 
@@ -109,6 +127,15 @@ class Pod:
         return 0
 
 
+def lease_held(run_dir: Path) -> bool:
+    """Whether somebody holds the run's lease now, as far as this pod's clock can say."""
+    try:
+        record = json.loads((run_dir / "lease.json").read_text())
+        return time.time_ns() < int(record.get("expires_wall_ns", 0))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def left_lonely(run_dir: Path, host: str) -> bool:
     """Whether the host's newest event says that its agent left because nobody came."""
     files = sorted((run_dir / "events").glob(f"{host}.*.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -136,6 +163,7 @@ def main() -> int:
         argv=argv,
         role=given.role,
         lonely=lambda: left_lonely(given.run_dir, given.host),
+        held=lambda: lease_held(given.run_dir),
         requeue=(lambda: _requeue(given.requeue, given.at_most)) if given.requeue else None,
         leave_after_s=given.leave_after_s or None,
     )

@@ -35,7 +35,7 @@ def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
     yield f"--job-name={name_of(run_id)}"
     yield f"--comment=muster run {run_id}"
     yield f"--chdir={run_dir}"
-    yield f"--output={run_dir.replace('%', '%%')}/logs/slurm-%j.log"
+    yield "--output=logs/slurm-%j.log"
     yield "--open-mode=append"
     yield f"--nodes={wanted.hosts + wanted.spare_hosts}"
     yield "--ntasks-per-node=1"
@@ -107,6 +107,8 @@ def time_limit(spec: RunSpec) -> str | None:
 
 
 def _quoted(option: str) -> str:
-    """An option as sbatch's own reader of #SBATCH lines takes it: it knows both quotes, backslash and ``#``."""
+    """An option as sbatch's own reader of #SBATCH lines takes it: unlike a shell's, its backslash escapes in quotes."""
     name, equals, value = option.partition("=")
-    return f"{name}{equals}{shlex.quote(value)}" if equals else option
+    if not equals or shlex.quote(value) == value:
+        return option
+    return f"{name}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -2,7 +2,7 @@
 #SBATCH --job-name=muster-llama-20260822-101500-1a2b
 #SBATCH --comment='muster run llama-20260822-101500-1a2b'
 #SBATCH --chdir=/home/me/.muster/runs/llama-20260822-101500-1a2b
-#SBATCH --output=/home/me/.muster/runs/llama-20260822-101500-1a2b/logs/slurm-%j.log
+#SBATCH --output=logs/slurm-%j.log
 #SBATCH --open-mode=append
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -38,12 +38,13 @@ def submit(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be sent; touch nothing."),
+    backend: str | None = typer.Option(None, "--backend", help="In place of the file's: local, slurm, gke."),
 ) -> None:
     """Start a run in the background and print its id. The terminal may be closed."""
     from muster.app import submit as use_case
     from muster.cli import say
 
-    loaded = _load(run_file, overrides)
+    loaded = _load(run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])])
     if dry_run:
         from dataclasses import asdict
 

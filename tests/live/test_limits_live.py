@@ -17,7 +17,9 @@ def test_dollars_end_a_run_with_a_save(tmp_path):
         (finished,) = run.events("run.finished")
         (notice,) = run.events("notice")
         document = api.load(run.dir).to_json()
+    print(f"ended at ${document['cost']['usd']:.2f}: {finished.detail['reason']}")
     assert finished.detail["outcome"] == "stopped"
     assert notice.detail["source"] == "limits.max_usd 3"
+    assert finished.detail["reason"].startswith("limits.max_usd 3: saved and left")
     assert 1.0 < document["cost"]["usd"] < 6.0, "it stopped before the limit; a busy machine takes its time to save"
     assert run.events("checkpoint.committed"), "what was trained can be resumed"

@@ -275,4 +275,5 @@ def check_left(c: Context) -> None:
     outcome, code = state.stop or ("stopped", 130)
     saved = all(value in LEFT or value == 0 for value in state.exited.values())
     how = "saved and left" if saved else "left, but not every rank could save"
-    finish(c, outcome, code, f"{how} after step {state.last_applied_step}")
+    why = f"{state.stop_source}: " if state.stop_source else ""
+    finish(c, outcome, code, f"{why}{how} after step {state.last_applied_step}")

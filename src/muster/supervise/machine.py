@@ -250,7 +250,7 @@ class Machine:
             return
         grace_s = self._c.settings.spec.recovery.grace_s
         self._c.log("notice", {"notice": "stop", "source": given.source, "grace_s": grace_s})
-        state.stop = (outcome, given.exit_code)
+        state.stop, state.stop_source = (outcome, given.exit_code), given.source
         if state.phase is Phase.HOLD and state.verdict is not None:
             finish(self._c, "failed", state.verdict[0], state.verdict[1])
         elif state.phase is not Phase.RUN:

@@ -137,6 +137,8 @@ class State:
     deadline_ns: int | None = None
     stop: tuple[str, int] | None = None
     """(outcome, exit code) once the run has been asked to end."""
+    stop_source: str = ""
+    """By whom or what."""
     yielding: bool = False
     """The ranks were asked to leave after their step so that the world can grow."""
     verdict: tuple[int, str] | None = None

@@ -114,15 +114,17 @@ def waits(reason: str) -> str:
 
 def refusal(program: str, stderr: str) -> MusterError:
     """A command's complaint as the error that a user meets."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    said = lines[-1] if lines else "no reason given"
-    said = re.sub(rf"^{program}: (error|fatal): ", "", next((line for line in lines if "error" in line), said))
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["no reason given"]
+    said = next((line for line in reversed(lines) if re.search(r"error|fatal", line)), lines[-1])
+    said = re.sub(rf"^{program}: (error|fatal): ", "", said)
     for pattern, kind, hint in _REFUSED:
         if re.search(pattern, stderr):
             return kind(f"{program}: {said}", hint=hint)
     if UNSURE.search(stderr):
         return BackendError(f"{program}: {said}", hint="scontrol ping asks whether the controller answers")
-    return BackendError(f"{program}: {said}", hint="muster render shows the script that was sent")
+    if program == "sbatch":
+        return BackendError(f"{program}: {said}", hint="muster render shows the script that was sent")
+    return BackendError(f"{program}: {said}", hint="is this a login node of the cluster? scontrol ping asks it")
 
 
 def is_gone(stderr: str) -> bool:

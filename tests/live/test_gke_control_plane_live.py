@@ -31,7 +31,7 @@ from muster.core.errors import BackendError  # noqa: E402
 from muster.core.nouns import JobState  # noqa: E402
 from muster.core.spec import RunSpec  # noqa: E402
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(480)]
 
 PODS = "/api/v1/namespaces/default/pods"
 

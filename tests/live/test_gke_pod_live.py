@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from muster.backends.gke.pod import AGAIN, BACK_END_FAULT, LONELY, Pod, left_lonely
+from muster.backends.gke.pod import AGAIN, BACK_END_FAULT, LONELY, Pod, left_lonely, named_after_its_pod
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
 
@@ -100,6 +100,13 @@ def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):
     )
     code, said = ended(start("host", tmp_path, program, "--host", "host-0"))
     assert code == 0 and said.count("waiting for one again") == 1
+
+
+def test_a_host_is_named_after_its_pod():
+    argv = ["python", "-m", "muster.agent", "--host", "host-2", "--run-dir", "/runs/host-2/x"]
+    name, told = named_after_its_pod("host-2", argv, "llama-host-2-0-abcde")
+    assert name == "host-2-abcde" and told == [*argv[:4], "host-2-abcde", *argv[5:]]
+    assert named_after_its_pod("", argv, "p-abcde") == ("", argv) and named_after_its_pod("h", argv, "") == ("h", argv)
 
 
 def test_what_counts_as_lonely(tmp_path):

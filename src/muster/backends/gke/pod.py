@@ -127,6 +127,18 @@ class Pod:
         return 0
 
 
+def named_after_its_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
+    """The host's name with the pod's own five letters, and the program told so.
+
+    A pod that replaces another is another machine as a rule: nothing that the supervisor holds against the old one
+    (a notice, a quarantine) holds for it.
+    """
+    if not host or not pod:
+        return host, list(argv)
+    own = f"{host}-{pod.rpartition('-')[2]}"
+    return own, [own if word == host else word for word in argv]
+
+
 def lease_held(run_dir: Path) -> bool:
     """Whether somebody holds the run's lease now, as far as this pod's clock can say."""
     try:
@@ -159,10 +171,12 @@ def main() -> int:
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
     given = parser.parse_args(own)
+    # An entry point: the pod's environment says what it is called.
+    host, argv = named_after_its_pod(given.host, argv, os.environ.get("MUSTER_POD", ""))
     pod = Pod(
         argv=argv,
         role=given.role,
-        lonely=lambda: left_lonely(given.run_dir, given.host),
+        lonely=lambda: left_lonely(given.run_dir, host),
         held=lambda: lease_held(given.run_dir),
         requeue=(lambda: _requeue(given.requeue, given.at_most)) if given.requeue else None,
         leave_after_s=given.leave_after_s or None,

@@ -127,6 +127,7 @@ def _agent(placement: Placement) -> Manifest:
     container = _container(placement, HOST, command)
     container["env"] = [
         _field("MUSTER_HOST_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
+        _field("MUSTER_POD", "metadata.name"),
         _field("MUSTER_NODE", "spec.nodeName"),
         _pod_address(),
         *({"name": name, "value": value} for name, value in nccl_environment(placement).items()),

@@ -46,6 +46,7 @@ class FakeSlurm:
     """Program -> (whether it does its work all the same, what it says on stderr); used once."""
     asked: list[tuple[str, ...]] = field(default_factory=list)
     hostnames: str = ""
+    configuration: str = "KillWait                = 5 sec\n"
     held: bool = False
     """New jobs wait instead of starting."""
 
@@ -106,7 +107,7 @@ class FakeSlurm:
     def _scontrol(self, words: list[str]) -> str:
         if words[:2] == ["show", "hostnames"]:
             return self.hostnames
-        return "Slurmctld(primary) at here is UP\n" if words == ["ping"] else ""
+        return self.configuration if words == ["show", "config"] else ""
 
     def _sacct(self, words: list[str]) -> str:
         return "JobID|State|ExitCode|End\n"

@@ -32,6 +32,8 @@ from muster.core.errors import MusterError
 from muster.core.spec import RunSpec
 from muster.core.wire import read_token
 
+#: Where the controllers listen, for nodes that must know whether they are cut off.
+CONTROLLERS = "controllers.json"
 #: After the run's verdict: steps of nodes that are cut off do not end by themselves.
 LINGER_S = 5.0
 #: The order before the time limit: save, leave, want to run again.
@@ -73,6 +75,8 @@ class Batch:
         steps = self._steps()
         names = {step.host: step.node for step in steps}
         runs.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
+        with contextlib.suppress(MusterError):
+            runs.replace_text(self.run_dir / CONTROLLERS, json.dumps(self.slurm.controllers()) + "\n")
         with self._signals() as wake:
             for step in steps:
                 self._start(step)

@@ -122,12 +122,12 @@ class Slurm:
         found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config").stdout, re.M)
         return int(found[1]) if found else 30
 
-    def answers(self) -> bool:
-        """Does a controller answer from here?"""
-        try:
-            return " UP" in self._run("scontrol", "ping", patience_s=8.0).stdout
-        except BackendError:
-            return False
+    def controllers(self) -> list[tuple[str, int]]:
+        """Where the controllers listen: for whoever has no Slurm commands (a container)."""
+        text = self._run("scontrol", "show", "config").stdout
+        port = re.search(r"^SlurmctldPort\s*=\s*(\d+)", text, re.M)
+        hosts = re.findall(r"^SlurmctldHost\[\d+\]\s*=\s*([^\s(]+)(?:\(([^)]+)\))?", text, re.M)
+        return [(address or name, int(port[1])) for name, address in hosts] if port else []
 
     def _ask(self, *argv: str) -> Completed:
         done = self._run(*argv)

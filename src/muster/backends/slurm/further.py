@@ -25,6 +25,9 @@ def go_on(
     if spec.slurm.go_on == "no" or part >= spec.slurm.max_jobs:
         say(f"saved; slurm.go_on is {spec.slurm.go_on}, this was job {part} of {spec.slurm.max_jobs}")
         return False
+    if spec.slurm.time_limit is None and spec.limits.max_hours is not None:
+        say(f"saved; limits.max_hours ({spec.limits.max_hours:g}) is used up")
+        return False
     if spec.slurm.go_on == "new_job":
         name = environ.get("SLURM_JOB_NAME", name_of(run_id))
         try:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from muster.backends.slurm import reach
-from muster.backends.slurm.batch import LINGER_S, TIME_IS_UP, tell_supervisor
+from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_IS_UP, tell_supervisor
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.fabric import wrapped
 from muster.backends.slurm.further import go_on
@@ -199,7 +199,7 @@ class Node:
         silent_s = time.monotonic() - self.heard_s
         if silent_s < self.patience_s:
             return
-        if not self.slurm.answers():
+        if not self._reaches_a_controller():
             if silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
                 self._cut_off(silent_s)
             self.cut_off = True
@@ -208,6 +208,14 @@ class Node:
         elif not reach.connects(address) and self._vacate(record):
             self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
             self.ends_s = self._notice_due()
+
+    def _reaches_a_controller(self) -> bool:
+        """Are we on the side of a cut on which Slurm is? Where nobody knows its controllers: yes, the lease decides."""
+        try:
+            known = json.loads((self.run_dir / CONTROLLERS).read_text())
+        except (OSError, ValueError):
+            known = []
+        return not known or any(reach.connects((str(host), int(port))) for host, port in known)
 
     def _vacate(self, record: Mapping[str, Any]) -> bool:
         """Take the lease from a holder that nobody reaches: from then on its renewals fail and it ends."""

@@ -11,6 +11,7 @@
 #SBATCH --gres=gpu:8
 #SBATCH --no-kill
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@180
 #SBATCH --account='it\'s "me" $(touch /tmp/owned) `x` # ; \\'
 #SBATCH --mail-user='a b@example.org'
 

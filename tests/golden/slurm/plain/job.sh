@@ -11,6 +11,7 @@
 #SBATCH --gres=gpu:8
 #SBATCH --no-kill
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@180
 
 export MUSTER_RUN_ID=llama-20260822-101500-1a2b
 export MUSTER_RUN_DIR=/home/me/.muster/runs/llama-20260822-101500-1a2b

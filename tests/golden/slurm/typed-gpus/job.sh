@@ -11,6 +11,7 @@
 #SBATCH --gres=gpu:h100:8
 #SBATCH --no-kill
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@180
 #SBATCH --partition=gpu
 #SBATCH --account=lab
 #SBATCH --qos=high

@@ -43,10 +43,8 @@ def run_dir(tmp_path):
 
 
 def candidate(run_dir, host="host-1", *, controller=True, silent_s=0.0):
-    shell = FakeSlurm()
-    if not controller:
-        shell.trouble["scontrol"] = (False, "slurm_load_ctl_conf error: Unable to contact slurm controller")
-    found = Recorder(run_dir, "r", host, ENVIRON, Slurm(shell=shell))
+    found = Recorder(run_dir, "r", host, ENVIRON, Slurm(shell=FakeSlurm()))
+    found._reaches_a_controller = lambda: controller
     found.heard_s = time.monotonic() - silent_s
     return found
 
@@ -106,6 +104,7 @@ def test_a_node_that_reaches_nobody_ends_its_own_ranks_and_deposes_nobody(run_di
     assert node.agent.poll() is not None
     keeper.renew()
     node.looked_s, node.heard_s = 0.0, time.monotonic() - 100
+    node._reaches_a_controller = lambda: True
     node._watch_lease()  # the controller answers again: the holder gets its time anew
     assert node.starts == 0
     keeper.renew()
@@ -131,6 +130,17 @@ def test_processes_of_a_host_are_found_by_their_label_whatever_their_session():
         for child in (mine, other):
             child.kill()
             child.wait()
+
+
+def test_where_the_controllers_are_is_learnt_from_slurms_configuration(run_dir, monkeypatch):
+    text = "SlurmctldHost[0]    = head(192.0.2.5)\nSlurmctldHost[1]    = backup\nSlurmctldPort    = 6817\n"
+    shell = FakeSlurm(configuration=text)
+    assert Slurm(shell=shell).controllers() == [("192.0.2.5", 6817), ("backup", 6817)]
+    node = Recorder(run_dir, "r", "host-1", ENVIRON, Slurm(shell=shell))
+    unreachable(monkeypatch)
+    assert node._reaches_a_controller(), "nobody knows: the lease decides"
+    (run_dir / "controllers.json").write_text(json.dumps([["192.0.2.5", 6817]]))
+    assert not node._reaches_a_controller()
 
 
 def test_nobody_to_tell_is_no_error(run_dir):
@@ -173,6 +183,13 @@ def test_where_none_can_be_handed_in_this_one_is_requeued(run_dir):
     shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Access/permission denied")
     went, said = further(run_dir, shell)
     assert went and ("scontrol", "requeue", "1") in shell.asked and "permission denied" in said
+
+
+def test_hours_that_are_used_up_are_not_bought_again(run_dir):
+    spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], "limits": {"max_hours": 2}})
+    said = []
+    assert go_on(spec, run_dir, "r", ENVIRON, Slurm(shell=FakeSlurm()), said.append) is False
+    assert "max_hours (2) is used up" in said[0]
 
 
 def test_no_further_job_where_none_is_wanted(run_dir):

@@ -74,9 +74,9 @@ def test_the_time_limit_in_slurms_words():
     assert time_limit(spec()) is None
 
 
-def test_without_a_limit_there_is_no_notice():
-    assert not any("--signal" in option for option in options(spec(), RUN_ID, RUN_DIR))
-    assert "--signal=B:USR1@180" in list(options(spec({"time_limit": "1:00:00"}), RUN_ID, RUN_DIR))
+def test_the_notice_comes_before_any_limit_unless_none_is_wanted():
+    assert "--signal=B:USR1@180" in list(options(spec(), RUN_ID, RUN_DIR)), "the partition has a limit too"
+    assert not any("--signal" in option for option in options(spec({"notice_s": 0}), RUN_ID, RUN_DIR))
 
 
 def test_a_step_is_one_node_and_a_container_wraps_it():

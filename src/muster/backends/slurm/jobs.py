@@ -23,7 +23,7 @@ from muster.backends.slurm.script import SCRIPT, python_of, script
 from muster.core import rules, runlogs, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
-from muster.core.nouns import JobHandle, JobRequest, JobStatus, LogChunk, Offer, TaskSpec
+from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.core.seams import Clock, Terminal
 from muster.core.spec import RunSpec
 
@@ -93,6 +93,8 @@ class SlurmLauncher:
             record = _read(run_dir)
             if record and record["run_id"] != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
+            if record and number > record[SUBMISSION]:
+                self._refuse_second(record, run_dir)
             if not record or number > record[SUBMISSION]:
                 record = self._new_record(request, number)
                 _write(run_dir, record)
@@ -101,6 +103,14 @@ class SlurmLauncher:
                 record["state"] = "submitted"
                 _write(run_dir, record)
         return _handle(record, run_dir)
+
+    def _refuse_second(self, record: Mapping[str, Any], run_dir: Path) -> None:
+        """Two jobs of one run at once would both be its hosts."""
+        status = self.poll(_handle(record, run_dir))
+        if not status.state.ended and status.state is not JobState.ABSENT:
+            raise ConflictError(
+                f"{record['run_id']} goes on by itself: {status.reason}", hint=f"muster down {record['run_id']} ends it"
+            )
 
     def _hand_in(self, request: JobRequest, run_dir: Path, number: int) -> str:
         """The id of this submission's job, which is made unless it exists."""

@@ -10,7 +10,7 @@ from muster.backends.slurm import words
 from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
 from muster.backends.slurm.jobs import SlurmLauncher
 from muster.backends.slurm.judge import judge
-from muster.core.errors import BackendError, CapacityError, RunFileError
+from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
 from muster.core.nouns import JobState
 from muster.core.spec import RunSpec
 
@@ -150,3 +150,14 @@ def test_sinfo_that_fails_is_an_error_not_an_empty_cluster():
 def test_a_refusal_is_one_line():
     found = words.refusal("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n")
     assert "\n" not in str(found) and "Invalid qos" in str(found) and found.hint
+
+
+def test_a_run_that_waits_is_not_handed_in_a_second_time(tmp_path):
+    slurm = SlurmLauncher(slurm=Slurm(shell=FakeSlurm(held=True)))
+    request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
+    slurm.submit(request)
+    again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
+    with pytest.raises(ConflictError, match="goes on by itself: job 1 waits"):
+        slurm.submit(again)
+    slurm.slurm.shell.jobs["1"].state = "TIMEOUT"
+    assert slurm.submit(again).job_id == "2"

@@ -106,6 +106,8 @@ class SlurmLauncher:
 
     def _refuse_second(self, record: Mapping[str, Any], run_dir: Path) -> None:
         """Two jobs of one run at once would both be its hosts."""
+        if record["job_id"] is None and not self.slurm.jobs(record["run_id"]):
+            return  # its submit was interrupted before there was a job
         status = self.poll(_handle(record, run_dir))
         if not status.state.ended and status.state is not JobState.ABSENT:
             raise ConflictError(
@@ -159,6 +161,8 @@ class SlurmLauncher:
         run_dir = Path(handle.run_dir)
         record = _read(run_dir)
         jobs = self.slurm.jobs(handle.run_id, record[SUBMISSION] if record else None)
+        if record and record["job_id"] is None and record["state"] == "submitting" and not _is_locked(run_dir):
+            record["state"] = "interrupted"
         since = record["submitted_wall_ns"] if record else 0
         last = None
         if not jobs and record and record["job_id"]:
@@ -246,6 +250,16 @@ def _locked(run_dir: Path) -> Iterator[None]:
     with open(run_dir / ".job.lock", "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _is_locked(run_dir: Path) -> bool:
+    """Is a submit (or a cancel) under way?"""
+    with open(run_dir / ".job.lock", "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _read(run_dir: Path) -> dict[str, Any] | None:

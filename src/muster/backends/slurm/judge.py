@@ -40,6 +40,8 @@ def judge(
         return _ended(jobs[-1].state, jobs[-1].id, run_dir)
     if accounted and accounted.get("State"):
         return _ended(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir)
+    if record is not None and record["state"] == "interrupted":
+        return JobStatus(state=JobState.FAILED, reason="its submit was interrupted, and Slurm knows no job of it")
     if record is not None and record["job_id"] is None:
         return JobStatus(state=JobState.WAITING, reason="being submitted")
     job_id = record["job_id"] if record else ""

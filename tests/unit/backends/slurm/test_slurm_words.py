@@ -11,7 +11,7 @@ from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
 from muster.backends.slurm.jobs import SlurmLauncher
 from muster.backends.slurm.judge import judge
 from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
-from muster.core.nouns import JobState
+from muster.core.nouns import JobHandle, JobState
 from muster.core.spec import RunSpec
 
 HERE = Path("/runs/r")
@@ -161,3 +161,17 @@ def test_a_run_that_waits_is_not_handed_in_a_second_time(tmp_path):
         slurm.submit(again)
     slurm.slurm.shell.jobs["1"].state = "TIMEOUT"
     assert slurm.submit(again).job_id == "2"
+
+
+def test_an_interrupted_submit_is_no_waiting_run(tmp_path):
+    shell = FakeSlurm(held=True)
+    slurm = SlurmLauncher(slurm=Slurm(shell=shell))
+    request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
+    shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Unable to contact slurm controller")
+    with pytest.raises(BackendError):
+        slurm.submit(request)
+    handle = JobHandle(run_id="r-1", backend="slurm", job_id="", run_dir=str(tmp_path))
+    assert slurm.poll(handle).state is JobState.FAILED and "interrupted" in slurm.poll(handle).reason
+    again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
+    assert slurm.submit(again).job_id == "1"
+    assert slurm.poll(handle).state is JobState.WAITING

@@ -186,8 +186,8 @@ class Programs:
 
     def refill(self) -> None:
         """Keep one standby for each rank of the host (or only what is needed, where none are wanted)."""
-        wanted = self.agent.ranks_per_host if self.agent.spec.recovery.standby or not self.agent.workers else 0
-        self.spawn(wanted - len(self.agent.standbys) - self.coming)
+        wanted = self.agent.ranks_per_host if self.agent.spec.recovery.standby or not self.agent.crew.workers else 0
+        self.spawn(wanted - len(self.agent.crew.standbys) - self.coming)
 
     def spawn(self, count: int) -> None:
         if count > 0 and self.agent.forkserver is not None:
@@ -199,7 +199,7 @@ class Programs:
 
     def from_forkserver(self, message: dict[str, Any]) -> None:
         if message.get("t") == "exited":
-            self.agent.exited(int(message["pid"]), int(message["code"]))
+            self.agent.crew.exited(int(message["pid"]), int(message["code"]))
         elif message.get("t") == "store":
             self.agent.new_store(message["store"])
 
@@ -213,7 +213,7 @@ class Programs:
         if self._tidied != worker.attempt:
             self._tidied = worker.attempt
             self._tidy()
-        if worker.rank == min(other.rank for other in self.agent.workers.values()):
+        if worker.rank == min(other.rank for other in self.agent.crew.workers.values()):
             now = time.monotonic()
             if self._last_step_s is not None:
                 self._step_s.append(now - self._last_step_s)

@@ -254,7 +254,11 @@ def slurm_is_missing() -> str:
     name = f"msprobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    return "" if made else "cannot make network namespaces here"
+    if not made:
+        return "cannot make network namespaces here"
+    mount = ["unshare", "--uts", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    return "" if mounted else "cannot mount in a namespace of its own here"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -152,7 +152,7 @@ class Node:
             self._start_agent()  # it left for want of a supervisor, or was cut off: as a spare it is welcome
         if self.supervisor is not None and self.supervisor.poll() is not None:
             _say(f"the supervisor ended with code {self.supervisor.returncode}")
-            self.supervisor = None
+            self.supervisor, self.heard_s = None, time.monotonic()
 
     def _end_children(self) -> None:
         until = time.monotonic() + LEAVE_S

@@ -42,8 +42,9 @@ PATIENCE_S = 4.0
 STAGGER_S = 3.0
 #: Time that the first node gets to start the first supervisor.
 FIRST_START_S = 60.0
-#: A supervisor that ends without a verdict is started again, with a pause that doubles.
-SUPERVISOR_STARTS = 6
+#: A supervisor that ends without a verdict is started again, with a pause that doubles; so often within this time.
+SUPERVISOR_FAILURES = 6
+LIVED_S = 600.0
 #: After the verdict the agent gets so long to leave.
 LEAVE_S = 10.0
 #: After that a living batch program has ended the job.
@@ -67,7 +68,8 @@ class Node:
         self.began_s = time.monotonic()
         self.agent: subprocess.Popen[bytes] | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
-        self.starts = 0
+        self.starts = self.failures = 0
+        self.took_over_s = 0.0
         self.not_before_s = 0.0
         self.term = self.noticed = self.cut_off = False
         self.ends_s: float | None = None
@@ -129,7 +131,8 @@ class Node:
     def _take_over(self, why: str) -> None:
         """Start a supervisor; it takes the lease, or ends because somebody else has it."""
         self.starts += 1
-        self.not_before_s = time.monotonic() + 2.0 ** min(self.starts, 5)
+        self.took_over_s = time.monotonic()
+        self.not_before_s = self.took_over_s + 2.0 ** min(self.failures + 1, 5)
         _say(f"starting the supervisor here: {why}")
         argv = [sys.executable, "-P", "-m", "muster.app.supervisor"]
         argv += ["--run-dir", str(self.run_dir), "--run-id", self.run_id]
@@ -151,8 +154,11 @@ class Node:
         elif self.agent is None and now - self.agent_ended_s > 3.0 and self._in_touch() and self._verdict() is None:
             self._start_agent()  # it left for want of a supervisor, or was cut off: as a spare it is welcome
         if self.supervisor is not None and self.supervisor.poll() is not None:
-            _say(f"the supervisor ended with code {self.supervisor.returncode}")
-            self.supervisor, self.heard_s = None, time.monotonic()
+            code, self.supervisor, self.heard_s = self.supervisor.returncode, None, now
+            _say(f"the supervisor ended with code {code}")
+            self.failures = self.failures + 1 if now - self.took_over_s < LIVED_S else 1
+            if code < 0 and self.failures < SUPERVISOR_FAILURES and self._verdict() is None:
+                self._take_over("the one before was killed")  # its lease is vacant at once: it was of this machine
 
     def _end_children(self) -> None:
         until = time.monotonic() + LEAVE_S
@@ -184,7 +190,7 @@ class Node:
         if self.supervisor is not None or now - self.looked_s < every_s or now < self.not_before_s:
             return
         self.looked_s = now
-        if self._verdict() is not None or self.starts >= SUPERVISOR_STARTS:
+        if self._verdict() is not None or self.failures >= SUPERVISOR_FAILURES:
             return
         record = _lease(self.run_dir)
         if record is None or not record.get("address"):

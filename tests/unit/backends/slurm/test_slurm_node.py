@@ -119,6 +119,21 @@ def test_a_lease_that_was_given_back_is_the_first_nodes_to_take(run_dir):
     assert (second.starts, first.starts) == (0, 1)
 
 
+def test_a_supervisor_that_was_killed_is_started_again_at_once_but_not_for_ever(run_dir):
+    node = candidate(run_dir, "host-0")
+    node.agent = subprocess.Popen(["sleep", "60"])
+    try:
+        for _ in range(10):
+            node.supervisor = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+            node.supervisor.wait()
+            node.took_over_s = time.monotonic()
+            node._look_after_children()
+        assert node.started == ["supervisor"] * 5 and node.failures >= 6
+    finally:
+        node.agent.kill()
+        node.agent.wait()
+
+
 def test_processes_of_a_host_are_found_by_their_label_whatever_their_session():
     label = {"MUSTER_RUN_ID": "r-of-this-test", "MUSTER_HOST": "host-9", "PATH": os.environ["PATH"]}
     mine = subprocess.Popen(["sleep", "60"], env=label, start_new_session=True)

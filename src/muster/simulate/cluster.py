@@ -126,11 +126,10 @@ class Cluster:
         if host.ranks:
             self._stop_stepping("detect")
         host.up = host.joined = False
-        host.boots += 1
         host.ranks, host.snapshots = [], {}
+        host.boots = boots = host.boots + 1
         why = "silent" if silent else "all its connections closed"
         delay = self.stages.detect_silence_s if silent else self.stages.detect_exit_s
-        boots = host.boots
         self.after(delay if detect_s is None else detect_s, lambda: self._down(name, why, boots))
 
     def return_host(self, name: str) -> None:
@@ -399,5 +398,3 @@ class Cluster:
 
     def running(self, rank: int) -> VirtualHost | None:
         return next((host for host in self.hosts.values() if host.up and rank in host.ranks), None)
-
-    _host_of = running

@@ -135,7 +135,7 @@ def test_the_same_error_at_the_same_step_stops_after_the_second_time():
     last = {"exception": "ValueError", "message": "bad row 17"}
 
     def fail():
-        if found.now_s > 9 and found._host_of(0):
+        if found.now_s > 9 and found.running(0):
             found._step = 20
             found._stretch_began_ns = None
             found.kill_rank(0, code=1, last=last)
@@ -166,7 +166,7 @@ def test_restarts_without_progress_are_bounded():
 def test_a_host_that_keeps_failing_is_quarantined_for_a_spare():
     found = cluster(spec(hosts=2, spare_hosts=1), steps=400)
     for second in (10, 14, 18, 22):
-        found.at(float(second), lambda: found.kill_rank(1) if found._host_of(1).name == "host-1" else None)
+        found.at(float(second), lambda: found.kill_rank(1) if found.running(1).name == "host-1" else None)
     assert found.run().exit_code == 0
     assert "swap" in actions(found)
     assert [log.host for _, log in kinds(found, "host.quarantined")] == ["host-1"]

@@ -22,7 +22,8 @@ def main() -> None:
     try:
         # An entry point: the back end says where agents on other hosts can reach us.
         bind = os.environ.get("MUSTER_BIND", "127.0.0.1")
-        sys.exit(serve(arguments.run_dir, on_event=_print, bind=bind))
+        ignore_term = os.environ.get("MUSTER_TERM") == "ignored"
+        sys.exit(serve(arguments.run_dir, on_event=_print, bind=bind, ignore_term=ignore_term))
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)

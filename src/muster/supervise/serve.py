@@ -68,6 +68,8 @@ class Supervisor:
     run_dir: Path
     on_event: Callable[[Event], None] | None = None
     bind: str = "127.0.0.1"
+    ignore_term: bool = False
+    """A scheduler signals every process of the job: whoever started us tells us once, in a message."""
     result: End | None = None
     _orders: list[Input] = field(default_factory=list)
     _limited: bool = False
@@ -191,6 +193,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self.ignore_term:
+            return
         code = 75 if number == signal.SIGTERM else 130
         self._orders.append(StopRequest(source=signal.Signals(number).name, exit_code=code))
 
@@ -335,14 +339,19 @@ class Supervisor:
 
 
 def serve(
-    run_dir: Path, *, foreground: bool = False, on_event: Callable[[Event], None] | None = None, bind: str = "127.0.0.1"
+    run_dir: Path,
+    *,
+    foreground: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+    bind: str = "127.0.0.1",
+    ignore_term: bool = False,
 ) -> int:
     """Supervise the run in ``run_dir`` until it has ended; return its exit code.
 
     Raises:
         ConflictError: another supervisor holds the run.
     """
-    supervisor = Supervisor(run_dir=Path(run_dir).resolve(), on_event=on_event, bind=bind)
+    supervisor = Supervisor(run_dir=Path(run_dir).resolve(), on_event=on_event, bind=bind, ignore_term=ignore_term)
     return supervisor.serve()
 
 

@@ -277,8 +277,10 @@ class Node:
         self.noticed = tell_supervisor(self.run_dir, TIME_IS_UP)
 
     def _pass_on_term(self) -> None:
-        """proctrack/cgroup signals a step's own task alone, proctrack/linuxproc everything below it too."""
-        time.sleep(0.5)  # a supervisor that was signalled by Slurm itself is saving by then
+        """The supervisor does not hear SIGTERM itself: on some sites it reaches every process, on some the step's own.
+
+        One that is saving already (the notice before the limit came first) is left to it: a second stop would end it.
+        """
         order = {"t": "stop", "save": True, "again": True, "source": "SIGTERM from Slurm"}
         if tell_supervisor(self.run_dir, order):
             self.term = False

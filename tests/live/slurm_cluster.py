@@ -42,7 +42,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=5
 SlurmctldTimeout=10
 SlurmdTimeout={timeout_s}
 UnkillableStepTimeout=10
-KillWait=5
+KillWait=15
 MessageTimeout=5
 ReturnToService=2
 JobRequeue=1

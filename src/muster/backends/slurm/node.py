@@ -99,6 +99,8 @@ class Node:
                 self._watch_lease()
                 if self.term and self.supervisor is not None:
                     self._pass_on_term()
+                elif self.term and not (_lease(self.run_dir) or {}).get("address"):
+                    return self._give_up()
                 if self.ends_s is not None and time.time() > self.ends_s and not self.noticed:
                     self._notice()
         self._end_children()
@@ -108,6 +110,14 @@ class Node:
             self._stand_in(code)
         _say("left")
         return code if self.starts else 0
+
+    def _give_up(self) -> int:
+        """Slurm ends the job and nobody supervises it (yet): there is nothing to save, so nothing to wait for."""
+        _say("ended by Slurm before anybody supervised the run")
+        if self.agent is not None:
+            self.agent.kill()
+        end_labelled(self.run_id, self.host, spared={os.getpid()})
+        return 128 + signal.SIGTERM
 
     def _stand_in(self, code: int) -> None:
         """The batch node was lost, most likely: do what its program would have done at the end of the run."""

@@ -34,6 +34,7 @@ class FakeJob:
     process: subprocess.Popen[bytes] | None
     state: str = "RUNNING"
     reason: str = "None"
+    end_s: int | None = None
     start_s: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -90,7 +91,7 @@ class FakeSlurm:
         start = str(job.start_s) if job.state != "PENDING" else "N/A"
         return {
             "%A": job.id, "%j": job.name, "%T": job.state, "%r": job.reason, "%N": "n1", "%D": "1", "%S": start,
-            "%e": "N/A", "%Z": job.folder, "%P": "main", "%B": "n1",
+            "%e": str(job.end_s or "N/A"), "%Z": job.folder, "%P": "main", "%B": "n1",
         }  # fmt: skip
 
     def _scancel(self, words: list[str]) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from fakes.slurm import FakeSlurm
+from fakes.slurm import FakeJob, FakeSlurm
 
 from muster.backends.slurm import node as node_module
 from muster.backends.slurm import reach
@@ -156,6 +156,18 @@ def test_where_the_controllers_are_is_learnt_from_slurms_configuration(run_dir, 
     assert node._reaches_a_controller(), "nobody knows: the lease decides"
     (run_dir / "controllers.json").write_text(json.dumps([["192.0.2.5", 6817]]))
     assert not node._reaches_a_controller()
+
+
+def test_whoever_stands_in_for_the_batch_node_knows_the_time_limit_and_ends_the_job(run_dir, monkeypatch):
+    shell = FakeSlurm()
+    shell.jobs["1"] = FakeJob(id="1", name="muster-r.1", folder=str(run_dir), process=None, end_s=2_000_000_000)
+    node = Recorder(run_dir, "r", "host-1", ENVIRON, Slurm(shell=shell))
+    assert node._notice_due() == 2_000_000_000 - 180
+    monkeypatch.setattr(node_module, "BATCH_LEAVES_S", 0.0)
+    (run_dir / SCRIPT).write_text("#!/bin/bash\ntrue\n")
+    shell.held = node.noticed = True
+    node._stand_in(75)
+    assert shell.jobs["1"].state == "CANCELLED" and shell.jobs["2"].state == "PENDING", "a further job goes on"
 
 
 def test_nobody_to_tell_is_no_error(run_dir):

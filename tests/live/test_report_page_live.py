@@ -8,6 +8,7 @@ import pytest
 from browser import Browser
 
 from muster.report import api
+from muster.report.page import render
 
 pytestmark = pytest.mark.live
 UNIT = Path(__file__).parents[1] / "unit" / "report"
@@ -91,6 +92,19 @@ def test_the_keyboard_is_enough(opened):
     assert "killed by signal 9" in shown(opened)
     opened.keys("#charts [tabindex='0']", "0")
     assert shown(opened) == "Showing 0:00 to 3:34"
+
+
+def test_no_moment_has_a_sixtieth_second(browser, tmp_path):
+    report = api.load(made_up_run(tmp_path / "run"))
+    found = report.to_json()
+    found["incidents"][0]["at_s"], found["incidents"][1]["at_s"] = 119.7, 3599.6
+    target = tmp_path / "rounded.html"
+    target.write_text(render(report.ledger, found), encoding="utf-8")
+    browser.size(1280, 900)
+    browser.open(target)
+    browser.wait("document.documentElement.dataset.ready")
+    text = browser.run("return document.getElementById('incidents').innerText")
+    assert "at 2:00" in text and "at 1:00:00" in text and ":60" not in text
 
 
 def test_both_themes_draw(opened):

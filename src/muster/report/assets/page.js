@@ -33,8 +33,10 @@
     return `${(whole / 86400).toFixed(1)} d`;
   }
   function clock(value) {
-    const sign = value < 0 ? "-" : "", t = Math.abs(value), h = Math.floor(t / 3600), m = Math.floor((t % 3600) / 60), s = t % 60;
-    const seconds = String(s.toFixed(t % 1 && view && view.max - view.min < 20 ? 1 : 0)).padStart(2, "0");
+    // Rounded before it is cut, so that no second is the sixtieth.
+    const digits = value % 1 && view && view.max - view.min < 20 ? 1 : 0, t = +Math.abs(value).toFixed(digits);
+    const sign = value < 0 ? "-" : "", h = Math.floor(t / 3600), m = Math.floor((t % 3600) / 60);
+    const seconds = (t % 60).toFixed(digits).padStart(2, "0");
     return h ? `${sign}${h}:${String(m).padStart(2, "0")}:${seconds}` : `${sign}${m}:${seconds}`;
   }
   function short(value) {

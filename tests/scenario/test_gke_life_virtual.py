@@ -29,6 +29,7 @@ from muster.backends.gke.provision.up import wanted_software  # noqa: E402
 from muster.core import runs  # noqa: E402
 from muster.core.nouns import JobState  # noqa: E402
 from muster.core.runfile import Loaded  # noqa: E402
+from muster.core.store import MemoryStore  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
 ZONES = ["us-central1-b", "europe-west1-b"]
@@ -110,7 +111,7 @@ class World:
 def world(tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     world = World()
-    launcher = GkeLauncher(http=world.google, clock=world.clock)
+    launcher = GkeLauncher(http=world.google, clock=world.clock, store=MemoryStore())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
     monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": world.phase, "step": 7})
     run = runs.RunDir(path=tmp_path / "in-pod", run_id="r")

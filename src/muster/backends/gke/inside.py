@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from muster.backends.gke.provision.kube import Cluster
 from muster.core import codepack
 from muster.core.errors import BackendError, MusterError
 from muster.core.nouns import LogChunk
+from muster.core.seams import Store
 from muster.core.spec import RunSpec
 
 Pods = Sequence[Mapping[str, Any]]
@@ -73,10 +74,28 @@ def mirror(cluster: Cluster, pods: Pods, folder: Path) -> int:
 
     A file that this machine wrote itself is no pod's, so the two never meet: the client's events are ``client.*``.
     """
+    return _keep(folder, lambda held: _files(cluster, pods, "events", held))
+
+
+def mirror_from_bucket(store: Store, uri: str, folder: Path) -> int:
+    """The same from the run's folder in a bucket, where no pod is left to be asked."""
+
+    def files(held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
+        for one in store.list(f"{uri}/events/"):
+            name = one.rpartition("/")[2]
+            data = store.get(one).data
+            start = held.get(name, 0)
+            if name.endswith(".jsonl") and len(data) > start:
+                yield name, start, data[start:]
+
+    return _keep(folder, files)
+
+
+def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str, int, bytes]]]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     held = {path.name: path.stat().st_size for path in folder.glob("*.jsonl") if not path.name.startswith("client.")}
     fresh = 0
-    for name, start, data in _files(cluster, pods, "events", held):
+    for name, start, data in files(held):
         if "/" in name or name.startswith((".", "client.")):
             continue
         with open(folder / name, "r+b" if (folder / name).exists() else "wb") as file:

@@ -22,6 +22,7 @@ from muster.backends.gke.jobset import Manifest
 from muster.backends.gke.options import Options
 from muster.backends.gke.place import CODE
 from muster.backends.gke.placement import SUPERVISOR, object_name, place, resolved
+from muster.backends.gke.provision import kubeconfig
 from muster.backends.gke.provision.http import Call, GoogleHttp, Http, Reply
 from muster.backends.gke.provision.kube import Cluster
 from muster.backends.gke.provision.session import Session
@@ -32,8 +33,9 @@ from muster.core import codepack, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
-from muster.core.seams import Clock, Terminal
+from muster.core.seams import Clock, Store, Terminal
 from muster.core.spec import RunSpec
+from muster.core.store import open_store
 
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
@@ -51,6 +53,8 @@ class GkeLauncher:
     name: str = BACKEND
     http: Http | None = None
     """None: Google's services with application-default credentials, when first needed."""
+    store: Store | None = None
+    """None: the bucket itself, when first needed."""
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
     folder_is_remote: bool = True
@@ -161,7 +165,11 @@ class GkeLauncher:
     def mirror(self, run_id: str, folder: Path) -> int:
         """Bring the run's events to ``folder``; returns how many bytes were new. None reachable is none new."""
         cluster = self._known(run_id)
-        return inside.mirror(cluster, self._pods(cluster, run_id), folder) if cluster else 0
+        jobset = self._jobset(cluster, run_id) if cluster else None
+        if cluster is not None and jobset is not None and not _ended(jobset):
+            return inside.mirror(cluster, self._pods(cluster, run_id), folder)
+        kept = self._kept(run_id)
+        return inside.mirror_from_bucket(self.store or open_store(), kept, folder) if kept else 0
 
     def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
         """Run a command in a host's pod; returns its exit code.
@@ -269,6 +277,14 @@ class GkeLauncher:
         """The cluster that the run's folder on this machine names; None where there is none."""
         spec = self._remembered(run_id)
         return reach.cluster_of(spec, run_id, self.options, self._session()) if spec else None
+
+    def _kept(self, run_id: str) -> str | None:
+        """The run's folder as an address that needs no pod: a bucket's, on Google's own clusters."""
+        spec = self._remembered(run_id)
+        if spec is None or (kubeconfig.named(spec.resources.cluster) and self.store is None):
+            return None
+        in_pods = place(spec, run_id=run_id, run_dir=str(runs.find(run_id).path), options=self.options).run_dir
+        return "gs://" + in_pods.removeprefix("/gcs/") if in_pods.startswith("/gcs/") else None
 
     def _session(self) -> Session:
         return Session(http=_Late(self), clock=self.clock)

@@ -17,7 +17,7 @@ from muster.backends.gke.jobs import GkeLauncher
 from muster.core import runs
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.eventlog import EventLog
-from muster.core.seams import Terminal
+from muster.core.seams import Stored, Terminal
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
@@ -187,6 +187,39 @@ def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkey
     log.close()
     assert status_app.status(here.run_id).summary.last_step == 3
     assert (here.events / "host-0.1.jsonl").read_bytes() == (inside.events / "host-0.1.jsonl").read_bytes()
+
+
+class Bucket:
+    """A store that holds a folder under the run's address."""
+
+    def __init__(self, run, inside):
+        self.prefix, self.folder = f"gs://example-bucket/muster-runs/{run.run_id}/", inside.path
+
+    def list(self, prefix):
+        assert prefix == self.prefix + "events/"
+        return sorted(prefix + path.name for path in (self.folder / "events").iterdir())
+
+    def get(self, uri):
+        return Stored(data=(self.folder / uri.removeprefix(self.prefix)).read_bytes(), generation="1")
+
+
+def test_after_the_end_the_events_come_from_the_bucket(run, google):
+    here, inside = run
+    log = EventLog(here.run_id, inside.events, "host-0-abcde", 1)
+    log.append("step", step=1, detail=STEP)
+    log.sync()
+    launcher = status_app.job(here)[0]
+    launcher.store = Bucket(here, inside)
+    assert launcher.mirror(here.run_id, here.events) > 0
+    log.append("step", step=2, detail=STEP)
+    log.close()
+    google.kubernetes.of_kind("JobSet")[0]["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    for path in [path for path in google.kubernetes.objects if "/pods/" in path]:
+        del google.kubernetes.objects[path]
+    assert status_app.status(here.run_id).summary.last_step == 2
+    google.store.clear()  # the cluster is given back; the bucket was kept
+    (here.events / "host-0-abcde.1.jsonl").unlink()
+    assert launcher.mirror(here.run_id, here.events) > 0 and launcher.mirror(here.run_id, here.events) == 0
 
 
 def test_logs_of_one_rank(run):

@@ -64,10 +64,7 @@ def muster(cluster, folder, strike):
         began_ns = time.time_ns()
         strike(cluster, run)
         run.wait_until(lambda: any(e.attempt > attempt for e in run.events("step")), "a new attempt's step", LIMIT_S)
-        time.sleep(1.0)
-        first = min(event.wall_ns for event in run.events("step") if event.attempt > attempt)
-        seconds, again = recovery_s(run, began_ns)
-        return max(seconds, (first - began_ns) / 1e9), again  # ranks that save on notice go on for a moment
+        return recovery_s(run, began_ns)
     finally:
         user.end_all()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ RUN_FILE: dict[str, Any] = {
     "data": {"sources": [{"type": "random", "rows": 512}]},
     # Sums in fixed point: the losses are the same bits whatever the number of ranks, so one reference serves all.
     "training": {
-        "steps": 100_000, "sequence_length": 64, "global_batch_size": 12, "exact": True,
+        "steps": 100_000, "sequence_length": 64, "global_batch_size": 12, "micro_batch_size": 2, "exact": True,
         "optimizer": {"schedule": "constant"},
     },
     "evaluation": {"at_start": False, "loss_rows": 0, "samples": 0},
@@ -63,7 +62,7 @@ class User:
         for name in ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_MEMORY_DIR"):
             self.env.pop(name, None)
 
-    def muster(self, *words: str, code: int | None = 0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    def muster(self, *words: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [*MUSTER, *words], cwd=self.home, env=self.env, capture_output=True, text=True, timeout=120, check=False
         )
@@ -75,6 +74,11 @@ class User:
         path.write_text(json.dumps(spec))  # JSON is YAML
         run_id = self.muster("submit", str(path), *more).stdout.strip()
         return Run(self, run_id)
+
+    def end_all(self) -> None:
+        """Leave nothing of this user's runs."""
+        for path in (self.home / "runs").glob("*"):
+            self.muster("down", path.name, code=None)
 
 
 class Run:
@@ -161,17 +165,14 @@ class Run:
 
 
 def recovery_s(run: Run, began_ns: int) -> tuple[float, int]:
-    """(L in seconds, steps applied twice) of a fault at ``began_ns`` (wall): to the end of the first step beyond."""
+    """(L in seconds, steps applied twice) of a fault at ``began_ns`` (wall): to the end of the first step beyond.
+
+    A step that was all but done ends just after the fault; where a new attempt began, its first step counts.
+    """
     steps = run.events("step")
-    before = max(event.step or 0 for event in steps if event.wall_ns < began_ns)
-    first = min(event.wall_ns for event in steps if (event.step or 0) > before and event.wall_ns > began_ns)
+    earlier = [event for event in steps if event.wall_ns < began_ns]
+    before, attempt = max(event.step or 0 for event in earlier), max(event.attempt for event in earlier)
+    later = [event for event in steps if event.wall_ns > began_ns and (event.step or 0) > before]
+    first = min(event.wall_ns for event in [e for e in later if e.attempt > attempt] or later)
     again = {event.step for event in steps if event.wall_ns > began_ns and (event.step or 0) <= before}
     return (first - began_ns) / 1e9, len(again)
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(word.decode(errors="replace").partition("=")[::2] for word in words)  # type: ignore[misc]
-
-
-__all__ = ["RUN_FILE", "Run", "User", "environment_of", "os", "recovery_s", "run_file"]

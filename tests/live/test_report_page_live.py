@@ -73,7 +73,7 @@ def test_lanes_show_what_hosts_did(opened):
     """Below the mouse in host-1's lane: its restart, with the incident's sentence."""
     opened.keys("#charts [tabindex='0']", "n")
     box = opened.run(
-        "document.getElementById('charts').scrollIntoView();"
+        "document.getElementById('charts').scrollIntoView({behavior: 'instant'});"
         "const r = document.querySelectorAll('.chart .u-over')[1].getBoundingClientRect();"
         "return [r.left, r.top, r.width, r.height]"
     )

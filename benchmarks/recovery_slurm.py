@@ -60,10 +60,11 @@ def muster(cluster, folder, strike):
     try:
         run.wait_for_step(SETTLE_STEPS)
         run.wait_until(run.spares, "a spare")
-        attempt = max(event.attempt for event in run.events("step"))
+        attempt, at = max(event.attempt for event in run.events("step")), run.step()
         began_ns = time.time_ns()
         strike(cluster, run)
         run.wait_until(lambda: any(e.attempt > attempt for e in run.events("step")), "a new attempt's step", LIMIT_S)
+        run.wait_for_step(at + 4, LIMIT_S)
         return recovery_s(run, began_ns)
     finally:
         user.end_all()

@@ -68,8 +68,8 @@ def measure(run, inject, *, settle_steps=6):
     return (first - began) / 1e9, len(repeated)
 
 
-def rank_fault(number, trials):
-    with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec()) as run:
+def rank_fault(number, trials, **changes):
+    with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes)) as run:
         run.start()
         found = []
         for trial in range(trials):
@@ -126,6 +126,9 @@ def cases(trials):
     netns = namespaces_work()
     yield "rank_kill", lambda: rank_fault(signal.SIGKILL, trials)
     yield "rank_stop", lambda: rank_fault(signal.SIGSTOP, trials)
+    replicas = {"parallelism.dp_replicate": 2}  # the survivor keeps its process
+    yield "replica_lost", lambda: rank_fault(signal.SIGKILL, trials, **replicas)
+    yield "replica_stopped", lambda: rank_fault(signal.SIGSTOP, trials, **replicas)
     yield "host_swap", lambda: host_fault(kill, trials, hosts=2, spares=1, netns=netns)
     yield "host_stop", lambda: host_fault(stop, trials, hosts=2, spares=1, netns=netns)
     if netns:

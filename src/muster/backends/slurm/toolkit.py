@@ -17,6 +17,8 @@ from muster.core.errors import Problem, RunFileError
 from muster.core.spec import RunSpec
 
 Module = dict[str, Any]
+#: Of the image; no disk that is made from it may be smaller (a nodeset's default is 50).
+DISK_GB = 100
 VPC = "modules/network/vpc"
 STARTUP = "modules/scripts/startup-script"
 NODESET = "community/modules/compute/schedmd-slurm-gcp-v6-nodeset"
@@ -210,7 +212,7 @@ def _image(family: Module) -> Module:
             "source_image": "$(vars.base_image.image)",
             "source_image_project_id": ["$(vars.base_image.project)"],
             "image_family": "$(vars.image_family)",
-            "disk_size": 100,
+            "disk_size": DISK_GB,
             "omit_external_ip": False,
         },
     }
@@ -236,10 +238,16 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
         "local_ssd_filesystem": {"mountpoint": "$(vars.local_ssd)", "permissions": "1777"},
         "runners": node_runners(table, family),
     }
-    login = {"instance_image": image, "machine_type": "n2-standard-8", "enable_login_public_ips": True}
+    login = {
+        "instance_image": image,
+        "machine_type": "n2-standard-8",
+        "disk_size_gb": 3 * DISK_GB,
+        "enable_login_public_ips": True,
+    }
     controller: Module = {
         "instance_image": image,
         "machine_type": "n2-standard-16",
+        "disk_size_gb": 3 * DISK_GB,
         "enable_controller_public_ips": True,
         "enable_external_prolog_epilog": True,
         "controller_startup_script": "$(controller-startup.startup_script)",
@@ -275,6 +283,7 @@ def _nodeset(family: Module, image: Module) -> Module:
         "node_count_static": "$(vars.cluster_size)",
         "node_count_dynamic_max": 0,
         "disk_type": family["disk_type"],
+        "disk_size_gb": DISK_GB,
         "bandwidth_tier": "gvnic_enabled",
         "enable_placement": False,
         "on_host_maintenance": "TERMINATE",

@@ -116,6 +116,9 @@ def test_a_blueprint_refers_to_what_it_defines(name):
         assert set(module.get("use", ())) <= set(names[:place]), f"{module['id']} uses what comes later"
         for reference in re.findall(r"\$\(([a-z-]+)\.", str(module["settings"])):
             assert reference == "vars" or reference in names[:place]
+    sizes = [module["settings"]["disk_size_gb"] for module in modules if "instance_image" in module["settings"]]
+    image = next(module for module in modules if module.get("kind") == "packer")
+    assert len(sizes) == 3 and min(sizes) >= image["settings"]["disk_size"], "a disk holds its image"
     controller = modules[-1]
     assert {"homefs", "partition", "login"} <= set(controller["use"])
     assert deployment["vars"]["cluster_size"] == 3, "spares are nodes too"

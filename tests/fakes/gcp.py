@@ -15,6 +15,7 @@ from typing import Any
 
 from fakes.discovery import Discovery, Match
 from fakes.kubernetes import FakeKubernetes
+from fakes.stream import FakeStream
 
 from muster.backends.gke.provision.access import PERMISSIONS
 from muster.backends.gke.provision.http import Call, Reply, Unreachable
@@ -22,29 +23,6 @@ from muster.backends.gke.provision.stream import Stream
 
 HOST = "10.0.0.2"
 ZONES = ("us-central1-b", "europe-west1-b")
-
-
-class FakeStream:
-    """One command in a pod: it reads a line, prints, and ends."""
-
-    def __init__(self, command: Callable[[bytes], tuple[int, bytes, bytes]]) -> None:
-        self.command, self.typed = command, b""
-        self.messages: list[tuple[int, bytes]] | None = None
-
-    def send(self, channel: int, data: bytes) -> None:
-        if channel == 0:
-            self.typed += data
-
-    def receive(self) -> tuple[int, bytes] | None:
-        if self.messages is None:
-            code, out, err = self.command(self.typed)
-            cause = {"reason": "ExitCode", "message": str(code)}
-            status = {"status": "Failure", "details": {"causes": [cause]}} if code else {"status": "Success"}
-            self.messages = [(1, out), (2, err), (3, json.dumps(status).encode())]
-        return self.messages.pop(0) if self.messages else None
-
-    def close(self) -> None:
-        pass
 
 
 class Killed(BaseException):

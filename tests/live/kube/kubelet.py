@@ -13,7 +13,6 @@ along (a dead host); SIGKILL leaves them running (a dead kubelet). Standard libr
 import argparse
 import base64
 import contextlib
-import datetime
 import http.client
 import http.server
 import json
@@ -30,6 +29,7 @@ import urllib.parse
 from pathlib import Path
 
 import channels
+from server import Api, now
 
 HERE = Path(__file__).parent
 NODE_INFO = (
@@ -37,30 +37,6 @@ NODE_INFO = (
     "operatingSystem", "osImage", "systemUUID",
 )  # fmt: skip
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
-
-
-def now(fraction=False):
-    stamp = "%Y-%m-%dT%H:%M:%S" + (".%fZ" if fraction else "Z")
-    return datetime.datetime.now(datetime.UTC).strftime(stamp)
-
-
-class Api:
-    """The API server, as the administrator."""
-
-    def __init__(self, folder):
-        self.address, self.token = (folder / "api").read_text().split()
-        self.trust = ssl.create_default_context(cafile=str(folder / "server.pem"))
-
-    def call(self, method, path, body=None, kind="application/json", stream=False):
-        connection = http.client.HTTPSConnection(self.address, context=self.trust, timeout=330 if stream else 10)
-        headers = {"authorization": f"Bearer {self.token}", "content-type": kind}
-        connection.request(method, path, body and json.dumps(body), headers)
-        reply = connection.getresponse()
-        return reply if stream else (reply.status, json.loads(reply.read() or b"{}"))
-
-    def get(self, path):
-        status, body = self.call("GET", path)
-        return body if status < 300 else None
 
 
 class Container:

@@ -174,13 +174,13 @@ class RankLink:
                 while self._out:
                     line.send(self._out[0])
                     self._out.popleft()
-                if self._closing.is_set() and not self._out:
-                    return
                 now = time.monotonic()
-                if now >= next_beat or self._hurry:
+                if now >= next_beat or self._hurry:  # before an end too: the step tells a repeated error
                     self._hurry = False
                     line.send({"t": "beat", "step": self._step, "micro": self._micro})
                     next_beat = now + self._beat_every_s
+                if self._closing.is_set() and not self._out:
+                    return
                 watched: list[Any] = [line.sock, self._wake_r]
                 ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - now))
                 if self._wake_r in ready:

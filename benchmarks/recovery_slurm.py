@@ -63,11 +63,16 @@ def muster(cluster, folder, strike):
         attempt, at = max(event.attempt for event in run.events("step")), run.step()
         began_ns = time.time_ns()
         strike(cluster, run)
-        run.wait_until(lambda: any(e.attempt > attempt for e in run.events("step")), "a new attempt's step", LIMIT_S)
+        run.wait_until(lambda: went_on(run, attempt), "the run going on", LIMIT_S)
         run.wait_for_step(at + 4, LIMIT_S)
         return recovery_s(run, began_ns)
     finally:
         user.end_all()
+
+
+def went_on(run, attempt):
+    """A step of a newer attempt; or another supervisor, where the lost node was the spare and nothing had to begin."""
+    return any(event.attempt > attempt for event in run.events("step")) or len(run.events("supervisor.started")) > 1
 
 
 def torchrun(cluster, folder, strike):

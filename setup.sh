@@ -84,7 +84,7 @@ install() {
   local extras=$1 stamp
   make_venv
   stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)-$(echo "$extras" | tr ',' '+')
-  [ -e "$stamp" ] && return
+  compgen -G "$stamp*" >/dev/null && return  # these extras, or these and more
   if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
     local arguments
     arguments=$(torch_arguments)

@@ -192,6 +192,7 @@ def test_a_users_own_failure_holds_the_hosts_and_restart_costs_no_import(tmp_pat
         assert len(run.events("agent.started")) == 1, "the same agents"
 
 
+@pytest.mark.soak  # the chaos suite has a shorter one; this one compares a world of 3 with a run of 2
 def test_with_exact_sums_a_shrink_and_a_grow_leave_no_trace(tmp_path, reference):
     exact = {"training.exact": True, "training.steps": 300}
     changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, **exact}

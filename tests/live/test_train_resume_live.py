@@ -1,5 +1,6 @@
 """What a kill, a stop or another number of ranks does to a run: nothing that shows in its losses."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,27 @@ def same(one: Outcome, other: Outcome, steps: range) -> None:
         assert one.norms[step].hex() == other.norms[step].hex(), step
 
 
+@pytest.fixture(scope="module")
+def unfailed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """The run that nothing happened to, made once a variant."""
+    found: dict[str, Outcome] = {}
+
+    def of(variant: str) -> Outcome:
+        if variant not in found:
+            folder = tmp_path_factory.mktemp("unfailed")
+            found[variant] = run_attempt(folder / "whole", spec_of(folder / "cache", **VARIANTS[variant]), ranks=2)
+            assert found[variant].codes == [0, 0], found[variant].errors[0]
+        return found[variant]
+
+    return of
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_resume_to_the_bit_after_a_kill_in_mid_step(tmp_path: Path, variant: str) -> None:
+def test_resume_to_the_bit_after_a_kill_in_mid_step(
+    tmp_path: Path, variant: str, unfailed: Callable[[str], Outcome]
+) -> None:
     spec = spec_of(tmp_path / "cache", **VARIANTS[variant])
-    whole = run_attempt(tmp_path / "whole", spec, ranks=2)
-    assert whole.codes == [0, 0], whole.errors[0]
+    whole = unfailed(variant)
     broken = run_attempt(tmp_path / "broken", spec, ranks=2, script=Script(kill_step=6, kill_rank=1))
     assert broken.codes[1] == -9
     assert max(broken.losses) == 5
@@ -48,11 +65,13 @@ def test_resume_to_the_bit_after_a_kill_in_mid_step(tmp_path: Path, variant: str
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("moment", ["data", "marker"])
-def test_resume_to_the_bit_after_a_kill_in_mid_save(tmp_path: Path, variant: str, moment: str) -> None:
+def test_resume_to_the_bit_after_a_kill_in_mid_save(
+    tmp_path: Path, variant: str, moment: str, unfailed: Callable[[str], Outcome]
+) -> None:
     spec = spec_of(tmp_path / "cache", **VARIANTS[variant])
     if (variant, moment) == ("lora", "marker"):
         spec["checkpoint"]["asynchronous"] = True
-    whole = run_attempt(tmp_path / "whole", spec, ranks=2)
+    whole = unfailed(variant)
     broken = run_attempt(tmp_path / "broken", spec, ranks=2, script=Script(kill_in_save=moment, kill_save_step=4))
     assert broken.codes[0] == -9
     resumed = run_attempt(tmp_path / "broken", spec, ranks=2, attempt=2)

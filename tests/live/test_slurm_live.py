@@ -123,6 +123,7 @@ def _cannot_commit(cluster: SlurmCluster, run: Run, node: str) -> None:
     assert done.returncode and "is held by run" in done.stderr and "attempt 2" in done.stderr, done.stderr
 
 
+@pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_a_dead_node_and_a_requeue(cluster, user, beside):
     """slurmd and all processes of a node die; later an administrator requeues the job."""
     run = user.submit(run_file(resources__hosts=2, resources__ranks_per_host=1, resources__spare_hosts=1))
@@ -175,6 +176,7 @@ def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
     same_losses(run, beside, beyond=at)
 
 
+@pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_the_five_minutes_of_the_documentation(cluster, user):
     """docs/slurm.md, in its order: its run file, its commands; a node's step is killed and a spare takes over."""
     document = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
@@ -207,6 +209,7 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
     assert run.events("checkpoint.committed") and all(state != "RUNNING" for _, state in run.jobs())
 
 
+@pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
     one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
     run = user.submit(run_file(**one, model__config__head_dim=17, recovery__hold_s=120.0, training__steps=5))

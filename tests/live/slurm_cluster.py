@@ -64,6 +64,7 @@ class SlurmCluster:
         self.subnet = f"10.78.{secrets.randbelow(250)}"
         self.port = 20000 + secrets.randbelow(10000)
         self.env = {**os.environ, "SLURM_CONF": str(self.dir / "slurm.conf")}
+        self.env.pop("GLOO_SOCKET_IFNAME", None)  # another test's loopback: nodes meet over their own network
 
     # ------------------------------------------------------------ up and down
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -306,12 +307,19 @@ def _write_hash(run: Any, context: RankContext) -> None:
 @functools.cache
 def server() -> Any:
     """The fork server, with everything imported that a rank needs."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["muster.train.worker", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "peft"]
     )
+    for_ranks = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    before = {name: os.environ.get(name) for name in for_ranks}
+    os.environ.update(for_ranks)
+    forkserver.ensure_running()  # it takes the environment along; other tests keep theirs
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
     return context
 
 

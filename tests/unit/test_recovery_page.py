@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
 
 
 def test_the_policy_on_the_page_runs_a_run(tmp_path):
-    (block,) = re.findall(r"```python\n# my_policy.py\n(.*?)```", PAGE, re.DOTALL)
+    block, adjusting = re.findall(r"```python\n# my_policy.py\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path / "my_policy.py"
     path.write_text(block)
     policy = load_policy(str(path))
@@ -44,6 +44,13 @@ def test_the_policy_on_the_page_runs_a_run(tmp_path):
     assert end.exit_code == 0 and actions == ["restart", "wait"], "it waits where the default shrinks"
     _, end = play(10.0, 20.0, 30.0, 40.0)
     assert end.exit_code == 1 and "one too many" in end.reason
+    path.write_text(adjusting)
+    policy = load_policy(str(path))
+    cluster, end = play()
+    courses = [log.detail.get("course", []) for _, log in cluster.log if log.kind == "attempt.started"]
+    batch = spec.training.global_batch_size
+    assert end.exit_code == 0 and [len(course) for course in courses] == [0, 1, 2]
+    assert courses[1][0]["global_batch_size"] == batch // 2 and courses[2][1]["global_batch_size"] == batch
 
 
 def test_every_fault_of_the_menu_is_on_the_page_and_no_other():

@@ -190,7 +190,8 @@ class Supervisor:
         finally:
             signal.set_wakeup_fd(old_fd)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                if self.result is None or self.result.exit_code not in (75, 130):
+                    signal.signal(number, handler)  # else: on the way out a late second Ctrl-C must not kill
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGTERM and self.ignore_term:

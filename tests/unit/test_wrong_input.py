@@ -157,8 +157,10 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def our_processes() -> set[int]:
-    return {process.pid for _, process in processes._all_labelled()}
+def processes_of(place: Path) -> list[list[str]]:
+    """Command lines of runs of this place: other tests may run beside this one."""
+    found = [process.argv for _, process in processes._all_labelled()]
+    return [argv for argv in found if str(place.parent) in " ".join(argv)]
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -230,13 +232,12 @@ def test_a_hub_that_cannot_be_reached(
 def test_a_job_that_cannot_start_leaves_no_folder(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = our_processes()
     monkeypatch.setattr("sys.executable", "/no/such/python")
     code, out, err = refused(["submit", "run.yaml"], capsys)
     assert (code, out) == (6, "")
     assert "error: cannot start /no/such/python" in err
     assert listing(place.parent / "home" / "runs") == []
-    assert our_processes() == before
+    assert processes_of(place) == []
 
 
 def test_an_unexpected_exception_is_one_line_and_a_file(

@@ -16,6 +16,7 @@ if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
 from cases import spec  # noqa: E402
+from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
 from muster.app import cloud, submit  # noqa: E402
@@ -38,24 +39,11 @@ WORKLOADS = "apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads"
 REQUESTS = "apis/autoscaling.x-k8s.io/v1/namespaces/default/provisioningrequests"
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-
-    def monotonic_ns(self):
-        return int(self.now_s * 1e9)
-
-    wall_ns = monotonic_ns
-
-
 class World:
     """The project, and the controllers of its cluster."""
 
     def __init__(self):
-        self.google, self.clock = FakeGoogleCloud(DOCUMENTS), Clock()
+        self.google, self.clock = FakeGoogleCloud(DOCUMENTS), VirtualClock()
         self.kubernetes = self.google.kubernetes
         self.phase = "run"
 

@@ -85,4 +85,4 @@ def changed(
     new = Stretch(first_step=resume_step + 1, global_batch_size=size, learning_rate_scale=float(scale))
     if (now.global_batch_size, now.learning_rate_scale) == (new.global_batch_size, new.learning_rate_scale):
         return kept
-    return [*(change for change in kept if change["first_step"] <= resume_step), new.to_json()]
+    return [*kept, new.to_json()]

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from muster.core.course import Course
+
 #: Up to this many sequences an epoch's permutation is materialised (8 MiB); above it indices are computed one by
 #: one through a Feistel network, so that a trillion sequences need no memory.
 MATERIALISED = 1 << 20
@@ -93,11 +95,22 @@ def plan_step(
     )
 
 
-def num_steps(*, steps: int | None, epochs: float | None, num_sequences: int, global_batch_size: int) -> int:
-    """The run's last step: ``steps`` where given, else as many as ``epochs`` need (one epoch by default)."""
+def num_steps(
+    *,
+    steps: int | None,
+    epochs: float | None,
+    num_sequences: int,
+    global_batch_size: int,
+    course: Course | None = None,
+) -> int:
+    """The run's last step: ``steps`` where given, else as many as ``epochs`` need (one epoch by default).
+
+    ``course``: where the batch changed on the way; None: it never did.
+    """
     if steps is not None:
         return steps
-    return max(1, math.ceil((1.0 if epochs is None else epochs) * num_sequences / global_batch_size))
+    sequences = math.ceil((1.0 if epochs is None else epochs) * num_sequences)
+    return (course or Course.of(global_batch_size)).last_step(sequences)
 
 
 def sequences_at(*, seed: int, start: int, count: int, num_sequences: int) -> list[int]:

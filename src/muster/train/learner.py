@@ -6,7 +6,6 @@ rank outlives its world (another replica was lost), it is tied to the next one, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from muster.core.flops import ModelShape, lora_factor, step_flops
 from muster.core.ranks import Link, RankContext
 from muster.core.spec import RunSpec
 from muster.data.prepare import Prepared, open_prepared, prepare
+from muster.data.schedule import num_steps
 from muster.train.evaluate import Evaluator
 from muster.train.exact import FixedPointSums
 from muster.train.mesh import Meshes, make_meshes
@@ -192,10 +192,13 @@ def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
 def last_step_of(spec: RunSpec, course: Course, num_sequences: int) -> int:
     """The run's last step: ``steps`` where given, else the one that completes the epochs."""
     training = spec.training
-    if training.steps is not None:
-        return training.steps
-    epochs = 1.0 if training.epochs is None else training.epochs
-    return course.last_step(math.ceil(epochs * num_sequences))
+    return num_steps(
+        steps=training.steps,
+        epochs=training.epochs,
+        num_sequences=num_sequences,
+        global_batch_size=training.global_batch_size,
+        course=course,
+    )
 
 
 def open_data(spec: RunSpec, run_dir: Path) -> Prepared:

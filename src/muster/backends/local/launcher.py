@@ -7,8 +7,6 @@ was killed half-way is completed by running it again: what lives is adopted, wha
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import platform
 import shutil
@@ -22,7 +20,7 @@ from typing import Any
 import muster.backends.local.machine as machine
 import muster.backends.local.processes as processes
 from muster.backends.local.processes import Process
-from muster.core import runlogs, runs
+from muster.core import jobfile, runlogs, runs
 from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
@@ -95,13 +93,13 @@ class LocalLauncher:
         run_dir = Path(request.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         number = int(request.labels.get(SUBMISSION, "1"))
-        with _locked(run_dir):
-            record = _read(run_dir)
+        with jobfile.locked(run_dir):
+            record = jobfile.read(run_dir, mark="tasks")
             if record and record["run_id"] != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
             if not record or number > record[SUBMISSION]:
                 record = self._new_record(request, number)
-                _write(run_dir, record)
+                jobfile.write(run_dir, record)
             if record["state"] != "cancelled":
                 self._start_missing(request, record, run_dir)
         return _handle(record, run_dir)
@@ -110,17 +108,17 @@ class LocalLauncher:
         """Record a process that runs ``task`` without having been started here (a supervisor in the foreground)."""
         run_dir = Path(handle.run_dir)
         found = processes.look(pid)
-        with _locked(run_dir):
-            record = _read(run_dir)
+        with jobfile.locked(run_dir):
+            record = jobfile.read(run_dir, mark="tasks")
             if record and found:
                 record["tasks"][task] = {"pid": pid, "start_ticks": found.start_ticks, "foreground": True}
-                _write(run_dir, record)
+                jobfile.write(run_dir, record)
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; failing that, by the label of a living process."""
         with contextlib.suppress(UsageError):
             run = runs.find(run_id)
-            record = _read(run.path)
+            record = jobfile.read(run.path, mark="tasks")
             if record:
                 return _handle(record, run.path)
         for process in processes.labelled(run_id):
@@ -155,16 +153,16 @@ class LocalLauncher:
                     cwd=run_dir,
                 )
                 record["tasks"][name] = {"pid": process.pid, "start_ticks": process.start_ticks, "argv": list(argv)}
-                _write(run_dir, record)
+                jobfile.write(run_dir, record)
         record["state"] = "started"
-        _write(run_dir, record)
+        jobfile.write(run_dir, record)
 
     # ------------------------------------------------------------ watch
 
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once: at the record, at ``/proc``, and for a verdict at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
-        record = _read(run_dir)
+        record = jobfile.read(run_dir, mark="tasks")
         if not record:
             return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
         living = {name: processes.lives(each["pid"], each["start_ticks"]) for name, each in record["tasks"].items()}
@@ -190,11 +188,11 @@ class LocalLauncher:
         run_dir = Path(handle.run_dir)
         mine: list[Process] = []
         if run_dir.is_dir():
-            with _locked(run_dir):
-                record = _read(run_dir)
+            with jobfile.locked(run_dir):
+                record = jobfile.read(run_dir, mark="tasks")
                 if record:
                     record["state"] = "cancelled"
-                    _write(run_dir, record)
+                    jobfile.write(run_dir, record)
                     mine = [
                         Process(pid=each["pid"], start_ticks=each["start_ticks"]) for each in record["tasks"].values()
                     ]
@@ -237,30 +235,6 @@ def _copy(task: TaskSpec, index: int) -> tuple[str, tuple[str, ...]]:
     if argv == task.argv and task.count == 1:
         return task.name, argv
     return f"{task.name}-host-{index}", argv
-
-
-@contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    with open(run_dir / ".job.lock", "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _read(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((run_dir / "job.json").read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise BackendError(f"cannot read {run_dir / 'job.json'}: {error}", hint="muster down ends what runs") from error
-    return found if isinstance(found, dict) and "tasks" in found else None
-
-
-def _write(run_dir: Path, record: Mapping[str, Any]) -> None:
-    try:
-        runs.replace_text(run_dir / "job.json", json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise BackendError(f"cannot write {run_dir / 'job.json'}: {error.strerror}") from error
 
 
 def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:

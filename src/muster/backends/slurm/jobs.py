@@ -6,9 +6,7 @@ A run may be several jobs, one after another (a time limit, a requeue): all of o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from muster.backends.slurm.inside import execute
 from muster.backends.slurm.judge import judge
 from muster.backends.slurm.offers import offers, settled
 from muster.backends.slurm.script import SCRIPT, python_of, script
-from muster.core import rules, runlogs, runs
+from muster.core import jobfile, rules, runlogs, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
@@ -89,19 +87,19 @@ class SlurmLauncher:
         run_dir = Path(request.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         number = int(request.labels.get(SUBMISSION, "1"))
-        with _locked(run_dir):
-            record = _read(run_dir)
+        with jobfile.locked(run_dir):
+            record = jobfile.read(run_dir, mark="job_id")
             if record and record["run_id"] != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
             if record and number > record[SUBMISSION]:
                 self._refuse_second(record, run_dir)
             if not record or number > record[SUBMISSION]:
                 record = self._new_record(request, number)
-                _write(run_dir, record)
+                jobfile.write(run_dir, record)
             if record["job_id"] is None and record["state"] != "cancelled":
                 record["job_id"] = self._hand_in(request, run_dir, number)
                 record["state"] = "submitted"
-                _write(run_dir, record)
+                jobfile.write(run_dir, record)
         return _handle(record, run_dir)
 
     def _refuse_second(self, record: Mapping[str, Any], run_dir: Path) -> None:
@@ -146,7 +144,7 @@ class SlurmLauncher:
         """By the registry; failing that, by the name of a job that has not ended."""
         with contextlib.suppress(UsageError):
             run = runs.find(run_id)
-            record = _read(run.path)
+            record = jobfile.read(run.path, mark="job_id")
             if record and record["run_id"] == run_id:
                 return _handle(record, run.path)
         jobs = self._living(run_id)
@@ -159,9 +157,9 @@ class SlurmLauncher:
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once: at the queue, and for a verdict at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
-        record = _read(run_dir)
+        record = jobfile.read(run_dir, mark="job_id")
         jobs = self.slurm.jobs(handle.run_id, record[SUBMISSION] if record else None)
-        if record and record["job_id"] is None and record["state"] == "submitting" and not _is_locked(run_dir):
+        if record and record["job_id"] is None and record["state"] == "submitting" and not jobfile.is_locked(run_dir):
             record["state"] = "interrupted"
         since = record["submitted_wall_ns"] if record else 0
         last = None
@@ -183,11 +181,11 @@ class SlurmLauncher:
         """
         run_dir = Path(handle.run_dir)
         if run_dir.is_dir():
-            with _locked(run_dir):
-                record = _read(run_dir)
+            with jobfile.locked(run_dir):
+                record = jobfile.read(run_dir, mark="job_id")
                 if record:
                     record["state"] = "cancelled"
-                    _write(run_dir, record)
+                    jobfile.write(run_dir, record)
         asked: set[str] = set()
         began_ns = self.clock.monotonic_ns()
         while living := self._living(handle.run_id):
@@ -243,40 +241,6 @@ def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return found
-
-
-@contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    with open(run_dir / ".job.lock", "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _is_locked(run_dir: Path) -> bool:
-    """Is a submit (or a cancel) under way?"""
-    with open(run_dir / ".job.lock", "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
-def _read(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((run_dir / "job.json").read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise BackendError(f"cannot read {run_dir / 'job.json'}: {error}", hint="muster down ends what runs") from error
-    return found if isinstance(found, dict) and "job_id" in found else None
-
-
-def _write(run_dir: Path, record: Mapping[str, Any]) -> None:
-    try:
-        runs.replace_text(run_dir / "job.json", json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise BackendError(f"cannot write {run_dir / 'job.json'}: {os.strerror(error.errno or 0)}") from error
 
 
 def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:

@@ -23,6 +23,7 @@ discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
+from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
@@ -31,19 +32,6 @@ SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", rec
 NUMBERS = ("loss", "grad_norm", "learning_rate", "step_ns", "supervised_tokens", "padding_tokens", "tokens")
 STEP = dict.fromkeys(NUMBERS, 1)
 FOLDER = "v1/projects/example-project/locations/us-central1/clusters/muster"
-
-
-class Clock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-
-    def monotonic_ns(self):
-        return int(self.now_s * 1e9)
-
-    wall_ns = monotonic_ns
 
 
 @pytest.fixture
@@ -57,7 +45,7 @@ def google(tmp_path, monkeypatch):
 @pytest.fixture
 def run(google, monkeypatch, tmp_path):
     """A submitted run whose pods run: the folder of its supervisor's pod is a folder here."""
-    launcher = GkeLauncher(http=google, clock=Clock())
+    launcher = GkeLauncher(http=google, clock=VirtualClock())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
     run_id = runs.new_run_id("llama")
     run = runs.create(run_id, runs.place(run_id, None), run_file="x", resolved=SPEC.model_dump_json())
@@ -118,14 +106,14 @@ def test_stop_reaches_the_supervisor_and_waits_for_the_end(run, google, monkeypa
         return {"t": "status", "phase": "stopping"}
 
     monkeypatch.setattr(pod_side, "ask_here", supervisor)
-    found = stop_app.stop(here.run_id, clock=Clock())
+    found = stop_app.stop(here.run_id, clock=VirtualClock())
     assert asked == [{"t": "stop", "save": True, "force": False}] and found.was_running
 
 
 def test_a_supervisor_that_does_not_answer_is_said(run):
     here, _ = run
     with pytest.raises(NoAnswer, match="no supervisor holds"):
-        stop_app.stop(here.run_id, clock=Clock())
+        stop_app.stop(here.run_id, clock=VirtualClock())
 
 
 def test_without_a_supervisor_pod(run, google):
@@ -133,7 +121,7 @@ def test_without_a_supervisor_pod(run, google):
     for path in [path for path in google.kubernetes.objects if "/pods/" in path and "supervisor" in path]:
         google.kubernetes.objects[path]["status"]["phase"] = "Pending"
     with pytest.raises(NoAnswer, match="has no running pod"):
-        stop_app.stop(here.run_id, clock=Clock())
+        stop_app.stop(here.run_id, clock=VirtualClock())
 
 
 def test_restart_puts_the_corrected_file_into_the_pods(run, monkeypatch):

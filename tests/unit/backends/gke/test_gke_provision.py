@@ -20,6 +20,7 @@ discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
+from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import FakeGoogleCloud, Killed  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
@@ -27,19 +28,6 @@ NAMED = {"name": "kueue", "namespace": "default"}
 CONFIG = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": NAMED, "data": {"a": "b"}}
 INSTALLED = Software(documents={"kueue.yaml": (CONFIG,)}, hugging_face_token="hf_secret")
 TOKEN = "aGZfc2VjcmV0"
-
-
-class VirtualClock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-
-    def monotonic_ns(self):
-        return int(self.now_s * 1e9)
-
-    wall_ns = monotonic_ns
 
 
 def cloud(**faults):

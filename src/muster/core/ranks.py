@@ -62,6 +62,8 @@ class RankContext:
     """Failures of the run that the supervisor has seen, and the seconds in which it saw them: for the interval of
     saves (``core.intervals``)."""
     observed_s: float = 0.0
+    skip_steps: tuple[int, ...] = ()
+    """Steps whose update is not applied: their batch is not finite each time (``recovery.bad_sample: skip``)."""
 
     def to_json(self) -> dict[str, Any]:
         # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
@@ -76,6 +78,7 @@ class RankContext:
         """The inverse of ``to_json``. Raises TypeError on unknown or missing keys."""
         given = dict(found)
         given["layout"] = Layout(**given["layout"])
+        given["skip_steps"] = tuple(int(step) for step in given.get("skip_steps", ()))
         if given.get("restore") is not None:
             restore = dict(given["restore"])
             restore["layout"] = Layout(**restore["layout"])

@@ -140,20 +140,26 @@ def report(
 
 
 def checkpoints(run: str = RUN, json: bool = JSON) -> None:
-    """List the run's checkpoints, newest first, and what was passed over."""
+    """List the run's checkpoints in every tier, newest first, and which one a restart would take."""
     from muster.app.checkpoints import checkpoints as use_case
     from muster.cli import say
+    from muster.cli.tables import catalogue
 
     found = use_case(run)
     if json:
         say.as_json(found.to_json())
         return
-    for each in found.to_json()["committed"]:
-        say.data(f"step {each['step']:<8} {each['bytes'] / 2**20:10.1f} MiB  {each['uri']}")
+    for line in catalogue(found):
+        say.data(line)
     for uri, reason in found.skipped:
         say.talk(f"passed over: {uri}: {reason}")
-    if not found.committed:
-        say.talk(f"no committed checkpoint in {found.directory}")
+    if found.unseen:
+        newest = (
+            ", ".join(f"{tier} held step {step}" for tier, step in found.told) or "the run has not said what it holds"
+        )
+        say.talk(f"not on this machine: the memory of {', '.join(found.unseen)} (at the last step heard of: {newest})")
+    if found.used is None:
+        say.talk("nothing to restart from: the run would begin anew")
 
 
 def show(

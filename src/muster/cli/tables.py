@@ -1,10 +1,11 @@
-"""Before and after, as plain text."""
+"""Before and after, and a run's checkpoints, as plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from muster.app.checkpoints import Catalogue, Version
 from muster.app.lines import one_line
 from muster.app.summary import Summary
 
@@ -45,3 +46,40 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
 
 def _figure(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def catalogue(found: Catalogue) -> Iterator[str]:
+    """One line a version; ``>`` marks what a restart would take."""
+    rows = [("", "step", "attempt", "tier", "age", "size", "layout", "whole", "where")]
+    for each in found.versions:
+        where = ", ".join(each.hosts) or each.uri
+        age = found.age_s(each)
+        row = ("-" if age is None else _age(age), f"{each.bytes / 2**20:.1f} MiB", each.layout, _whole(each), where)
+        rows.append((">" if each.used else "", str(each.step), f"a{each.attempt}", each.tier, *row))
+    if len(rows) == 1:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = (1, 4, 5)
+    for row in rows:
+        cells = [
+            word.rjust(width) if column in right else word.ljust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _whole(version: Version) -> str:
+    if version.problem is not None:
+        return f"no: {version.problem}"
+    if not version.missing:
+        return "yes"
+    ranks = ", ".join(str(rank) for rank in version.missing[:6]) + (" ..." if len(version.missing) > 6 else "")
+    lacking = f"without {'rank' if len(version.missing) == 1 else 'ranks'} {ranks}"
+    return f"with the other memory tier; {lacking}" if version.used else f"no: {lacking}"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"

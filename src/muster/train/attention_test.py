@@ -7,7 +7,10 @@ could not fail.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -83,6 +86,43 @@ def prove_isolation(module: TrainedModel, device: torch.device, *, static_shapes
     if module.own_head and not head_difference <= HEAD_SHARE[module.compute_dtype]:
         module.own_head = False
     return Proof(leak, control, module.own_head)
+
+
+def proven_before(module: TrainedModel, device: torch.device, kept: Path) -> Proof | None:
+    """The proof that this run's first ranks left in ``kept``, where it is of this kernel and model; collective.
+
+    All ranks take it or none does. ``module`` is switched to the model's own head where the proof says so.
+    """
+    found = None
+    try:
+        held = json.loads(kept.read_text())
+        if held["of"] == subject(module, device):
+            found = Proof(**held["proof"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    here = torch.tensor(float(found is not None), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(here, op=dist.ReduceOp.MIN)
+    if found is None or not here.item():
+        return None
+    module.own_head = found.own_head
+    return found
+
+
+def keep_proof(module: TrainedModel, device: torch.device, proof: Proof, kept: Path) -> None:
+    """Leave the proof for ranks that take another's place (one rank does)."""
+    text = json.dumps({"of": subject(module, device), "proof": asdict(proof)})
+    part = kept.with_suffix(".part")
+    part.write_text(text)
+    part.replace(kept)
+
+
+def subject(module: TrainedModel, device: torch.device) -> str:
+    """What a proof is of: kernel, device, type, torch, and the model's configuration."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    config = hashlib.sha256(json.dumps(module.model.config.to_dict(), sort_keys=True, default=str).encode())
+    parts = (module.attention.kernel, name, module.compute_dtype, torch.__version__, config.hexdigest()[:16])
+    return " ".join(str(part) for part in parts)
 
 
 def probes(module: TrainedModel, device: torch.device, static_shapes: bool) -> list[Batch]:

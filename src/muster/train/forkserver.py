@@ -18,13 +18,18 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from muster.core.errors import AccessError, MusterError
 from muster.core.ranks import RankContext
+from muster.core.spec import RunSpec
 from muster.core.wire import read_token
 from muster.train.ranklink import Line, RankLink
+
+#: A standby that got no rank within so long warms up: the first attempt's ranks are not held up by it.
+WARM_AFTER_S = 0.5
 
 
 def main() -> None:
@@ -52,6 +57,7 @@ def main() -> None:
         bind=arguments.bind,
         orphan_s=arguments.orphan_s,
         beat_every_s=arguments.beat_every_s,
+        spec=spec,
     ).serve()
 
 
@@ -123,8 +129,10 @@ def _die_with_parent(parent: int) -> None:
 class Server:
     """Forks on request, reaps, reports."""
 
-    def __init__(self, *, address: str, token: bytes, bind: str, orphan_s: float, beat_every_s: float) -> None:
-        self.address, self.token, self.bind = address, token, bind
+    def __init__(
+        self, *, address: str, token: bytes, bind: str, orphan_s: float, beat_every_s: float, spec: dict[str, Any]
+    ) -> None:
+        self.address, self.token, self.bind, self.spec = address, token, bind, spec
         self.orphan_s, self.beat_every_s = orphan_s, beat_every_s
         self.children: dict[int, int] = {}  # pidfd -> pid
         self.line: Line | None = None
@@ -218,7 +226,9 @@ class Server:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             ignored = os.environ.get("MUSTER_TERM") == "ignored"  # a scheduler that signals every process of a job
             signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
-            code = standby(self.address, self.token, orphan_s=self.orphan_s, beat_every_s=self.beat_every_s)
+            code = standby(
+                self.address, self.token, spec=self.spec, orphan_s=self.orphan_s, beat_every_s=self.beat_every_s
+            )
         except BaseException:  # noqa: BLE001 (a process's edge: nothing may unwind into the fork server)
             traceback.print_exc()
         finally:
@@ -239,13 +249,13 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
 
 
-def standby(address: str, token: bytes, *, orphan_s: float, beat_every_s: float) -> int:
+def standby(address: str, token: bytes, *, spec: Mapping[str, Any], orphan_s: float, beat_every_s: float) -> int:
     """Wait for a rank, run it, return its exit code."""
     hello = {"t": "hello", "role": "rank", "pid": os.getpid()}
     while True:
         try:
             line = Line(address, token, hello)
-            (message, *_) = line.wait(None)
+            message = _first(line, spec)
             break
         except ConnectionError:
             # The agent died while we stood by: nobody's work is lost, its successor forks new ones.
@@ -267,6 +277,17 @@ def standby(address: str, token: bytes, *, orphan_s: float, beat_every_s: float)
         orphan_s=orphan_s,
     )
     return _run(context, link)
+
+
+def _first(line: Line, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The agent's first message. Where it leaves us the time, pay for the first step before it comes."""
+    with contextlib.suppress(TimeoutError):
+        return line.wait(WARM_AFTER_S)[0]
+    from muster.train import warm
+
+    if warm.wanted(spec):
+        warm.warm_up(RunSpec.model_validate(spec))
+    return line.wait(None)[0]
 
 
 def _run(context: RankContext, link: RankLink) -> int:

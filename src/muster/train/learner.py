@@ -37,6 +37,7 @@ from muster.train.saving import open_saves
 from muster.train.setup import World
 from muster.train.sharding import forget_gradients, reshard
 from muster.train.state import TrainState, named_without_wrappers
+from muster.train.state_hash import StateHashes
 from muster.train.trackers import open_trackers
 
 #: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
@@ -74,7 +75,10 @@ class Learner:
 
 
 def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> Learner:
-    """Open the data and build the model, its weights as the seed or the pretrained files give them."""
+    """Open the data and build the model, its weights as the seed or the pretrained files give them.
+
+    Where snapshots in memory are restored next (``context.restore``) trained weights stay undefined until then.
+    """
     prepared = open_data(spec, Path(context.run_dir))
     course = Course.of(spec.training.global_batch_size, context.course)
     last_step = last_step_of(spec, course, len(prepared.train))
@@ -89,6 +93,8 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
         vocab_size=prepared.vocab_size,
         mesh=meshes,
         seed=spec.training.seed,
+        proof=Path(context.run_dir) / "attention_proof.json",
+        restored=context.restore is not None,
     )
     sums = choose_sums(spec, built, axes, device, context)
     named = named_without_wrappers(built.named_trainable())
@@ -156,7 +162,8 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         phases=phases,
         evaluator=evaluator,
         saves=saves,
-        snapshots=open_snapshots(spec, context, state),
+        snapshots=open_snapshots(spec, context, state, extra=saves.extra),
+        hashes=hashes_of(learner, world),
         reference=ReferenceWindow.planned(
             spec.recovery.reference_steps, resumed_at=state.step, world_size=context.world_size
         ),
@@ -164,6 +171,19 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         collector=Collector(spec.training.gc_every_steps),
         last_step=learner.last_step,
         course=learner.course,
+    )
+
+
+def hashes_of(learner: Learner, world: World) -> StateHashes:
+    """What takes the state's hash where the run file asks for it."""
+    meshes = learner.meshes
+    return StateHashes(
+        learner.state,
+        every_steps=learner.spec.training.state_hash_every_steps,
+        replica=meshes.replica,
+        shard_rank=meshes.shard.get_local_rank(),
+        tp_rank=meshes.tp.get_local_rank(),
+        group=world.control,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from muster.core.errors import UsageError
@@ -21,7 +22,7 @@ from muster.core.spec import RunSpec
 from muster.train import lora, pretrained, tensor_parallel, weights
 from muster.train.activation import recompute
 from muster.train.attention import Attention, choose_attention, needs_of
-from muster.train.attention_test import Proof, prove_isolation
+from muster.train.attention_test import Proof, keep_proof, prove_isolation, proven_before
 from muster.train.compile import compile_layers
 from muster.train.mesh import Meshes
 from muster.train.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
@@ -67,8 +68,13 @@ def build_model(
     mesh: Meshes,
     seed: int,
     whole_below: int = WHOLE_BELOW,
+    proof: Path | None = None,
+    restored: bool = False,
 ) -> BuiltModel:
     """The model of ``spec``, laid out, with its first values, its attention proven. Collective: all ranks call it.
+
+    ``proof``: a file of the run that keeps the proof. ``restored``: the run goes on, and its state is loaded next:
+    trained values are left undefined, and what ``proof`` holds is not proven again.
 
     Raises:
         UsageError: the model does not fit the tokenizer, the layout or the wanted attention.
@@ -94,16 +100,20 @@ def build_model(
     shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward, whole_below=whole_below)
     module.to_empty(device=device)
     model.tie_weights()
-    give_values(model, folder, seed=seed, device=device)
+    found = proven_before(module, device, proof) if restored and proof is not None else None
+    if found is not None and all_in_state(model):
+        weights.recompute_buffers(model, persistent=False)
+    else:
+        give_values(model, folder, seed=seed, device=device)
     if mesh.layout.dp_shard > 1:
         check_sharded(model)
-    proof = prove_isolation(module, device, static_shapes=spec.training.compile)
+    found = found or prove(module, device, spec, proof)
     module.train()
     return BuiltModel(
         module=module,
         config=config,
         attention=replace(attention, reason=f"{attention.reason}; documents proven apart"),
-        proof=proof,
+        proof=found,
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
         num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         lora_config=lora_config,
@@ -113,6 +123,25 @@ def build_model(
         static_shapes=spec.training.compile,
         shape=shape_of(config),
     )
+
+
+def all_in_state(model: Any) -> bool:
+    """Whether a restored state holds every value: nothing is frozen, and no buffer lies in files."""
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    held = any(
+        buffer is not None and name not in module._non_persistent_buffers_set
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    )
+    return not frozen and not held
+
+
+def prove(module: TrainedModel, device: torch.device, spec: RunSpec, kept: Path | None) -> Proof:
+    """Run the self-test; rank 0 leaves what it found in ``kept``."""
+    proof = prove_isolation(module, device, static_shapes=spec.training.compile)
+    if kept is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        keep_proof(module, device, proof, kept)
+    return proof
 
 
 def prepare_layers(model: Any, spec: RunSpec, mesh: Meshes, device: torch.device) -> list[nn.Module]:

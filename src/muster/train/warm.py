@@ -1,0 +1,120 @@
+"""What a standby pays before it is a rank: everything that the first model and the first step of a process cost.
+
+Lazy imports, dispatch tables, custom operators, the first group: a step of a tiny model of the run's own family, in a
+world of one, leaves them behind in the process, and nothing else. Without it they are paid between a failure and the
+first step after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muster.core.nouns import Layout
+from muster.core.spec import RunSpec
+from muster.train import worker
+from muster.train.batch import make_batch
+from muster.train.exact import FixedPointSums
+from muster.train.loss import loss_sum
+from muster.train.mesh import make_meshes
+from muster.train.model import build_model, read_config
+from muster.train.optimizer import clip_scale, make_optimizer
+from muster.train.reduce import Axes, FloatSums, Sums
+from muster.train.snapshot import table_of
+from muster.train.state import TrainState, named_without_wrappers
+
+#: Keys that transformers' decoders share; a family that knows other names keeps its own size, and is left out.
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+TOKENS = 16
+
+
+def wanted(spec: Mapping[str, Any]) -> bool:
+    """Whether a standby of this run can warm up: Muster's own trainer, on the CPU.
+
+    On a GPU a standby does not know its device yet, and one context more on every GPU costs memory that the ranks need.
+    """
+    device = (spec.get("resources") or {}).get("device", "auto")
+    on_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    return on_cpu and bool(spec.get("model")) and not spec.get("command")
+
+
+def warm_up(spec: RunSpec) -> bool:
+    """Train a tiny model for two steps and forget it; whether that could be done. Never raises.
+
+    Leaves torch without a process group, and sets its threads to one (a rank sets its own number).
+    """
+    small = smaller(spec)
+    if small is None:
+        return False
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _train(small)
+    except Exception as error:  # noqa: BLE001 (only a head start: the rank's own build says what is wrong)
+        print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
+        return False
+    finally:
+        dist.destroy_process_group()
+    return True
+
+
+def smaller(spec: RunSpec) -> RunSpec | None:
+    """The run with a tiny model of the same family; None where the family's size cannot be set by these keys."""
+    assert spec.model is not None
+    config = spec.model.config
+    family = config.get("model_type") if isinstance(config, dict) else None
+    family = family or worker.model_type_of(spec.model.source or config)
+    if family is None:
+        return None
+    model = spec.model.model_copy(update={"source": None, "config": {"model_type": family, **SMALL}})
+    small = spec.model_copy(update={"model": model})
+    try:
+        held = read_config(small, None, SMALL["vocab_size"]).get_text_config()
+    except Exception as error:  # noqa: BLE001 (as above)
+        print(f"note: no small {family} to warm up with: {error}", file=sys.stderr, flush=True)
+        return None
+    fits = held.hidden_size == SMALL["hidden_size"] and held.num_hidden_layers == SMALL["num_hidden_layers"]
+    return small if fits else None
+
+
+def _train(spec: RunSpec) -> None:
+    layout, device = Layout(dp_replicate=1, dp_shard=1, tp=1), torch.device("cpu")
+    built = build_model(
+        spec,
+        layout=layout,
+        device=device,
+        vocab_size=SMALL["vocab_size"],
+        mesh=make_meshes(layout, "cpu"),
+        seed=0,
+    )
+    exact = spec.training.exact
+    sums: Sums = (
+        FixedPointSums(built.module, Axes()) if exact else FloatSums(built.module, Axes(), accumulate_locally=True)
+    )
+    named = named_without_wrappers(built.named_trainable())
+    optimizer = make_optimizer(named, spec.training.optimizer, elementwise=exact)
+    tokens = torch.arange(TOKENS).unsqueeze(0)
+    batch = make_batch(tokens, tokens, tokens % 8, (8, 8), device)
+    for step in (1, 2):
+        sums.begin(micro_batches=1)
+        sums.before_forward(last=True)
+        loss = loss_sum(built.module, batch, chunk_tokens=TOKENS, scale=1.0 / TOKENS)
+        loss.backward()
+        sums.add_loss(loss)
+        _, norm, fault = sums.finish()
+        scale = clip_scale(norm, spec.training.optimizer.max_grad_norm)
+        optimizer.step(step=step, learning_rate=0.0, scale=scale, skip=fault)
+    table_of(TrainState(named, optimizer).sharded())

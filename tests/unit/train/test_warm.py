@@ -1,0 +1,109 @@
+"""What a restarted rank need not pay again: the first step of a process, first values, the proof of its attention."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_cases import CPU, LLAMA, build, process_group, spec_of
+
+from muster.core.nouns import Layout
+from muster.train import model as models
+from muster.train import warm
+from muster.train.mesh import make_meshes
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, {**LLAMA, "model_type": "gpt_neox"}, {"model_type": "gpt2", "n_embd": 32, "n_layer": 2}]
+)
+@pytest.mark.parametrize("training", [{}, {"exact": True}])
+def test_a_standby_warms_up_and_leaves_no_group(config, training):
+    assert warm.warm_up(spec_of(config, training=training))
+    assert not dist.is_initialized()
+
+
+def test_adapters_warm_up_too():
+    assert warm.warm_up(spec_of(lora={"rank": 4}))
+
+
+def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
+    monkeypatch.setattr(warm, "build_model", lambda *_, **__: 1 / 0)
+    assert not warm.warm_up(spec_of())
+    assert "could not warm up: division by zero" in capsys.readouterr().err
+    assert not dist.is_initialized()
+    assert warm.smaller(spec_of({"model_type": "no_such"})) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"command": ["train.py"]}, False),
+        ({"model": None}, False),
+        ({"resources": {"device": "cuda"}}, False),
+    ],
+)
+def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):
+    assert warm.wanted({"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}) is expected
+
+
+def again(spec, proof, *, restored):
+    return models.build_model(
+        spec, layout=Layout(), device=CPU, vocab_size=50, mesh=make_meshes(Layout(), "cpu"), seed=1,
+        whole_below=0, proof=proof, restored=restored,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """How often values were given and the attention was proven."""
+    counts = {"give_values": 0, "prove_isolation": 0}
+    for name in counts:
+        true = getattr(models, name)
+
+        def counted(*arguments, _true=true, _name=name, **more):
+            counts[_name] += 1
+            return _true(*arguments, **more)
+
+        monkeypatch.setattr(models, name, counted)
+    return counts
+
+
+def test_a_restored_rank_takes_the_proof_of_the_first(tmp_path, given):
+    proof = tmp_path / "attention_proof.json"
+    with process_group():
+        first = again(spec_of(), proof, restored=False)
+        assert given == {"give_values": 1, "prove_isolation": 1}
+        second = again(spec_of(), proof, restored=True)
+        assert given == {"give_values": 1, "prove_isolation": 1}
+        assert second.proof == first.proof
+        # What no state holds is there: with the first one's values the second computes the same.
+        with torch.no_grad():
+            for mine, theirs in zip(second.module.parameters(), first.module.parameters(), strict=True):
+                mine.copy_(theirs)
+        for (name, mine), (_, theirs) in zip(second.module.named_buffers(), first.module.named_buffers(), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("damage", ["absent", "torn", "another model", "keys"])
+def test_without_a_proof_of_this_model_it_is_proven_again(tmp_path, given, damage):
+    proof = tmp_path / "attention_proof.json"
+    with process_group():
+        again(spec_of({**LLAMA, "num_hidden_layers": 1} if damage == "another model" else LLAMA), proof, restored=False)
+        if damage == "absent":
+            proof.unlink()
+        elif damage == "torn":
+            proof.write_text(proof.read_text()[:-9])
+        elif damage == "keys":
+            proof.write_text(json.dumps({"of": "?"}))
+        again(spec_of(), proof, restored=True)
+    assert given == {"give_values": 2, "prove_isolation": 2}
+
+
+def test_frozen_weights_are_read_again(tmp_path, given):
+    proof = tmp_path / "attention_proof.json"
+    with process_group():
+        build(spec_of())
+        again(spec_of(lora={"rank": 4}), proof, restored=False)
+        again(spec_of(lora={"rank": 4}), proof, restored=True)
+    assert given == {"give_values": 3, "prove_isolation": 2}, "the state holds the adapters alone"

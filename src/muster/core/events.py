@@ -74,7 +74,7 @@ _STEP_OPTIONAL = {
     "memory_bytes": "peak on this rank: CUDA allocator, or resident set on CPU",
     "rows": "sequences of the global batch",
     "padding_rounds": "zero-weight micro-batches of this step, all ranks",
-    "state_hash": "hash of the state after this step, where asked for",
+    "state_hash": "64 bits over the state after this step, equal in any layout, where asked for; null: a peer was lost",
     "snapshot_step": "newest step that the hosts' own memory holds",
     "peer_step": "newest step of which every rank knows that another host's memory holds it too",
 }
@@ -88,6 +88,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
         ),
         "run.note": Kind(doc="Something a person should know.", required={"text": "one sentence"}, open=True),
+        "run.ending": Kind(
+            doc="It will end so, once the hosts have written what only their memory holds.",
+            required={
+                "outcome": "succeeded, failed, stopped or preempted",
+                "exit_code": "process exit code",
+                "reason": "the verdict, one sentence",
+            },
+        ),
         "run.finished": Kind(
             doc="The end: nothing of this run acts after it.",
             required={

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.simulate import answers
 from muster.simulate.hosttime import HostTime, VirtualHost, hold_snapshots
 from muster.simulate.queue import EventQueue
 from muster.simulate.stages import DiskTier, Pace, Stages, Stretch
@@ -58,6 +59,10 @@ class Cluster:
     _tick_ns: int | None = None
     _step: int = 0
     reset_works: bool = True
+    ranks_obey: bool = True
+    """False: ranks that are asked to save hang."""
+    disk_takes: bool = True
+    """False: what memory holds cannot be written."""
     _stretch: int = 0
     """Changes whenever what was scheduled for the steps under way no longer holds."""
     _run: Stretch | None = None
@@ -124,7 +129,7 @@ class Cluster:
             return
         self._settle_steps()
         if host.ranks:
-            self._stop_stepping("detect")
+            self.halt("detect")
         host.up = host.joined = False
         host.ranks, host.snapshots = [], {}
         host.boots = boots = host.boots + 1
@@ -189,7 +194,7 @@ class Cluster:
 
     def _close(self) -> None:
         self._settle_steps()
-        self._stop_stepping(self._job)
+        self.halt(self._job)
         for host in self.hosts.values():
             if host.held_since_ns is not None:
                 self.time.purchased_s += (self.now_ns - host.held_since_ns) / SECOND_NS
@@ -219,7 +224,7 @@ class Cluster:
     def break_world(self, host: VirtualHost, message: Mapping[str, Any], detect_s: float) -> None:
         """Nobody steps any more; the message that says why comes ``detect_s`` later."""
         boots = host.boots
-        self._stop_stepping("detect")
+        self.halt("detect")
         self.after(detect_s, lambda: self._from(host.name, message, boots=boots))
 
     def _effects(self, effects: list[Effect]) -> None:
@@ -228,9 +233,9 @@ class Cluster:
                 self.log.append((self.now_s, effect))
                 self.on_log(effect)
             elif isinstance(effect, Send):
-                self._deliver(effect.host, effect.message)
+                answers.take(self, effect.host, effect.message)
             elif self.on_end(effect):
-                self._stop_stepping("stopped")
+                self.halt("stopped")
                 self._job = "stopped"
             else:
                 self.result = effect
@@ -244,21 +249,8 @@ class Cluster:
             self.now_ns = max(self.now_ns, deadline)
             self._give(Tick())
 
-    def _deliver(self, name: str, message: Mapping[str, Any]) -> None:
-        host = self.hosts.get(name)
-        if host is None or not host.up:
-            return
-        kind = message["t"]
-        if kind == "start" and int(message["attempt"]) > host.attempt:
-            host.attempt = int(message["attempt"])
-            host.ranks = [int(context["rank"]) for context in message["contexts"]]
-            self._maybe_begin(host.attempt, message)
-        elif kind == "end":
-            self._end(host, int(message["attempt"]), message.get("keep", ()), reset="reset" in message)
-        elif kind == "order":
-            self._obey(message["order"])
-
-    def _maybe_begin(self, attempt: int, message: Mapping[str, Any]) -> None:
+    def maybe_begin(self, attempt: int, message: Mapping[str, Any]) -> None:
+        """A host was told to start; the ranks of a world start once its last host was."""
         world = int(message["contexts"][0]["world_size"])
         if int(message["contexts"][-1]["rank"]) != world - 1:  # hosts are told in the order of their ranks
             return
@@ -344,7 +336,7 @@ class Cluster:
         ring = [host for host in active if host.up and host.ranks]
         hold_snapshots(ring, self.machine.state.layout.key, held, peer_copy=self.peer_copy)
 
-    def _stop_stepping(self, job: str) -> None:
+    def halt(self, job: str) -> None:
         """No more steps: their time is classified, and the hosts are in ``job`` from here on."""
         if self._stretch_began_ns is not None:
             self._settle_steps()
@@ -360,10 +352,11 @@ class Cluster:
         if self._job not in ("start", "stopped"):
             self._job = job
 
-    def _end(self, host: VirtualHost, attempt: int, keep: Iterable[int], *, reset: bool = False) -> None:
+    def end_ranks(self, host: VirtualHost, attempt: int, keep: Iterable[int], *, reset: bool = False) -> None:
+        """A host ends its ranks but those in ``keep``, and then says what it holds."""
         self._settle_steps()
         if host.ranks:
-            self._stop_stepping("restart")
+            self.halt("restart")
         if self._job == "detect":
             self._job = "restart"
         kept = {str(rank): self._step for rank in keep if rank in host.ranks}
@@ -376,17 +369,15 @@ class Cluster:
             self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))
         self.after(self._ending[1], lambda: self._from(host.name, message, boots=boots))
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
-        """Save and leave (or only leave) after the step under way."""
-        if self._stretch_began_ns is None:
-            return
-        stretch, attempt, code = self._stretch, self.machine.state.attempt, int(order["exit_code"])
+    def leave_after_step(self, code: int) -> None:
+        """All ranks leave with ``code`` once the step under way is applied."""
+        stretch, attempt = self._stretch, self.machine.state.attempt
         self.after(self.step_s, lambda: self._leave(stretch, attempt, code))
 
     def _leave(self, stretch: int, attempt: int, code: int) -> None:
         if stretch == self._stretch:
             self._settle_steps()
-            self._stop_stepping("restart")
+            self.halt("restart")
             self._all_exit(attempt, code)
 
     def _all_exit(self, attempt: int, code: int) -> None:

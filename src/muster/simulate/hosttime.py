@@ -121,7 +121,11 @@ class HostTime:
     ) -> None:
         """``span_s`` have passed, in which nothing changed. ``world``: the hosts whose ranks are there; None: those
         that the machine counts on for the next attempt."""
-        named = world if world is not None else set(state.active if state.phase is Phase.RUN else state.target)
+        named = (
+            world
+            if world is not None
+            else set(state.active if state.phase in (Phase.RUN, Phase.FLUSH) else state.target)
+        )
         booting = state.phase in (Phase.BOOT, Phase.ENDED)
         counts = dict.fromkeys(("world", "joined", "provision", "out"), 0)
         for host in hosts:

@@ -11,6 +11,8 @@ class Stages:
     """How long things take, in seconds. Defaults: measured on CPU processes (docs/recovery.md)."""
 
     step_s: float = 0.3
+    flush_s: float = 0.5
+    """A host writes its share of a version that lies in its memory."""
     detect_exit_s: float = 0.03
     detect_silence_s: float = 3.0
     end_ranks_s: float = 0.03

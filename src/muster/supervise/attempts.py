@@ -1,4 +1,4 @@
-"""From one attempt to the next: end the ranks, learn what lives, form a world, start it. And the end."""
+"""From one attempt to the next: end the ranks, learn what lives, form a world, start it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from muster.core.course import changed
 from muster.core.ranks import RankContext, Restore
 from muster.policy.situation import NewWorld
 from muster.supervise.context import LEFT, Context
+from muster.supervise.flush import finish, leave
 from muster.supervise.forecast import at_a_notice
-from muster.supervise.layout import Choice, Snapshot, layout_for, newest_complete, twins_elsewhere
-from muster.supervise.state import SECOND_NS, End, Phase
+from muster.supervise.held import newest_held
+from muster.supervise.layout import Choice, layout_for, twins_elsewhere
+from muster.supervise.state import SECOND_NS, Phase
 from muster.supervise.survivors import hosts_first, keepable, kept_as, whole_replicas
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
@@ -81,7 +83,7 @@ def begin(c: Context) -> None:
         if layout is None:
             hosts.pop()
     if layout is None:
-        finish(c, "failed", 3, f"no layout fits {len(state.target)} hosts of {c.settings.ranks_per_host} ranks")
+        leave(c, "failed", 3, f"no layout fits {len(state.target)} hosts of {c.settings.ranks_per_host} ranks")
         return
     state.active, state.target, state.layout = hosts, [], layout
     state.attempt += 1
@@ -93,7 +95,7 @@ def begin(c: Context) -> None:
     state.waiting_since_ns, state.needed_hosts = None, 0
     per_host = c.settings.ranks_per_host
     state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
-    choice = restore_choice(c)
+    choice = newest_held(c, without=state.distrusted)
     kept = kept_as(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
     resume_step = choice.step if choice else -1
     if not adjust(c, max(resume_step, state.last_applied_step)):  # what was applied once is not changed after
@@ -145,28 +147,9 @@ def adjust(c: Context, resume_step: int) -> bool:
         wanted = dict(ask(world) or {})
         state.course = changed(state.course, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted)
     except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises is its own verdict)
-        finish(c, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
+        leave(c, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
         return False
     return True
-
-
-def restore_choice(c: Context) -> Choice | None:
-    """The newest complete version on the hosts that are there; None where a committed checkpoint is newer."""
-    found = [
-        Snapshot(
-            step=int(item["step"]),
-            attempt=int(item["attempt"]),
-            rank=int(item["rank"]),
-            layout=str(item["layout"]),
-            host=name,
-            tier=str(item["tier"]),
-        )
-        for name, host in c.state.hosts.items()
-        if host.connected
-        for item in host.snapshots
-    ]
-    choice = newest_complete(found)
-    return choice if choice is not None and choice.step >= c.state.committed_step else None
 
 
 def start_message(
@@ -235,23 +218,6 @@ def start_message(
     return found
 
 
-def finish(c: Context, outcome: str, code: int, reason: str) -> None:
-    """End the run, once: say so, let the hosts go."""
-    c.state.phase = Phase.ENDED
-    c.state.deadline_ns = None
-    c.log(
-        "run.finished",
-        {"outcome": outcome, "exit_code": code, "reason": reason, "final_step": c.state.last_applied_step},
-        sync=True,
-    )
-    for name, host in c.state.hosts.items():
-        if host.connected:
-            c.send(name, {"t": "shutdown", "reason": outcome})
-        if host.granted:
-            c.log("host.released", {"reason": outcome}, host=name)
-    c.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
-
-
 def peer_of(c: Context, name: str) -> list[Any] | None:
     """Where the host's snapshots get their second copy: the next active host's mover; None: nowhere."""
     wanted = c.settings.spec.checkpoint.peer_copy
@@ -276,4 +242,5 @@ def check_left(c: Context) -> None:
     saved = all(value in LEFT or value == 0 for value in state.exited.values())
     how = "saved and left" if saved else "left, but not every rank could save"
     why = f"{state.stop_source}: " if state.stop_source else ""
-    finish(c, outcome, code, f"{why}{how} after step {state.last_applied_step}")
+    end = finish if saved else leave
+    end(c, outcome, code, f"{why}{how} after step {state.last_applied_step}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from muster.core.events import Event
 from muster.core.nouns import Layout
-from muster.supervise.state import Host, Phase, State
+from muster.supervise.state import Ending, Host, Phase, State
 
 
 def recover(events: Iterable[Event]) -> State:
@@ -40,6 +40,12 @@ def recover(events: Iterable[Event]) -> State:
                 state.hosts[event.host].granted = False
         elif event.kind == "host.quarantined":
             state.hosts.setdefault(event.host, Host(name=event.host)).quarantined = True
+        elif event.kind == "run.ending":
+            state.ending = Ending(
+                outcome=str(event.detail["outcome"]),
+                exit_code=int(event.detail["exit_code"]),
+                reason=str(event.detail["reason"]),
+            )
         elif event.kind == "run.finished":
             state = State(
                 attempt=state.attempt, next_incident=state.next_incident, last_applied_step=0, course=state.course

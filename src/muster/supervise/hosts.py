@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.nouns import IncidentKind
-from muster.supervise.attempts import begin, check_left, collected_all, finish, has_store
+from muster.supervise import flush
+from muster.supervise.attempts import begin, check_left, collected_all, has_store
 from muster.supervise.context import Context
+from muster.supervise.flush import finish
 from muster.supervise.incidents import incident
 from muster.supervise.layout import layout_for
 from muster.supervise.state import Host, HostDown, HostUp, Phase
@@ -46,6 +48,8 @@ def host_up(c: Context, given: HostUp) -> None:
         host_ready(c, host, hello)
     if before is Phase.ADOPT:
         try_adopt(c)
+    elif before is Phase.FLUSH:
+        flush.returned(c, given.host)
     elif before is Phase.RUN and given.host in c.state.active:
         check_returned_agent(c, host, {int(rank) for rank in hello.get("exited", ())})
 
@@ -147,6 +151,8 @@ def host_down(c: Context, given: HostDown) -> None:
             if name == given.host:
                 c.state.exited.setdefault(rank, -9)
         check_left(c)
+    elif phase is Phase.FLUSH:
+        flush.lost(c, given.host)
     elif given.host in (c.state.active if phase is Phase.RUN else c.state.target) and phase in (
         Phase.RUN,
         Phase.COLLECT,
@@ -166,6 +172,10 @@ def try_adopt(c: Context) -> None:
         return
     if any(name not in state.hosts for name in state.active):
         return
+    fresh = all(not state.hosts[name].attempt and not state.hosts[name].snapshots for name in state.active)
+    if state.ending is not None and not fresh:  # it was ending when its supervisor went
+        flush.take_up(c)
+        return
     alive = {rank for name in state.active for rank in (*state.hosts[name].alive, *state.hosts[name].exited)}
     if set(state.ranks) <= alive and all(state.hosts[name].attempt == state.attempt for name in state.active):
         state.phase = Phase.RUN
@@ -178,7 +188,7 @@ def try_adopt(c: Context) -> None:
             "run.note",
             {"text": f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"},
         )
-        state.phase, state.active, state.ranks = Phase.BOOT, [], {}
+        state.phase, state.active, state.ranks, state.ending = Phase.BOOT, [], {}, None
         c.deadline(c.settings.spec.recovery.start_timeout_s)
     elif all(state.hosts[name].ready for name in state.active):
         adopt_failed(c)
@@ -186,6 +196,9 @@ def try_adopt(c: Context) -> None:
 
 def adopt_failed(c: Context) -> None:
     state = c.state
+    if state.ending is not None:
+        flush.take_up(c)
+        return
     lost = [name for name in state.active if name not in state.hosts or not state.hosts[name].connected]
     for name in lost:
         state.hosts.setdefault(name, Host(name=name))

@@ -7,8 +7,9 @@ from typing import Any
 
 from muster.core.nouns import Action, Decision, Incident, IncidentKind
 from muster.policy.situation import Situation
-from muster.supervise.attempts import collect, finish
+from muster.supervise.attempts import collect
 from muster.supervise.context import YIELDED, Context
+from muster.supervise.flush import leave
 from muster.supervise.state import SECOND_NS, OpenIncident, Phase
 from muster.supervise.survivors import keepable
 
@@ -188,4 +189,4 @@ def give_up(c: Context, decision: Decision, incident: Incident) -> None:
         c.log("run.note", {"text": f"held for {spec.recovery.hold_s:.0f} s: muster restart {c.settings.run_id}"})
         return
     outcome = "preempted" if decision.exit_code == 75 else "failed"
-    finish(c, outcome, decision.exit_code, c.state.verdict[1])
+    leave(c, outcome, decision.exit_code, c.state.verdict[1])

@@ -7,6 +7,7 @@
     COLLECT -> WAIT -> RUN                           too few hosts for a while
     RUN -> STOPPING -> ENDED                         asked to save and leave
     RUN -> COLLECT -> HOLD -> RUN                    the user's own failure, hosts kept warm
+    any -> FLUSH -> ENDED                            over without a save: hosts write what only memory holds
 
 Every decision is logged before the first message that carries it out, and an attempt's number is used
 once: a message of an older attempt changes nothing on the host that gets it. So a supervisor killed
@@ -21,9 +22,10 @@ from typing import Any
 
 from muster.core.nouns import IncidentKind
 from muster.policy.situation import Policy
-from muster.supervise import judge
-from muster.supervise.attempts import begin, check_left, collect, collected_all, finish
+from muster.supervise import flush, judge
+from muster.supervise.attempts import begin, check_left, collect, collected_all
 from muster.supervise.context import LEFT, YIELDED, Context
+from muster.supervise.flush import finish, leave
 from muster.supervise.hosts import adopt_failed, host_down, host_ready, host_up, look_for_growth, start_failed_aside
 from muster.supervise.incidents import incident
 from muster.supervise.state import (
@@ -123,11 +125,14 @@ class Machine:
             if reset is not None and not reset["ok"]:
                 evidence = f"{given.host}: its GPUs could not be reset: {reset['evidence']}"
                 incident(self._c, IncidentKind.HOST_UNHEALTHY, host=given.host, evidence=evidence)
+            flush.left(self._c, given.host)
             if given.host in self._c.state.collecting:
                 self._c.state.collecting.discard(given.host)
                 collected_all(self._c)
         elif kind == "store_lost":
             host.store = None
+        elif kind in ("flushed", "flush_committed"):
+            flush.answered(self._c, given.host, message)
         elif kind == "failed":
             self._start_failed(given.host, message)
         elif kind == "notice":
@@ -245,6 +250,11 @@ class Machine:
         if state.phase is Phase.ADOPT and not given.force:
             state.asked = given  # hosts that have not answered yet must hear of it too
             return
+        if state.phase is Phase.FLUSH:
+            if given.force or state.stop is not None:
+                flush.skip(self._c, f"{given.source}: left at once")
+            state.stop = (outcome, given.exit_code)  # once more: it does not wait
+            return
         if given.force or state.phase is Phase.STOPPING:
             finish(self._c, outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint stands")
             return
@@ -252,9 +262,10 @@ class Machine:
         self._c.log("notice", {"notice": "stop", "source": given.source, "grace_s": grace_s})
         state.stop, state.stop_source = (outcome, given.exit_code), given.source
         if state.phase is Phase.HOLD and state.verdict is not None:
-            finish(self._c, "failed", state.verdict[0], state.verdict[1])
+            leave(self._c, "failed", state.verdict[0], state.verdict[1])
         elif state.phase is not Phase.RUN:
-            finish(self._c, outcome, given.exit_code, f"{given.source} before training went on")
+            end = leave if given.save else finish
+            end(self._c, outcome, given.exit_code, f"{given.source} before training went on")
         else:
             state.phase = Phase.STOPPING
             self._c.deadline(grace_s)
@@ -309,15 +320,13 @@ class Machine:
             incident(self._c, IncidentKind.CAPACITY, evidence="too few hosts")
         elif state.phase is Phase.STOPPING:
             outcome, code = state.stop or ("stopped", 130)
-            finish(
-                self._c,
-                outcome,
-                code,
-                f"not saved within {self._c.settings.spec.recovery.grace_s:g} s; the newest checkpoint stands",
-            )
+            text = f"not saved within {self._c.settings.spec.recovery.grace_s:g} s; the newest checkpoint stands"
+            leave(self._c, outcome, code, text)
         elif state.phase is Phase.HOLD:
             code, reason = state.verdict or (1, "failed")
-            finish(self._c, "failed", code, reason)
+            leave(self._c, "failed", code, reason)
+        elif state.phase is Phase.FLUSH:
+            flush.overdue(self._c)
 
     def _taken(self) -> list[Effect]:
         effects, self._c.effects = self._c.effects, []

@@ -369,6 +369,7 @@ def sentence(machine: Machine) -> str:
         Phase.COLLECT: "recovering: ranks are being replaced",
         Phase.WAIT: "waiting for a host to return",
         Phase.STOPPING: "saving before it leaves",
+        Phase.FLUSH: "ending: hosts write what only their memory holds",
         Phase.HOLD: f"failed; hosts are held for muster restart: {state.verdict[1] if state.verdict else ''}",
         Phase.ENDED: "ended",
     }

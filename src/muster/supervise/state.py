@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.core.nouns import Layout
 from muster.core.spec import RunSpec
+from muster.supervise.layout import Choice
 
 SECOND_NS = 1_000_000_000
 
@@ -49,6 +50,7 @@ class Phase(StrEnum):
     COLLECT = "collect"  # ranks were ended; hosts report what they hold
     WAIT = "wait"  # too few hosts
     STOPPING = "stopping"  # ranks were asked to save and leave
+    FLUSH = "flush"  # the run ends: hosts write what only their memory holds
     HOLD = "hold"  # failed by the user's own error; hosts stay warm
     ENDED = "ended"
 
@@ -99,6 +101,30 @@ class OpenIncident:
 
 
 @dataclass(kw_only=True)
+class Ending:
+    """How the run will end, once what only memory holds is written (``supervise.flush``)."""
+
+    outcome: str
+    exit_code: int
+    reason: str
+    until_ns: int = 0
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Host -> answers that it owes; only the last of them counts."""
+    answered: set[str] = field(default_factory=set)
+    """Hosts that have said what they hold."""
+    choice: Choice | None = None
+    """The version that is being written; None: the hosts are being asked what they hold."""
+    files: list[Mapping[str, Any]] = field(default_factory=list)
+    """What was written, in the hosts' own words."""
+    writers: list[str] = field(default_factory=list)
+    committing: bool = False
+    given_up: set[tuple[int, int]] = field(default_factory=set)
+    """(step, attempt) of versions that could not be written."""
+    why: str = ""
+    """What last went wrong with it."""
+
+
+@dataclass(kw_only=True)
 class State:
     """Everything the machine remembers; ``fold.recover`` rebuilds it from a log."""
 
@@ -142,6 +168,9 @@ class State:
     yielding: bool = False
     """The ranks were asked to leave after their step so that the world can grow."""
     verdict: tuple[int, str] | None = None
+    ending: Ending | None = None
+    distrusted: set[tuple[int, int]] = field(default_factory=set)
+    """(step, attempt) of versions in memory that turned out to be unreadable."""
     asked: StopRequest | None = None
     """A stop that came before the hosts had answered this supervisor."""
 

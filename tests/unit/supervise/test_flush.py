@@ -1,0 +1,199 @@
+"""What only memory holds is written before the hosts go, whichever way a run ends. In virtual time."""
+
+import pytest
+from test_machine import cluster, events_of, kinds, machine, spec
+
+from muster.core.events import Event, check
+from muster.policy.shipped import SHIPPED, DefaultPolicy
+from muster.simulate.cluster import Stages
+from muster.supervise.fold import recover
+from muster.supervise.state import FromHost, Phase, StopRequest
+
+
+def ended(found, until_s=10_000):
+    end = found.run(until_s)
+    assert end is not None, found.machine.state.phase
+    return end
+
+
+def committed(found):
+    return found.machine.state.committed_step
+
+
+def stop(found, **more):
+    found._give(StopRequest(source="SIGINT", exit_code=130, **more))
+
+
+def test_no_capacity_writes_the_steps_that_only_memory_holds_and_answers_75():
+    found = cluster(spec(hosts=2), policy=DefaultPolicy(max_wait_s=60.0))
+    found.at(10.0, lambda: found.kill_host("host-0"))
+    end = ended(found)
+    assert (end.exit_code, end.outcome) == (75, "preempted")
+    applied = found.machine.state.last_applied_step
+    assert applied > 10 and committed(found) == found.disk_step == applied
+    assert f"step {applied} was written from memory" in end.reason
+    assert len(kinds(found, "run.finished")) == 1
+
+
+def test_the_users_own_error_is_still_the_verdict_and_the_state_is_written():
+    found = cluster(spec(hosts=2), policy=SHIPPED["none"])
+    last = {"exception": "ValueError", "message": "bad row 17", "exit_code": 3}
+    found.at(10.0, lambda: found.kill_rank(1, code=1, last=last))
+    end = ended(found)
+    assert (end.exit_code, end.outcome) == (3, "failed")
+    assert "bad row 17" in end.reason and committed(found) > 10
+    assert len(kinds(found, "attempt.ended")) == 1
+
+
+def test_ranks_that_hang_in_their_last_save_do_not_take_the_state_with_them():
+    found = cluster(spec(hosts=2, recovery={"grace_s": 10.0}))
+    found.ranks_obey = False
+    found.at(10.0, lambda: stop(found))
+    end = ended(found)
+    assert end.exit_code == 130 and "not saved within 10 s" in end.reason and "was written from memory" in end.reason
+    assert committed(found) == found._step > 10
+    assert 20.0 < found.now_s < 30.0
+
+
+def test_a_stop_while_recovering_writes_first_and_one_without_a_save_does_not():
+    for save, written in ((True, True), (False, False)):
+        found = cluster(spec(hosts=2), stages=Stages(end_ranks_s=2.0))
+        found.at(10.0, lambda found=found: found.kill_rank(0))
+        found.at(11.0, lambda found=found, save=save: stop(found, save=save))
+        end = ended(found)
+        assert end.exit_code == 130 and "before training went on" in end.reason
+        assert (committed(found) > 10) is written
+
+
+def test_a_held_run_writes_when_the_hold_ends():
+    found = cluster(spec(hosts=1, recovery={"hold_s": 30.0}), policy=SHIPPED["none"])
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
+    end = ended(found)
+    assert end.exit_code == 1 and committed(found) > 10 and 40.0 < found.now_s < 45.0
+
+
+def test_what_is_committed_already_is_not_written_again():
+    found = cluster(spec(hosts=2), policy=SHIPPED["none"])
+
+    def commit():
+        found._settle_steps()
+        found._report_step(1)
+        event = {"kind": "checkpoint.committed", "attempt": 1, "step": found._step, "detail": {"tier": "disk"}}
+        found.hear(found.hosts["host-0"], {"t": "event", "event": event})
+        found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"})
+
+    found.at(10.0, commit)
+    end = ended(found)
+    assert end.exit_code == 1 and not kinds(found, "run.ending") and "memory" not in end.reason
+
+
+@pytest.mark.parametrize("again", [{"force": True}, {}])
+def test_a_second_ctrl_c_does_not_wait_for_it(again):
+    found = cluster(spec(hosts=2), stages=Stages(end_ranks_s=2.0, flush_s=20.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(11.0, lambda: stop(found))
+    found.at(14.0, lambda: stop(found, **again))
+    end = ended(found)
+    assert end.exit_code == 130 and found.now_s == pytest.approx(14.0)
+    assert "not written (SIGINT: left at once)" in end.reason and "no checkpoint stands" in end.reason
+
+
+def test_the_first_ctrl_c_of_a_run_that_ends_by_itself_waits():
+    found = cluster(spec(hosts=2), policy=SHIPPED["none"], stages=Stages(flush_s=5.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(12.0, lambda: stop(found))
+    end = ended(found)
+    assert end.exit_code == 1 and committed(found) > 10
+
+
+def test_a_disk_that_does_not_take_it_ends_the_run_with_a_word():
+    found = cluster(spec(hosts=2), policy=SHIPPED["none"])
+    found.disk_takes = False
+    found.at(10.0, lambda: found.kill_rank(0))
+    end = ended(found)
+    assert end.exit_code == 1 and committed(found) == 0
+    assert "lay only in memory and was not written (host-" in end.reason and "no space left" in end.reason
+
+
+def test_hosts_that_do_not_answer_are_waited_for_no_longer_than_the_grace():
+    found = cluster(spec(hosts=2, recovery={"grace_s": 20.0}), policy=SHIPPED["none"], stages=Stages(flush_s=1e6))
+    found.at(10.0, lambda: found.kill_rank(0))
+    end = ended(found)
+    assert 29.0 < found.now_s < 32.0 and "not within grace_s=20 s" in end.reason
+
+
+@pytest.mark.parametrize("at", [10.05, 10.3, 11.5])
+@pytest.mark.parametrize("name", ["host-0", "host-1", "host-2"])
+def test_a_host_lost_meanwhile_is_replaced_by_the_copies_of_its_shards(name, at):
+    found = cluster(spec(hosts=3), policy=SHIPPED["none"], stages=Stages(flush_s=2.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(at, lambda: found.kill_host(name))
+    end = ended(found)
+    assert end.exit_code == 1 and committed(found) > 10, end
+
+
+def test_two_hosts_lost_meanwhile_leave_an_older_version_or_a_word():
+    found = cluster(spec(hosts=3), policy=SHIPPED["none"], stages=Stages(flush_s=2.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(11.0, lambda: (found.kill_host("host-1"), found.kill_host("host-2")))
+    end = ended(found)
+    assert end.exit_code == 1 and "was not written" in end.reason and committed(found) == 0
+
+
+def test_an_agent_that_comes_back_is_asked_again():
+    found = cluster(spec(hosts=2), policy=SHIPPED["none"], stages=Stages(flush_s=2.0, end_ranks_s=1.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+
+    def agent_restarts():
+        found.hosts["host-1"].boots += 1  # what it was asked is forgotten
+        found.join("host-1")
+
+    found.at(11.0, agent_restarts)
+    found.at(13.0, agent_restarts)
+    assert ended(found).exit_code == 1 and committed(found) > 10
+
+
+@pytest.mark.parametrize("at", [10.2, 12.0, 14.4])
+def test_a_supervisor_killed_meanwhile_is_followed_by_one_that_ends_the_run_alike(at):
+    of = spec(hosts=2)
+    found = cluster(of, policy=SHIPPED["none"], stages=Stages(flush_s=2.0, end_ranks_s=2.0))
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "bad row 17"}))
+    found.at(at, lambda: found.replace_supervisor(machine(of, SHIPPED["none"], recover(events_of(found)))))
+    end = ended(found)
+    assert (end.exit_code, end.outcome) == (1, "failed") and "bad row 17" in end.reason
+    assert committed(found) > 10
+    assert len(kinds(found, "attempt.started")) == 1 and len(kinds(found, "run.finished")) == 1
+
+
+def test_a_run_that_was_ending_and_lost_all_its_hosts_is_resumed_where_it_is_started_again():
+    of = spec(hosts=1)
+    found = cluster(of, policy=SHIPPED["none"], stages=Stages(flush_s=20.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+
+    def all_gone():
+        host = found.hosts["host-0"]
+        host.attempt, host.ranks, host.snapshots, host.boots = 0, [], {}, host.boots + 1
+        found.replace_supervisor(machine(of, state=recover(events_of(found))))
+
+    found.at(12.0, all_gone)
+    assert ended(found).exit_code == 0
+
+
+def test_an_answer_to_an_order_that_was_overtaken_does_not_count():
+    found = cluster(spec(hosts=3), policy=SHIPPED["none"], stages=Stages(flush_s=2.0))
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(10.5, lambda: found.kill_host("host-1"))
+    found.run(11.0)
+    state = found.machine.state
+    assert state.phase is Phase.FLUSH and state.ending.choice is not None
+    answer = {"t": "flushed", "step": state.ending.choice.step, "attempt": 1, "ok": True, "files": [{"rank": 0}]}
+    found._give(FromHost(host="host-0", message=answer))
+    assert state.ending.files == []
+
+
+def test_the_event_fits_the_schema():
+    found = cluster(spec(hosts=1), policy=SHIPPED["none"])
+    found.at(10.0, lambda: found.kill_rank(0))
+    ended(found)
+    ((_, log),) = kinds(found, "run.ending")
+    check(Event(run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=0, host="s", kind=log.kind, detail=log.detail))

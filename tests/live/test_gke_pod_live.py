@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,17 @@ def start(role, run_dir, program, *options):
     return subprocess.Popen(
         [*argv, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def wait_until_it_listens(pod):
+    """Until the pod's own handler is there: before it, a signal ends Python as any other program."""
+    caught = 0
+    until = time.monotonic() + 60
+    while not caught & 1 << (signal.SIGTERM - 1) and time.monotonic() < until:
+        time.sleep(0.05)
+        status = Path(f"/proc/{pod.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+        caught = int(line.split()[1], 16)
 
 
 def ended(pod):
@@ -66,7 +78,7 @@ def test_a_supervisor_stands_by_while_another_holds_the_run(tmp_path):
     assert ended(start("supervisor", tmp_path, program))[0] == 3
     lease.write_text(json.dumps({"expires_wall_ns": time.time_ns() + 10**12}))
     pod = start("supervisor", tmp_path, "print('up')")
-    time.sleep(1.0)
+    wait_until_it_listens(pod)
     pod.send_signal(signal.SIGTERM)
     assert ended(pod)[0] == AGAIN
 
@@ -107,6 +119,25 @@ def test_a_host_is_named_after_its_pod():
     name, told = named_after_its_pod("host-2", argv, "llama-host-2-0-abcde")
     assert name == "host-2-abcde" and told == [*argv[:4], "host-2-abcde", *argv[5:]]
     assert named_after_its_pod("", argv, "p-abcde") == ("", argv) and named_after_its_pod("h", argv, "") == ("h", argv)
+
+
+def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
+    """As it is written, and to the last half line: a copy, marked with the file's name; no other host's."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-9.a1.log").write_text("another host's\n")
+    program = (
+        "import json, os, pathlib, sys; "
+        f"run = pathlib.Path({str(tmp_path)!r}); log = open(run / 'logs' / 'rank-0.a1.log', 'a', buffering=1); "
+        "log.write('first\\n'); events = open(run / 'events' / 'host-0.1.jsonl', 'a', buffering=1); "
+        "events.write(json.dumps({'kind': 'rank.started', 'rank': 0, 'attempt': 1}) + chr(10)); "
+        "sys.stdin.readline(); log.write('second\\nhalf'); print('agent ends')"
+    )
+    argv = [sys.executable, "-m", "muster.backends.gke.pod", "host", "--run-dir", str(tmp_path), "--host", "host-0"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pod = subprocess.Popen([*argv, "--", sys.executable, "-c", program], **pipes)
+    assert pod.stdout.readline() == "rank-0.a1 | first\n", "while the rank still writes"
+    out, _ = pod.communicate("\n", timeout=60)
+    assert sorted(out.splitlines()) == ["agent ends", "rank-0.a1 | half", "rank-0.a1 | second"]
 
 
 def test_what_counts_as_lonely(tmp_path):

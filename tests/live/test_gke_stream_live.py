@@ -1,7 +1,8 @@
-"""A command in a pod over a real WebSocket on loopback: output, input, exit code, and a server that will not."""
+"""Connections that stay open, for real on loopback: a command in a pod over a WebSocket, a followed log."""
 
 import http.server
 import json
+import queue
 import sys
 import threading
 from pathlib import Path
@@ -40,6 +41,9 @@ class Kubelet(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
             return
         assert self.headers["authorization"] == "Bearer a-token"
+        if "/log?" in self.path:
+            self.followed()
+            return
         channels.accept(self)
         self.close_connection = True
         if "command=silent" in self.path:
@@ -52,6 +56,21 @@ class Kubelet(http.server.BaseHTTPRequestHandler):
         status = {"status": "Failure", "details": causes} if "command=fail" in self.path else {"status": "Success"}
         channels.send(self, 3, json.dumps(status).encode())
         channels.close(self)
+
+    def followed(self):
+        """Two lines in three chunks, then nothing: broken off, or silent until the client goes."""
+        if "pods/nobody" in self.path:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for part in (b"2026-01-02T03:04:05Z one\n2026-", b"01-02T03:04:05Z tw", b"o\n"):
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            self.wfile.flush()
+        self.close_connection = True
+        if "pods/silent" in self.path:
+            self.rfile.read(1)  # until the client hangs up
 
 
 @pytest.fixture
@@ -91,3 +110,26 @@ def test_not_allowed(cluster):
 def test_a_stream_that_breaks_off(cluster):
     with pytest.raises(Unreachable, match="broke"):
         run(cluster, TARGET, ["silent"], line="x")
+
+
+def test_a_log_that_breaks_off_and_one_that_is_not_there(cluster):
+    lines = iter(cluster.follow_log("default", "broken", "c"))
+    assert [next(lines), next(lines)] == [b"2026-01-02T03:04:05Z one\n", b"2026-01-02T03:04:05Z two\n"]
+    assert next(lines, None) is None, "an end like any other: whether the container ended is asked"
+    assert cluster.follow_log("default", "nobody", "c") is None
+
+
+def test_a_log_on_which_nothing_comes_is_closed_from_outside(cluster):
+    found = cluster.follow_log("default", "silent", "c")
+    lines, ended = iter(found), queue.Queue()
+    next(lines), next(lines)
+
+    def wait():
+        try:
+            ended.put(next(lines, None))
+        except OSError as error:
+            ended.put(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    found.close()
+    ended.get(timeout=30)

@@ -10,10 +10,12 @@ from muster.core import eventlog, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.events import KINDS, Event
-from muster.core.nouns import LogChunk
-from muster.core.seams import Clock
+from muster.core.nouns import JobHandle, LogChunk
+from muster.core.seams import Clock, Launcher
 
 LOOK_EVERY_S = 0.3
+REMOTE_LOOK_EVERY_S = 2.0
+"""Where each look is a command in a pod."""
 
 
 def logs(
@@ -31,21 +33,15 @@ def logs(
     """
     run = runs.find(reference)
     launcher, handle = job(run)
-    clock = clock or SystemClock()
-    positions: dict[str, int] = {}
-    shown = 0
-    while True:
-        ended = launcher.poll(handle).state.ended
-        for chunk in launcher.logs(handle, after=positions):
-            positions[chunk.task] = chunk.next_offset
-            if _wanted(chunk.task, rank, task):
-                shown += 1
-                yield chunk
-        if not follow or ended:
-            break
-        clock.sleep(LOOK_EVERY_S)
-    known = sorted({path.stem for path in run.logs.glob("*.log")} | set(positions))
-    if not shown and (rank is not None or task is not None) and not any(_wanted(each, rank, task) for each in known):
+    stream = getattr(launcher, "follow", None) if follow else None
+    chunks = stream(handle) if stream else _looked_at(launcher, handle, follow, clock or SystemClock())
+    seen: set[str] = set()
+    for chunk in chunks:
+        seen.add(chunk.task)
+        if _wanted(chunk.task, rank, task):
+            yield chunk
+    known = sorted({path.stem for path in run.logs.glob("*.log")} | seen)
+    if not any(_wanted(each, rank, task) for each in known) and (rank is not None or task is not None):
         what = f"rank {rank}" if rank is not None else f"task {task!r}"
         raise UsageError(f"no log of {what} in {run.run_id}", hint=f"there are: {', '.join(known) or 'none'}")
 
@@ -67,6 +63,7 @@ def events(
     run = runs.find(reference)
     launcher, handle = job(run)
     clock = clock or SystemClock()
+    every_s = REMOTE_LOOK_EVERY_S if getattr(launcher, "folder_is_remote", False) else LOOK_EVERY_S
     counts: dict[str, int] = {}
     while True:
         ended = launcher.poll(handle).state.ended
@@ -77,6 +74,19 @@ def events(
         for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq)):
             if not kinds or event.kind in kinds:
                 yield event
+        if not follow or ended:
+            return
+        clock.sleep(every_s)
+
+
+def _looked_at(launcher: Launcher, handle: JobHandle, follow: bool, clock: Clock) -> Iterator[LogChunk]:
+    """Output so far; with ``follow`` looked at again until the job has ended."""
+    positions: dict[str, int] = {}
+    while True:
+        ended = launcher.poll(handle).state.ended
+        for chunk in launcher.logs(handle, after=positions):
+            positions[chunk.task] = chunk.next_offset
+            yield chunk
         if not follow or ended:
             return
         clock.sleep(LOOK_EVERY_S)

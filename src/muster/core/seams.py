@@ -124,7 +124,8 @@ class Launcher(Protocol):
     """One way of running jobs: a laptop, Slurm, GKE... Blocking calls, no hidden retries.
 
     A back end may have, besides: ``resolve(spec)`` (what its machines decide of a run file), ``exec(run_id, argv,
-    terminal, *, host)`` (a command on a host; its exit code), ``remaining(handle)`` (what a tear-down left), and where
+    terminal, *, host)`` (a command on a host; its exit code), ``remaining(handle)`` (what a tear-down left),
+    ``follow(handle)`` (output as it comes, where a stream can be had: else ``logs`` is asked again), and where
     ``folder_is_remote`` (the run's folder is out of this machine's reach) ``ask(run_id, message, ...)`` (a question
     to the supervisor) and ``mirror(run_id, folder)`` (the events so far).
     """

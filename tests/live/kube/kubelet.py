@@ -29,6 +29,7 @@ import urllib.parse
 from pathlib import Path
 
 import channels
+from output import Output
 from server import Api, now
 
 HERE = Path(__file__).parent
@@ -89,6 +90,7 @@ class Node:
         self.logs.mkdir(exist_ok=True)
         self.containers: dict[str, dict[str, Container]] = {}
         self.ending: set[str] = set()
+        self.output = Output(self.writes)
 
     # ---------------------------------------------------------------- the node
 
@@ -269,6 +271,11 @@ class Node:
     def beside(self, pod, kind, name):
         return f"/api/v1/namespaces/{pod['metadata']['namespace']}/{kind}/{name}"
 
+    def writes(self, log):
+        """Whether the container of this log still runs."""
+        held = [one for row in list(self.containers.values()) for one in list(row.values())]
+        return any(one.log == log and one.process.poll() is None for one in held)
+
     def die(self, *_):
         for held in list(self.containers.values()):
             for one in held.values():
@@ -307,18 +314,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("content-type", "text/plain")
         self.send_header("connection", "close")
         self.end_headers()
-        path, seen, idle = self.node.logs / f"{name}.log", 0, 0
-        while True:
-            with open(path, "rb") as file:
-                file.seek(seen)
-                chunk = file.read()
-            seen += len(chunk)
-            idle = 0 if chunk else idle + 1
-            self.wfile.write(chunk)
+        for line in self.node.output.read(self.node.logs / f"{name}.log", query):
+            self.wfile.write(line)
             self.wfile.flush()
-            if query.get("follow") != ["true"] or idle > 50:
-                return
-            time.sleep(0.2)
 
     def _exec(self, namespace, pod, container, query):
         """The command in the container's own namespaces."""

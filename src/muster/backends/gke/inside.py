@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.backends.gke import reach
+from muster.backends.gke.echo import told_by
 from muster.backends.gke.execute import Target, run
 from muster.backends.gke.placement import SUPERVISOR
 from muster.backends.gke.provision.kube import Cluster
@@ -43,8 +44,18 @@ def ask(
     return _question(cluster, target, pods, question)
 
 
-def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
-    """Output of each pod's own container beyond ``after``."""
+def logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
+    """What the run's processes wrote beyond ``after``.
+
+    Ranks' output comes from the run's folder or, where no pod can be asked, from the copy in their pod's own output.
+    """
+    ranks = list(rank_logs(cluster, pods, after))
+    yield from pod_logs(cluster, pods, after, copies=not reach.running(pods))
+    yield from ranks
+
+
+def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int], *, copies: bool = True) -> Iterator[LogChunk]:
+    """Output of each pod's own container beyond ``after``; what it holds of its ranks' apart, or left out."""
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
         task, container = reach.task(pod)
         metadata = pod["metadata"]
@@ -52,8 +63,13 @@ def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator
         position = after.get(task, 0)
         # A replaced pod starts a log of its own: what is shorter than what was read is read from its beginning.
         start = position if position <= len(data) else 0
-        if data[start:]:
-            yield LogChunk(task=task, text=data[start:].decode(errors="replace"), next_offset=len(data))
+        texts: dict[str, str] = {}
+        for line in data[start:].decode(errors="replace").splitlines(keepends=True):
+            writer, text = told_by(line, task)
+            texts[writer] = texts.get(writer, "") + text
+        for writer, text in texts.items():
+            if writer == task or copies:
+                yield LogChunk(task=writer, text=text, next_offset=len(data))
 
 
 def rank_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:

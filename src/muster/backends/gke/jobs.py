@@ -15,18 +15,20 @@ from typing import Any
 
 from muster.backends.gke import inside, reach
 from muster.backends.gke.continuation import API as JOBSET_API
-from muster.backends.gke.continuation import newest, number_of
+from muster.backends.gke.continuation import newest
 from muster.backends.gke.execute import attach
-from muster.backends.gke.explain import Observed, condition, explain
+from muster.backends.gke.explain import condition, explain
+from muster.backends.gke.follow import Follower
 from muster.backends.gke.jobset import Manifest
+from muster.backends.gke.observe import exit_code, label, observe, tasks
 from muster.backends.gke.options import Options
 from muster.backends.gke.place import CODE
-from muster.backends.gke.placement import SUPERVISOR, object_name, place, resolved
+from muster.backends.gke.placement import place, resolved
 from muster.backends.gke.provision import kubeconfig
 from muster.backends.gke.provision.http import Call, GoogleHttp, Http, Reply
 from muster.backends.gke.provision.kube import Cluster
 from muster.backends.gke.provision.session import Session
-from muster.backends.gke.provision.stream import Stream
+from muster.backends.gke.provision.stream import Lines, Stream
 from muster.backends.gke.render import BACKEND, render
 from muster.catalog import offers as catalogue
 from muster.core import codepack, runs
@@ -40,8 +42,6 @@ from muster.core.store import open_store
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
 ANNOTATION = "muster/submission"
-KUEUE_API = "kueue.x-k8s.io/v1beta2"
-PROVISIONING_API = "autoscaling.x-k8s.io/v1"
 GONE_WITHIN_S = 120.0
 STOPPED_BY_USER = 130
 
@@ -138,17 +138,29 @@ class GkeLauncher:
         observed = observe(cluster, self.options.namespace, handle.run_id)
         found = explain(observed)
         reason = found.sentence + (f" (hint: {found.hint})" if found.hint else "")
-        code = _exit_code(observed, found.state)
+        code = exit_code(observed, found.state)
         # To Kubernetes every end but success is a failure; the supervisor's own code says which one it was.
         state = JobState.STOPPED if found.state is JobState.FAILED and code == STOPPED_BY_USER else found.state
-        return JobStatus(state=state, reason=reason, exit_code=code, tasks=_tasks(observed.pods))
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks(observed.pods))
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """Output of each pod's own container, and of each rank, beyond ``after`` (bytes); sidecars are left out."""
         cluster = self._known(handle.run_id)
         if cluster is not None:
-            yield from inside.pod_logs(cluster, self._pods(cluster, handle.run_id), after or {})
-            yield from inside.rank_logs(cluster, self._pods(cluster, handle.run_id), after or {})
+            yield from inside.logs(cluster, self._pods(cluster, handle.run_id), after or {})
+
+    def follow(self, handle: JobHandle) -> Iterator[LogChunk]:
+        """The same from the beginning, and as it comes until the run has ended: one open stream per pod."""
+        cluster = self._known(handle.run_id)
+        if cluster is None:
+            return
+
+        def over() -> bool:
+            jobset = self._jobset(cluster, handle.run_id)
+            return jobset is None or _ended(jobset)
+
+        namespace = self.options.namespace
+        yield from Follower(cluster=cluster, namespace=namespace, labels=label(handle.run_id), over=over).chunks()
 
     # ------------------------------------------------------------ inside
 
@@ -302,48 +314,13 @@ class _Late:
     def open(self, call: Call) -> Stream:
         return self._real().open(call)
 
+    def lines(self, call: Call) -> Lines | Reply:
+        return self._real().lines(call)
+
     def _real(self) -> Http:
         if self.of.http is None:
             self.of.http = GoogleHttp()
         return self.of.http
-
-
-def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
-    """Everything that one sentence about the run may need, asked once."""
-    jobset = newest(cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=label(run_id)))
-    name = jobset["metadata"]["name"] if jobset else object_name(run_id)
-    workloads = cluster.list(KUEUE_API, "workloads", namespace=namespace)
-    workload = next((one for one in workloads if _owned_by(one, name)), None)
-    requests: list[Mapping[str, Any]] = []
-    checks: list[Mapping[str, Any]] = []
-    if workload is not None and condition(workload, "Admitted") is None:
-        owner = workload["metadata"]["name"]
-        rows = cluster.list(PROVISIONING_API, "provisioningrequests", namespace=namespace)
-        requests = [one for one in rows if _owned_by(one, owner)]
-        checks = list(cluster.list(KUEUE_API, "admissionchecks"))
-    pods = cluster.list("v1", "pods", namespace=namespace, labels=label(run_id))
-    if jobset is not None and number_of(jobset) > 1:  # an earlier allocation's pods are history
-        pods = [pod for pod in pods if pod["metadata"].get("labels", {}).get(reach.JOBSET) in (None, name)]
-    events = cluster.list("v1", "events", namespace=namespace) if pods else []
-    nodes = cluster.list("v1", "nodes") if pods else []
-    return Observed(
-        jobset=jobset,
-        workload=workload,
-        provisioning_requests=requests,
-        admission_checks=checks,
-        pods=pods,
-        events=events,
-        nodes=nodes,
-    )
-
-
-def _owned_by(one: Mapping[str, Any], name: str) -> bool:
-    return any(owner.get("name") == name for owner in one["metadata"].get("ownerReferences", []))
-
-
-def label(run_id: str) -> str:
-    """The selector of everything that is the run's."""
-    return f"app.kubernetes.io/instance={run_id}"
 
 
 def _local_dir(run_id: str) -> Path | None:
@@ -366,26 +343,3 @@ def _spec_of(manifests: list[Manifest]) -> RunSpec:
 
 def _ended(jobset: Mapping[str, Any]) -> bool:
     return any((condition(jobset, kind) or {}).get("status") == "True" for kind in ("Completed", "Failed"))
-
-
-def _tasks(pods: Any) -> dict[str, str]:
-    found = {}
-    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
-        node = pod.get("spec", {}).get("nodeName")
-        found[reach.task(pod)[0]] = str(pod.get("status", {}).get("phase", "?")).lower() + (
-            f" on {node}" if node else ""
-        )
-    return found
-
-
-def _exit_code(observed: Observed, state: JobState) -> int | None:
-    """The supervisor's own, where its pod is still there; else what the JobSet says."""
-    if not state.ended:
-        return None
-    for pod in observed.pods:
-        if reach.task(pod)[0] == SUPERVISOR:
-            for container in pod.get("status", {}).get("containerStatuses", []):
-                ended = container.get("state", {}).get("terminated")
-                if ended and container.get("name") == SUPERVISOR:
-                    return int(ended["exitCode"])
-    return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from muster.backends.gke.echo import Echo
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 
@@ -181,7 +182,14 @@ def main() -> int:
         requeue=(lambda: _requeue(given.requeue, given.at_most)) if given.requeue else None,
         leave_after_s=given.leave_after_s or None,
     )
-    return pod.run()
+    if not host:
+        return pod.run()
+    echo = Echo(run_dir=given.run_dir, host=host)
+    echo.start()
+    try:
+        return pod.run()
+    finally:
+        echo.stop()
 
 
 def _requeue(which: str, at_most: int) -> str:

@@ -219,6 +219,18 @@ def test_logs_of_one_rank(run):
         list(logs_app.logs(here.run_id, rank=7))
 
 
+def test_the_copy_in_a_pods_output_counts_once_no_pod_can_be_asked(run, google):
+    here, inside = run
+    path = "/api/v1/namespaces/default/pods/llama-host-2/log"
+    google.logs[path] = "agent up\nrank-3.a1 | from rank 3\n"
+    (inside.logs / "rank-3.a1.log").write_text("from rank 3, whole\n")
+    told = {one.task: one.text for one in logs_app.logs(here.run_id)}
+    assert told == {"host-2": "agent up\n", "rank-3.a1": "from rank 3, whole\n"}
+    for key in [key for key in google.kubernetes.objects if "/pods/" in key]:
+        google.kubernetes.objects[key]["status"]["phase"] = "Succeeded"
+    assert [(one.task, one.text) for one in logs_app.logs(here.run_id, rank=3)] == [("rank-3.a1", "from rank 3\n")]
+
+
 def test_a_large_log_comes_in_parts(run, monkeypatch):
     here, inside = run
     monkeypatch.setattr(pod_side, "LARGEST_BYTES", 1000)

@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from muster.backends.gke.provision.stream import Refused, Stream, open_stream
+from muster.backends.gke.provision.stream import Lines, Refused, Stream, open_lines, open_stream
 from muster.core.errors import AccessError, BackendError
+
+LOGIN = "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run: gcloud auth application-default login"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +90,23 @@ class Http(Protocol):
         """
         ...
 
+    def lines(self, call: Call) -> Lines | Reply:
+        """An answer that goes on, or the server's refusal. Raises Unreachable where no answer came."""
+        ...
+
+
+SILENCE_S = 300.0
+"""A load balancer may drop a connection without a word; asking again after this long costs one request."""
+
 
 class GoogleHttp:
-    """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left."""
+    """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left.
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
+    ``quota_project`` is whom a person's own credentials charge their requests to, where those name nobody: Google
+    refuses them otherwise (403, "requires a quota project"). A service account belongs to a project and needs none.
+    """
+
+    def __init__(self, timeout_s: float = 60.0, *, quota_project: str | None = None) -> None:
         try:
             import google.auth
             import google.auth.exceptions
@@ -104,24 +119,37 @@ class GoogleHttp:
         except google.auth.exceptions.DefaultCredentialsError as error:
             raise AccessError(
                 "no Google credentials found",
-                hint="set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run: gcloud auth application-default login",
+                hint=LOGIN,
             ) from error
+        self._quota_project = getattr(self._credentials, "quota_project_id", None)
+        if self._quota_project is None and _of_a_person(self._credentials):
+            self._quota_project = quota_project
         self._request = Request()
         self._refresh_error: type[Exception] = google.auth.exceptions.GoogleAuthError
         self._timeout_s = timeout_s
 
     def send(self, call: Call) -> Reply:
-        return exchange(call, {"authorization": f"Bearer {self._token()}"}, _trust(call.ca_pem), self._timeout_s)
+        return exchange(call, self._headers(call), _trust(call.ca_pem), self._timeout_s)
 
     def open(self, call: Call) -> Stream:
-        return stream(call, {"authorization": f"Bearer {self._token()}"}, _trust(call.ca_pem), self._timeout_s)
+        return stream(call, self._headers(call), _trust(call.ca_pem), self._timeout_s)
+
+    def _headers(self, call: Call) -> dict[str, str]:
+        headers = {"authorization": f"Bearer {self._token()}"}
+        host = urllib.parse.urlsplit(call.url).hostname or ""
+        if self._quota_project and host.endswith(".googleapis.com"):
+            headers["x-goog-user-project"] = self._quota_project
+        return headers
+
+    def lines(self, call: Call) -> Lines | Reply:
+        return lines(call, {"authorization": f"Bearer {self._token()}"}, _trust(call.ca_pem), self._timeout_s)
 
     def _token(self) -> str:
         try:
             if not self._credentials.valid:
                 self._credentials.refresh(self._request)
         except self._refresh_error as error:
-            raise AccessError(f"Google refused the credentials: {error}") from error
+            raise AccessError(f"Google refused the credentials: {error}", hint=LOGIN) from error
         return str(self._credentials.token)
 
 
@@ -153,6 +181,23 @@ def stream(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None,
         raise BackendError(f"{where}: {words}") from refused
     except OSError as error:
         raise Unreachable(f"no answer from {where}: {error}") from error
+
+
+def lines(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Lines | Reply:
+    """An answer that goes on, asked with these headers, or the refusal. Raises Unreachable."""
+    try:
+        return open_lines(call.url, headers, trust, timeout_s=timeout_s, silence_s=SILENCE_S)
+    except Refused as refused:
+        return _reply(refused.status, refused.text.encode())
+    except OSError as error:
+        raise Unreachable(f"no answer from {call.url.partition('?')[0]}: {error}") from error
+
+
+def _of_a_person(credentials: object) -> bool:
+    """What ``gcloud auth application-default login`` leaves: a refresh token in a person's name."""
+    from google.oauth2.credentials import Credentials
+
+    return isinstance(credentials, Credentials)
 
 
 def _trust(ca_pem: str | None) -> ssl.SSLContext | None:

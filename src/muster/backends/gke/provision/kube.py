@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from muster.backends.gke.provision.http import Call, Unreachable
+from muster.backends.gke.provision.http import Call, Reply, Unreachable
 from muster.backends.gke.provision.resources import Found, differences
 from muster.backends.gke.provision.session import Session, refusal
 from muster.backends.gke.provision.site import Site
-from muster.core.errors import BackendError
+from muster.backends.gke.provision.stream import Lines
+from muster.core.errors import AccessError, BackendError
 
 SERVED_WITHIN_S = 60.0
 MANAGER = "fieldManager=muster&force=true&fieldValidation=Strict"
@@ -83,6 +86,58 @@ class Cluster:
         path = f"api/v1/namespaces/{namespace}/pods/{pod}/log?container={container}"
         reply = self.session.send(Call(method="GET", url=f"{self.endpoint}/{path}", ca_pem=self.ca_pem))
         return reply.text if reply.status < 300 else ""
+
+    def follow_log(self, namespace: str, pod: str, container: str, *, since: str | None = None) -> Lines | None:
+        """A container's output so far and as it comes, each line after its time (RFC 3339, nanoseconds) and a space.
+
+        ``since`` is such a time; the server cuts it to the second. None where there is no such output (yet).
+
+        Raises:
+            Unreachable: ask again.
+            AccessError: not allowed.
+        """
+        words = {"container": container, "follow": "true", "timestamps": "true"} | (
+            {"sinceTime": since} if since else {}
+        )
+        path = f"api/v1/namespaces/{namespace}/pods/{pod}/log?{urllib.parse.urlencode(words)}"
+        return self._lines(path)
+
+    def watch(
+        self, api: str, plural: str, *, namespace: str, labels: str, opened: MutableSequence[Lines]
+    ) -> Iterator[Mapping[str, Any]]:
+        """The objects that are there, then each again whenever it changes or goes; ends after minutes, or at once
+        where the cluster does not know the kind. Whoever holds ``opened`` may close what it waits on.
+
+        Raises:
+            Unreachable: the connection broke.
+            AccessError: not allowed.
+        """
+        query = urllib.parse.urlencode({"watch": "true", "labelSelector": labels, "timeoutSeconds": 240})
+        found = self._lines(f"{_root(api)}/namespaces/{namespace}/{plural}?{query}")
+        if found is None:
+            return
+        opened.append(found)
+        try:
+            for line in found:
+                event = json.loads(line)
+                if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
+                    yield event["object"]
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"the watch on {plural} broke: {error}") from error
+        finally:
+            opened.remove(found)
+            found.close()
+
+    def _lines(self, path: str) -> Lines | None:
+        call = Call(method="GET", url=f"{self.endpoint}/{path}", ca_pem=self.ca_pem)
+        found = self.session.http.lines(call)
+        if not isinstance(found, Reply):
+            return found
+        if found.status in (401, 403):
+            raise AccessError(f"{path.partition('?')[0]}: {found.message}")
+        if found.status in (429, 500, 502, 503, 504):
+            raise Unreachable(f"{path.partition('?')[0]}: {found.message}")
+        return None
 
     def delete(self, manifest: Mapping[str, Any]) -> None:
         """Remove it with everything it owns; absent is success."""

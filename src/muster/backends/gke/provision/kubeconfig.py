@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.backends.gke.provision.http import Call, Reply, exchange, stream
+from muster.backends.gke.provision.http import Call, Reply, exchange, lines, stream
 from muster.backends.gke.provision.kube import Cluster
 from muster.backends.gke.provision.session import Session
-from muster.backends.gke.provision.stream import Stream
+from muster.backends.gke.provision.stream import Lines, Stream
 from muster.core.errors import AccessError, UsageError
 from muster.core.seams import Clock
 
@@ -38,6 +38,9 @@ class KubernetesHttp:
 
     def open(self, call: Call) -> Stream:
         return stream(call, self._headers(), self.trust, self.timeout_s)
+
+    def lines(self, call: Call) -> Lines | Reply:
+        return lines(call, self._headers(), self.trust, self.timeout_s)
 
     def _headers(self) -> Mapping[str, str]:
         token = self.token_file.read_text().strip() if self.token_file else self.token

@@ -1,6 +1,7 @@
-"""A WebSocket as the Kubernetes API server speaks it (``v4.channel.k8s.io``): how a command in a pod is reached.
+"""Connections to the API server that stay open; standard library alone.
 
-The first byte of every message is its channel. One connection, blocking; standard library alone.
+A WebSocket as the server speaks it (``v4.channel.k8s.io``) is how a command in a pod is reached: the first byte of
+every message is its channel. ``Lines`` is an answer that goes on: a followed log, a watch.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import http.client
 import os
 import socket
 import ssl
 import struct
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +33,16 @@ class Refused(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {text[:300]}")
         self.status, self.text = status, text
+
+
+class Lines(Protocol):
+    """Lines of an answer that goes on. May be closed from another thread, which ends the reading one."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Each line with its end. Raises OSError where the connection broke, or fell silent for too long."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Stream(Protocol):
@@ -147,6 +159,59 @@ def open_stream(url: str, headers: Mapping[str, str], context: ssl.SSLContext | 
         raise
     sock.settimeout(None)
     return found
+
+
+@dataclass
+class HttpLines:
+    """The real one, over one connection of its own."""
+
+    response: http.client.HTTPResponse
+    sock: socket.socket
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            while line := self.response.readline():
+                yield line
+        except (http.client.HTTPException, ValueError) as error:
+            raise ConnectionError(f"the answer broke off: {error!r}") from error
+
+    def close(self) -> None:
+        # The socket itself: closing the response would wait for the thread that reads it.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+def open_lines(
+    url: str, headers: Mapping[str, str], context: ssl.SSLContext | None, *, timeout_s: float, silence_s: float
+) -> HttpLines:
+    """Ask for an answer that goes on; a connection on which nothing comes for ``silence_s`` counts as broken.
+
+    Raises:
+        Refused: the server will not.
+        OSError: nobody answered.
+    """
+    where = urllib.parse.urlsplit(url)
+    connection: http.client.HTTPConnection
+    if where.scheme == "https":
+        connection = http.client.HTTPSConnection(where.netloc, timeout=timeout_s, context=context)
+    else:
+        connection = http.client.HTTPConnection(where.netloc, timeout=timeout_s)
+    try:
+        connection.request("GET", f"{where.path}?{where.query}", headers=dict(headers))
+        sock = connection.sock  # the response takes it over
+        response = connection.getresponse()
+        if response.status != 200:
+            raise Refused(response.status, response.read().decode(errors="replace"))
+    except http.client.HTTPException as error:
+        connection.close()
+        raise ConnectionError(f"no HTTP answer: {error!r}") from error
+    except BaseException:
+        connection.close()
+        raise
+    sock.settimeout(silence_s)
+    return HttpLines(response, sock)
 
 
 def _shake_hands(found: WebSocket, key: str) -> None:

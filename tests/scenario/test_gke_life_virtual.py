@@ -26,7 +26,7 @@ from muster.app import stop as stop_app  # noqa: E402
 from muster.backends.gke.continuation import queue_the_rest  # noqa: E402
 from muster.backends.gke.jobs import GkeLauncher  # noqa: E402
 from muster.backends.gke.provision.http import Unreachable  # noqa: E402
-from muster.backends.gke.provision.up import wanted_software  # noqa: E402
+from muster.backends.gke.provision.software import wanted_software  # noqa: E402
 from muster.core import runs  # noqa: E402
 from muster.core.nouns import JobState  # noqa: E402
 from muster.core.runfile import Loaded  # noqa: E402
@@ -126,6 +126,7 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     # Up: the first place has no machines, the second has; killed requests and lost answers have tests of their own.
     google.fail["b200"] = ("GCE_STOCKOUT", "no room")
     google.refuse[25] = (503, "backendError")
+    cloud.pin(cloud.place_of(SPEC), manifests)
     where, _ = cloud.bring_up(cloud.places_of(SPEC), manifests, http=google, clock=clock)
     assert where.zone == "europe-west1-b" and clock.now_s > 0
 

@@ -116,6 +116,7 @@ def down(
     overrides: list[str] = OVERRIDES,
     zone: str | None = typer.Option(None, "--zone", help="With a run file: the zone, where the file names several."),
     keep_data: bool = typer.Option(False, "--keep-data", help="With a run file: keep its buckets."),
+    as_json: bool = typer.Option(False, "--json", help="What is left as JSON, with a run file with its cost a day."),
 ) -> None:
     """End everything of a run now, and prove that nothing is left; with a run file: what `muster up` made."""
     from muster.app.stop import down as use_case
@@ -124,9 +125,15 @@ def down(
     if run.endswith((".yaml", ".yml")):
         from muster.cli.cloud import give_back
 
-        give_back(run, overrides, zone, keep_data)
+        give_back(run, overrides, zone, keep_data, as_json)
         return
     found = use_case(run)
+    if as_json:
+        usd = found.usd_per_hour
+        say.as_json(
+            {"run_id": found.run.run_id, "clean": not found.left, "left": found.left, "stopped_usd_per_hour": usd}
+        )
+        return
     say.talk(f"{found.run.run_id} is down: no process, no memory is left; ${found.usd_per_hour:.2f}/h stopped")
     say.talk(f"its folder stays: {found.run.path}")
 

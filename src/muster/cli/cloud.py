@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+if TYPE_CHECKING:
+    from muster.app import cloud
+
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
-MANIFESTS = typer.Option(None, "--manifests", help="Folder with the released kueue.yaml, jobset.yaml and installers.")
+MANIFESTS = typer.Option(
+    None, "--manifests", help="Folder with the released kueue.yaml, jobset.yaml and installers; default: fetched."
+)
 ZONE = typer.Option(None, "--zone", help="Zone; default: the first of resources.locations.")
+JSON = typer.Option(False, "--json", help="The outcome as JSON on stdout; a line for each change on stderr.")
 
 
 def register(app: typer.Typer) -> None:
@@ -24,26 +31,40 @@ def up(
     manifests: Path | None = MANIFESTS,
     zone: str | None = ZONE,
     adopt: bool = typer.Option(False, "--adopt", help="Use a cluster or network of that name that somebody else made."),
+    pin: bool = typer.Option(False, "--pin", help="Vouch for the released manifests: record their sha256, then go on."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; touch nothing."),
+    as_json: bool = JSON,
 ) -> None:
     """Make networks, cluster, node pools, queue and bucket in a Google Cloud project; again resumes it."""
     from muster.app import cloud
     from muster.cli import say
+    from muster.cli.tree import watched
     from muster.core import runfile
 
     loaded = runfile.load(run_file, overrides or [], environment=False)
     places = cloud.places_of(loaded.spec, zone=zone, adopt=adopt)
     if dry_run:
-        for call in cloud.dry_run(places[0], manifests):
-            say.data(call.shown())
+        _dry_run(places[0], manifests, as_json)
         return
-    where, lease = cloud.bring_up(
-        places,
-        manifests,
-        hugging_face_token=os.environ.get("HF_TOKEN"),
-        progress=lambda key, step: say.talk(f"{step:>9}  {key}"),
-        on_advice=lambda advice: say.talk(f"capacity: {advice.sentence()}"),
-    )
+    if pin:
+        hashes, path = cloud.pin(places[0], manifests)
+        for url, digest in hashes.items():
+            say.talk(f"pinned {digest}  {url}")
+        say.talk(f"in {path}")
+
+    def work(progress: cloud.Progress) -> tuple[cloud.Site, cloud.Lease]:
+        return cloud.bring_up(
+            places,
+            manifests,
+            hugging_face_token=os.environ.get("HF_TOKEN"),
+            progress=progress,
+            on_advice=lambda advice: progress(cloud.Said(text=f"capacity: {advice.sentence()}")),
+        )
+
+    where, lease = watched(work, again=_command("up", run_file, overrides, zone), live=not as_json)
+    if as_json:
+        say.as_json({"project": where.project, "zone": where.zone, "resources": lease.resources})
+        return
     say.talk(f"in {where.zone}:")
     for key in lease.resources:
         say.data(key)
@@ -55,15 +76,26 @@ def give_back(
     overrides: list[str] = OVERRIDES,
     zone: str | None = ZONE,
     keep_data: bool = typer.Option(False, "--keep-data", help="Keep the run file's buckets."),
+    as_json: bool = JSON,
 ) -> None:
     """Remove what `up` made, in order, and list what still exists; fails while anything of ours bills."""
     from muster.app import cloud
     from muster.cli import say
+    from muster.cli.tree import watched
     from muster.core import runfile
 
     places = cloud.places_of(runfile.load(run_file, overrides or [], environment=False).spec, zone=zone)
     where = places[0]
-    found = cloud.give_back(places, keep_data=keep_data, progress=lambda key, step: say.talk(f"{step:>9}  {key}"))
+    found = watched(
+        lambda progress: cloud.give_back(places, keep_data=keep_data, progress=progress),
+        again=_command("down", run_file, overrides, zone, *(["--keep-data"] if keep_data else [])),
+        live=not as_json,
+    )
+    if as_json:
+        say.as_json(cloud.audit_shown(where, found))
+        if not found.clean:
+            raise typer.Exit(6)
+        return
     for trouble in found.troubles:
         say.talk(f"not removed: {trouble}")
     for left in found.leftovers:
@@ -73,3 +105,24 @@ def give_back(
     if not found.clean:
         raise typer.Exit(6)
     say.talk(f"nothing of ours is left in {where.project}" + (" but what was kept" if found.leftovers else ""))
+
+
+def _dry_run(where: cloud.Site, manifests: Path | None, as_json: bool) -> None:
+    from muster.app import cloud
+    from muster.cli import say
+
+    calls, doubts = cloud.dry_run(where, manifests)
+    if as_json:
+        say.as_json([cloud.shown(call) for call in calls])
+    else:
+        for call in calls:
+            say.data(call.shown())
+    for doubt in doubts:
+        say.talk(f"warning: {doubt}; up needs --pin")
+
+
+def _command(verb: str, run_file: str, overrides: list[str] | None, zone: str | None, *more: str) -> str:
+    """The same command once more, as a person would type it."""
+    import shlex
+
+    return shlex.join(["muster", verb, run_file, *(overrides or []), *(["--zone", zone] if zone else []), *more])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.backends.gke.provision.http import Call
+from muster.backends.gke.provision.prices import machine_usd_per_hour
 from muster.backends.gke.provision.resources import LABEL, MARK, NOT_SWITCHED_ON
 from muster.backends.gke.provision.session import Session, refusal
 from muster.backends.gke.provision.site import Site
 from muster.catalog import gke as catalogue
-from muster.catalog import offers as catalogue_of_offers
 
 BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")
 """Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
@@ -77,23 +77,17 @@ def _usd_per_day(kind: str, row: Mapping[str, Any]) -> float | None:
         price = prices["usd_per_gb_month"].get(_last(row.get("type", "")))
         return price * int(row["sizeGb"]) / DAYS_A_MONTH if price and "sizeGb" in row else None
     if kind == "instances":
-        return _machine_usd_per_day(row, prices["usd_per_hour"])
+        return _machine_usd_per_day(row)
     usd: float | None = prices.get("usd_per_day")
     return usd
 
 
-def _machine_usd_per_day(row: Mapping[str, Any], small: Mapping[str, float]) -> float | None:
-    """By the catalogue's row for the machine, the way it was bought and the region nearest to hand."""
-    machine = _last(row.get("machineType", ""))
-    if machine in small:
-        return 24 * small[machine]
+def _machine_usd_per_day(row: Mapping[str, Any]) -> float | None:
     model = row.get("scheduling", {}).get("provisioningModel", "STANDARD")
     mode = {"SPOT": "spot", "FLEX_START": "flex_start", "RESERVATION_BOUND": "reservation"}.get(model, "on_demand")
     region = _last(row.get("zone", "")).rpartition("-")[0]
-    offers = [one.offer for one in catalogue_of_offers.catalogue() if one.offer.machine == machine and one.price]
-    fitting = [one for one in offers if one.mode == mode] or offers
-    near = [one for one in fitting if one.location == region] or fitting
-    return 24 * max(one.usd_per_node_hour or 0.0 for one in near) if near else None
+    usd = machine_usd_per_hour(_last(row.get("machineType", "")), mode, region)
+    return None if usd is None else 24 * usd
 
 
 def _last(address: object) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from muster.backends.gke.placement import longest_run_s
 from muster.backends.gke.provision.http import Call
+from muster.backends.gke.provision.prices import cluster_usd_per_hour, machine_usd_per_hour
 from muster.backends.gke.provision.resources import LABEL, RestResource
 from muster.backends.gke.provision.site import Site
 from muster.catalog import gke as catalogue
@@ -47,6 +48,8 @@ def _cluster(site: Site) -> RestResource:
         broken=BROKEN,
         operations=f"{site.container}/operations",
         bills=f"a cluster and one {SUPERVISOR_MACHINE}",
+        runs_up=True,
+        usd_per_hour=cluster_usd_per_hour(SUPERVISOR_MACHINE, site.region),
     )
 
 
@@ -118,7 +121,13 @@ def _pool(site: Site) -> RestResource:
         bills=f"{nodes} x {placement.machine.name} as long as they exist"
         if static
         else f"{placement.machine.name} nodes while a run has them",
+        runs_up=static,
+        usd_per_hour=nodes * usd if static and (usd := _usd_per_node_hour(site)) is not None else None,
     )
+
+
+def _usd_per_node_hour(site: Site) -> float | None:
+    return machine_usd_per_hour(site.placement.machine.name, site.placement.mode, site.region)
 
 
 def _node_config(site: Site, *, flex: bool) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Literal
+from queue import SimpleQueue
 
+from muster.backends.gke.provision.progress import Changed, Progress, Step, silent
 from muster.backends.gke.provision.resources import Resource, refuse_foreign
 from muster.backends.gke.provision.session import Session
-from muster.core.errors import MusterError
-
-Step = Literal["looking", "making", "waiting", "replacing", "there", "removing", "gone", "kept"]
-Progress = Callable[[str, Step], None]
+from muster.core.errors import ConflictError, MusterError
 
 
 def ensure(
@@ -28,7 +26,7 @@ def ensure(
         ConflictError: something is somebody else's, or differs.
         CapacityError, AccessError, BackendError: Google refused; nothing half-made stays behind.
     """
-    say = progress or _silent
+    say = progress or silent
     known = {resource.key: resource for resource in resources}
     before = {key: {need for need in resource.needs if need in known} for key, resource in known.items()}
 
@@ -38,16 +36,25 @@ def ensure(
     _in_order(before, act, workers, stop_on_error=True)
 
 
-def survey(resources: Sequence[Resource], session: Session, *, adopt: bool = False) -> None:
+def survey(
+    resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress | None = None
+) -> None:
     """Look at everything and refuse what is somebody else's, or differs, before anything is made.
 
     Raises:
         ConflictError: the first such resource.
     """
+    say = progress or silent
     for resource in resources:
-        found = resource.look(session)
-        if found.state != "absent":
-            refuse_foreign(resource, found, adopt=adopt)
+        say(Changed(key=resource.key, step="looking"))
+        try:
+            found = resource.look(session)
+            if found.state != "absent":
+                refuse_foreign(resource, found, adopt=adopt)
+        except MusterError as error:
+            say(Changed(key=resource.key, step="differs", words=str(error)))
+            raise
+        say(Changed(key=resource.key, step="there" if found.state == "there" else "absent"))
 
 
 def remove(
@@ -62,7 +69,7 @@ def remove(
 
     What somebody else made, and what ``keep`` names, stays.
     """
-    say = progress or _silent
+    say = progress or silent
     known = {resource.key: resource for resource in resources}
     before: dict[str, set[str]] = {key: set() for key in known}
     for key, resource in known.items():
@@ -82,22 +89,29 @@ def remove(
 
 
 def _ensure_one(resource: Resource, session: Session, *, adopt: bool, say: Progress) -> None:
-    say(resource.key, "looking")
-    found = resource.look(session)
-    if found.state in ("there", "changing"):
-        refuse_foreign(resource, found, adopt=adopt)
-    if found.state == "changing":
-        say(resource.key, "waiting")
-        resource.settle(session)
-    elif found.state == "broken":
-        refuse_foreign(resource, found, adopt=False)
-        say(resource.key, "replacing")
-        resource.remove(session)
-        _make(resource, session)
-    elif found.state == "absent":
-        say(resource.key, "making")
-        _make(resource, session)
-    say(resource.key, "there")
+    def tell(step: Step, words: str = "") -> None:
+        say(Changed(key=resource.key, step=step, words=words))
+
+    tell("looking")
+    try:
+        found = resource.look(session)
+        if found.state in ("there", "changing"):
+            refuse_foreign(resource, found, adopt=adopt)
+        if found.state == "changing":
+            tell("waiting")
+            _settle(resource, session)
+        elif found.state == "broken":
+            refuse_foreign(resource, found, adopt=False)
+            tell("replacing")
+            resource.remove(session)
+            _make(resource, session)
+        elif found.state == "absent":
+            tell("making")
+            _make(resource, session)
+    except MusterError as error:
+        tell("differs" if isinstance(error, ConflictError) else "failed", str(error))
+        raise
+    tell("there")
 
 
 def _make(resource: Resource, session: Session) -> None:
@@ -105,33 +119,56 @@ def _make(resource: Resource, session: Session) -> None:
     try:
         resource.make(session)
     except MusterError:
-        found = resource.look(session)
-        if found.state == "broken" and found.ours:
-            resource.remove(session)
+        _clear_broken(resource, session)
         raise
 
 
-def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resource], bool], say: Progress) -> None:
-    say(resource.key, "looking")
+def _settle(resource: Resource, session: Session) -> None:
+    """Wait for what somebody began, perhaps we ourselves before an interruption; the same where it ends badly."""
+    try:
+        resource.settle(session)
+    except MusterError:
+        _clear_broken(resource, session)
+        raise
+
+
+def _clear_broken(resource: Resource, session: Session) -> None:
     found = resource.look(session)
-    if found.state == "absent":
-        return say(resource.key, "gone")
-    if not found.ours or keep(resource):
-        return say(resource.key, "kept")
-    if found.state == "changing":
-        say(resource.key, "waiting")
-        try:
-            resource.settle(session)
-        except MusterError:
-            # It ended up broken: all the more reason to remove it.
-            pass
-    say(resource.key, "removing")
-    resource.remove(session)
-    say(resource.key, "gone")
+    if found.state == "broken" and found.ours:
+        resource.remove(session)
+
+
+def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resource], bool], say: Progress) -> None:
+    def tell(step: Step, words: str = "") -> None:
+        say(Changed(key=resource.key, step=step, words=words))
+
+    tell("looking")
+    try:
+        found = resource.look(session)
+        if found.state == "absent":
+            return tell("gone")
+        if not found.ours or keep(resource):
+            return tell("kept")
+        if found.state == "changing":
+            tell("waiting")
+            try:
+                resource.settle(session)
+            except MusterError:
+                # It ended up broken: all the more reason to remove it.
+                pass
+        tell("removing")
+        resource.remove(session)
+    except MusterError as error:
+        tell("failed", str(error))
+        raise
+    tell("gone")
 
 
 def _in_order(before: dict[str, set[str]], act: Callable[[str], None], workers: int, *, stop_on_error: bool) -> None:
-    """Call ``act`` for every key once everything before it is done."""
+    """Call ``act`` for every key once everything before it is done; of several errors the first is raised at the end.
+
+    The threads are daemons: a person who interrupts the program does not wait for an operation of an hour.
+    """
     left, done = dict(before), set[str]()
     if workers == 1:
         while left:
@@ -140,23 +177,36 @@ def _in_order(before: dict[str, set[str]], act: Callable[[str], None], workers: 
             act(key)
             done.add(key)
         return
-    with ThreadPoolExecutor(workers) as pool:
-        running: dict[Future[None], str] = {}
-        first: BaseException | None = None
+    begin, ended = SimpleQueue[str | None](), SimpleQueue[tuple[str, BaseException | None]]()
+    for _ in range(workers):
+        threading.Thread(target=_work, args=(act, begin, ended), daemon=True).start()
+    running, first = 0, None
+    try:
         while left or running:
             for key in [key for key, needs in left.items() if needs <= done]:
                 del left[key]
-                running[pool.submit(act, key)] = key
-            finished, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                done.add(running.pop(future))
-                error = future.exception()
-                first = first or error
+                running += 1
+                begin.put(key)
+            key, error = ended.get()
+            running -= 1
+            done.add(key)
+            first = first or error
             if first is not None and stop_on_error:
                 left.clear()
+    finally:
+        for _ in range(workers):
+            begin.put(None)
     if first is not None:
         raise first
 
 
-def _silent(key: str, step: Step) -> None:
-    pass
+def _work(
+    act: Callable[[str], None], begin: SimpleQueue[str | None], ended: SimpleQueue[tuple[str, BaseException | None]]
+) -> None:
+    while (key := begin.get()) is not None:
+        try:
+            act(key)
+        except BaseException as error:  # noqa: BLE001 (a thread's edge: it is raised where the order is kept)
+            ended.put((key, error))
+        else:
+            ended.put((key, None))

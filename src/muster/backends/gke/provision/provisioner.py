@@ -24,13 +24,17 @@ class GkeProvisioner:
     spec: RunSpec
     manifests: Mapping[str, str] = field(default_factory=dict)
     """Name -> text of the released manifests (``kueue.yaml``...)."""
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """Address of a released manifest -> the sha256 that the user recorded, where the table has none."""
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
     workers: int = 8
 
     def ensure(self, spec: RunSpec, *, run_id: str) -> Lease:
         """Make what is missing at the first place with room; what is there already is left alone."""
-        where, lease = up_first(self._sites(spec, run_id), self._session(), self.manifests, workers=self.workers)
+        where, lease = up_first(
+            self._sites(spec, run_id), self._session(), self.manifests, pins=self.pins, workers=self.workers
+        )
         return Lease(run_id=run_id, resources=lease.resources, labels={**lease.labels, "zone": where.zone})
 
     def find(self, run_id: str) -> Lease | None:

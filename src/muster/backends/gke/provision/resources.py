@@ -85,6 +85,10 @@ class RestResource:
     needs: tuple[str, ...] = ()
     foreign: Literal["refuse", "use"] = "refuse"
     bills: str | None = None
+    runs_up: bool = False
+    """It bills by the hour from the moment it exists."""
+    usd_per_hour: float | None = None
+    """About; None: nothing, or not known."""
     ready: tuple[str, ...] = ()
     """Values of ``status`` of a finished one; empty: it has no status."""
     broken: tuple[str, ...] = ()

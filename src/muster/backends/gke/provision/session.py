@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.backends.gke.provision.http import Call, Http, Reply, Unreachable
+from muster.backends.gke.provision.http import LOGIN, Call, Http, Reply, Unreachable
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
 from muster.core.seams import Clock
 
@@ -100,7 +100,9 @@ class Session:
 def refusal(call: Call, reply: Reply) -> MusterError:
     """The service's refusal in our words."""
     where = f"{call.method} {call.url}"
-    if reply.status in (401, 403) and not any(word in reply.reasons for word in NO_ROOM):
+    if reply.status == 401:
+        return AccessError(f"{where}: Google does not know these credentials: {reply.message}", hint=LOGIN)
+    if reply.status == 403 and not any(word in reply.reasons for word in NO_ROOM):
         return AccessError(
             f"{where}: {reply.message}", hint="muster up --dry-run lists the permissions that are needed"
         )

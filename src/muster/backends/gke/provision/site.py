@@ -18,6 +18,8 @@ class Site:
     project: str
     zone: str
     adopt: bool = False
+    day: str = ""
+    """Today, as ``2026-08-22``: from then on nodes are not upgraded for a while. Empty: not asked for."""
 
     @property
     def region(self) -> str:
@@ -54,7 +56,7 @@ class Site:
         return f"https://container.googleapis.com/v1/projects/{self.project}/locations/{self.region}"
 
 
-def site(placement: Placement, *, zone: str | None = None, adopt: bool = False) -> Site:
+def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, day: str = "") -> Site:
     """The first place of the run file, or ``zone``.
 
     Raises:
@@ -68,4 +70,4 @@ def site(placement: Placement, *, zone: str | None = None, adopt: bool = False) 
     chosen = zone or next(iter(resources.locations), None)
     if chosen is None or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", chosen):
         raise UsageError(f"a cluster needs a zone, got {chosen!r}", hint="resources.locations: [us-central1-b]")
-    return Site(placement=placement, project=resources.project, zone=chosen, adopt=adopt)
+    return Site(placement=placement, project=resources.project, zone=chosen, adopt=adopt, day=day)

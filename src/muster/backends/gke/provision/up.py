@@ -3,79 +3,46 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from muster.backends.gke.networks import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
 from muster.backends.gke.provision.audit import Leftover, audit
 from muster.backends.gke.provision.clusters import clusters
-from muster.backends.gke.provision.engine import Progress, ensure, remove, survey
+from muster.backends.gke.provision.engine import ensure, remove, survey
 from muster.backends.gke.provision.http import Call
 from muster.backends.gke.provision.kube import Objects
 from muster.backends.gke.provision.networks import networks
+from muster.backends.gke.provision.progress import Began, Planned, Progress, Said, silent
 from muster.backends.gke.provision.quota import check_quota, quota_call
-from muster.backends.gke.provision.resources import Resource
+from muster.backends.gke.provision.resources import Resource, RestResource
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.site import Site
+from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.gke.provision.storage import Binding, Bucket, storage
 from muster.backends.gke.queue import account_objects, queue_objects
-from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, CapacityError, UsageError
 from muster.core.seams import Lease
-
-Manifest = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What is installed on the cluster: released manifests, read from files whose hash is checked where it is known."""
-
-    documents: Mapping[str, tuple[Manifest, ...]]
-    """Name (``kueue.yaml``) -> its objects."""
-    hugging_face_token: str | None = None
-
-
-def wanted_software(site: Site) -> dict[str, str]:
-    """File name -> address it is released at, of everything that this run file's cluster needs."""
-    releases = catalogue.versions()["releases"]
-    fabric = site.placement.machine.fabric
-    found = {f"{name}.yaml": str(releases[name]["url"]) for name in ("jobset", "kueue")}
-    if site.placement.machine.gpus:
-        found |= {path.rpartition("/")[2]: catalogue.installers_url() + path for path in fabric.installers}
-    return found
-
-
-def software(site: Site, texts: Mapping[str, str], *, hugging_face_token: str | None = None) -> Software:
-    """Parse the released manifests.
-
-    Raises:
-        UsageError: files are missing, each with the address to get it from, or one is not the release in the table.
-    """
-    from ruamel.yaml import YAML
-
-    wanted = wanted_software(site)
-    if missing := [name for name in wanted if name not in texts]:
-        lines = "\n".join(f"  curl -L -o {name} {wanted[name]}" for name in missing)
-        raise UsageError(f"released manifests are needed:\n{lines}", hint="put them in a folder: --manifests FOLDER")
-    releases = catalogue.versions()["releases"]
-    for name in wanted:
-        known = releases.get(name.removesuffix(".yaml"), {}).get("sha256")
-        digest = hashlib.sha256(texts[name].encode()).hexdigest()
-        if known and digest != known:
-            raise UsageError(f"{name} has sha256 {digest}, the release has {known}", hint=f"get it from {wanted[name]}")
-    documents = {
-        name: tuple(one for one in YAML(typ="safe", pure=True).load_all(texts[name]) if one) for name in wanted
-    }
-    return Software(documents=documents, hugging_face_token=hugging_face_token)
 
 
 def resources(site: Site, installed: Software | None) -> list[Resource]:
     """Everything for the run file, in an order that satisfies each one's needs. ``installed`` None: without objects."""
     found: list[Resource] = [Services(site=site), *networks(site), *storage(site), *clusters(site)]
     return found if installed is None else [*found, *_objects(site, installed)]
+
+
+def planned(found: Sequence[Resource]) -> tuple[Planned, ...]:
+    """The same as those who watch know it."""
+    return tuple(
+        Planned(
+            key=one.key,
+            needs=one.needs,
+            bills=one.bills if isinstance(one, RestResource) and one.runs_up else None,
+            usd_per_hour=one.usd_per_hour if isinstance(one, RestResource) else None,
+        )
+        for one in found
+    )
 
 
 def requests(site: Site, installed: Software) -> list[Call]:
@@ -98,13 +65,16 @@ def up(
         ConflictError: somebody else's cluster or network has the name.
         CapacityError: no quota or no machines.
     """
+    say = progress or silent
+    say(Said(text=f"project {site.project}: billing and permissions"))
     preflight(site, session)
-    survey(resources(site, None), session, adopt=site.adopt)
     services = Services(site=site)
+    wanted = [one for one in resources(site, installed) if one.key != services.key]
+    say(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *wanted])))
+    survey(resources(site, None), session, adopt=site.adopt, progress=progress)
     ensure([services], session, progress=progress)
     check_zone(site, session)
     check_quota(site, session)
-    wanted = [one for one in resources(site, installed) if one.key != services.key]
     ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
     return Lease(run_id=site.cluster, resources=tuple(one.key for one in wanted), labels={"managed-by": "muster"})
 
@@ -114,6 +84,7 @@ def up_first(
     session: Session,
     texts: Mapping[str, str],
     *,
+    pins: Mapping[str, str],
     token: str | None = None,
     workers: int = 8,
     progress: Progress | None = None,
@@ -124,12 +95,13 @@ def up_first(
         CapacityError: no place had room; the last one's words.
     """
     for number, where in enumerate(sites):
-        installed = software(where, texts, hugging_face_token=token)
+        installed = software(where, texts, pins=pins, hugging_face_token=token)
         try:
             return where, up(where, session, installed, workers=workers, progress=progress)
-        except CapacityError:
+        except CapacityError as error:
             if number == len(sites) - 1:
                 raise
+            (progress or silent)(Said(text=f"no room in {where.zone}: {error}"))
             withdraw(where, sites[number + 1], session, workers=workers, progress=progress)
     raise UsageError("no place to try", hint="resources.locations: [us-central1-b]")
 
@@ -143,11 +115,13 @@ def withdraw(
         BackendError: something could not be removed.
     """
     useful = {one.key: one.requests() for one in resources(following, None)}
+    found = resources(where, None)
+    (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(found)))
 
     def keep(one: Resource) -> bool:
         return useful.get(one.key) == one.requests() or isinstance(one, (Bucket, Binding))
 
-    if troubles := remove(resources(where, None), session, keep=keep, workers=workers, progress=progress):
+    if troubles := remove(found, session, keep=keep, workers=workers, progress=progress):
         raise BackendError(f"{where.zone} cannot be cleared: " + "; ".join(troubles), hint="muster down RUN.yaml")
 
 
@@ -180,19 +154,23 @@ def down_everywhere(
     progress: Progress | None = None,
 ) -> Down:
     """The same for every place that may have something; networks span regions, so they go last."""
+    say = progress or silent
     kept = {f"buckets/{name}" for site in sites for name in site.buckets} if keep_data else set()
     for site in sites[:-1]:
 
         def keep(one: Resource) -> bool:
             return one.key in kept or one.key.startswith(("networks/", "firewalls/", "buckets/"))
 
-        remove(_everything(site, session), session, keep=keep, workers=workers, progress=progress)
+        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(found := _everything(site, session))))
+        remove(found, session, keep=keep, workers=workers, progress=progress)
     troubles: dict[str, None] = {}
     leftovers: dict[Leftover, None] = {}
     for site in reversed(sites):
         found = _everything(site, session)
+        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(found)))
         gone = remove(found, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
         troubles |= dict.fromkeys(gone)
+    say(Said(text=f"looking at project {sites[0].project} for what is left"))
     for site in sites:
         leftovers |= dict.fromkeys(audit(site, session, kept={key.partition("/")[2] for key in kept}))
     return Down(troubles=tuple(troubles), leftovers=tuple(leftovers))

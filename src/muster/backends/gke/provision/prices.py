@@ -1,0 +1,24 @@
+"""What machines and clusters cost by the hour while they exist, from the catalogue's rows; None where not known."""
+
+from __future__ import annotations
+
+from muster.catalog import gke as catalogue
+from muster.catalog import offers as catalogue_of_offers
+
+
+def machine_usd_per_hour(machine: str, mode: str, region: str) -> float | None:
+    """By the row for the machine, the way it is bought and the region nearest to hand; the dearest of those left."""
+    small: float | None = catalogue.leftovers()["instances"]["usd_per_hour"].get(machine)
+    if small is not None:
+        return small
+    offers = [one.offer for one in catalogue_of_offers.catalogue() if one.offer.machine == machine and one.price]
+    fitting = [one for one in offers if one.mode == mode] or offers
+    near = [one for one in fitting if one.location == region] or fitting
+    return max(one.usd_per_node_hour or 0.0 for one in near) if near else None
+
+
+def cluster_usd_per_hour(machine: str, region: str) -> float | None:
+    """The management fee and one small machine."""
+    node = machine_usd_per_hour(machine, "on_demand", region)
+    fee: float = catalogue.leftovers()["clusters"]["usd_per_day"] / 24
+    return None if node is None else fee + node

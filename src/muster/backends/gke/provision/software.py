@@ -1,0 +1,118 @@
+"""What is installed on the cluster: released manifests whose bytes somebody vouched for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.backends.gke.provision.site import Site
+from muster.catalog import gke as catalogue
+from muster.core.errors import UsageError
+
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Released manifests, parsed."""
+
+    documents: Mapping[str, tuple[Manifest, ...]]
+    """Name (``kueue.yaml``) -> its objects."""
+    hugging_face_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unvouched:
+    """A manifest at hand whose hash neither the table nor the user has recorded."""
+
+    name: str
+    url: str
+    sha256: str
+
+    def sentence(self) -> str:
+        return f"{self.name} has sha256 {self.sha256} (released at {self.url})"
+
+
+def wanted_software(site: Site) -> dict[str, str]:
+    """File name -> address it is released at, of everything that this run file's cluster needs."""
+    releases = catalogue.versions()["releases"]
+    fabric = site.placement.machine.fabric
+    found = {f"{name}.yaml": str(releases[name]["url"]) for name in ("jobset", "kueue")}
+    if site.placement.machine.gpus:
+        found |= {path.rpartition("/")[2]: catalogue.installers_url() + path for path in fabric.installers}
+    return found
+
+
+def software(
+    site: Site, texts: Mapping[str, str], *, pins: Mapping[str, str], hugging_face_token: str | None = None
+) -> Software:
+    """Check the released manifests and parse them. ``pins``: address -> sha256 that the user recorded.
+
+    Raises:
+        UsageError: files are missing, are not what the table or a pin says, or nobody has vouched for them.
+    """
+    if found := unvouched(site, texts, pins):
+        lines = "\n".join(f"  {one.sentence()}" for one in found)
+        raise UsageError(
+            f"nobody has vouched for {len(found)} of the manifests that would be applied to the cluster:\n{lines}",
+            hint="look at the files; then the same with --pin records these hashes, and later runs compare with them",
+        )
+    return parsed(site, texts, hugging_face_token=hugging_face_token)
+
+
+def unvouched(site: Site, texts: Mapping[str, str], pins: Mapping[str, str]) -> list[Unvouched]:
+    """Which of the files at hand have no recorded hash.
+
+    Raises:
+        UsageError: files are missing, or one is not what the table or a pin says.
+    """
+    releases = catalogue.versions()["releases"]
+    found = []
+    for name, url in _all_there(site, texts).items():
+        digest = sha256(texts[name])
+        if known := releases.get(name.removesuffix(".yaml"), {}).get("sha256"):
+            if digest != known:
+                raise UsageError(f"{name} has sha256 {digest}, the release has {known}", hint=f"get it from {url}")
+        elif pinned := pins.get(url):
+            if digest != pinned:
+                raise UsageError(
+                    f"{name} has sha256 {digest}, and {pinned} was pinned: what {url} gives has changed",
+                    hint="look at the difference; --pin accepts the new one",
+                )
+        else:
+            found.append(Unvouched(name=name, url=url, sha256=digest))
+    return found
+
+
+def parsed(site: Site, texts: Mapping[str, str], *, hugging_face_token: str | None = None) -> Software:
+    """The same without a look at hashes, for showing what would be sent.
+
+    Raises:
+        UsageError: files are missing, each with the address to get it from.
+    """
+    from ruamel.yaml import YAML
+
+    documents = {
+        name: tuple(one for one in YAML(typ="safe", pure=True).load_all(texts[name]) if one)
+        for name in _all_there(site, texts)
+    }
+    return Software(documents=documents, hugging_face_token=hugging_face_token)
+
+
+def hashes(site: Site, texts: Mapping[str, str]) -> dict[str, str]:
+    """Address -> sha256 of the files at hand: what a pin records."""
+    return {url: sha256(texts[name]) for name, url in _all_there(site, texts).items()}
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _all_there(site: Site, texts: Mapping[str, str]) -> dict[str, str]:
+    wanted = wanted_software(site)
+    if missing := [name for name in wanted if name not in texts]:
+        lines = "\n".join(f"  curl -L -o {name} {wanted[name]}" for name in missing)
+        raise UsageError(f"released manifests are needed:\n{lines}", hint="put them in a folder: --manifests FOLDER")
+    return wanted

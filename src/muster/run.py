@@ -205,13 +205,14 @@ def _saver() -> Any:
     if _Here.saver is None:
         import torch.distributed as dist
 
+        from muster.checkpoint.handover import Handover
         from muster.checkpoint.saver import Saver
         from muster.core.store import open_store
 
         assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
-        link = _Here.link
+        here, link, directory = _Here.context, _Here.link, _directory()
         _Here.saver = Saver(
-            _directory(),
+            directory,
             run_id=_Here.context.run_id,
             attempt=_Here.context.attempt,
             layout=_Here.context.layout,
@@ -220,6 +221,9 @@ def _saver() -> Any:
             group=dist.new_group(backend="gloo") if dist.is_initialized() else None,
             store=open_store(),
             on_event=lambda kind, step, **detail: link.emit(kind, step=step, **detail),
+            handover=Handover.on_this_host(
+                run_dir=here.run_dir, run_id=here.run_id, host=here.host, directory_uri=directory
+            ),
         )
     return _Here.saver
 

@@ -1,14 +1,30 @@
 """Movers over real sockets: copies arrive whole or not at all, and only from those who know the token."""
 
+import json
+import os
+import signal
 import socket
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from muster.agent.mover import Mover, Stream
-from muster.core.errors import AccessError, CheckpointError
-from muster.core.ring import Ring, file_name
+torch = pytest.importorskip("torch")
+
+from muster.agent import persist  # noqa: E402
+from muster.agent.mover import Mover  # noqa: E402
+from muster.agent.mover_child import MoverChild  # noqa: E402
+from muster.checkpoint.handover import Handover  # noqa: E402
+from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
+from muster.checkpoint.saver import Saver  # noqa: E402
+from muster.core.channel import Hub  # noqa: E402
+from muster.core.errors import AccessError, CheckpointError  # noqa: E402
+from muster.core.nouns import Layout  # noqa: E402
+from muster.core.ring import Ring, file_name, refusal  # noqa: E402
+from muster.core.store import open_store  # noqa: E402
+from muster.core.stream import MOVER_SOCKET, Stream  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(60)]
 
@@ -121,3 +137,188 @@ def test_strangers_and_paths_are_refused(movers, tmp_path):
     stream.send({"t": "read", "file": "../secret", "step": 0, "attempt": 0})
     with pytest.raises(ConnectionError):
         stream.receive()
+
+
+def test_what_cannot_be_fetched_is_said_at_once(movers):
+    a, b = movers
+    order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1),
+             "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
+    b.obey(order)
+    eventually(lambda: refusal(b.memory / order["target"]) is not None)
+    assert not (b.memory / order["target"]).exists()
+
+
+# ---------------------------------------------------------------- shares: what ranks hand over
+
+
+class Told:
+    """Stands for the agent: its selector, its log, its line to the supervisor."""
+
+    def __init__(self, tmp_path):
+        self.run_dir, self.run_id, self.host, self.bind = tmp_path, "run", "host-0", "127.0.0.1"
+        self.memory = tmp_path / "memory"
+        self.memory.mkdir()
+        (tmp_path / "token").write_bytes(TOKEN)
+        (tmp_path / "token").chmod(0o600)
+        self.spec = SimpleNamespace(
+            checkpoint=SimpleNamespace(memory_every_steps=1), recovery=SimpleNamespace(heartbeat_timeout_s=0.5)
+        )
+        self.hub = Hub(token=TOKEN, on_message=lambda *_: None, on_gone=lambda *_: None)
+        self.leaving = None
+        self.said, self.notes, self.answers = [], [], []
+        self.mover = MoverChild(agent=self)
+
+    def tell(self, message):
+        self.said.append(message)
+
+    def log_event(self, kind, detail):
+        self.notes.append(detail["text"])
+
+    def flushed(self, answer, order):
+        self.answers.append(answer)
+
+    def until(self, condition):
+        until = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < until, "not within 30 s"
+            self.hub.run_once(0.02)
+            self.mover.watch()
+
+    @property
+    def pid(self):
+        return self.mover._child.pid
+
+
+@pytest.fixture
+def agent(tmp_path):
+    made = Told(tmp_path)
+    made.mover.start()
+    yield made
+    made.leaving = "the test is over"
+    made.mover.end()
+
+
+def saver(agent, tmp_path, seen):
+    handover = Handover(address=str(agent.memory / MOVER_SOCKET), token=TOKEN)
+    return Saver(
+        str(tmp_path / "checkpoints"), run_id="run", attempt=1, layout=Layout(), keep_last=9, asynchronous=True,
+        group=None, store=open_store(), on_event=lambda kind, **detail: seen.append((kind, detail)), handover=handover,
+    )  # fmt: skip
+
+
+def kinds(seen):
+    return [(kind.removeprefix("checkpoint."), detail["step"]) for kind, detail in seen if kind != "checkpoint.begun"]
+
+
+def state_of(step, count=400_000):
+    return {"w": torch.full((count,), float(step))}
+
+
+def test_the_mover_writes_what_a_rank_hands_over(agent, tmp_path):
+    seen = []
+    saves = saver(agent, tmp_path, seen)
+    saves.save(1, state_of(1), {"data": "x"})
+    saves.finish()
+    assert kinds(seen) == [("committed", 1)], seen
+    found = newest_valid(open_store(), str(tmp_path / "checkpoints"))
+    assert [item.name for item in found.files] == ["rank-00000.shard", "index.json"]  # not written by the rank itself
+    restored = state_of(0)
+    load_into(found, restored)
+    assert bool((restored["w"] == 1).all())
+    assert "torch" not in Path(f"/proc/{agent.pid}/maps").read_text()
+
+
+def test_what_the_mover_cannot_write_fails_the_save_and_a_later_one_succeeds(agent, tmp_path):
+    seen = []
+    saves = saver(agent, tmp_path, seen)
+    (tmp_path / "checkpoints" / "step-00000001.a1" / "rank-00000.shard").mkdir(parents=True)
+    for step in (1, 2):
+        saves.save(step, state_of(step), {})
+        saves.finish()
+    assert kinds(seen) == [("failed", 1), ("committed", 2)]
+    assert "rank-00000.shard" in next(detail["reason"] for kind, detail in seen if kind == "checkpoint.failed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_save_outlives_its_mover_and_a_new_mover_takes_the_next(agent, tmp_path, number):
+    seen = []
+    saves = saver(agent, tmp_path, seen)
+    address, before = agent.mover.address, agent.pid
+    saves.save(1, state_of(1), {})
+    saves.finish()
+    os.kill(before, number)
+    saves.save(2, state_of(2), {})
+    agent.until(lambda: agent.mover._child is not None and agent.pid != before)  # a stopped one is ended first
+    agent.until(lambda: {"t": "memory", "memory": agent.mover.address} in agent.said)
+    saves.finish()
+    saves.save(3, state_of(3), {})
+    saves.finish()
+    assert [kind for kind in kinds(seen) if kind[0] != "run.note"] == [("committed", step) for step in (1, 2, 3)], seen
+    assert agent.mover.address == address, "the others need no new address"
+    assert "was started again" in agent.notes[0]
+    newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
+    assert newest.files[0].name == "rank-00000.shard", "the new mover wrote it"
+
+
+def test_a_new_mover_knows_where_copies_go(agent, movers):
+    a, _ = movers
+    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0])
+    before = agent.pid
+    os.kill(before, signal.SIGKILL)
+    agent.until(lambda: bool(agent.said))
+    write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
+    agent.mover.copy(5)
+    copy = a.memory / file_name("peer", KEY, 0)
+    eventually(lambda: versions(copy) == [(5, 1)])
+
+
+def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
+    """The writing is as slow as the test wants it, and ends when the connection does."""
+    begun, dropped, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(uri, parts, *, wanted):
+        begun.set()
+        go_on.wait(20)
+        while wanted():
+            time.sleep(0.01)
+        dropped.set()
+        raise CheckpointError("nobody waits for it any more")
+
+    monkeypatch.setattr(persist, "write_shard", slow)
+    monkeypatch.setattr(persist, "BUSY_S", 0.05)
+    shares = persist.Shares(memory=tmp_path, token=TOKEN)
+    threading.Thread(target=shares.serve, daemon=True).start()
+    fd = os.memfd_create("share")
+    os.pwrite(fd, b"x" * 4096, 0)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(tmp_path / MOVER_SOCKET))
+        stream = Stream(sock, TOKEN, server=False)
+        stream.send({"t": "write", "uri": str(tmp_path / "out"), "bytes": 4096, "preamble_bytes": 2})
+        assert stream.receive()["t"] == "go"
+        stream.send_file(fd)
+        stream.send_bytes(memoryview(b"ab"))
+        assert begun.wait(20)
+        assert stream.receive()["t"] == "busy"  # it is told that somebody is at it
+        go_on.set()
+    assert dropped.wait(20)
+    os.close(fd)
+
+
+def test_a_flush_needs_no_rank_and_is_answered_even_by_a_mover_that_died(agent, tmp_path):
+    header = {"rank": 0, "layout": "r1s1t1", "extra": {}, "tensors": [{"name": "w", "dtype": "uint8",
+              "global_shape": [4096], "offsets": [0], "local_shape": [4096], "byte_offset": 0}]}  # fmt: skip
+    ring = Ring.create(
+        agent.memory / file_name("own", "r1s1t1", 0), header=json.dumps(header).encode(), slot_bytes=4096
+    )
+    ring.slot(ring.begin())[:] = b"y" * 4096
+    ring.commit(0, step=7, attempt=2)
+    order = {"t": "flush", "step": 7, "attempt": 2, "layout": "r1s1t1", "uri": str(tmp_path / "checkpoints"),
+             "ranks": [{"rank": 0, "tier": "memory", "held_as": 0}]}  # fmt: skip
+    agent.mover.flush(order, fence=3)
+    agent.until(lambda: len(agent.answers) == 1)
+    assert agent.answers[0]["ok"], agent.answers
+    agent.mover.flush({**order, "t": "flush_commit", "files": agent.answers[0]["files"]}, fence=3)
+    os.kill(agent.pid, signal.SIGKILL)  # whether it had committed or not: the order is given to its successor
+    agent.until(lambda: len(agent.answers) == 2)
+    assert agent.answers[1]["ok"] and agent.answers[1]["bytes"] > 4096, agent.answers
+    assert newest_valid(open_store(), str(tmp_path / "checkpoints")).step == 7

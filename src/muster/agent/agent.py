@@ -25,6 +25,7 @@ from muster.agent.hostlog import HostLog
 from muster.agent.lifeline import supervisor_address
 from muster.agent.programs import Programs
 from muster.agent.ranks import Standby, Worker, open_pidfd
+from muster.core import uris
 from muster.core.channel import Hub, Peer
 from muster.core.errors import MusterError
 from muster.core.places import memory_dir
@@ -88,6 +89,7 @@ class Agent:
             if self.supervisor is None:
                 self._find_supervisor()
             self.crew.watch()
+            self.programs.mover.watch()
         self._leave()
         return 0
 
@@ -179,6 +181,10 @@ class Agent:
             )
         elif kind == "order":
             self.crew.order(message["order"])
+        elif kind == "peer":  # the peer's mover was started again: it listens elsewhere
+            self.programs.mover.peer_moved(message["peer"])
+        elif kind in ("flush", "flush_commit"):
+            self.programs.mover.flush(message, fence=self.crew.attempt)
         elif kind == "ping":
             self.tell({"t": "pong", "id": message["id"], "mono_ns": time.monotonic_ns()})
         elif kind == "reload":
@@ -248,6 +254,23 @@ class Agent:
             self.crew.standby_gone(peer)
 
     # ------------------------------------------------------------ events and the end
+
+    def flushed(self, answer: dict[str, Any], order: Mapping[str, Any]) -> None:
+        """The mover's answer to a flush: the supervisor's to hear, and an event once a checkpoint stands."""
+        if answer["t"] == "flush_committed" and answer["ok"]:
+            detail = {"tier": "disk" if uris.is_local(str(order["uri"])) else "bucket"}
+            detail |= {"uri": answer["uri"], "bytes": answer["bytes"]}
+            event = {
+                "kind": "checkpoint.committed",
+                "attempt": self.crew.attempt,
+                "step": answer["step"],
+                "mono_ns": time.monotonic_ns(),
+                "wall_ns": time.time_ns(),
+                "detail": detail,
+            }
+            self.log.write_rank(event)
+            self.tell({"t": "event", "event": event})
+        self.tell(answer)
 
     def log_event(self, kind: str, detail: Mapping[str, Any]) -> None:
         """One event of this host."""

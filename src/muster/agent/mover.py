@@ -1,10 +1,15 @@
-"""The mover: copies snapshots between hosts, so that neither a rank nor the agent waits for a network.
+"""The mover: takes snapshots to the lower tiers, so that neither a rank nor the agent waits for a network or a disk.
 
-A program of its own (``python -m muster.agent.mover``). Orders come from the agent as JSON lines on stdin:
+A program of its own (``python -m muster.agent.mover``), one a host: it copies snapshots to a peer's memory and
+writes checkpoints to the disk or the bucket (``persist``: those that ranks hand over; ``flush``: those made of
+snapshots, which need no rank). It imports no torch. Orders come from the agent as JSON lines on stdin:
 
 * ``peers``: which host's mover gets a copy of which ranks' snapshots from now on;
 * ``copy``: a step was taken, send its snapshot to the peer;
-* ``fetch``: get one version from another host for a restore.
+* ``fetch``: get one version from another host for a restore;
+* ``flush``, ``flush_commit``: write one version as a checkpoint (see ``flush``).
+
+Answers are JSON lines on stdout: first the address where other movers reach this one, then what was flushed.
 
 Between movers: the authenticated handshake of ``core.wire``, a request frame, a header frame with the
 sizes, the raw bytes, and a frame with their checksum. A version that tears while it is read (the rank
@@ -20,73 +25,18 @@ import queue
 import socket
 import sys
 import threading
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import AccessError, CheckpointError, MusterError
-from muster.core.ring import Ring, file_name
-from muster.core.wire import Session, read_token
+from muster.agent.flush import commit_flushed, flush
+from muster.agent.persist import Shares
+from muster.core.errors import CheckpointError, MusterError
+from muster.core.ring import Ring, file_name, refuse
+from muster.core.stream import TIMEOUT_S, Stream
+from muster.core.wire import read_token
 
-CHUNK_BYTES = 4 * 1024 * 1024
-TIMEOUT_S = 30.0
-
-
-class Stream:
-    """A blocking connection between two movers."""
-
-    def __init__(self, sock: socket.socket, token: bytes, *, server: bool) -> None:
-        sock.settimeout(TIMEOUT_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.session = sock, Session(token, server=server)
-        self._queued: list[dict[str, Any]] = []
-        self._flush()
-        while not self.session.ready:
-            self._pump()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        self.session.send(message)
-        self._flush()
-
-    def receive(self) -> dict[str, Any]:
-        while not self._queued:
-            self._pump()
-        return self._queued.pop(0)
-
-    def send_bytes(self, data: memoryview) -> int:
-        """Send raw bytes; returns their CRC-32."""
-        crc = 0
-        for start in range(0, len(data), CHUNK_BYTES):
-            part = data[start : start + CHUNK_BYTES]
-            crc = zlib.crc32(part, crc)
-            self.sock.sendall(part)
-        return crc
-
-    def receive_bytes(self, into: memoryview) -> int:
-        """Fill ``into`` with raw bytes; returns their CRC-32. Raises ConnectionError when they end early."""
-        crc, done = 0, 0
-        while done < len(into):
-            count = self.sock.recv_into(into[done : done + CHUNK_BYTES])
-            if not count:
-                raise ConnectionError(f"ended after {done} of {len(into)} bytes")
-            crc = zlib.crc32(into[done : done + count], crc)
-            done += count
-        return crc
-
-    def _flush(self) -> None:
-        out = self.session.outgoing()
-        if out:
-            self.sock.sendall(out)
-
-    def _pump(self) -> None:
-        # One byte short of a frame's end would swallow raw bytes that follow it: frames and raw bytes
-        # never follow each other without an answer in between (see ``fetch`` and ``push``).
-        data = self.sock.recv(1 << 16)
-        if not data:
-            raise ConnectionError("the other mover closed the connection")
-        self._queued += self.session.receive(data)
-        self._flush()
+_FLUSH = {"flush": ("flushed", flush), "flush_commit": ("flush_committed", commit_flushed)}
 
 
 def write_version(
@@ -130,15 +80,18 @@ def read_version(ring: Ring, step: int, attempt: int, stream: Stream) -> None:
 class Mover:
     """Serves and fetches; one thread per connection, one for pushes."""
 
-    def __init__(self, *, memory: Path, token: bytes, bind: str) -> None:
+    def __init__(self, *, memory: Path, token: bytes, bind: str, port: int = 0) -> None:
+        """``port``: a dead predecessor's, so that the others need no new address; any where it is taken."""
         self.memory, self.token = memory, token
-        self.listener = socket.create_server((bind, 0), backlog=64)
+        self.listener = _listen(bind, port)
         self.address = list(self.listener.getsockname()[:2])
         self.peer: list[Any] | None = None
         self.layout = ""
         self.ranks: list[int] = []
         self.pushes: queue.Queue[int] = queue.Queue(maxsize=1)
         self.pushed: dict[int, tuple[int, int]] = {}
+        self._saying = threading.Lock()
+        self._flushing = threading.Lock()
 
     def serve(self) -> None:
         while True:
@@ -240,12 +193,37 @@ class Mover:
                 pass
         elif order["do"] == "fetch":
             threading.Thread(target=self._fetch, args=(dict(order),), daemon=True).start()
+        elif order["do"] in _FLUSH:
+            threading.Thread(target=self._flush, args=(dict(order),), daemon=True).start()
 
     def _fetch(self, order: Mapping[str, Any]) -> None:
         try:
             self.fetch(order)
-        except (OSError, MusterError, ValueError, AccessError) as error:
+        except (OSError, MusterError, ValueError, KeyError) as error:
+            refuse(self.memory / order["target"], str(error) or type(error).__name__)
             print(f"fetching {order['file']}: {error}", file=sys.stderr, flush=True)
+
+    def _flush(self, order: Mapping[str, Any]) -> None:
+        kind, act = _FLUSH[order["do"]]
+        answer = {"t": kind, "step": order["step"], "attempt": order["attempt"]}
+        try:
+            with self._flushing:  # the same order twice must not write the same files at once
+                answer |= {"ok": True, **act(order, self.memory)}
+        except Exception as error:  # noqa: BLE001 (a thread's edge; the agent tells the supervisor)
+            answer |= {"ok": False, "reason": str(error) or type(error).__name__}
+        self.say(answer)
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """One line to the agent."""
+        with self._saying:
+            print(json.dumps(message), flush=True)
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((bind, port), backlog=64)
+    except OSError:
+        return socket.create_server((bind, 0), backlog=64)
 
 
 def main() -> None:
@@ -253,13 +231,16 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--memory", required=True, type=Path)
     parser.add_argument("--bind", required=True)
+    parser.add_argument("--port", type=int, default=0, help="a dead predecessor's")
     arguments = parser.parse_args()
     os.setpriority(
         os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0"))
     )  # not the keeper's: copies must not press the ranks
-    mover = Mover(memory=arguments.memory, token=read_token(str(arguments.run_dir / "token")), bind=arguments.bind)
-    print(json.dumps({"address": mover.address}), flush=True)
-    for target in (mover.serve, mover.push_loop):
+    token = read_token(str(arguments.run_dir / "token"))
+    mover = Mover(memory=arguments.memory, token=token, bind=arguments.bind, port=arguments.port)
+    shares = Shares(memory=arguments.memory, token=token)
+    mover.say({"t": "address", "address": mover.address})
+    for target in (mover.serve, mover.push_loop, shares.serve):
         threading.Thread(target=target, daemon=True).start()
     for line in sys.stdin:
         mover.obey(json.loads(line))

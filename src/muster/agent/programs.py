@@ -14,9 +14,11 @@ from collections import deque
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from muster.agent import held
+from muster.agent.mover_child import MoverChild
 from muster.agent.ranks import Worker, open_pidfd
 from muster.core.nouns import Layout
-from muster.core.ring import file_name
+from muster.core.ring import file_name, forget_refusal
 
 if TYPE_CHECKING:
     from muster.agent.agent import Agent
@@ -30,23 +32,32 @@ class Programs:
         self.prepared = False
         self.coming = 0
         """Standbys asked for and not yet here."""
-        self.memory_address: list[Any] | None = None
+        self.mover = MoverChild(agent=agent)
         self.forkserver_pid: int | None = None
         self._forkserver_deaths = 0
-        self._mover: subprocess.Popen[str] | None = None
         self._prepare: subprocess.Popen[str] | None = None
         self._notices: subprocess.Popen[bytes] | None = None
         self._step_s: deque[float] = deque(maxlen=20)
         self._last_step_s: float | None = None
         self._layout = ""
+        self._ranks: list[int] = []
+        self._peer_copy = False
+        self._served = 0
+        """Attempt that steps, so that what was fetched for it has served."""
         self._tidied = 0
+        """Attempt whose own snapshots stand, so that those of other layouts have served."""
+
+    @property
+    def memory_address(self) -> list[Any] | None:
+        """Where other hosts find this one's snapshots; None where it holds none."""
+        return self.mover.address if self.agent.spec.checkpoint.memory_every_steps else None
 
     # ------------------------------------------------------------ starting
 
     def start(self) -> None:
         """Prepare data and import torch at the same time; a predecessor's fork server comes by itself."""
         self._start_prepare()
-        self._start_mover()
+        self.mover.start()
         self._start_notices()
         if self._adoptable():
             self.agent.contact_after = time.monotonic() + 0.5  # ranks look for us every 0.1 s
@@ -210,22 +221,27 @@ class Programs:
 
         The first rank's steps are the watchdog's clock, and the sign that standbys may be forked in peace.
         """
-        if self._tidied != worker.attempt:
-            self._tidied = worker.attempt
-            self._tidy()
         if worker.rank == min(other.rank for other in self.agent.crew.workers.values()):
             now = time.monotonic()
             if self._last_step_s is not None:
                 self._step_s.append(now - self._last_step_s)
             self._last_step_s = now
             self.refill()
-        self._tell_mover({"do": "copy", "step": step - 1})
+            self._tidy(worker.attempt)
+        self.mover.copy(step - 1)
 
-    def _tidy(self) -> None:
-        """The new world steps: snapshots of another layout, and what was fetched for its start, have served."""
-        for path in self.agent.memory.glob("*.ring"):
-            if path.name.startswith("fetched.") or (self._layout and f".{self._layout}." not in path.name):
-                path.unlink(missing_ok=True)
+    def _tidy(self, attempt: int) -> None:
+        """The world steps: what was fetched for its start has served, and soon what another layout left."""
+        if self._served != attempt:
+            self._served = attempt
+            held.drop_fetched(self.agent.memory)
+        if self._tidied == attempt or not self._layout or not self.agent.spec.checkpoint.memory_every_steps:
+            return
+        if held.stands(
+            self.agent.memory, layout=self._layout, ranks=self._ranks, attempt=attempt, peer_copy=self._peer_copy
+        ):
+            self._tidied = attempt
+            held.drop_other_layouts(self.agent.memory, layout=self._layout)
 
     def step_timeout_s(self) -> float:
         """The limit given, or ten median steps and at least 30 s."""
@@ -233,35 +249,6 @@ class Programs:
         if given is not None:
             return given
         return max(30.0, 10 * statistics.median(self._step_s)) if self._step_s else 600.0
-
-    # ------------------------------------------------------------ mover
-
-    def _start_mover(self) -> None:
-        if not self.agent.spec.checkpoint.memory_every_steps:
-            return
-        log = self._log_file("mover")
-        self._mover = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "muster.agent.mover",
-                "--run-dir",
-                str(self.agent.run_dir),
-                "--memory",
-                str(self.agent.memory),
-                "--bind",
-                self.agent.bind,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-        log.close()
-        assert self._mover.stdout is not None
-        found = json.loads(self._mover.stdout.readline() or "null")
-        self.memory_address = found["address"] if found else None
 
     # ------------------------------------------------------------ notices of the cloud
 
@@ -298,13 +285,7 @@ class Programs:
                 }
                 self.agent.log_event("notice", detail)
 
-    # ------------------------------------------------------------ talking to the mover
-
-    def _tell_mover(self, message: dict[str, Any]) -> None:
-        if self._mover is not None and self._mover.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._mover.stdin.write(json.dumps(message) + "\n")
-                self._mover.stdin.flush()
+    # ------------------------------------------------------------ the state of a new world
 
     def fetch(self, message: dict[str, Any]) -> dict[str, str]:
         """Where each needed shard will lie on this host; what lies elsewhere is on its way at once."""
@@ -312,9 +293,12 @@ class Programs:
         if not contexts:
             return {}
         self._layout = Layout(**contexts[0]["layout"]).key
-        self._tell_mover({"do": "peers", "peer": message.get("peer"), "layout": self._layout,
-                          "ranks": [context["rank"] for context in contexts]})  # fmt: skip
+        self._ranks = [int(context["rank"]) for context in contexts]
+        self._peer_copy = message.get("peer") is not None
+        self.mover.peers(peer=message.get("peer"), layout=self._layout, ranks=self._ranks)
         restore = contexts[0].get("restore")
+        step, attempt = (-1, 0) if restore is None else (int(restore["step"]), int(message["restore_attempt"]))
+        held.forget_other_course(self.agent.memory, layout=self._layout, step=step, attempt=attempt)
         if restore is None:
             return {}
         key = Layout(**restore["layout"]).key
@@ -326,7 +310,8 @@ class Programs:
                 sources[str(rank)] = str(self.agent.memory / file_name(tier, key, held_as))
                 continue
             target = file_name("fetched", key, rank)
-            self._tell_mover(
+            forget_refusal(self.agent.memory / target)
+            self.mover.fetch(
                 {
                     "do": "fetch",
                     "address": item["address"],
@@ -343,7 +328,8 @@ class Programs:
 
     def end(self) -> None:
         """End every child; never waits long."""
-        for child in (self._mover, self._prepare, self._notices):
+        self.mover.end()
+        for child in (self._prepare, self._notices):
             if child is not None:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()

@@ -6,18 +6,14 @@ reads tensors by name and slice from any set of them, whatever layout they were 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from muster.core import shards, uris
 from muster.core.errors import CheckpointError
+from muster.core.index import decode_index, index_file
 from muster.core.manifest import Manifest
 from muster.core.store import blobs
-
-INDEX = "index.json"
-INDEX_FORMAT = 1
 
 
 class Source(Protocol):
@@ -94,37 +90,22 @@ def open_blob(uri: str) -> Shard:
     return Shard(tensors=header.tensors, source=BlobSource(uri, begin), name=uris.name(uri))
 
 
-def encode_index(files: Sequence[tuple[str, int, tuple[shards.Chunk, ...]]]) -> bytes:
-    """The index of a checkpoint: (file, where its tensors begin, what they are), so that a reader opens one file."""
-    found = [
-        {
-            "name": name,
-            "begin": begin,
-            "tensors": [[c.name, c.dtype, c.global_shape, c.offsets, c.shape, c.byte_offset] for c in chunks],
-        }
-        for name, begin, chunks in files
-    ]
-    return json.dumps({"format": INDEX_FORMAT, "files": found}, separators=(",", ":")).encode()
-
-
 def open_checkpoint(manifest: Manifest) -> list[Shard]:
     """The shards of a committed checkpoint, from its index. Raises CheckpointError."""
-    uri = uris.join(manifest.uri, INDEX)
+    known = {item.name for item in manifest.files}
+    uri = uris.join(manifest.uri, index_file(item.name for item in manifest.files))
     try:
         with blobs.reading(uri) as file:
-            found = json.loads(file.read())
-        if found["format"] != INDEX_FORMAT:
-            raise CheckpointError(f"{uri}: unknown format {found['format']!r}")
-        known = {item.name for item in manifest.files}
-        opened = []
-        for item in found["files"]:
-            if item["name"] not in known:
-                raise CheckpointError(f"{uri} names {item['name']!r}, which the manifest does not")
-            chunks = tuple(shards.chunk_from_json(entry) for entry in item["tensors"])
-            source = BlobSource(uris.join(manifest.uri, item["name"]), int(item["begin"]))
-            opened.append(Shard(tensors=chunks, source=source, name=item["name"]))
+            data = file.read()
     except FileNotFoundError as error:
         raise CheckpointError(f"{uri} is missing") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{uri} is no index: {error}") from error
+    try:
+        entries = decode_index(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{uri}: {error}") from error
+    opened = []
+    for name, begin, chunks in entries:
+        if name not in known:
+            raise CheckpointError(f"{uri} names {name!r}, which the manifest does not")
+        opened.append(Shard(tensors=chunks, source=BlobSource(uris.join(manifest.uri, name), begin), name=name))
     return opened

@@ -1,9 +1,10 @@
 """Save training state, sharded and in the background, and commit it.
 
-Each rank copies its share aside and goes on training; a thread writes it as one shard file under the
-attempt's and step's final prefix, computing the checksum on the way. The ranks then exchange sizes and
-checksums (two small collectives on a group of their own), and rank 0 writes the commit marker. One save at
-a time: overlapping ones would interleave their collectives and deadlock.
+Each rank copies its share aside and goes on training; the host's mover writes it as one shard file under the
+attempt's and step's final prefix, computing the checksum on the way, while a thread of the rank waits for its
+answer (and writes the file itself where there is no mover, or none any more). The ranks then exchange sizes and
+checksums (small collectives on a group of their own), and rank 0 writes the commit marker. One save at a time:
+overlapping ones would interleave their collectives and deadlock.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import torch.distributed as dist
 
 import muster
 from muster.checkpoint import exchange
-from muster.checkpoint.reader import INDEX, encode_index
+from muster.checkpoint.claim import Claim
+from muster.checkpoint.handover import Handover, MoverLost
 from muster.checkpoint.staging import Staging
 from muster.core import manifest as manifests
 from muster.core import shards, uris
 from muster.core.errors import MusterError
+from muster.core.index import INDEX, encode_index, shard_file
 from muster.core.manifest import Manifest, StoredFile
 from muster.core.nouns import Layout
 from muster.core.seams import Store
-from muster.core.store import blobs
-
-_CHUNK_BYTES = 16 << 20
+from muster.core.shardfile import write_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,12 @@ class _Job:
 class Saver:
     """Checkpoints of one attempt. Every rank makes one and calls it in the same order.
 
-    Rank 0 takes the folder's fence when the Saver is made. ``on_event(kind, step=..., **detail)`` gets the
-    ``checkpoint.*`` events on rank 0, always from the caller's thread (in ``save``, ``poll``, ``finish``). A save
-    that fails is an event, not an exception: training goes on.
+    Rank 0 begins to take the folder's fence when the Saver is made, and no rank writes before it has it.
+    ``on_event(kind, step=..., **detail)`` gets the ``checkpoint.*`` events on rank 0, always from the caller's thread
+    (in ``save``, ``poll``, ``finish``). A save that fails is an event, not an exception: training goes on.
+    ``handover``: the host's mover, which writes this rank's files; None: a thread of this process does.
 
-    Raises:
+    Raises (``save``, ``poll``, ``finish`` and ``claimed``):
         ConflictError: a newer attempt holds the folder (rank 0).
         AccessError, BackendError: the folder cannot be written (rank 0).
     """
@@ -84,6 +86,7 @@ class Saver:
         group: dist.ProcessGroup | None,
         store: Store,
         on_event: Callable[..., None],
+        handover: Handover | None = None,
     ) -> None:
         self.directory = directory_uri
         self.run_id, self.attempt, self.layout = run_id, attempt, layout
@@ -95,13 +98,20 @@ class Saver:
         self._job: _Job | None = None
         self._committed_step: int | None = None
         self._tidied = False
-        if self.rank == 0:
-            manifests.claim(store, directory_uri, run_id=run_id, attempt=attempt)
+        self._handover = handover
+        self._entered = False
+        """Every rank knows that the fence is this attempt's."""
+        self._claim = Claim(store, directory_uri, run_id=run_id, attempt=attempt) if self.rank == 0 else None
+
+    def claimed(self) -> None:
+        """Wait until older attempts can commit nothing more (rank 0; the others return at once)."""
+        if self._claim is not None:
+            self._claim.wait()
 
     def prepare(self, state: Mapping[str, torch.Tensor]) -> None:
         """Plan and allocate now, so that the first save stalls no longer than the others. Collective."""
         if self._staging is None:
-            self._staging = Staging(state, self._group)
+            self._staging = Staging(state, self._group, shared=self._handover is not None)
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         """Save ``state`` as of ``step``; ``extra`` holds small JSON values. Collective.
@@ -110,7 +120,7 @@ class Saver:
         else when committed). The same step again is no work.
         """
         begun_ns = time.monotonic_ns()
-        self.finish()
+        self.finish()  # which also waits for the fence
         if step == self._committed_step:
             return
         job = _Job(step=step, extra=dict(extra), begun_ns=begun_ns)
@@ -133,6 +143,18 @@ class Saver:
 
     def poll(self) -> Saved | None:
         """Collect a save that is done, emitting its events; None while it runs or where there is none."""
+        if self._claim is not None:
+            self._claim.check()
+        return self._collect()
+
+    def finish(self) -> Saved | None:
+        """Wait for the running save and collect it; None where there is none."""
+        self.claimed()
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+        return self._collect()
+
+    def _collect(self) -> Saved | None:
         job = self._job
         if job is None or job.result is None:
             return None
@@ -159,18 +181,12 @@ class Saver:
             self._on_event("run.note", step=job.step, text=note)
         return Saved(**{**done.__dict__, "stall_ns": job.stall_ns})
 
-    def finish(self) -> Saved | None:
-        """Wait for the running save and collect it; None where there is none."""
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join()
-        return self.poll()
-
     def abandon(self) -> None:
         """The ranks' group is broken: give up the save under way without waiting for its bytes.
 
         Its thread fails at the next exchange, before the marker; one that was past it has committed.
         """
-        if self._job is not None and self.poll() is None:
+        if self._job is not None and self._collect() is None:
             job, self._job = self._job, None
             self._emit("checkpoint.failed", job.step, uri=self._uri(job.step), reason="its world came to an end")
 
@@ -188,6 +204,9 @@ class Saver:
 
     def _write_and_commit(self, job: _Job) -> Saved:
         written: dict[str, Any] = {}
+        if not self._entered:
+            exchange.gather(None, self._group)  # rank 0 comes here with the fence in its hands, or not at all
+            self._entered = True
         if job.problem is None:
             try:
                 written = self._write_shard(job)
@@ -218,18 +237,23 @@ class Saver:
         if not staging.mine:
             return {}
         preamble = shards.preamble(self._header(job.step, self.rank))
+        name, note = shard_file(self.rank), {}
+        if self._handover is not None and staging.fd is not None:
+            try:
+                uri = uris.join(self._uri(job.step), name)
+                found = self._handover.write(uri, preamble, staging.fd, staging.buffer.numel())
+                return {"name": name, "bytes": found["bytes"], "crc32": found["crc32"]}
+            except MoverLost as error:
+                # A mover that wakes up again writes on: never into a file that may be committed.
+                name = f"own-{name}"
+                note = {"note": f"the mover did not write rank {self.rank}'s share, so the rank did: {_words(error)}"}
         data = memoryview(staging.buffer.numpy().data)
-        crc = manifests.crc32(preamble)
-        with blobs.writing(uris.join(self._uri(job.step), _file(self.rank))) as file:
-            _write_all(file, memoryview(preamble))
-            for start in range(0, len(data), _CHUNK_BYTES):
-                piece = data[start : start + _CHUNK_BYTES]
-                _write_all(file, piece)
-                crc = manifests.crc32(piece, crc)
-        return {"name": _file(self.rank), "bytes": len(preamble) + len(data), "crc32": crc}
+        count, crc = write_shard(uris.join(self._uri(job.step), name), (preamble, data))
+        return {"name": name, "bytes": count, "crc32": crc, **note}
 
     def _commit(self, job: _Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Rank 0: the index, then the marker."""
+        job.notes += [report["note"] for report in reports if "note" in report]
         problems = [report["problem"] for report in reports if report["problem"]]
         if problems:
             return {"problem": problems[0]}
@@ -241,7 +265,7 @@ class Saver:
         ]
         index = encode_index(
             [
-                (_file(rank), len(shards.preamble(self._header(job.step, rank))), chunks)
+                (reports[rank]["name"], len(shards.preamble(self._header(job.step, rank))), chunks)
                 for rank, chunks in enumerate(self._staging.chunks)
                 if chunks
             ]
@@ -295,15 +319,6 @@ class Saver:
     def _emit(self, kind: str, step: int, **detail: Any) -> None:
         if self.rank == 0:
             self._on_event(kind, step=step, tier=self.tier, **detail)
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.shard"
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]
 
 
 def _words(error: BaseException) -> str:

@@ -1,12 +1,17 @@
 """A rank's share of the state, copied aside in one go, so that training may change the originals at once.
 
-The buffer is laid out as the shard's bytes will be in the file, and reused by every save: pinned memory
-on CUDA, whose pages a fresh allocation would have to fault in each time.
+The buffer is laid out as the shard's bytes will be in the file, and reused by every save: a fresh one would fault
+its pages in each time. Where a mover writes the file, it is memory that can be passed to another process and that
+lives as long as one of the two holds it (``memfd_create``: no name, no limit of a mounted tmpfs). On CUDA it is pinned.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import mmap
+import os
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +75,10 @@ def shares(held: list[list[Box]]) -> list[list[Box]]:
 class Staging:
     """The buffer of one rank and the plan of all. Making one is collective over ``group``."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, *, shared: bool = False
+    ) -> None:
+        """``shared``: in memory that a mover can be given, where there is room for it (``fd`` tells)."""
         mine = boxes(state)
         held = [[_box(item) for item in rank] for rank in exchange.gather(mine, group)]
         self.chunks = [shards.pack(rank) for rank in shares(held)]
@@ -79,7 +87,16 @@ class Staging:
         self._signature = mine
         length = max((chunk.byte_offset + chunk.bytes for chunk in self.mine), default=0)
         on_cuda = any(local(tensor).is_cuda for tensor in state.values())
-        self.buffer = torch.zeros(length, dtype=torch.uint8, pin_memory=on_cuda)
+        self.fd: int | None = None
+        """The buffer as an open file; None: it is this process's own."""
+        found = _shared(length) if shared and length else None
+        if found is None:
+            self.buffer = torch.zeros(length, dtype=torch.uint8, pin_memory=on_cuda)
+        else:
+            self.buffer, self.fd = found
+            weakref.finalize(self, os.close, self.fd)
+            if on_cuda:
+                _pin(self, self.buffer)
         self._views = [
             self.buffer[chunk.byte_offset : chunk.byte_offset + chunk.bytes]
             .view(getattr(torch, chunk.dtype))
@@ -100,6 +117,29 @@ class Staging:
             torch._foreach_copy_(self._views, sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
+
+
+def _shared(length: int) -> tuple[torch.Tensor, int] | None:
+    """Memory behind a file descriptor, its pages there already; None where the system gives none."""
+    fd = -1
+    try:
+        fd = os.memfd_create("muster-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(fd, 0, length)
+        # Whoever reads it may rely on its length: no SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError:
+        if fd >= 0:
+            os.close(fd)
+        return None
+    return torch.frombuffer(mapped, dtype=torch.uint8), fd
+
+
+def _pin(owner: object, buffer: torch.Tensor) -> None:
+    """Register the memory with CUDA, so that copies into it run at full speed; a refusal costs speed alone."""
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
+        weakref.finalize(owner, runtime.cudaHostUnregister, buffer.data_ptr())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

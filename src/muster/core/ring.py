@@ -35,6 +35,29 @@ def file_name(tier: str, layout_key: str, rank: int) -> str:
     return f"{tier}.{layout_key}.{rank}.ring"
 
 
+def refuse(path: Path, reason: str) -> None:
+    """Say, beside the place where a rank waits for a fetched ring, why none will come."""
+    part = path.with_name(f"{path.name}.saying")
+    part.write_text(reason)
+    os.rename(part, _refusal_file(path))
+
+
+def refusal(path: Path) -> str | None:
+    """What ``refuse`` said about ``path``; None where nothing."""
+    try:
+        return _refusal_file(path).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def forget_refusal(path: Path) -> None:
+    _refusal_file(path).unlink(missing_ok=True)
+
+
+def _refusal_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.failed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Version:
     """A whole version in a ring."""

@@ -96,7 +96,7 @@ def encode_header(header: ShardHeader) -> bytes:
         "rank": header.rank,
         "layout": {axis: getattr(header.layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp")},
         "extra": dict(header.extra),
-        "tensors": [[c.name, c.dtype, c.global_shape, c.offsets, c.shape, c.byte_offset] for c in header.tensors],
+        "tensors": [chunk_to_json(chunk) for chunk in header.tensors],
     }
     return json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
 
@@ -147,6 +147,11 @@ def split(data: memoryview) -> tuple[ShardHeader, memoryview]:
     if len(data) < begin + header.data_bytes:
         raise CheckpointError(f"truncated shard: {len(data)} bytes, not {begin + header.data_bytes}")
     return header, data[begin:]
+
+
+def chunk_to_json(chunk: Chunk) -> list[Any]:
+    """One entry of a header's ``tensors``."""
+    return [chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.shape, chunk.byte_offset]
 
 
 def chunk_from_json(item: Sequence[Any]) -> Chunk:

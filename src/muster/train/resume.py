@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from muster.checkpoint.load import load_into, newest_valid
 from muster.core.errors import CheckpointError
@@ -26,6 +28,8 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
     began = time.monotonic_ns()
     if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
         return  # this process went on living with it
+    if context.restore is None:
+        saves.saver.claimed()  # older attempts commit nothing behind our back, and a folder that cannot be used shows
     if context.restore is not None:
         tensors = restored(context, context.restore, state.sharded())
         state.load(context.restore.step, tensors)
@@ -59,11 +63,13 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
     )
 
 
-def open_snapshots(spec: RunSpec, context: RankContext, state: TrainState) -> Snapshot | None:
-    """Where this rank's in-memory snapshots go; None where nobody holds any."""
+def open_snapshots(
+    spec: RunSpec, context: RankContext, state: TrainState, *, extra: Mapping[str, Any] | None = None
+) -> Snapshot | None:
+    """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint."""
     if context.snapshot_dir is None or spec.checkpoint.memory_every_steps == 0:
         return None
-    return Snapshots(context, state.sharded())
+    return Snapshots(context, state.sharded(), extra=extra)
 
 
 def same_data(saves: Saves, found: Manifest) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muster.checkpoint.handover import Handover
 from muster.checkpoint.saver import Saver
 from muster.core import intervals, uris
 from muster.core.ranks import Link, Order, RankContext
@@ -143,6 +144,9 @@ def open_saves(
         group=world.checkpoint,
         store=store,
         on_event=on_event,
+        handover=Handover.on_this_host(
+            run_dir=context.run_dir, run_id=context.run_id, host=context.host, directory_uri=directory
+        ),
     )
     saves = Saves(
         saver=saver,

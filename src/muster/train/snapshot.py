@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.core.errors import CheckpointError
 from muster.core.ranks import RankContext, Restore
-from muster.core.ring import Ring, file_name
+from muster.core.ring import Ring, file_name, refusal
 
 _ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
 _FETCH_TIMEOUT_S = 60.0
@@ -28,13 +28,17 @@ _FETCH_TIMEOUT_S = 60.0
 class Snapshots:
     """The writing end, one per rank and attempt."""
 
-    def __init__(self, context: RankContext, sharded: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError when the memory for the ring is not there."""
+    def __init__(
+        self, context: RankContext, sharded: Mapping[str, Tensor], *, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """``extra``: small values that a checkpoint made of these snapshots carries.
+
+        Raises CheckpointError when the memory for the ring is not there.
+        """
         assert context.snapshot_dir is not None
         table, slot_bytes = table_of(sharded)
-        header = json.dumps(
-            {"rank": context.rank, "layout": context.layout.key, "tensors": table}, separators=(",", ":")
-        ).encode()
+        known = {"rank": context.rank, "layout": context.layout.key, "extra": dict(extra or {}), "tensors": table}
+        header = json.dumps(known, separators=(",", ":")).encode()
         path = Path(context.snapshot_dir) / file_name("own", context.layout.key, context.rank)
         self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes)
         # A version newer than the step we start from belongs to a course that was given up.
@@ -134,17 +138,20 @@ def open_shard(path: Path, restore: Restore) -> tuple[Ring, list[dict[str, Any]]
     """(ring, table, slot) of the version to restore; waits for a file that is still being fetched.
 
     Raises:
-        CheckpointError: it did not come, or the version is not in it.
+        CheckpointError: it did not come (the mover says at once when it cannot be had), or the version is not in it.
     """
     deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
     while True:
-        ring = Ring.open(path, writable=True)
-        version = ring.find(restore.step, restore.attempt)
-        if version is not None:
-            return ring, json.loads(ring.header)["tensors"], version.slot
-        if time.monotonic() >= deadline:
+        waits = time.monotonic() < deadline
+        if path.exists() or not waits:
+            ring = Ring.open(path, writable=True)
+            version = ring.find(restore.step, restore.attempt)
+            if version is not None:
+                return ring, json.loads(ring.header)["tensors"], version.slot
+        refused = refusal(path)
+        if refused is not None:
+            raise CheckpointError(f"{path.name} of step {restore.step} could not be fetched: {refused}")
+        if not waits:
             raise CheckpointError(f"{path.name} does not hold step {restore.step} of attempt {restore.attempt}")
         time.sleep(0.005)
 

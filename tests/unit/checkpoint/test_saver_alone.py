@@ -134,9 +134,15 @@ def test_other_tensors_than_before_fail_the_save(folder):
 
 
 def test_an_older_attempt_is_refused(folder):
-    saver(folder, attempt=2)
+    saver(folder, attempt=2).claimed()
+    late = saver(folder, attempt=1)  # the fence is taken beside the restart: whatever it does next is refused
     with pytest.raises(ConflictError):
-        saver(folder, attempt=1)
+        late.save(1, state(1), {})
+    with pytest.raises(ConflictError):
+        late.poll()
+    with pytest.raises(ConflictError):
+        late.finish()
+    assert blobs.folders(folder) == []
 
 
 def test_damaged_and_foreign_checkpoints_are_named_and_skipped(folder):

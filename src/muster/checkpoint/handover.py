@@ -1,0 +1,67 @@
+"""The rank's end: hand the share that is staged to the host's mover, so that another process writes it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muster.core import uris
+from muster.core.errors import AccessError, BackendError, MusterError
+from muster.core.places import memory_dir
+from muster.core.stream import MOVER_SOCKET, Stream
+from muster.core.wire import read_token
+
+
+class MoverLost(Exception):
+    """The mover is not there, or died over it, or stands still: the rank writes its share itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handover:
+    """Where the host's mover listens."""
+
+    address: str
+    token: bytes
+
+    @classmethod
+    def on_this_host(cls, *, run_dir: str, run_id: str, host: str, directory_uri: str) -> Handover | None:
+        """None where no agent runs (torchrun), and for ``memory://``, which is this process's alone."""
+        path = memory_dir(run_dir, run_id, host) / MOVER_SOCKET
+        if not path.exists() or uris.scheme(directory_uri) == "memory":
+            return None
+        try:
+            return cls(address=str(path), token=read_token(str(Path(run_dir) / "token")))
+        except AccessError:
+            return None
+
+    def write(self, uri: str, preamble: bytes, fd: int, size: int) -> Mapping[str, Any]:
+        """Have the first ``size`` bytes of ``fd`` written behind ``preamble``: {bytes, crc32}. Blocks.
+
+        Raises:
+            MoverLost: nobody answered. The mover may write the file yet: use another name.
+            BackendError: it could not be written.
+        """
+        try:
+            answer = self._ask(uri, preamble, fd, size)
+        except (OSError, MusterError, ValueError) as error:
+            raise MoverLost(str(error) or type(error).__name__) from error
+        if answer.get("t") != "written":
+            raise BackendError(str(answer.get("reason", "the mover could not write it")), hint=answer.get("hint"))
+        return answer
+
+    def _ask(self, uri: str, preamble: bytes, fd: int, size: int) -> Mapping[str, Any]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(5.0)
+            sock.connect(self.address)
+            stream = Stream(sock, self.token, server=False)
+            stream.send({"t": "write", "uri": uri, "bytes": size, "preamble_bytes": len(preamble)})
+            if stream.receive().get("t") != "go":
+                raise ConnectionError("the mover refused a share")
+            stream.send_file(fd)
+            stream.send_bytes(memoryview(preamble))
+            while (answer := stream.receive()).get("t") == "busy":
+                pass
+            return answer

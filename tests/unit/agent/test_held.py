@@ -1,0 +1,63 @@
+"""Old copies in memory go only once new ones stand."""
+
+from muster.agent import held
+from muster.core.ring import Ring, file_name
+
+OLD, NEW = "r1s4t1", "r1s3t1"
+
+
+def ring(memory, layout, rank, *versions, tier="own"):
+    made = Ring.create(memory / file_name(tier, layout, rank), header=b"{}", slot_bytes=64)
+    for step, attempt in versions:
+        made.commit(made.begin(), step=step, attempt=attempt)
+    return made
+
+
+def steps(memory, layout, rank, tier="own"):
+    return [version.step for version in Ring.open(memory / file_name(tier, layout, rank)).versions()]
+
+
+def test_a_new_world_stands_when_all_its_ranks_here_hold_a_version_and_the_peer_has_one(tmp_path):
+    def stands(peer_copy=True):
+        return held.stands(tmp_path, layout=NEW, ranks=[0, 1], attempt=2, peer_copy=peer_copy)
+
+    assert not stands()
+    rings = [ring(tmp_path, NEW, rank, (9, 1)) for rank in (0, 1)]  # what they were restored from is no new version
+    assert not stands(peer_copy=False)
+    for made in rings:
+        made.commit(made.begin(), step=10, attempt=2)
+        assert not stands()
+    assert stands(peer_copy=False)
+    for made in rings:
+        made.note_copied(made.find(9, 1))  # an older attempt's copy may lie on a host that is gone
+    assert not stands()
+    for made in rings:
+        made.note_copied(made.find(10, 2))
+    assert stands()
+
+
+def test_other_layouts_and_fetched_rings_go_apart(tmp_path):
+    ring(tmp_path, OLD, 0, (9, 1))
+    ring(tmp_path, OLD, 3, (9, 1), tier="peer")
+    ring(tmp_path, NEW, 0, (10, 2))
+    ring(tmp_path, OLD, 2, (9, 1), tier="fetched")
+    (tmp_path / "fetched.r1s4t1.1.ring.failed").write_text("why")
+    held.drop_fetched(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "own.r1s3t1.0.ring",
+        "own.r1s4t1.0.ring",
+        "peer.r1s4t1.3.ring",
+    ]
+    held.drop_other_layouts(tmp_path, layout=NEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]
+
+
+def test_a_course_that_was_given_up_is_forgotten_in_other_layouts(tmp_path):
+    ring(tmp_path, OLD, 0, (8, 1), (9, 1), (10, 1))
+    ring(tmp_path, OLD, 3, (9, 1), (10, 1), tier="peer")
+    ring(tmp_path, NEW, 0, (10, 1))
+    (tmp_path / "own.r1s4t1.7.ring").write_bytes(b"torn")
+    held.forget_other_course(tmp_path, layout=NEW, step=9, attempt=1)
+    assert steps(tmp_path, OLD, 0) == [9, 8]
+    assert steps(tmp_path, OLD, 3, "peer") == [9]
+    assert steps(tmp_path, NEW, 0) == [10]

@@ -57,3 +57,16 @@ def test_every_fault_of_the_menu_is_on_the_page_and_no_other():
     section = PAGE[PAGE.index("| fault | what |") : PAGE.index("## Invariants")]
     named = set(re.findall(r"`([a-z-]+)`", section))
     assert named == set(MENU)
+
+
+def test_the_numbered_list_names_every_drill_under_its_numbers():
+    section = PAGE[PAGE.index("## The fault list") : PAGE.index("## What is measured")]
+    rows = re.findall(r"^\| ([0-9, ]+) \|[^|]+\|([^|]*)\|", section, re.MULTILINE)
+    listed = {
+        int(number): {name.strip() for name in names.split(",") if name.strip()}
+        for numbers, names in rows
+        for number in numbers.split(",")
+    }
+    assert sorted(listed) == list(range(1, 46))
+    menu = {number: {fault.name for fault in MENU.values() if number in fault.numbers} for number in listed}
+    assert listed == menu

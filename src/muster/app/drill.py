@@ -6,6 +6,7 @@ over; neither the file's ``run_dir`` nor its ``checkpoint.dir`` is touched.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.app import faults, recover, stop, submit
-from muster.app.faults import Fault
+from muster.app.fault import Fault
+from muster.app.inject import Network
 from muster.app.report import report
 from muster.app.scene import Scene
 from muster.core import runfile
-from muster.core.errors import BackendError, MusterError
+from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
+from muster.core.nouns import JobRequest
 from muster.core.runs import RunDir
 from muster.report.invariants import broken, check
 
@@ -26,6 +29,8 @@ from muster.report.invariants import broken, check
 SETTLE_STEPS = 5
 #: Whatever the user's file does first (data, imports, compile) must be over by then.
 START_TIMEOUT_S = 900.0
+#: A run that has to end does so within its grace and this: restarts before the verdict are in it.
+END_TIMEOUT_S = 120.0
 #: A drill replaces these, whatever the file says: its run belongs to nobody else.
 OWN = (
     "backend=local", "run_dir=null", "checkpoint.dir=null", "output.tracker=none", "evaluation.at_start=false",
@@ -103,7 +108,7 @@ def drill(
     """Play one fault of the menu through. Blocks; whatever happens, no process of the run is left.
 
     Raises:
-        UsageError, RunFileError: no such fault; the file does not hold.
+        UsageError, RunFileError: no such fault; the file does not hold; the fault needs root, or Muster's own loop.
         MusterError: the run never came to the step, or never came back.
     """
     chosen = faults.find(fault)
@@ -112,17 +117,38 @@ def drill(
     for each in needed:
         tell(f"this drill sets {each}")
     loaded = runfile.load(run_file, [*overrides, *OWN, *needed])
-    started = submit.submit(loaded, argv=["muster", "drill", run_file, "--fault", fault])
-    tell(f"run {started.run.run_id} in {started.run.path}")
-    scene = Scene(run=started.run, spec=started.spec, random=random.Random(seed))
-    outcome = Outcome(fault=chosen, run=started.run, seed=seed, overrides=tuple(needed))
+    if chosen.own_loop and loaded.spec.command is not None:
+        raise UsageError(
+            f"{fault} happens inside Muster's training loop, and this file runs a command",
+            hint="muster drill --list marks such faults",
+        )
+    hosts = loaded.spec.resources.hosts + loaded.spec.resources.spare_hosts
+    network = Network(names=[f"host-{number}" for number in range(hosts)]) if chosen.network else None
     try:
-        _ready(scene, chosen, at_step, tell)
-        _play(scene, chosen, outcome, tell)
+        if network is not None:
+            network.up()
+        intent = submit.begin(loaded, argv=["muster", "drill", run_file, "--fault", fault])
+        submit.start(intent, _armed(intent.request, network))
+        tell(f"run {intent.run.run_id} in {intent.run.path}")
+        scene = Scene(run=intent.run, spec=intent.spec, random=random.Random(seed), network=network)
+        outcome = Outcome(fault=chosen, run=intent.run, seed=seed, overrides=tuple(needed))
+        try:
+            _ready(scene, chosen, at_step, tell)
+            _play(scene, chosen, outcome, tell)
+        finally:
+            _end(scene, tell)
     finally:
-        _end(scene, tell)
+        if network is not None:
+            network.down()
     _judge(scene, outcome)
     return outcome
+
+
+def _armed(request: JobRequest, network: Network | None) -> JobRequest:
+    """The job with ranks that obey ``muster.train.misdeeds``, and its hosts in a network that can be broken."""
+    tasks = tuple(dataclasses.replace(task, env={**task.env, "MUSTER_DRILL": "1"}) for task in request.tasks)
+    request = dataclasses.replace(request, tasks=tasks)
+    return request if network is None else network.place(request)
 
 
 def _ready(scene: Scene, fault: Fault, at_step: int, tell: Callable[[str], None]) -> None:
@@ -142,7 +168,7 @@ def _play(scene: Scene, fault: Fault, outcome: Outcome, tell: Callable[[str], No
     before = [event for event in scene.events("step") if event.wall_ns <= struck_ns]
     outcome.at_step = max((event.step or 0 for event in before), default=0)
     if fault.exit_code is not None:
-        scene.wait(lambda: _ended(scene, began_ns), "end", scene.spec.recovery.grace_s + 30)
+        scene.wait(lambda: _ended(scene, began_ns), "end", scene.spec.recovery.grace_s + END_TIMEOUT_S)
         outcome.exit_code = int(_ended(scene, began_ns)[0].detail["exit_code"])
     if fault.recover:
         time.sleep(0.5)  # the dead must be seen dead, and a living trainer must be seen to go on
@@ -152,19 +178,26 @@ def _play(scene: Scene, fault: Fault, outcome: Outcome, tell: Callable[[str], No
         scene.wait(
             lambda: _taken_over(scene, began_ns), "supervisor that takes over", scene.spec.recovery.start_timeout_s
         )
-    need = len([each for each in fault.done[0] if each in ("swap", "shrink")])
+    if fault.exit_code is None or fault.recover:
+        _train_on(scene, fault, outcome, began_ns, tell)
+    outcome.noticed = [str(event.detail["incident"]) for event in scene.events("incident")]
+    outcome.done = _actions(scene, began_ns)
+
+
+def _train_on(scene: Scene, fault: Fault, outcome: Outcome, began_ns: int, tell: Callable[[str], None]) -> None:
+    """Wait until everything that had to be done was done (or something else), and for steps beyond."""
     timeout_s = scene.spec.recovery.start_timeout_s
-    scene.wait(
-        lambda: len([a for a in _actions(scene, began_ns) if a in ("swap", "shrink")]) >= need,
-        f"{need} swaps or shrinks",
-        timeout_s,
-    )
+    scene.wait(lambda: _settled(fault, _actions(scene, began_ns)), "end of what had to be done", timeout_s)
     goal = max(outcome.at_step, scene.step() if not fault.recover else 0) + SETTLE_STEPS
     tell(f"waiting for step {goal}")
     scene.wait(lambda: _stepping_beyond(scene, goal), f"step {goal} after the fault", timeout_s)
     _measure(scene, outcome)
-    outcome.noticed = [str(event.detail["incident"]) for event in scene.events("incident")]
-    outcome.done = _actions(scene, began_ns)
+
+
+def _settled(fault: Fault, done: list[str]) -> bool:
+    """One of the right ways has been gone to its end, or none of them can be any more."""
+    so_far = tuple(done)
+    return so_far in fault.done or not any(way[: len(so_far)] == so_far for way in fault.done)
 
 
 def _measure(scene: Scene, outcome: Outcome) -> None:

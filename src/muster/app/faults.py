@@ -1,67 +1,24 @@
-"""The fault menu: what is done to a run, what it needs, and what must come of it."""
+"""The fault menu: what ``muster drill`` can do to a run, and what must come of it.
+
+Numbers are those of the list in docs/recovery.md; ``tests/unit/app/test_drill_menu.py`` holds the two together.
+"""
 
 from __future__ import annotations
 
 import difflib
-import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from muster.app.scene import Scene
+from muster.app import strikes
+from muster.app.fault import Fault
 from muster.core.errors import UsageError
-from muster.core.spec import RunSpec
 
-#: Steps between the disk checkpoints of a drill that falls back to one.
-CHECKPOINT_EVERY = 5
+__all__ = ["MENU", "Fault", "find"]
+
 #: Steps that a lost host may cost: those whose copy was still on its way to the other host when it went.
 ON_THE_WAY = 3
-#: Mean seconds between the blows of the punisher, and how many it deals.
-PUNISH_MEAN_S, PUNISH_TIMES = 2.0, 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One entry of the menu."""
-
-    name: str
-    what: str
-    """What is done, one sentence."""
-    noticed: tuple[str, ...]
-    """Incident kinds, any of which may come first; empty: nobody needs to notice."""
-    done: tuple[tuple[str, ...], ...]
-    """Sequences of actions, any of which heals it as it should."""
-    redone: int | None = 0
-    """Applied steps that may be taken again; None: back to the last checkpoint on disk."""
-    strike: Callable[[Scene], None]
-    hosts: int = 1
-    """At least so many hosts are needed."""
-    spares: int = 0
-    shrinks: bool = False
-    """It needs leave to go on with fewer hosts."""
-    checkpoint: bool = False
-    """It needs a committed checkpoint."""
-    exit_code: int | None = None
-    """The run ends with it; None: it trains on."""
-    recover: bool = False
-    """Nobody is left to heal it: the drill says ``muster recover``, as a user would."""
-
-    def overrides(self, spec: RunSpec) -> list[str]:
-        """What the run file lacks for this drill."""
-        found = []
-        resources = spec.resources
-        hosts = max(resources.hosts, self.hosts)
-        if hosts != resources.hosts:
-            found.append(f"resources.hosts={hosts}")
-        if self.spares != resources.spare_hosts:
-            found.append(f"resources.spare_hosts={self.spares}")
-        if self.shrinks:
-            found.append("resources.min_hosts=1")
-        elif resources.min_hosts is not None and resources.min_hosts != hosts:
-            found.append(f"resources.min_hosts={hosts}")
-        if self.checkpoint and spec.checkpoint.every_steps != CHECKPOINT_EVERY:
-            found.append(f"checkpoint.every_steps={CHECKPOINT_EVERY}")
-        return found
+#: Below this limit a link may be down without anybody's noticing (``strikes.FLAP_DOWN_S``).
+FLAP_LIMIT = "recovery.heartbeat_timeout_s=2.5"
+#: A limit that a drill of a cut link need not wait long for.
+SHORT_LIMIT = "recovery.heartbeat_timeout_s=1.5"
 
 
 def find(name: str) -> Fault:
@@ -76,252 +33,152 @@ def find(name: str) -> Fault:
     raise UsageError(f"no fault {name!r}", hint=f"did you mean {near[0]}?" if near else "muster drill --list")
 
 
-# ---------------------------------------------------------------- strikes
-
-
-def _kill_rank(scene: Scene) -> None:
-    scene.signal_rank(scene.any_rank())
-
-
-def _crash_rank(scene: Scene) -> None:
-    scene.signal_rank(scene.any_rank(), signal.SIGSEGV)
-
-
-def _stop_rank(scene: Scene) -> None:
-    scene.signal_rank(scene.any_rank(), signal.SIGSTOP)
-
-
-def _kill_all_ranks(scene: Scene) -> None:
-    scene.send(pid for pid, _ in scene.ranks().values())
-
-
-def _kill_agent(scene: Scene) -> None:
-    scene.send([scene.agent(scene.random.choice(scene.hosts()))])
-
-
-def _kill_fork_server(scene: Scene) -> None:
-    scene.send([scene.fork_server(scene.random.choice(scene.hosts()))])
-
-
-def _kill_supervisor(scene: Scene) -> None:
-    scene.send([scene.supervisor()])
-
-
-def _kill_host(scene: Scene) -> None:
-    scene.signal_host(scene.random.choice(scene.hosts()))
-
-
-def _stop_host(scene: Scene) -> None:
-    scene.signal_host(scene.random.choice(scene.hosts()), signal.SIGSTOP)
-
-
-def _kill_two_hosts(scene: Scene) -> None:
-    """Neighbours: the second holds the copy of the first one's state."""
-    hosts = scene.hosts()
-    first = scene.random.randrange(len(hosts))
-    pair = (hosts[first], hosts[(first + 1) % len(hosts)])
-    scene.send([each.pid for host in pair for each in scene.processes(host)])
-    for host in pair:
-        scene.signal_host(host)
-
-
-def _kill_rank_then_host(scene: Scene) -> None:
-    host = scene.random.choice(scene.hosts()[1:])
-    scene.signal_rank(0)
-    time.sleep(0.05)
-    scene.signal_host(host)
-
-
-def _crash_loop(scene: Scene) -> None:
-    """The same host's rank, three times, each time after a new step."""
-    host = scene.random.choice(scene.hosts())
-    for blow in range(3):
-        scene.wait(lambda blow=blow: len(scene.events("recovered")) >= blow, "recovery", 120)  # type: ignore[misc]
-        scene.send([next(pid for pid, on in scene.ranks().values() if on == host)])
-
-
-def _punish(scene: Scene) -> None:
-    """Random ranks at random moments, gaps drawn from an exponential distribution."""
-    for _ in range(PUNISH_TIMES):
-        scene.signal_rank(scene.any_rank())
-        time.sleep(scene.random.expovariate(1 / PUNISH_MEAN_S))
-
-
-def _kill_everything(scene: Scene) -> None:
-    scene.send(each.pid for each in scene.processes())
-    struck_ns = scene.struck_ns
-    for _ in range(2):
-        scene.send(each.pid for each in scene.processes())
-    scene.struck_ns = struck_ns
-
-
-def _notice(scene: Scene) -> None:
-    scene.send([scene.supervisor()], signal.SIGTERM)
-
-
-def _rot_checkpoint(scene: Scene) -> None:
-    """The newest checkpoint rots while nobody looks, and the machine loses its power."""
-    _kill_everything(scene)
-    scene.forget_memory()
-    folder = max(scene.run.checkpoints.glob("step-*.a*"))
-    scene.rot(max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
-
-
-def _tear_checkpoint(scene: Scene) -> None:
-    """Everything dies while a checkpoint is being written."""
-    before = len(scene.events("checkpoint.begun"))
-    scene.wait(lambda: len(scene.events("checkpoint.begun")) > before, "checkpoint under way", 120)
-    _kill_everything(scene)
-    scene.forget_memory()
-
-
 _RANK = ("rank_exit",)
 _HOST = ("host_lost",)
+_EITHER = (*_HOST, *_RANK)
+_NOBODY: tuple[str, ...] = ()
+_NOTHING: tuple[tuple[str, ...], ...] = ((),)
+_RESTART = (("restart",),)
+#: The lost peer's broken connection may be heard before its cause, and a second rank's after a restart began.
+_RESTARTS = (("restart",), ("restart", "restart"))
+_OWN = ("rank_exception", "rank_exit")
 
-MENU: dict[str, Fault] = {
-    fault.name: fault
-    for fault in (
-        Fault(name="rank-kill", what="kill -9 of one rank", noticed=_RANK, done=(("restart",),), strike=_kill_rank),
-        Fault(name="rank-crash", what="SIGSEGV in one rank", noticed=_RANK, done=(("restart",),), strike=_crash_rank),
-        Fault(
-            name="rank-stop",
-            what="SIGSTOP of one rank: no process dies, no collective raises",
-            noticed=("rank_hang",),
-            done=(("restart",),),
-            strike=_stop_rank,
-        ),
-        Fault(
-            name="all-ranks-kill",
-            what="kill -9 of every rank at once",
-            noticed=_RANK,
-            done=(("restart",), ("restart", "restart")),
-            strike=_kill_all_ranks,
-        ),
-        Fault(
-            name="agent-kill",
-            what="kill -9 of a host's agent: its ranks train on and are adopted",
-            noticed=(),
-            done=((),),
-            strike=_kill_agent,
-        ),
-        Fault(
-            name="fork-server-kill",
-            what="kill -9 of a host's fork server, and with it of the rendezvous store",
-            noticed=(),
-            done=((), ("restart",), ("restart", "restart")),
-            strike=_kill_fork_server,
-        ),
-        Fault(
-            name="supervisor-kill",
-            what="kill -9 of the supervisor: training goes on, a new one takes over",
-            noticed=(),
-            done=((),),
-            strike=_kill_supervisor,
-            recover=True,
-        ),
-        Fault(
-            name="host-kill",
-            what="kill -9 of every process of a host; a spare stands by",
-            noticed=_HOST,
-            done=(("swap",), ("restart", "swap")),
-            redone=ON_THE_WAY,
-            strike=_kill_host,
-            hosts=2,
-            spares=1,
-        ),
-        Fault(
-            name="host-stop",
-            what="SIGSTOP of every process of a host: silence, no connection closes",
-            noticed=("host_lost", "rank_hang"),
-            done=(("swap",),),
-            redone=ON_THE_WAY,
-            strike=_stop_host,
-            hosts=2,
-            spares=1,
-        ),
-        Fault(
-            name="host-kill-no-spare",
-            what="kill -9 of every process of a host, and no spare",
-            noticed=(*_HOST, *_RANK),
-            done=(("shrink",), ("restart", "shrink")),
-            redone=ON_THE_WAY,
-            strike=_kill_host,
-            hosts=2,
-            shrinks=True,
-        ),
-        Fault(
-            name="two-hosts-kill",
-            what="kill -9 of two hosts, the second of which held the copy of the first one's state",
-            noticed=(*_HOST, *_RANK),
-            done=(("shrink", "shrink"), ("restart", "shrink", "shrink")),
-            redone=None,
-            strike=_kill_two_hosts,
-            hosts=3,
-            shrinks=True,
-            checkpoint=True,
-        ),
-        Fault(
-            name="rank-then-host",
-            what="kill -9 of a rank, and of a whole host while the ranks are being replaced",
-            noticed=(*_RANK, *_HOST),
-            done=(("restart", "swap"), ("swap",)),
-            redone=ON_THE_WAY,
-            strike=_kill_rank_then_host,
-            hosts=2,
-            spares=1,
-        ),
-        Fault(
-            name="crash-loop",
-            what="the same host's rank dies three times, each time after a new step",
-            noticed=_RANK,
-            done=(("restart", "restart", "swap"),),
-            strike=_crash_loop,
-            hosts=2,
-            spares=1,
-        ),
-        Fault(
-            name="punisher",
-            what=f"{PUNISH_TIMES} kills of random ranks, {PUNISH_MEAN_S:g} s apart on average, clustered as it comes",
-            noticed=_RANK,
-            done=tuple(("restart",) * count for count in range(1, PUNISH_TIMES + 1)),
-            strike=_punish,
-        ),
-        Fault(
-            name="everything-kill",
-            what="kill -9 of everything, the supervisor included: snapshots in memory stay; then muster recover",
-            noticed=(),
-            done=((),),
-            strike=_kill_everything,
-            recover=True,
-        ),
-        Fault(
-            name="checkpoint-torn",
-            what="power lost while a checkpoint is being written: every process and all memory; then muster recover",
-            noticed=(),
-            done=((),),
-            redone=None,
-            strike=_tear_checkpoint,
-            checkpoint=True,
-            recover=True,
-        ),
-        Fault(
-            name="checkpoint-rot",
-            what="power lost, and a bit of the newest checkpoint has flipped; then muster recover",
-            noticed=(),
-            done=((),),
-            redone=None,
-            strike=_rot_checkpoint,
-            checkpoint=True,
-            recover=True,
-        ),
-        Fault(
-            name="notice",
-            what="SIGTERM: the machine will be taken away; the run saves and leaves (75); then muster recover",
-            noticed=(),
-            done=((),),
-            strike=_notice,
-            exit_code=75,
-            recover=True,
-        ),
-    )
-}
+# fmt: off
+_RANKS = (
+    Fault(name="rank-kill", numbers=(1,), what="kill -9 of one rank",
+          noticed=_RANK, done=_RESTART, strike=strikes.kill_rank),
+    Fault(name="rank-kill-reduce", numbers=(2,), what="kill -9 of a rank for which its peers wait in the all-reduce",
+          noticed=_RANK, done=_RESTARTS, strike=strikes.misdeed("kill-reduce"), own_loop=True),
+    Fault(name="rank-kill-updated", numbers=(3,),
+          what="kill -9 of a rank that has updated its shard, before its snapshot: the others' are of the next step",
+          noticed=_RANK, done=_RESTARTS, redone=1, strike=strikes.misdeed("kill-updated"), own_loop=True),
+    Fault(name="rank-kill-voted", numbers=(4,),
+          what="kill -9 of a rank that has agreed to an update, before it applies it: the others have",
+          noticed=_RANK, done=_RESTARTS, redone=1, strike=strikes.misdeed("kill-voted"), own_loop=True),
+    Fault(name="rank-crash", numbers=(5,), what="SIGSEGV in one rank",
+          noticed=_RANK, done=_RESTART, strike=strikes.crash_rank),
+    Fault(name="rank-stop", numbers=(8,), what="SIGSTOP of one rank: no process dies, no collective raises",
+          noticed=("rank_hang",), done=_RESTART, strike=strikes.stop_rank),
+    Fault(name="all-ranks-kill", numbers=(1,), what="kill -9 of every rank at once",
+          noticed=_RANK, done=_RESTARTS, strike=strikes.kill_all_ranks),
+    Fault(name="exception-once", numbers=(6,), what="an exception in one rank, once",
+          noticed=_OWN, done=_RESTARTS, redone=1, strike=strikes.misdeed("exception"), own_loop=True),
+    Fault(name="exception-always", numbers=(7,), what="an exception in one rank whenever it takes that step",
+          noticed=_OWN, done=(("restart", "stop"), ("restart", "restart", "stop")),
+          strike=strikes.misdeed("exception", always=True), own_loop=True, exit_code=1),
+    Fault(name="rank-gil", numbers=(9,), what="a rank holds its interpreter's lock: no heartbeat, no death",
+          noticed=("rank_hang",), done=_RESTART, redone=1, strike=strikes.misdeed("gil"), own_loop=True, watchdog=True),
+    Fault(name="rank-livelock", numbers=(10,), what="a rank beats on and makes no step",
+          noticed=("rank_hang",), done=_RESTART, redone=1, strike=strikes.misdeed("livelock"), own_loop=True,
+          watchdog=True),
+    Fault(name="out-of-memory", numbers=(28,), what="a rank's allocation fails (by a resource limit)",
+          noticed=("rank_oom", "rank_exit"), done=_RESTARTS, redone=1, strike=strikes.misdeed("memory"), own_loop=True),
+    Fault(name="not-finite", numbers=(31,), what="one micro-batch's loss is not a number: nothing of it is applied",
+          noticed=("not_finite",), done=(("stop",),), strike=strikes.misdeed("not-finite", always=True), own_loop=True,
+          exit_code=1),
+    Fault(name="reader-dies", numbers=(40,), what="the thread that reads a rank's data ahead fails, once",
+          noticed=_OWN, done=_RESTARTS, redone=1, strike=strikes.misdeed("reader"), own_loop=True),
+    Fault(name="crash-loop", numbers=(39,), what="the same host's rank dies three times, each time after a new step",
+          noticed=_RANK, done=(("restart", "restart", "swap"),), strike=strikes.crash_loop, hosts=2, spares=1),
+    Fault(name="punisher", numbers=(44,),
+          what=f"{strikes.PUNISH_TIMES} kills of random ranks, {strikes.PUNISH_MEAN_S:g} s apart on average, clustered "
+               "as it comes",
+          noticed=_RANK, done=tuple(("restart",) * count for count in range(1, strikes.PUNISH_TIMES + 1)),
+          strike=strikes.punish),
+)
+_PROGRAMS = (
+    Fault(name="agent-kill", numbers=(11,), what="kill -9 of a host's agent: its ranks train on and are adopted",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.kill_agent),
+    Fault(name="agent-and-rank-kill", numbers=(11, 16), what="kill -9 of a host's agent and one of its ranks at once",
+          noticed=_RANK, done=_RESTARTS, strike=strikes.kill_agent_and_rank),
+    Fault(name="keeper-kill", numbers=(14,), what="kill -9 of a host's keeper: the host ends, a spare takes its place",
+          noticed=_EITHER, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY, strike=strikes.kill_keeper,
+          hosts=2, spares=1),
+    Fault(name="mover-kill", numbers=(14,),
+          what="kill -9 of a host's mover, and some steps later of the whole host: the copies must have gone on",
+          noticed=_EITHER, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY,
+          strike=strikes.kill_mover_then_host, hosts=2, spares=1),
+    Fault(name="fork-server-kill", numbers=(13,),
+          what="kill -9 of a host's fork server, and with it of the rendezvous store",
+          noticed=_NOBODY, done=(*_NOTHING, *_RESTARTS), strike=strikes.kill_fork_server),
+    Fault(name="port-taken", numbers=(37,),
+          what="the rendezvous store dies, somebody else takes its port, and a rank dies: a world meets elsewhere",
+          noticed=_RANK, done=_RESTARTS, strike=strikes.take_the_port),
+    Fault(name="supervisor-kill", numbers=(12,),
+          what="kill -9 of the supervisor: training goes on, a new one takes over",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.kill_supervisor, recover=True),
+    Fault(name="supervisor-stop", numbers=(12,),
+          what=f"SIGSTOP of the supervisor for {strikes.PAUSE_S:g} s: what it did not hear is held against nobody",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.pause_supervisor),
+)
+_HOSTS = (
+    Fault(name="host-kill", numbers=(14,), what="kill -9 of every process of a host; a spare stands by",
+          noticed=_HOST, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY, strike=strikes.kill_host,
+          hosts=2, spares=1),
+    Fault(name="host-kill-no-spare", numbers=(17,), what="kill -9 of every process of a host, and no spare",
+          noticed=_EITHER, done=(("shrink",), ("restart", "shrink")), redone=ON_THE_WAY, strike=strikes.kill_host,
+          hosts=2, shrinks=True),
+    Fault(name="host-kill-and-return", numbers=(17, 41),
+          what="kill -9 of every process of a host, no spare, and it comes back: fewer ranks, then as many as before",
+          noticed=_EITHER, done=(("shrink", "grow"), ("restart", "shrink", "grow")), redone=ON_THE_WAY,
+          strike=strikes.kill_host_and_return, hosts=2, shrinks=True),
+    Fault(name="host-stop", numbers=(8, 14),
+          what="SIGSTOP of every process of a host: silence, no connection closes",
+          noticed=("host_lost", "rank_hang"), done=(("swap",),), redone=ON_THE_WAY, strike=strikes.stop_host,
+          hosts=2, spares=1),
+    Fault(name="host-wakes-up", numbers=(8,),
+          what="a host is stopped, replaced, and goes on: it finds itself fenced and changes nothing",
+          noticed=("host_lost", "rank_hang"), done=(("swap",),), redone=ON_THE_WAY,
+          strike=strikes.stop_host_for_a_while, hosts=2, spares=1),
+    Fault(name="two-hosts-kill", numbers=(15,),
+          what="kill -9 of two hosts, the second of which held the copy of the first one's state",
+          noticed=_EITHER, done=(("shrink", "shrink"), ("restart", "shrink", "shrink")), redone=None,
+          strike=strikes.kill_two_hosts, hosts=3, shrinks=True, checkpoint=True),
+    Fault(name="rank-then-host", numbers=(16,),
+          what="kill -9 of a rank, and of a whole host while the ranks are being replaced",
+          noticed=(*_RANK, *_HOST), done=(("restart", "swap"), ("swap",)), redone=ON_THE_WAY,
+          strike=strikes.kill_rank_then_host, hosts=2, spares=1),
+    Fault(name="spare-bad", numbers=(18,),
+          what="a spare cannot start and is set aside; then a host is killed, and the other spare takes its place",
+          noticed=_HOST, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY,
+          strike=strikes.break_spare_then_host, hosts=2, spares=2),
+    Fault(name="one-agent-more", numbers=(19,), what="one agent more than the run has places for: it is parked",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.start_one_more),
+    Fault(name="everything-kill", numbers=(12, 14),
+          what="kill -9 of everything, the supervisor included: snapshots in memory stay; then muster recover",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.kill_everything, recover=True),
+    Fault(name="notice", numbers=(38,),
+          what="SIGTERM: the machine will be taken away; the run saves and leaves (75); then muster recover",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.notice, exit_code=75, recover=True),
+)
+_DISKS = (
+    Fault(name="checkpoint-torn", numbers=(32, 42),
+          what="power lost while a checkpoint is being written: every process and all memory; then muster recover",
+          noticed=_NOBODY, done=_NOTHING, redone=None, strike=strikes.tear_checkpoint, checkpoint=True, recover=True),
+    Fault(name="checkpoint-rot", numbers=(33,),
+          what="power lost, and a bit of the newest checkpoint has flipped; then muster recover",
+          noticed=_NOBODY, done=_NOTHING, redone=None, strike=strikes.rot_checkpoint, checkpoint=True, recover=True),
+)
+_NETWORKS = (
+    Fault(name="link-cut", numbers=(14, 22), what="a host's link is cut: silence, no process dies",
+          noticed=("host_lost",), done=(("swap",),), redone=ON_THE_WAY, strike=strikes.cut_link, hosts=2, spares=1,
+          network=True, settings=(SHORT_LIMIT,)),
+    Fault(name="link-one-way", numbers=(22,), what="a host hears everybody and nobody hears it",
+          noticed=("host_lost",), done=(("swap",),), redone=ON_THE_WAY, strike=strikes.silence_host, hosts=2,
+          spares=1, network=True, settings=(SHORT_LIMIT,)),
+    Fault(name="link-flap", numbers=(24,),
+          what=f"a host's link is down for {strikes.FLAP_DOWN_S:g} s, {strikes.FLAPS} times, below the limit",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.flap_link, hosts=2, network=True, settings=(FLAP_LIMIT,)),
+    Fault(name="link-slow", numbers=(25,), what="a host sends at 100 Mbit/s: slower steps, nothing else",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.slow_link, hosts=2, network=True),
+    Fault(name="network-split", numbers=(23,),
+          what=f"half the hosts see only each other for {strikes.SPLIT_S:g} s: the supervisor's half goes on, the "
+               "other is fenced and comes back",
+          noticed=("host_lost",),
+          done=(("shrink", "grow"), ("shrink", "shrink", "grow"), ("shrink", "shrink", "grow", "grow")),
+          redone=ON_THE_WAY, strike=strikes.split_network, hosts=2, shrinks=True, network=True,
+          settings=(SHORT_LIMIT,)),
+)
+# fmt: on
+
+MENU: dict[str, Fault] = {fault.name: fault for fault in (*_RANKS, *_PROGRAMS, *_HOSTS, *_DISKS, *_NETWORKS)}

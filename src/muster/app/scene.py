@@ -8,19 +8,24 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
+from muster.app.inject import Network
 from muster.backends.local import processes
 from muster.backends.local.processes import Process
 from muster.core import eventlog
 from muster.core.errors import MusterError
 from muster.core.events import Event
 from muster.core.places import memory_dir, memory_prefix
-from muster.core.runs import RunDir
+from muster.core.runs import RunDir, replace_text
 from muster.core.spec import RunSpec
+
+__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene"]
 
 LOOK_EVERY_S = 0.02
 
@@ -36,6 +41,8 @@ class Scene:
     """When the ended run was asked to go on."""
     struck_ns: int = 0
     """Wall clock of the last blow."""
+    network: Network | None = None
+    """What joins the hosts, where the fault needs to break it."""
     _counts: dict[str, int] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
 
@@ -92,6 +99,32 @@ class Scene:
     def fork_server(self, host: str) -> int:
         return int((memory_dir(self.run.path, self.run.run_id, host) / "forkserver.pid").read_text())
 
+    def keeper(self, host: str) -> int:
+        """Pid of the process that beats for the host and starts its agent."""
+        return self._program(host, "muster.agent")
+
+    def mover(self, host: str) -> int:
+        return self._program(host, "muster.agent.mover")
+
+    def _program(self, host: str, module: str) -> int:
+        found = [each.pid for each in self.processes(host) if module in each.argv]
+        if not found:
+            raise MusterError(f"{host} runs no {module}", hint="with checkpoint.memory_every_steps=0 there is no mover")
+        return found[0]
+
+    def store_port(self, host: str) -> int:
+        """Where the host's newest rendezvous store listens: a child of its fork server."""
+        server, ranks = self.fork_server(host), {pid for pid, _ in self.ranks().values()}
+        ports = [
+            port
+            for each in sorted(self.processes(host), key=lambda found: found.start_ticks)
+            if _parent(each.pid) == server and each.pid not in ranks  # a rank listens for its peers
+            for port in _listening(each.pid)
+        ]
+        if not ports:
+            raise MusterError(f"{host} serves no rendezvous store", hint=self._hint())
+        return ports[-1]
+
     def supervisor(self) -> int:
         """By its lease."""
         return int(json.loads(self.run.lease.read_text())["pid"])
@@ -140,6 +173,25 @@ class Scene:
     def any_rank(self) -> int:
         return self.random.choice(sorted(self.ranks()))
 
+    def order(self, deed: str, rank: int, *, always: bool, timeout_s: float) -> None:
+        """Tell a rank to do something to itself (``muster.train.misdeeds``); returns once it is doing it."""
+        told = json.dumps({"deed": deed, "rank": rank, "always": always})
+        replace_text(self.run.path / "misdeed.json", told)
+        done = self.run.path / f"misdeed.{deed}.done"
+        self.wait(done.exists, f"rank {rank} to obey", timeout_s)
+        self.struck_ns = done.stat().st_mtime_ns
+
+    def start_agent(self, host: str) -> None:
+        """A host's agent, as the back end starts it: one that was lost, or one more."""
+        number = host.removeprefix("host-")
+        words = ("--run-dir", str(self.run.path), "--run-id", self.run.run_id, "--host", host)
+        processes.start(
+            (sys.executable, "-P", "-m", "muster.agent", *words),
+            env=processes.environment(os.environ, run_id=self.run.run_id, run_dir=str(self.run.path), extra={}),
+            log=self.run.logs / f"agent-host-{number}.log",
+            cwd=self.run.path,
+        )
+
     def forget_memory(self) -> None:
         """What a loss of power does to the snapshots in memory."""
         prefix = Path(memory_prefix(self.run.path, self.run.run_id))
@@ -159,3 +211,20 @@ def _parent(pid: int) -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     return 0
+
+
+def _listening(pid: int) -> list[int]:
+    """TCP ports on which a process listens, read from ``/proc``."""
+    mine = set()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                mine.add(os.readlink(fd))
+    found = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                    found.append(int(words[1].rpartition(":")[2], 16))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from muster.cli.reading import JSON
 
 if TYPE_CHECKING:
     from muster.app.drill import Outcome
+    from muster.app.fault import Fault
 
 
 def register(app: typer.Typer) -> None:
@@ -52,10 +53,37 @@ def _print_menu(json: bool) -> None:
     from muster.cli import say
 
     if json:
-        say.as_json([{"name": each.name, "what": each.what} for each in MENU.values()])
+        say.as_json([_entry(each) for each in MENU.values()])
         return
     for each in MENU.values():
-        say.data(f"{each.name:<20} {each.what}")
+        mark = " (needs root)" if each.network else " (not for command:)" if each.own_loop else ""
+        say.data(f"{each.name:<22} {each.what}{mark}")
+        expected = _entry(each)
+        ends = f", then exit code {each.exit_code}" if each.exit_code is not None else ""
+        say.data(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(each.redone)}")
+
+
+def _entry(fault: Fault) -> dict[str, Any]:
+    return {
+        "name": fault.name,
+        "what": fault.what,
+        "numbers": list(fault.numbers),
+        "noticed": list(fault.noticed),
+        "done": [list(each) for each in fault.done],
+        "redone_steps": fault.redone,
+        "exit_code": fault.exit_code,
+        "needs_root": fault.network,
+        "own_loop_only": fault.own_loop,
+    }
+
+
+def _either(ways: list[list[str]]) -> str:
+    words = [", ".join(each) or "nothing" for each in ways]
+    return " or ".join(words) if len(words) < 4 else f"{words[0]} to {words[-1]}"
+
+
+def _again(limit: int | None) -> str:
+    return "back to the last checkpoint" if limit is None else f"at most {limit}" if limit else "none"
 
 
 def _print(outcome: Outcome) -> None:
@@ -63,16 +91,13 @@ def _print(outcome: Outcome) -> None:
 
     found = outcome.to_json()
     expected, seen = found["expected"], found["seen"]
-    either = " or ".join(", ".join(each) or "nothing" for each in expected["done"])
-    limit = expected["redone_steps"]
-    again = "back to the last checkpoint" if limit is None else f"at most {limit}" if limit else "none"
     say.data(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
     say.data(f"{'':<12}{'expected':<44}seen")
     rows = [
         ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
-        ("done", either, ", ".join(seen["done"]) or "nothing"),
-        ("redone", again, seen["redone_steps"]),
-        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it never came back"),
+        ("done", _either(expected["done"]), ", ".join(seen["done"]) or "nothing"),
+        ("redone", _again(expected["redone_steps"]), seen["redone_steps"]),
+        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it did not go on"),
         ("exit code", _none(expected["exit_code"]), _none(seen["exit_code"])),
         ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
     ]

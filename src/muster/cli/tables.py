@@ -50,12 +50,12 @@ def _figure(value: Any, form: str) -> str:
 
 def catalogue(found: Catalogue) -> Iterator[str]:
     """One line a version; ``>`` marks what a restart would take."""
-    rows = [("", "step", "attempt", "tier", "age", "size", "layout", "whole", "where")]
+    rows: list[tuple[str, ...]] = [("", "step", "attempt", "tier", "age", "size", "layout", "whole", "where")]
     for each in found.versions:
         where = ", ".join(each.hosts) or each.uri
         age = found.age_s(each)
-        row = ("-" if age is None else _age(age), f"{each.bytes / 2**20:.1f} MiB", each.layout, _whole(each), where)
-        rows.append((">" if each.used else "", str(each.step), f"a{each.attempt}", each.tier, *row))
+        rest = ("-" if age is None else _age(age), f"{each.bytes / 2**20:.1f} MiB", each.layout, _whole(each), where)
+        rows.append((">" if each.used else "", str(each.step), f"a{each.attempt}", each.tier, *rest))
     if len(rows) == 1:
         return
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

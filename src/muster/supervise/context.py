@@ -8,7 +8,7 @@ from typing import Any
 
 from muster.policy.situation import Policy
 from muster.supervise.judge import natural_key
-from muster.supervise.state import SECOND_NS, Effect, Log, Send, Settings, State
+from muster.supervise.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 
 #: A rank that leaves because it was asked to, without an end to the run (the world grows).
 YIELDED = 76
@@ -36,13 +36,20 @@ class Context:
         """Wake the machine then, if nothing sets another deadline before."""
         self.state.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
 
+    def alarm(self, name: str, seconds: float) -> None:
+        """Besides: look at ``name`` then (``Machine`` knows the names)."""
+        self.state.alarms[name] = self.now_ns + int(seconds * SECOND_NS)
+
     def usable(self) -> list[str]:
         """Hosts that could run ranks now, in natural order."""
-        return sorted(
-            (host.name for host in self.state.hosts.values() if host.connected and host.ready and not host.quarantined),
-            key=natural_key,
-        )
+        return sorted((host.name for host in self.state.hosts.values() if usable(host)), key=natural_key)
 
     def needed(self) -> int:
         """With fewer hosts the next attempt is not begun."""
         return max(1, self.settings.min_hosts, self.state.needed_hosts)
+
+
+def usable(host: Host) -> bool:
+    """Whether it could run ranks now, and for longer than a moment."""
+    there = host.connected and host.ready and not host.cannot_start
+    return there and not host.quarantined and host.going_s is None

@@ -23,6 +23,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.nouns import Layout
 from muster.core.ranks import LOST_PEER, Link, Order, RankContext
 from muster.core.spec import RunSpec
+from muster.train import misdeeds
 from muster.train.learner import assemble, make_learner
 from muster.train.links import FileLink
 from muster.train.loop import train
@@ -51,6 +52,7 @@ def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = Non
     while True:
         link.on_pause(world.breaker)
         run = assemble(learner, context, link, phases, world)
+        misdeeds.arm(run)
         try:
             order = fulfil(run)
             break

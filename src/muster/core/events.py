@@ -119,7 +119,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             required={"gpus": "their numbers on the host", "ok": "whether it worked"},
             optional={"evidence": "what the tool said"},
         ),
-        "host.quarantined": Kind(doc="Not used again.", required={"reason": "why"}),
+        "host.quarantined": Kind(
+            doc="Not used again, or not for now.",
+            required={"reason": "why"},
+            optional={
+                "for_s": "held off for so long",
+                "until_return": "told to go: until it went and came back",
+                "suspected_of": "error (step and words) that is looked for on another host",
+            },
+        ),
         "clock.offset": Kind(
             doc="A host's monotonic clock against the supervisor's, by round trips.",
             required={"offset_ns": "add to the host's mono_ns", "error_ns": "half the best round trip"},
@@ -148,8 +156,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={
                 "resume_step": "last applied step it starts from, -1: none",
                 "tier": "where from",
+                "resume_attempt": "the attempt that took the snapshots",
                 "cause": "incident id",
                 "kept": "ranks whose processes go on from the attempt before",
+                "skip_steps": "steps whose update is left out: their batch is never finite",
                 "course": "changes of batch and learning rate since step 1, by the policy",
             },
         ),

@@ -14,6 +14,8 @@ from muster.policy.situation import Situation
 
 #: A host blamed this often within the window is a lemon: it is replaced rather than restarted.
 LEMON_FAILURES = 3
+#: Steps that a run may leave out because their batch is never finite; with more it is not a sample that is bad.
+MAX_SKIPS = 10
 
 _HOST_GONE = (IncidentKind.HOST_LOST, IncidentKind.HOST_UNHEALTHY)
 
@@ -36,15 +38,15 @@ class DefaultPolicy:
         """Raises nothing; every incident kind has an answer."""
         kind = incident.kind
         if kind is IncidentKind.NOT_FINITE:
-            return _decision(
-                incident, Action.STOP, f"not finite, and the same batch would be again: {incident.evidence}"
-            )
+            return self._not_finite(situation, incident)
         if kind is IncidentKind.STRAGGLER:
             return _decision(incident, Action.IGNORE, "slow, but going on costs less than a restart")
         if kind is IncidentKind.HOST_RETURNED:
             return self._grow(situation, incident)
         if kind is IncidentKind.CAPACITY:
             return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
+        if kind is IncidentKind.HOST_UNHEALTHY and "signature" in incident.detail:
+            return self._suspect(situation, incident)
         if kind is IncidentKind.PREEMPTION_NOTICE or kind in _HOST_GONE or kind is IncidentKind.LINK_FLAP:
             return self._replace(situation, incident)
         return self._restart(situation, incident)
@@ -55,6 +57,10 @@ class DefaultPolicy:
             return _decision(
                 incident, Action.STOP, f"{incident.evidence} (before any step: a restart would fail alike)"
             )
+        unnamed = incident.kind is IncidentKind.RANK_EXCEPTION and incident.host in situation.active
+        if unnamed and situation.same_error_repeats == 2 and situation.same_error_hosts == 1 and _sound(situation):
+            why = f"the same error again on {incident.host}; on another host it would be the program's own"
+            return _decision(incident, Action.SWAP, why, host=incident.host, replacement=_sound(situation)[0])
         if own and situation.same_error_repeats >= 2:
             return _decision(
                 incident,
@@ -73,16 +79,52 @@ class DefaultPolicy:
             return self._replace(situation, incident, lemon=True)
         return _decision(incident, Action.RESTART, "the hosts are sound: restart the ranks in place", host=host)
 
+    def _suspect(self, situation: Situation, incident: Incident) -> Decision:
+        """A rank's words speak of a device or network: the host is to blame, unless the words follow the ranks."""
+        times, where = situation.same_error_repeats, situation.same_error_hosts
+        if where >= 2:
+            why = f"the same error followed the ranks to another host, so it is the program's own: {incident.evidence}"
+            return _decision(incident, Action.STOP, why)
+        if situation.restarts_without_progress >= situation.max_restarts_without_progress:
+            return self._restart(situation, incident)
+        if incident.host in situation.resettable or _sound(situation):
+            return self._replace(situation, incident)
+        if times < 2:
+            why = f"no spare stands by, so once more in place: {incident.evidence}"
+            return _decision(incident, Action.RESTART, why, host=incident.host)
+        if len(situation.active) - 1 >= max(1, situation.min_hosts):
+            return self._replace(situation, incident)
+        why = f"the same error stood at the same step {times} times, and no other host is there: {incident.evidence}"
+        return _decision(incident, Action.STOP, why)
+
+    def _not_finite(self, situation: Situation, incident: Incident) -> Decision:
+        """Replayed once, since a flipped bit does not come again; then the batch is bad."""
+        step, skipped = incident.step or 0, situation.skipped_steps
+        if situation.restarts_without_progress >= situation.max_restarts_without_progress:
+            return _decision(incident, Action.STOP, f"not finite: {incident.evidence}")
+        if situation.same_error_repeats < 2:
+            why = f"the step is taken once more, since a flipped bit does not come again: {incident.evidence}"
+            return _decision(incident, Action.RESTART, why, host=incident.host)
+        again = f"not finite again at the same step, so the batch is bad: {incident.evidence}"
+        if situation.bad_sample != "skip":
+            return _decision(incident, Action.STOP, again)
+        if len(skipped) >= MAX_SKIPS:
+            return _decision(incident, Action.STOP, f"{len(skipped)} steps were left out already; {again}")
+        if {step - 1, step, step + 1} & set(skipped):
+            return _decision(incident, Action.STOP, f"no two steps in a row are left out; {again}")
+        why = f"recovery.bad_sample is skip, so step {step} is left out: {again}"
+        return _decision(incident, Action.RESTART, why, host=incident.host, detail={"skip_steps": [step]})
+
     def _replace(self, situation: Situation, incident: Incident, *, lemon: bool = False) -> Decision:
         host = incident.host
         why = f"{host} failed {situation.host_failures.get(host or '', 0)} times" if lemon else incident.evidence
         if not lemon and host in situation.resettable:
             return _decision(incident, Action.RESET, f"a reset may heal it: {why}", host=host)
-        if host is not None and host not in situation.active:
-            remaining = situation.active
-        else:
-            remaining = tuple(name for name in situation.active if name != host)
-        sound = [name for name in situation.spares if situation.host_failures.get(name, 0) < LEMON_FAILURES]
+        remaining = tuple(name for name in situation.active if name != host and name not in situation.noticed)
+        sound = _sound(situation)
+        if incident.kind is IncidentKind.PREEMPTION_NOTICE and not remaining and not situation.spares:
+            why = f"every host goes away, so the state is saved now: {why}"
+            return _decision(incident, Action.STOP, why, host=host, exit_code=75)
         flapping = [name for name in situation.spares if name not in sound]
         if sound or (flapping and len(remaining) < max(1, situation.min_hosts)):
             replacement = (sound or flapping)[0]
@@ -132,6 +174,11 @@ class DefaultPolicy:
         )
 
 
+def _sound(situation: Situation) -> list[str]:
+    """Spares that do not fail again and again themselves."""
+    return [name for name in situation.spares if situation.host_failures.get(name, 0) < LEMON_FAILURES]
+
+
 @dataclass(frozen=True)
 class ConservativePolicy:
     """As ``default``, but never on fewer hosts than asked for: numerics stay those of one layout."""
@@ -152,6 +199,8 @@ class NoRecovery:
     def decide(self, situation: Situation, incident: Incident) -> Decision:
         if incident.kind in (IncidentKind.STRAGGLER, IncidentKind.HOST_RETURNED):
             return _decision(incident, Action.IGNORE, "recovery.policy is none")
+        if incident.kind is IncidentKind.PREEMPTION_NOTICE:
+            return _decision(incident, Action.STOP, incident.evidence, exit_code=75)
         return _decision(incident, Action.STOP, incident.evidence or str(incident.kind))
 
 

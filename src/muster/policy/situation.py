@@ -26,6 +26,14 @@ class Situation:
     max_restarts_without_progress: int
     same_error_repeats: int = 0
     """How often this very error has now stood at this very step, this time included."""
+    same_error_hosts: int = 0
+    """On how many hosts it stood."""
+    noticed: frozenset[str] = frozenset()
+    """Hosts of ``active`` that were told to go."""
+    bad_sample: str = "stop"
+    """``recovery.bad_sample``: what a step that is never finite leads to, stop or skip."""
+    skipped_steps: tuple[int, ...] = ()
+    """Steps whose update is left out already."""
     host_failures: Mapping[str, int] = field(default_factory=dict)
     """Host -> incidents it was blamed for, within the policy's window."""
     resettable: frozenset[str] = frozenset()

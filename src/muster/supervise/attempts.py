@@ -13,7 +13,7 @@ from muster.supervise.flush import finish, leave
 from muster.supervise.forecast import at_a_notice
 from muster.supervise.held import newest_held
 from muster.supervise.layout import Choice, layout_for, twins_elsewhere
-from muster.supervise.state import SECOND_NS, Phase
+from muster.supervise.state import SECOND_NS, Host, Phase
 from muster.supervise.survivors import hosts_first, keepable, kept_as, whole_replicas
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
@@ -58,7 +58,8 @@ def collected_all(c: Context) -> None:
         state.waiting_since_ns = state.waiting_since_ns if state.waiting_since_ns is not None else c.now_ns
         missing = f"{len(usable)} of {c.needed()} hosts" if len(usable) < c.needed() else "no rendezvous store yet"
         c.log("phase", {"reason": missing}, phase="wait")
-        c.deadline(getattr(c.policy, "max_wait_s", 3600.0))
+        patience = getattr(c.policy, "max_wait_s", 3600.0)
+        c.deadline(patience if isinstance(patience, (int, float)) and patience > 0 else 3600.0)
         return
     state.target = usable
     begin(c)
@@ -96,6 +97,7 @@ def begin(c: Context) -> None:
     per_host = c.settings.ranks_per_host
     state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
     choice = newest_held(c, without=state.distrusted)
+    state.resumed = (choice.step, choice.attempt) if choice else None
     kept = kept_as(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
     resume_step = choice.step if choice else -1
     if not adjust(c, max(resume_step, state.last_applied_step)):  # what was applied once is not changed after
@@ -110,9 +112,10 @@ def begin(c: Context) -> None:
             "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp},
             "hosts": {name: [rank for rank, on in state.ranks.items() if on == name] for name in hosts},
             "resume_step": resume_step,
-            **({"tier": "memory"} if choice else {}),
+            **({"tier": "memory", "resume_attempt": choice.attempt} if choice else {}),
             **({"kept": sorted(kept)} if kept else {}),
             **({"course": state.course} if state.course else {}),
+            **({"skip_steps": sorted(state.skip_steps)} if state.skip_steps else {}),
             **({"cause": state.open.incident_id} if state.open else {}),
         },
         sync=True,
@@ -200,6 +203,7 @@ def start_message(
             restore=restore,
             peer_copy=peer is not None,
             course=state.course,
+            skip_steps=tuple(sorted(state.skip_steps)),
             kept_rank=kept.get(rank),
             failures=state.failures,
             observed_s=(c.now_ns - (state.watched_from_ns or c.now_ns)) / SECOND_NS,
@@ -228,6 +232,27 @@ def peer_of(c: Context, name: str) -> list[Any] | None:
         return None  # another replica holds the same state
     memory = c.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
     return list(memory) if memory else None
+
+
+def memory_moved(c: Context, host: Host, address: tuple[str, int]) -> None:
+    """A host's mover was begun anew: the hosts that copy to it learn where it is now."""
+    state, known = c.state, host.memory is not None
+    host.memory = address
+    if state.phase is not Phase.RUN or not known:
+        return
+    for name in state.active:
+        if peer_of(c, name) == list(address):
+            c.send(name, {"t": "peer", "peer": list(address)})
+
+
+def ask_to_save(c: Context, outcome: str, code: int, *, source: str, save: bool = True) -> None:
+    """Ask the ranks to save and leave; the run then ends with ``code``."""
+    state, grace_s = c.state, c.settings.spec.recovery.grace_s
+    state.phase, state.stop, state.stop_source = Phase.STOPPING, (outcome, code), source
+    c.deadline(grace_s)
+    order = {"kind": "stop", "save": save, "exit_code": code, "deadline_s": grace_s}
+    for name in state.active:
+        c.send(name, {"t": "order", "order": order})
 
 
 def check_left(c: Context) -> None:

@@ -23,7 +23,7 @@ from muster.supervise.state import SECOND_NS, End, Ending, Phase
 def finish(c: Context, outcome: str, code: int, reason: str) -> None:
     """End the run, once: say so, let the hosts go."""
     c.state.phase = Phase.ENDED
-    c.state.deadline_ns = None
+    c.state.deadline_ns, c.state.alarms = None, {}
     c.log(
         "run.finished",
         {"outcome": outcome, "exit_code": code, "reason": reason, "final_step": c.state.last_applied_step},

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from muster.core.events import Event
-from muster.core.nouns import Layout
+from muster.core.nouns import IncidentKind, Layout
+from muster.supervise import repeats
+from muster.supervise.hosts import came_back
+from muster.supervise.incidents import says_nothing_of_its_host
 from muster.supervise.state import Ending, Host, Phase, State
 
 
@@ -14,32 +17,30 @@ def recover(events: Iterable[Event]) -> State:
 
     A run that has ended, or never started an attempt, begins at BOOT with the attempt counter where it
     was: numbers are never used twice. One that was under way begins at ADOPT, where the hosts' own word
-    (who runs what) decides.
+    (who runs what) decides. What the run has learned of errors and hosts is kept: hosts' failures are ages
+    (nanoseconds before the last event, negative), which ``Machine.start`` puts on its own clock.
     """
     state = State()
-    for event in sorted(events, key=lambda event: event.wall_ns):
+    ordered = sorted(events, key=lambda event: event.wall_ns)
+    now_ns = ordered[-1].wall_ns if ordered else 0
+    for event in ordered:
         if event.kind == "attempt.started":
             if event.attempt >= state.attempt:
                 _start(state, event)
         elif event.kind == "attempt.ended" and event.attempt == state.attempt:
             state.phase = Phase.BOOT if not state.ranks else Phase.ADOPT
-        elif event.kind == "step" and event.step is not None:
+        elif event.kind in ("step", "recovered") and event.step is not None:
             if event.step > state.last_applied_step:
                 state.last_applied_step = event.step
                 state.restarts_without_progress = 0
         elif event.kind == "checkpoint.committed":
             state.committed({"step": event.step, "detail": event.detail})
         elif event.kind == "incident":
-            number = str(event.detail.get("incident_id", "i0"))[1:]
-            if number.isdigit():
-                state.next_incident = max(state.next_incident, int(number) + 1)
-        elif event.kind == "host.granted":
-            state.hosts.setdefault(event.host, Host(name=event.host)).granted = True
-        elif event.kind in ("host.released", "host.lost"):
-            if event.kind == "host.released" and event.host in state.hosts:
-                state.hosts[event.host].granted = False
-        elif event.kind == "host.quarantined":
-            state.hosts.setdefault(event.host, Host(name=event.host)).quarantined = True
+            _incident(state, event, now_ns)
+        elif event.kind == "decision":
+            state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
+        elif event.kind == "run.note" and event.detail.get("restart"):
+            repeats.forget(state)
         elif event.kind == "run.ending":
             state.ending = Ending(
                 outcome=str(event.detail["outcome"]),
@@ -48,13 +49,19 @@ def recover(events: Iterable[Event]) -> State:
             )
         elif event.kind == "run.finished":
             state = State(
-                attempt=state.attempt, next_incident=state.next_incident, last_applied_step=0, course=state.course
+                attempt=state.attempt,
+                next_incident=state.next_incident,
+                last_applied_step=0,
+                course=state.course,
+                skip_steps=state.skip_steps,
             )
+        else:
+            _host(state, event)
     return state
 
 
 def _start(state: State, event: Event) -> None:
-    if state.attempt:
+    if state.attempt and event.detail.get("cause"):
         state.restarts_without_progress += 1
     state.attempt = event.attempt
     state.phase = Phase.ADOPT
@@ -64,5 +71,49 @@ def _start(state: State, event: Event) -> None:
         dp_replicate=int(axes["dp_replicate"]), dp_shard=int(axes["dp_shard"]), tp=int(axes.get("tp", 1))
     )
     state.course = [dict(change) for change in event.detail.get("course", ())]
+    state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
     state.active = list(event.detail["hosts"])
     state.ranks = {int(rank): host for host, ranks in event.detail["hosts"].items() for rank in ranks}
+    resumed = (event.detail.get("resume_step"), event.detail.get("resume_attempt"))
+    state.resumed = None if None in resumed else (int(resumed[0]), int(resumed[1]))  # type: ignore[arg-type]
+
+
+def _incident(state: State, event: Event, now_ns: int) -> None:
+    """Counted as the supervisor that logged it did."""
+    number = str(event.detail.get("incident_id", "i0"))[1:]
+    if number.isdigit():
+        state.next_incident = max(state.next_incident, int(number) + 1)
+    if event.detail.get("distrusted"):
+        step, attempt = event.detail["distrusted"]
+        state.distrusted.add((int(step), int(attempt)))
+    try:
+        kind = IncidentKind(event.detail.get("incident", ""))
+    except ValueError:
+        return  # of a later version
+    host = event.host if event.host in state.hosts else None
+    if host is not None and not says_nothing_of_its_host(kind):
+        state.hosts[host].failures_ns.append(event.wall_ns - now_ns)
+    key = repeats.key_of(state, kind, event.step, event.detail, str(event.detail.get("evidence", "")))
+    repeats.count(state, key, host)
+
+
+def _host(state: State, event: Event) -> None:
+    """What became of a host."""
+    if event.kind == "host.granted":
+        state.hosts.setdefault(event.host, Host(name=event.host)).granted = True
+    elif event.kind == "host.quarantined":
+        host = state.hosts.setdefault(event.host, Host(name=event.host))
+        host.quarantined = True
+        host.hold_off_s = float(event.detail.get("for_s", 0.0))
+        host.until_return = bool(event.detail.get("until_return"))
+        host.suspected_of = event.detail.get("suspected_of")
+    elif event.kind == "run.note" and event.detail.get("cleared") in state.hosts:
+        repeats.let_in(state, str(event.detail["cleared"]))
+    elif event.host not in state.hosts:
+        return
+    elif event.kind == "notice":
+        state.hosts[event.host].going_s = float(event.detail.get("grace_s", 0.0))
+    elif event.kind == "host.lost":
+        came_back(state.hosts[event.host])  # if it comes, it does
+    elif event.kind == "host.released":
+        state.hosts[event.host].granted = False

@@ -12,13 +12,16 @@ from muster.supervise.context import Context
 from muster.supervise.flush import finish
 from muster.supervise.incidents import incident
 from muster.supervise.layout import layout_for
-from muster.supervise.state import Host, HostDown, HostUp, Phase
+from muster.supervise.state import SECOND_NS, Host, HostDown, HostUp, Phase
 
 
 def host_up(c: Context, given: HostUp) -> None:
     host = c.state.hosts.setdefault(given.host, Host(name=given.host))
     hello = given.hello
-    host.connected, host.store, host.kept = True, None, {}
+    if not host.connected and (host.met or not hello.get("attempt")):
+        came_back(host)
+    host.met = True
+    host.connected, host.store, host.kept, host.slow = True, None, {}, False
     host.alive = {int(rank): pid for rank, pid in hello.get("alive", {}).items()}
     host.exited = {int(rank) for rank in hello.get("exited", ())}
     host.attempt = int(hello.get("attempt", 0))
@@ -52,6 +55,33 @@ def host_up(c: Context, given: HostUp) -> None:
         flush.returned(c, given.host)
     elif before is Phase.RUN and given.host in c.state.active:
         check_returned_agent(c, host, {int(rank) for rank in hello.get("exited", ())})
+
+
+def came_back(host: Host) -> None:
+    """It was away: that it was told to go says nothing any more."""
+    host.going_s = None
+    if host.until_return:
+        host.quarantined = host.until_return = False
+
+
+def answered_late(c: Context, host: Host, message: Mapping[str, Any]) -> None:
+    """A host that was given up because its ranks did not end in time has ended them after all."""
+    host.slow, host.connected = False, True
+    host.snapshots, host.alive, host.kept = list(message["snapshots"]), {}, {}
+    c.log("run.note", {"text": f"{host.name} has ended its ranks after all and is used again"}, host=host.name)
+    host_ready(c, host, {})
+
+
+def held_off_long_enough(c: Context, name: str) -> None:
+    """A host whose link flapped is looked at again."""
+    host = c.state.hosts[name]
+    if host.quarantined and not host.hold_off_s:
+        return  # meanwhile it was taken out for good
+    was_out, host.quarantined, host.hold_off_s, host.asked_about = host.quarantined, False, 0.0, False
+    if was_out:
+        c.log("run.note", {"text": f"{name} was held off long enough and may be used again", "cleared": name})
+    if host.connected and host.ready:
+        host_ready(c, host, {})
 
 
 def check_returned_agent(c: Context, host: Host, exited: set[int]) -> None:
@@ -101,6 +131,11 @@ def look_for_growth(c: Context) -> bool:
         state.hosts[name].asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
     incident(c, IncidentKind.HOST_RETURNED, host=new[0], evidence=evidence)
+    for name in new if state.phase is Phase.RUN and not state.yielding else ():
+        failures = state.hosts[name].failures_ns
+        if failures:  # not taken in for what it did: once that has passed, the policy is asked again
+            oldest_s = (c.now_ns - min(failures)) / SECOND_NS
+            c.alarm(f"back:{name}", max(0.0, c.settings.lemon_window_s - oldest_s) + 1.0)
     return True
 
 
@@ -141,6 +176,8 @@ def capacity_came(c: Context, host: Host) -> None:
 def host_down(c: Context, given: HostDown) -> None:
     host = c.state.hosts.get(given.host)
     if host is None or not host.connected:
+        if host is not None:
+            host.slow = False
         return
     host.connected = host.ready = False
     host.snapshots, host.kept = [], {}

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.nouns import Action, Decision, Incident, IncidentKind
+from muster.policy.shipped import SHIPPED
 from muster.policy.situation import Situation
-from muster.supervise.attempts import collect
+from muster.supervise import repeats
+from muster.supervise.attempts import ask_to_save, collect
 from muster.supervise.context import YIELDED, Context
 from muster.supervise.flush import leave
 from muster.supervise.state import SECOND_NS, OpenIncident, Phase
@@ -20,8 +22,21 @@ _NOT_THE_HOSTS = (
     IncidentKind.RANK_OOM,
     IncidentKind.NOT_FINITE,
 )
-#: The same again at the same step: the program's own doing, not the machine's.
-_OWN = (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.RANK_OOM)
+#: Left alone, a run stands still for ever after one of these.
+_NOT_TO_IGNORE = (
+    IncidentKind.RANK_EXIT,
+    IncidentKind.RANK_EXCEPTION,
+    IncidentKind.RANK_OOM,
+    IncidentKind.HOST_LOST,
+    IncidentKind.NOT_FINITE,
+    IncidentKind.START_UP,
+    IncidentKind.CAPACITY,
+)
+
+
+def says_nothing_of_its_host(kind: IncidentKind) -> bool:
+    """Whether an incident of this kind is no failure of the host it happened on."""
+    return kind in _NOT_THE_HOSTS
 
 
 def incident(
@@ -51,7 +66,7 @@ def incident(
         detail=detail or {},
     )
     state.next_incident += 1
-    if host in state.hosts and kind not in _NOT_THE_HOSTS:
+    if host in state.hosts and not says_nothing_of_its_host(kind):
         since_ns = c.now_ns - int(c.settings.lemon_window_s * SECOND_NS)
         state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [c.now_ns]
     if rank is not None:
@@ -63,7 +78,12 @@ def incident(
         rank=rank,
         step=found.step,
     )
-    decision = c.policy.decide(situation(c, found), found)
+    key = repeats.key_of(state, kind, found.step, found.detail, evidence)
+    repeats.count(state, key, host)
+    for name in repeats.suspects_cleared(state, key, host):
+        text = f"{name} is sound: what it was taken out for came again on {host}"
+        c.log("run.note", {"text": text, "cleared": name})
+    decision = decided(c, found, key)
     c.log(
         "decision",
         {
@@ -71,6 +91,7 @@ def incident(
             "action": decision.action.value,
             "reason": decision.reason,
             **({"replacement": decision.replacement} if decision.replacement else {}),
+            **({"skip_steps": list(decision.detail["skip_steps"])} if "skip_steps" in decision.detail else {}),  # type: ignore[call-overload]
         },
         host=decision.host,
         sync=True,
@@ -83,19 +104,50 @@ def incident(
             last_applied_step=state.last_applied_step,
             secondary=bool((detail or {}).get("secondary")),
         )
-    act(c, decision, found)
+    act(c, decision, found, key)
 
 
-def situation(c: Context, incident: Incident) -> Situation:
-    """What the policy may look at. Counts repeats of an error, so call it once an incident."""
+def decided(c: Context, incident: Incident, key: str | None) -> Decision:
+    """The policy's decision; the default's where the policy has none that could be carried out (and a note says so)."""
+    seen = situation(c, key)
+    try:
+        decision = c.policy.decide(seen, incident)
+        problem = nonsense(c, seen, incident, decision)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code: the run outlives it)
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return decision
+    text = f"recovery.policy: no decision on {incident.incident_id} ({problem[:300]}); the default policy's is taken"
+    c.log("run.note", {"text": text})
+    return SHIPPED["default"].decide(seen, incident)  # type: ignore[attr-defined]
+
+
+def nonsense(c: Context, seen: Situation, incident: Incident, decision: object) -> str | None:
+    """Why a decision cannot be carried out; None: it can."""
+    if not isinstance(decision, Decision) or not isinstance(decision.action, Action):
+        return f"decide returned {decision!r}, no Decision"
+    detail = decision.detail
+    typed = isinstance(decision.reason, str) and isinstance(detail, Mapping) and isinstance(decision.exit_code, int)
+    if not typed or decision.incident_id != incident.incident_id:
+        return "its fields are of another kind or for another incident"
+    if decision.host is not None and decision.host not in c.state.hosts:
+        return f"it names {decision.host!r}, which is no host of the run"
+    if decision.action is Action.SWAP and decision.replacement not in seen.spares:
+        return f"it swaps for {decision.replacement!r}, and the spares are {', '.join(seen.spares) or 'none'}"
+    if decision.action is Action.IGNORE and incident.kind in _NOT_TO_IGNORE:
+        return f"after {incident.kind.value} nothing goes on by itself"
+    if decision.action is Action.WAIT and not str(detail.get("hosts", 0)).isdigit():
+        return f"it waits for {detail.get('hosts')!r} hosts"
+    skips = detail.get("skip_steps", ())
+    if not isinstance(skips, (list, tuple)) or not all(isinstance(step, int) for step in skips):
+        return f"it leaves out the steps {skips!r}"
+    return None
+
+
+def situation(c: Context, key: str | None) -> Situation:
+    """What the policy may look at. ``key``: the error, where it can repeat itself (``repeats.key_of``)."""
     state = c.state
-    repeats = 0
-    if incident.kind in _OWN:
-        # A rank that fails at once in its attempt has not told its step yet: it was at the next one.
-        step = incident.step if incident.step is not None and incident.step >= 0 else state.last_applied_step + 1
-        key = f"{step}:{incident.detail.get('signature', incident.evidence)}"
-        repeats = state.error_counts[key] = state.error_counts.get(key, 0) + 1
-    members = _members(c)
+    members = members_of(c)
     window_ns = int(c.settings.lemon_window_s * SECOND_NS)
     return Situation(
         active=tuple(name for name in members if state.hosts[name].connected),
@@ -105,7 +157,10 @@ def situation(c: Context, incident: Incident) -> Situation:
         last_applied_step=state.last_applied_step,
         restarts_without_progress=state.restarts_without_progress,
         max_restarts_without_progress=c.settings.spec.recovery.max_restarts_without_progress,
-        same_error_repeats=repeats,
+        same_error_repeats=state.error_counts.get(key or "", 0),
+        same_error_hosts=len(state.error_hosts.get(key or "", ())),
+        skipped_steps=tuple(sorted(state.skip_steps)),
+        noticed=frozenset(name for name in members if state.hosts[name].going_s is not None),
         resettable=frozenset(name for name, host in state.hosts.items() if host.resettable and host.connected),
         host_failures={
             name: sum(at > c.now_ns - window_ns for at in host.failures_ns) for name, host in state.hosts.items()
@@ -114,20 +169,21 @@ def situation(c: Context, incident: Incident) -> Situation:
     )
 
 
-def act(c: Context, decision: Decision, incident: Incident) -> None:
+def act(c: Context, decision: Decision, incident: Incident, key: str | None = None) -> None:
     """Carry a logged decision out, as far as it goes before the hosts answer."""
     state = c.state
     action = decision.action
-    members = _members(c)
+    members = members_of(c)
     if action is Action.IGNORE:
         return
     if action is Action.STOP:
         give_up(c, decision, incident)
         return
+    state.skip_steps |= {int(step) for step in decision.detail.get("skip_steps", ())}  # type: ignore[attr-defined]
     if action in (Action.SWAP, Action.SHRINK, Action.WAIT) and decision.host in members:
         place = members.index(decision.host)
         members[place : place + 1] = [decision.replacement] if action is Action.SWAP and decision.replacement else []
-        retire(c, decision.host)
+        retire(c, decision.host, incident, key)
     if action is Action.RESET and decision.host in state.hosts:
         state.hosts[decision.host].resetting = True
         state.blamed |= {rank for rank, name in state.ranks.items() if name == decision.host}
@@ -150,18 +206,27 @@ def act(c: Context, decision: Decision, incident: Incident) -> None:
         collect(c, wait=action is Action.WAIT)
 
 
-def _members(c: Context) -> list[str]:
+def members_of(c: Context) -> list[str]:
     """Hosts of the world that is, or, while ranks are being replaced or leave so that it can grow, that will be."""
     state = c.state
     return list(state.active if state.phase is Phase.RUN and not state.yielding else state.target)
 
 
-def retire(c: Context, name: str | None) -> None:
-    """Take a host out of the run: a lemon is never used again, a lost one may come back."""
+def retire(c: Context, name: str | None, incident: Incident, key: str | None) -> None:
+    """Take a host out of the run: a lemon for good, a flapping one for a while, one that goes until it is back."""
     host = c.state.hosts.get(name or "")
     if host is not None and host.connected:
         host.quarantined = True
-        c.log("host.quarantined", {"reason": f"{len(host.failures_ns)} failures"}, host=host.name)
+        more: dict[str, Any] = {}
+        if incident.kind is IncidentKind.PREEMPTION_NOTICE:
+            host.until_return = more["until_return"] = True
+        elif incident.kind is IncidentKind.LINK_FLAP:
+            host.hold_off_s = more["for_s"] = c.settings.lemon_window_s
+            c.alarm(f"back:{host.name}", host.hold_off_s)
+        elif key is not None:
+            host.suspected_of = more["suspected_of"] = key
+        reason = incident.evidence if more else f"{len(host.failures_ns)} failures"
+        c.log("host.quarantined", {"reason": reason, **more}, host=host.name)
         c.send(host.name, {"t": "end", "attempt": c.state.attempt, "why": "replaced"})
 
 
@@ -179,7 +244,14 @@ def give_up(c: Context, decision: Decision, incident: Incident) -> None:
     spec = c.settings.spec
     hint = incident.detail.get("hint")
     c.state.verdict = (decision.exit_code, decision.reason + (f" (hint: {hint})" if hint else ""))
-    own = incident.kind in (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.NOT_FINITE)
+    if incident.kind is IncidentKind.PREEMPTION_NOTICE and c.state.phase is Phase.RUN:
+        ask_to_save(c, "preempted", decision.exit_code, source=incident.evidence)
+        return
+    own = "signature" in incident.detail or incident.kind in (
+        IncidentKind.RANK_EXCEPTION,
+        IncidentKind.START_UP,
+        IncidentKind.NOT_FINITE,
+    )
     if spec.recovery.hold_s > 0 and own and decision.exit_code != 75:
         for name in c.state.active or list(c.state.hosts):
             c.send(name, {"t": "end", "attempt": c.state.attempt, "why": "held after a failure"})

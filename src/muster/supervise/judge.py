@@ -14,6 +14,24 @@ from muster.core.ranks import LOST_PEER
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
 
+#: What drivers and runtimes say of a broken device or link: cudaGetErrorString (cudaErrorECCUncorrectable,
+#: cudaErrorLaunchFailure, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError, cudaErrorDevicesUnavailable,
+#: cudaErrorContained), the kernel's "NVRM: Xid" lines, cuBLAS.
+#: A launch failure can be a kernel's own bug too: then it follows the ranks to the next host.
+_DEVICE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|uncorrectable error|CUDA error: uncorrectable|\bXid\b"
+    r"|unspecified launch failure|hardware stack error|GPU has fallen off the bus|GPU is lost"
+    r"|busy or unavailable|unable to determine the device handle"
+    r"|Contained error|CUBLAS_STATUS_INTERNAL_ERROR",
+    re.IGNORECASE,
+)
+#: NCCL's words for a failed system call or network card (ncclSystemError; in PyTorch "unhandled system error"). A
+#: peer's death says so as well, and names the broken connection.
+_NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
+#: A snapshot that could not be read, by the name of its ring (``core.ring.file_name``) or in words.
+_SNAPSHOT = re.compile(r"\b(own|peer|fetched)\.r\d+s\d+t\d+|snapshot", re.IGNORECASE)
+
+
 def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str, dict[str, Any]]:
     """(kind, evidence, detail) for a rank that left without being asked to."""
     rank, code = message["rank"], int(message["code"])
@@ -40,8 +58,14 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str,
         return IncidentKind.NOT_FINITE, f"{where}: {first_line}", detail
     if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
         return IncidentKind.RANK_OOM, f"{where} ran out of memory: {first_line}", detail
+    if _DEVICE.search(text):
+        return IncidentKind.HOST_UNHEALTHY, f"{where}, its device: {first_line}", detail
     if LOST_PEER.search(text):
         return IncidentKind.RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
+    if _NCCL_SYSTEM.search(text):
+        return IncidentKind.HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
+    if kind == "CheckpointError" and _SNAPSHOT.search(text):
+        return IncidentKind.RANK_EXIT, f"{where} could not read its snapshot: {first_line}", {"unreadable": True}
     name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
     return IncidentKind.RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
 

@@ -22,11 +22,20 @@ from typing import Any
 
 from muster.core.nouns import IncidentKind
 from muster.policy.situation import Policy
-from muster.supervise import flush, judge
-from muster.supervise.attempts import begin, check_left, collect, collected_all
+from muster.supervise import flush, judge, notices, repeats
+from muster.supervise.attempts import ask_to_save, begin, check_left, collect, collected_all, memory_moved
 from muster.supervise.context import LEFT, YIELDED, Context
 from muster.supervise.flush import finish, leave
-from muster.supervise.hosts import adopt_failed, host_down, host_ready, host_up, look_for_growth, start_failed_aside
+from muster.supervise.hosts import (
+    adopt_failed,
+    answered_late,
+    held_off_long_enough,
+    host_down,
+    host_ready,
+    host_up,
+    look_for_growth,
+    start_failed_aside,
+)
 from muster.supervise.incidents import incident
 from muster.supervise.state import (
     Effect,
@@ -60,7 +69,9 @@ class Machine:
     @property
     def deadline_ns(self) -> int | None:
         """When ``Tick`` is due, if nothing happens before."""
-        return self._c.state.deadline_ns
+        state = self._c.state
+        own = [] if state.deadline_ns is None else [state.deadline_ns]
+        return min([*own, *state.alarms.values()], default=None)
 
     def start(self, now_ns: int) -> list[Effect]:
         """The first effects, before any input."""
@@ -72,6 +83,10 @@ class Machine:
             )
         else:
             self._c.deadline(self._c.settings.adopt_timeout_s)
+        for host in self._c.state.hosts.values():  # times in a log are not this clock's: what counts begins anew
+            host.failures_ns = [now_ns + age_ns for age_ns in host.failures_ns]
+            if host.quarantined and host.hold_off_s:
+                self._c.alarm(f"back:{host.name}", host.hold_off_s)
         return self._taken()
 
     def handle(self, given: Input, now_ns: int) -> list[Effect]:
@@ -102,6 +117,10 @@ class Machine:
         kind = message.get("t")
         if kind == "ready":
             host_ready(self._c, host, message)
+        elif kind == "memory":
+            memory_moved(self._c, host, (str(message["memory"][0]), int(message["memory"][1])))
+        elif kind == "progress":
+            self._progress(message)
         elif kind == "store":
             host.store = (str(message["store"][0]), int(message["store"][1]))
         elif kind == "event":
@@ -117,6 +136,8 @@ class Machine:
                 evidence=str(message["evidence"]),
                 silent_s=float(message.get("silent_s", 0.0)),
             )
+        elif kind == "collected" and host.slow and not host.connected:
+            answered_late(self._c, host, message)
         elif kind == "collected" and message["attempt"] >= self._c.state.attempt:
             host.snapshots = list(message["snapshots"])
             host.kept = {int(rank): int(step) for rank, step in message.get("kept", {}).items()}
@@ -136,9 +157,15 @@ class Machine:
         elif kind == "failed":
             self._start_failed(given.host, message)
         elif kind == "notice":
-            self._notice(given.host, message)
+            notices.noticed(self._c, given.host, message)
         elif kind == "health":
             self._unhealthy(given.host, message)
+
+    def _progress(self, message: Mapping[str, Any]) -> None:
+        """Ranks that have not stepped yet are at something long and alive: the time to the first step begins anew."""
+        state = self._c.state
+        if message["attempt"] == state.attempt and state.phase is Phase.RUN and not state.stepped:
+            self._c.deadline(self._c.settings.spec.recovery.start_timeout_s)
 
     def _event(self, host: str, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "checkpoint.committed":
@@ -198,8 +225,16 @@ class Machine:
             self._c.deadline(self._c.settings.spec.recovery.grace_s)
             check_left(self._c)
         else:
-            kind, evidence, detail = judge.rank_exit(host, message)
-            incident(self._c, kind, host=host, rank=rank, step=message.get("step"), evidence=evidence, detail=detail)
+            self._rank_failed(host, rank, message)
+
+    def _rank_failed(self, host: str, rank: int, message: Mapping[str, Any]) -> None:
+        state = self._c.state
+        kind, evidence, detail = judge.rank_exit(host, message)
+        if detail.get("unreadable") and state.resumed is not None and not state.stepped:
+            state.distrusted.add(state.resumed)
+            detail["distrusted"] = list(state.resumed)
+        step = detail.get("step", message.get("step"))
+        incident(self._c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
 
     def _cause(self, host: str, message: Mapping[str, Any]) -> None:
         """A rank's own error, reported after its peer's broken connection: that was the cause, and is judged."""
@@ -207,12 +242,11 @@ class Machine:
         code = int(message["code"])
         if state.open is None or not state.open.secondary or code <= 0 or code in LEFT:
             return
-        kind, evidence, detail = judge.rank_exit(host, message)
-        if kind is IncidentKind.RANK_EXIT:
+        kind, _, detail = judge.rank_exit(host, message)
+        if kind is IncidentKind.RANK_EXIT and not detail.get("unreadable"):
             return
         state.open.secondary = False
-        rank, step = int(message["rank"]), message.get("step")
-        incident(self._c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
+        self._rank_failed(host, int(message["rank"]), message)
 
     def _start_failed(self, host: str, message: Mapping[str, Any]) -> None:
         """An agent could not prepare: bad data, a missing library, no memory for a fork server."""
@@ -226,14 +260,6 @@ class Machine:
                 host=host,
                 evidence=str(message["reason"]),
                 detail={"exit_code": int(message.get("exit_code", 1)), "hint": message.get("hint")},
-            )
-
-    def _notice(self, host: str, message: Mapping[str, Any]) -> None:
-        grace_s = float(message.get("grace_s", self._c.settings.spec.recovery.grace_s))
-        self._c.log("notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=host)
-        if self._c.state.phase is Phase.RUN and host in self._c.state.active:
-            incident(
-                self._c, IncidentKind.PREEMPTION_NOTICE, host=host, evidence=f"{host} goes away in {grace_s:.0f} s"
             )
 
     def _unhealthy(self, name: str, message: Mapping[str, Any]) -> None:
@@ -267,29 +293,34 @@ class Machine:
             end = leave if given.save else finish
             end(self._c, outcome, given.exit_code, f"{given.source} before training went on")
         else:
-            state.phase = Phase.STOPPING
-            self._c.deadline(grace_s)
-            order = {"kind": "stop", "save": given.save, "exit_code": given.exit_code, "deadline_s": grace_s}
-            for name in state.active:
-                self._c.send(name, {"t": "order", "order": order})
+            ask_to_save(self._c, outcome, given.exit_code, source=given.source, save=given.save)
 
     def _restart_request(self, given: RestartRequest) -> None:
         if self._c.state.phase is not Phase.HOLD:
             return
         self._c.settings = given.settings
-        self._c.state.error_counts.clear()
-        self._c.state.restarts_without_progress = 0
+        self._c.policy = given.policy or self._c.policy
+        repeats.forget(self._c.state)
+        for host in self._c.state.hosts.values():
+            host.cannot_start = False  # the file may have been the reason
         self._c.state.committed_step = 0  # the corrected file may name another folder
         self._c.state.target = self._c.usable()[: self._c.settings.wanted_hosts]
         self._c.state.open = None
-        self._c.log("run.note", {"text": "restarted by the user with a corrected run file"})
+        self._c.log("run.note", {"text": "restarted by the user with a corrected run file", "restart": True})
         for name in self._c.state.target:
             self._c.send(name, {"t": "reload"})
         collect(self._c)
 
     def _tick(self, _: Tick) -> None:
         state = self._c.state
-        if state.deadline_ns is None or self._c.now_ns < state.deadline_ns:
+        for alarm in [name for name, at_ns in state.alarms.items() if at_ns <= self._c.now_ns]:
+            del state.alarms[alarm]
+            what, _colon, host = alarm.partition(":")
+            if what == notices.ALARM:
+                notices.judge(self._c)
+            elif host in state.hosts:
+                held_off_long_enough(self._c, host)
+        if state.phase is Phase.ENDED or state.deadline_ns is None or self._c.now_ns < state.deadline_ns:
             return
         state.deadline_ns = None
         if state.phase is Phase.BOOT:
@@ -315,6 +346,7 @@ class Machine:
             )
         elif state.phase is Phase.COLLECT:
             for name in sorted(state.collecting):
+                state.hosts[name].slow = state.hosts[name].ready
                 host_down(self._c, HostDown(host=name, why="did not end its ranks in time"))
         elif state.phase is Phase.WAIT:
             incident(self._c, IncidentKind.CAPACITY, evidence="too few hosts")

@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.core.nouns import Layout
 from muster.core.spec import RunSpec
+from muster.policy.situation import Policy
 from muster.supervise.layout import Choice
 
 SECOND_NS = 1_000_000_000
@@ -31,6 +32,9 @@ class Settings:
     collect_timeout_s: float = 7.0
     adopt_timeout_s: float = 5.0
     lemon_window_s: float = 3600.0
+    """A host's failures count for so long; one that is held off (a flapping link) is looked at again after it."""
+    gather_notices_s: float = 0.5
+    """Preemption notices that come within this time are answered as one; ranks step on meanwhile."""
 
     @property
     def wanted_hosts(self) -> int:
@@ -61,8 +65,20 @@ class Host:
 
     name: str
     connected: bool = False
+    met: bool = False
+    """It has spoken to this supervisor; one that has not may have been here all the time."""
     ready: bool = False
     quarantined: bool = False
+    hold_off_s: float = 0.0
+    """It is quarantined for so long; 0: for good, or ``until_return``."""
+    until_return: bool = False
+    """It is quarantined until it went and came back (it was told to go)."""
+    suspected_of: str | None = None
+    """The error (``repeats.key_of``) because of which it was taken out; if that comes again elsewhere, it is sound."""
+    going_s: float | None = None
+    """It was told to go, with so much time to leave."""
+    slow: bool = False
+    """It did not end its ranks in time and counts as lost, though it may answer yet."""
     store: tuple[str, int] | None = None
     """Where its rendezvous store listens."""
     memory: tuple[str, int] | None = None
@@ -150,6 +166,15 @@ class State:
     on. A supervisor that takes over counts anew."""
     watched_from_ns: int | None = None
     error_counts: dict[str, int] = field(default_factory=dict)
+    """Error at a step (``repeats.key_of``) -> how often."""
+    error_hosts: dict[str, list[str]] = field(default_factory=dict)
+    """The same -> the hosts it stood on."""
+    resumed: tuple[int, int] | None = None
+    """(step, attempt) of the version in memory that the current attempt began with."""
+    alarms: dict[str, int] = field(default_factory=dict)
+    """Besides ``deadline_ns``: what is to be looked at -> when."""
+    skip_steps: set[int] = field(default_factory=set)
+    """Steps whose update is left out."""
     next_incident: int = 1
     course: list[dict[str, Any]] = field(default_factory=list)
     """Changes of batch and rate on the way (``core.course``)."""
@@ -218,6 +243,8 @@ class RestartRequest:
     """``muster restart``: the run file was corrected; start again on the hosts that are held."""
 
     settings: Settings
+    policy: Policy | None = None
+    """As the corrected file names it; None: as before."""
 
 
 @dataclass(frozen=True, kw_only=True)

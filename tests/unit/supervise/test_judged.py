@@ -1,0 +1,272 @@
+"""Whose fault it was: the device's, the program's, the policy's, the snapshot's. In virtual time."""
+
+import pytest
+from test_machine import actions, cluster, events_of, kinds, machine, spec
+
+from muster.core.nouns import Action, Decision, IncidentKind
+from muster.policy.shipped import SHIPPED
+from muster.supervise import judge
+from muster.supervise.fold import recover
+from muster.supervise.state import Phase, RestartRequest
+
+
+def worlds(found):
+    return [list(log.detail["hosts"]) for _, log in kinds(found, "attempt.started")]
+
+
+def fails_at(found, step, *, last, host=None, rank=None, times=100):
+    """The rank that works on ``step`` says ``last`` and leaves, each time (on ``host`` alone where it is named)."""
+    left = [times]
+
+    def watch():
+        state = found.machine.state
+        if found.result is None and left[0] and state.phase is Phase.RUN and found.stepping:
+            found._settle_steps()
+            where = state.ranks.get(rank or 0) if host is None else host
+            on = next((number for number, name in state.ranks.items() if name == where), None)
+            if found._step == step - 1 and on is not None and found.hosts[where].ranks:
+                left[0] -= 1
+                owner = found.hosts[where]
+                message = {"t": "rank_exit", "attempt": owner.attempt, "rank": on, "pid": 1, "code": 1,
+                           "step": step, "last": last}  # fmt: skip
+                found.break_world(owner, message, 0.01)
+        if found.result is None:
+            found.after(0.05, watch)
+
+    found.at(5.5, watch)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: unspecified launch failure",
+        "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error (run with NCCL_DEBUG=INFO)",
+    ],
+)
+def test_words_of_a_broken_device_or_network_are_the_hosts(text):
+    message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
+    assert judge.rank_exit("host-1", message)[0] is IncidentKind.HOST_UNHEALTHY
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("NCCL error: unhandled system error, Connection reset by peer", IncidentKind.RANK_EXIT),
+        ("CUDA out of memory", IncidentKind.RANK_OOM),
+        ("CUDA error: device-side assert triggered", IncidentKind.RANK_EXCEPTION),
+        ("CUDA error: an illegal memory access was encountered", IncidentKind.RANK_EXCEPTION),
+        ("no column Xidentity", IncidentKind.RANK_EXCEPTION),
+    ],
+)
+def test_words_that_only_look_so_are_not(text, kind):
+    message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
+    assert judge.rank_exit("host-1", message)[0] is kind
+
+
+ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"}
+
+
+def test_a_broken_device_costs_a_swap_and_no_verdict():
+    found = cluster(spec(hosts=2, spare_hosts=1))
+    fails_at(found, 20, last=ECC, host="host-1")
+    assert found.run().exit_code == 0
+    assert actions(found) == ["swap"] and worlds(found)[-1] == ["host-0", "host-2"]
+
+
+def test_without_a_spare_it_is_tried_once_more_in_place_and_then_without_the_host():
+    found = cluster(spec(hosts=3, min_hosts=2))
+    fails_at(found, 20, last=ECC, host="host-1")
+    assert found.run().exit_code == 0
+    assert actions(found) == ["restart", "shrink"]
+
+
+def test_hardwares_words_that_follow_the_ranks_are_the_programs():
+    found = cluster(spec(hosts=2, spare_hosts=1))
+    fails_at(found, 20, last={"exception": "RuntimeError", "message": "CUDA error: unspecified launch failure"}, rank=1)
+    end = found.run()
+    assert end.exit_code == 1 and "followed the ranks" in end.reason
+    assert actions(found) == ["swap", "stop"]
+    (note,) = [log for _, log in kinds(found, "run.note") if log.detail.get("cleared")]
+    assert note.detail["cleared"] == "host-1" and not found.machine.state.hosts["host-1"].quarantined
+
+
+OWN = {"exception": "ValueError", "message": "bad row 17"}
+
+
+def test_an_unnamed_error_that_repeats_gets_one_other_host_before_the_user_is_blamed():
+    found = cluster(spec(hosts=2, spare_hosts=1))
+    fails_at(found, 20, last=OWN, rank=1)
+    end = found.run()
+    assert end.exit_code == 1 and "bad row 17" in end.reason
+    assert actions(found) == ["restart", "swap", "stop"]
+    assert not found.machine.state.hosts["host-1"].quarantined, "the error followed the ranks"
+
+
+def test_an_unnamed_error_of_one_host_is_healed_by_the_other():
+    found = cluster(spec(hosts=2, spare_hosts=1))
+    fails_at(found, 20, last=OWN, host="host-1")
+    assert found.run().exit_code == 0
+    assert actions(found) == ["restart", "swap"] and found.machine.state.hosts["host-1"].quarantined
+
+
+# ---------------------------------------------------------------- takeover
+
+
+def test_a_new_supervisor_remembers_errors_hosts_and_budgets():
+    of = spec(hosts=2, spare_hosts=1)
+    found = cluster(of, steps=400)
+    fails_at(found, 20, last=OWN, rank=1, times=1)
+    for second in (20.0, 24.0):
+        found.at(second, lambda: found.kill_rank(0))
+    found.run(24.04)
+    old, new = found.machine.state, recover(events_of(found))
+    assert new.error_counts == old.error_counts == {"20:ValueError:bad row #": 1}
+    assert new.error_hosts == old.error_hosts
+    assert new.restarts_without_progress == old.restarts_without_progress
+    successor = machine(of, state=new)
+    successor.start(found.now_ns)
+    for name, host in old.hosts.items():
+        ages = [found.now_ns - at for at in host.failures_ns]
+        kept = [found.now_ns - at for at in successor.state.hosts[name].failures_ns]
+        assert len(ages) == len(kept) and all(abs(a - b) < 2e9 for a, b in zip(ages, kept, strict=True))
+
+
+def test_errors_are_counted_over_takeovers():
+    of = spec(hosts=1)
+    found = cluster(of)
+    fails_at(found, 20, last=OWN)
+
+    def replace():
+        if found.result is None:
+            found.replace_supervisor(machine(of, state=recover(events_of(found))))
+            found.after(0.3, replace)
+
+    found.at(9.0, replace)
+    end = found.run(200.0)
+    assert end is not None and end.exit_code == 1 and "same error" in end.reason
+
+
+def test_growing_is_no_restart_without_progress():
+    of = spec(hosts=3, min_hosts=2)
+    found = cluster(of, steps=200)
+    found.at(10.0, lambda: found.kill_host("host-2"))
+    found.at(20.0, lambda: found.return_host("host-2"))
+    found.run()
+    events = [event for event in events_of(found) if event.kind != "run.finished"]
+    assert recover(events).restarts_without_progress == found.machine.state.restarts_without_progress == 0
+
+
+# ---------------------------------------------------------------- the user's policy
+
+
+class Policy:
+    def __init__(self, decide):
+        self.decide = decide
+
+
+def decision(**more):
+    return lambda seen, found: Decision(**{"incident_id": found.incident_id, "reason": "mine", **more})
+
+
+def raising(seen, found):
+    raise KeyError("oops")
+
+
+def leaving(seen, found):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        raising,
+        leaving,
+        lambda seen, found: None,
+        lambda seen, found: "restart",
+        lambda seen: None,
+        decision(action="reboot"),
+        decision(action=Action.SWAP, host="host-1", replacement="host-7"),
+        decision(action=Action.SWAP, host="host-1"),
+        decision(action=Action.SHRINK, host="nobody"),
+        decision(action=Action.IGNORE),
+        decision(action=Action.WAIT, detail={"hosts": "many"}),
+        decision(action=Action.RESTART, reason=None),
+        decision(action=Action.RESTART, incident_id="i99"),
+        decision(action=Action.RESTART, detail={"skip_steps": "all"}),
+    ],
+)
+def test_a_policy_without_a_decision_is_replaced_by_the_default_once(decide):
+    found = cluster(spec(hosts=2), policy=Policy(decide))
+    found.at(10.0, lambda: found.kill_rank(1))
+    assert found.run().exit_code == 0
+    assert actions(found) == ["restart"]
+    notes = [log.detail["text"] for _, log in kinds(found, "run.note") if "no decision on i1" in log.detail["text"]]
+    assert len(notes) == 1
+
+
+def test_a_corrected_run_file_brings_its_policy():
+    found = cluster(spec(hosts=1, recovery={"hold_s": 100.0}), policy=SHIPPED["none"], steps=400)
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last=OWN))
+    request = RestartRequest(settings=found.machine.settings, policy=SHIPPED["default"])
+    found.at(20.0, lambda: found._give(request))
+    found.at(40.0, lambda: found.kill_rank(0))
+    assert found.run().exit_code == 0
+    assert actions(found) == ["stop", "restart"]
+
+
+# ---------------------------------------------------------------- snapshots, movers, first steps
+
+
+def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor():
+    of = spec(hosts=2)
+    found = cluster(of, peer_copy=True)
+    unreadable = {"exception": "CheckpointError", "message": "own.r1s2t1.0 of step 20 is truncated"}
+    found.at(10.0, lambda: found.kill_rank(0))
+    hit = []
+
+    def spoil():
+        state = found.machine.state
+        if state.attempt == 2 and not hit:
+            hit.append(state.resumed)
+            found.hosts["host-0"].snapshots[("r1s2t1", 0, "memory")] = hit[0]
+            found.kill_rank(0, code=1, last=unreadable)
+            return
+        found.after(0.02, spoil)
+
+    found.at(10.0, spoil)
+    found.at(10.4, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    assert found.run().exit_code == 0
+    starts = [log.detail for _, log in kinds(found, "attempt.started")]
+    assert starts[1]["resume_step"] == hit[0][0] and starts[2]["resume_step"] != hit[0][0]
+    assert found.machine.state.distrusted == {hit[0]}
+
+
+def sent(found, message, host="host-0"):
+    taken = []
+    found.machine._c.now_ns = found.now_ns
+    from muster.supervise.state import FromHost, Send
+
+    for effect in found.machine.handle(FromHost(host=host, message=message), found.now_ns):
+        if isinstance(effect, Send):
+            taken.append((effect.host, effect.message))
+    return taken
+
+
+def test_the_hosts_that_copy_to_a_mover_hear_where_it_is_now():
+    found = cluster(spec(hosts=3))
+    found.run(10.0)
+    said = sent(found, {"t": "memory", "memory": ["10.0.0.9", 77]}, host="host-1")
+    assert said == [("host-0", {"t": "peer", "peer": ["10.0.0.9", 77]})]
+    assert found.machine.state.hosts["host-1"].memory == ("10.0.0.9", 77)
+
+
+def test_progress_before_the_first_step_renews_the_time_to_it():
+    from muster.simulate.cluster import Stages
+
+    found = cluster(spec(hosts=1), stages=Stages(start_s=150.0))
+    for second in range(10, 150, 30):
+        found.at(float(second), lambda: found.hear(found.hosts["host-0"], {"t": "progress", "attempt": 1}))
+    assert found.run().exit_code == 0 and actions(found) == []

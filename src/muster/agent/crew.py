@@ -151,7 +151,7 @@ class Crew:
     def _unknown_end(self, worker: Worker) -> None:
         """Its parent died before it, so nobody can know its exit code."""
         if worker.exit_code is None:
-            worker.exit_code = -9
+            worker.exit_code, worker.orphaned = -9, True
 
     def exited(self, pid: int, code: int) -> None:
         """The fork server reaped ``pid``."""
@@ -169,6 +169,8 @@ class Crew:
         if worker.peer is not None:
             self.agent.hub.drain(worker.peer)  # last words may still lie in the socket
         last = dict(worker.last)
+        if last and worker.orphaned:
+            worker.exit_code = 1  # whoever says why it ends was not killed
         self.agent.log.write(
             "rank.exited",
             {

@@ -39,6 +39,8 @@ class Worker:
     """Monotonic moment of the last sign of life."""
     last: Mapping[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
+    orphaned: bool = False
+    """Its parent died before it: its exit code is a guess."""
     reported_hang: bool = False
     kept: bool = False
     """Its attempt ends, and it is to go on in the next one."""

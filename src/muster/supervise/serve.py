@@ -140,6 +140,8 @@ class Supervisor:
             asleep_from = self.clock.monotonic_ns()
             self.hub.run_once(max(0.0, (due - asleep_from) / 1e9))
             awake = self.clock.monotonic_ns()
+            if awake > due:
+                self.hub.run_once(0.0)  # a stopped process wakes up with "nothing came", whatever lies in its sockets
             self.presence.excuse(awake - max(due, asleep_from), awake)
             self._judge_presence()
             while self._orders:

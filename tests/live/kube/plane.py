@@ -21,15 +21,15 @@ import urllib.request
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 
 
 def programs():
-    """The folder with the control plane's programs; None where nobody built them."""
-    for folder in (os.environ.get("MUSTER_KUBE"), Path.home() / ".cache" / "muster-kube"):
-        if folder and all((Path(folder) / "bin" / name).exists() for name in PROGRAMS):
-            return Path(folder) / "bin"
-    return None
+    """(folder, None) with the control plane's programs as ``build.sh`` made them, or (None, why not)."""
+    asked = subprocess.run([HERE / "build.sh", "--check"], capture_output=True, text=True, check=False)
+    said = (asked.stdout.strip() or asked.stderr.strip()).splitlines()[-1]
+    if asked.returncode != 0:
+        return None, said
+    return Path(said.removeprefix("a control plane is in ")) / "bin", None
 
 
 def free_port():
@@ -209,10 +209,14 @@ class Plane:
             if one["type"] == "Ready" and one["status"] == "True"
         }
 
-    def kill_host(self, name):
-        """The machine is gone: its kubelet, and every process of its pods."""
-        self.processes[name].send_signal(signal.SIGTERM)
+    def kill_kubelet(self, name):
+        """A machine nobody speaks for any more: its pods live on."""
+        self.processes[name].kill()
         self.processes[name].wait(10)
+
+    def kill_pod(self, pod):
+        """Every process of the pod, at once."""
+        self._kill(f"{self.dir}/pods/{pod['metadata']['uid']}/")
 
     def _ready(self):
         with contextlib.suppress(OSError):
@@ -224,15 +228,18 @@ class Plane:
 
     def _end_pods(self):
         """Process 1 of each pod ends with the kubelet's ``unshare``; whatever a dead kubelet left goes now."""
+        self._kill(f"{self.dir}/pods/")
+        shutil.rmtree(self.dir / "etcd", ignore_errors=True)
+
+    def _kill(self, mark):
         import psutil
 
         for process in psutil.process_iter(["cmdline"]):
-            if f"{self.dir}/pods/" in " ".join(process.info["cmdline"] or []):
+            if mark in " ".join(process.info["cmdline"] or []):
                 with contextlib.suppress(psutil.Error):
                     for child in process.children(recursive=True):
                         child.kill()
                     process.kill()
-        shutil.rmtree(self.dir / "etcd", ignore_errors=True)
 
 
 def stripped(value):

@@ -142,7 +142,7 @@ class GoogleHttp:
         return headers
 
     def lines(self, call: Call) -> Lines | Reply:
-        return lines(call, {"authorization": f"Bearer {self._token()}"}, _trust(call.ca_pem), self._timeout_s)
+        return lines(call, self._headers(call), _trust(call.ca_pem), self._timeout_s)
 
     def _token(self) -> str:
         try:

@@ -1,4 +1,4 @@
-"""A rank whose fork server died before it: nobody knows its exit code, but its last words tell a failure from a kill."""
+"""A rank whose fork server died before it: nobody knows its exit code, but last words tell a failure from a kill."""
 
 from types import SimpleNamespace
 

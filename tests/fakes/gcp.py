@@ -8,12 +8,15 @@ operations take a few looks; a failed operation leaves its resource in ERROR. Ev
 from __future__ import annotations
 
 import json
+import threading
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fakes import gcp_services
 from fakes.discovery import Discovery, Match
+from fakes.gcp_services import error as _error
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakeStream
 
@@ -35,9 +38,11 @@ class Operation:
 
     body: dict[str, Any]
     looks: int
-    finish: Callable[[], None]
+    finish: Callable[[bool], None]
     error: dict[str, Any] | None = None
     busy: str | None = None
+    failed: bool = False
+    """Cancelled on the way."""
 
 
 @dataclass
@@ -60,6 +65,11 @@ class FakeGoogleCloud:
     """Part of a resource's name -> (code, message): creating it begins and fails. Used once."""
     billing: bool = True
     denied: set[str] = field(default_factory=set)
+    zones: tuple[str, ...] = ("us-central1-a", *ZONES)
+    lacking: dict[str, set[str]] = field(default_factory=dict)
+    """Zone -> machine types that it does not have."""
+    slow: dict[str, int] = field(default_factory=dict)
+    """Part of a resource's name -> looks before it is made, in place of ``looks``. Used once."""
     foreign_buckets: set[str] = field(default_factory=set)
     store: dict[str, dict[str, Any]] = field(default_factory=dict)
     enabled: set[str] = field(default_factory=set)
@@ -77,8 +87,13 @@ class FakeGoogleCloud:
     uploads: dict[str, bytes] = field(default_factory=dict)
     log: list[tuple[str, str]] = field(default_factory=list)
     creations: list[str] = field(default_factory=list)
+    _one_at_a_time: Any = field(default_factory=threading.RLock, repr=False)
 
     def send(self, call: Call) -> Reply:
+        with self._one_at_a_time:
+            return self._send(call)
+
+    def _send(self, call: Call) -> Reply:
         number = len(self.log) + 1
         self.log.append((call.method, call.url))
         if number in self.drop:
@@ -126,7 +141,7 @@ class FakeGoogleCloud:
 
     def _special(self, match: Match, query: dict[str, str], call: Call) -> Reply | None:
         if match.id == "serviceusage.services.consumerQuotaMetrics.get":
-            return self._quota(match.path["consumerQuotaMetricsId"])
+            return gcp_services.quota(self, match.path["consumerQuotaMetricsId"])
         if match.id == "cloudbilling.projects.getBillingInfo":
             return Reply(status=200, body={"billingEnabled": self.billing})
         if match.id == "cloudresourcemanager.projects.get":
@@ -143,19 +158,26 @@ class FakeGoogleCloud:
             return Reply(status=200, body={"services": rows})
         if match.id == "serviceusage.services.batchEnable":
             wanted = set(call.body["serviceIds"]) if call.body else set()
-            return self._begin("op", {}, lambda: self.enabled.update(wanted), name="operations/services")
-        if match.id.endswith(("perations.get",)):
+            return self._begin("op", {}, lambda _: self.enabled.update(wanted), name="operations/services")
+        if match.id.endswith("perations.get"):
             return self._look(match)
+        if match.id == "container.projects.locations.operations.list":
+            rows = [one.body for one in self.operations.values() if one.body.get("operationType") == "CREATE_NODE_POOL"]
+            return Reply(status=200, body={"operations": rows})
+        if match.id == "container.projects.locations.operations.cancel":
+            return self._cancel(match)
         if match.id == "compute.networkProfiles.get":
             zone = match.path["networkProfile"].rpartition("-vpc")[0]
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
         if match.id == "compute.networkProfiles.list":
             return Reply(status=200, body={"items": [{"name": f"{zone}-vpc-roce"} for zone in ZONES]})
+        if match.id in ("compute.machineTypes.get", "compute.machineTypes.aggregatedList"):
+            return gcp_services.machine_type(self, match, query)
         if match.id == "compute.advice.capacity":
             scores = {"obtainability": 0.9, "estimatedUptime": "3600s"}
             return Reply(status=200, body={"recommendations": [{"scores": scores}]})
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
-            return self._build(match, query, call)
+            return gcp_services.build(self, match, query, call)
         if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):
             return self._policy(match, call)
         if (
@@ -164,43 +186,6 @@ class FakeGoogleCloud:
         ):
             return _error(403, "SERVICE_DISABLED")
         return None
-
-    def _quota(self, metric: str) -> Reply:
-        name = metric.removeprefix("compute.googleapis.com%2F")
-        if name not in self.quotas:
-            return _error(404, "NOT_FOUND")
-        rows = [{"dimensions": dict(where), "effectiveLimit": str(limit)} for where, limit in self.quotas[name].items()]
-        return Reply(status=200, body={"metric": name, "consumerQuotaLimits": [{"quotaBuckets": rows}]})
-
-    def _build(self, match: Match, query: dict[str, str], call: Call) -> Reply:
-        """Uploads, builds (three looks and they are done) and the images they made."""
-        if match.id.endswith(".upload"):
-            assert call.data is not None and call.body is None
-            self.uploads[query["name"]] = call.data
-            return Reply(status=200, body={"name": query["name"]})
-        if ".tags." in match.id:
-            there = match.path["tagsId"] in {image.rpartition(":")[2] for image in self.images}
-            return Reply(status=200, body={}) if there else _error(404, "NOT_FOUND")
-        if match.id.endswith("builds.list"):
-            return Reply(status=200, body={"builds": list(self.builds.values())})
-        if match.id.endswith("builds.create"):
-            assert call.body is not None and call.body["source"]["storageSource"]["object"] in self.uploads
-            build = {
-                **call.body,
-                "id": f"build-{len(self.builds) + 1}",
-                "status": "QUEUED",
-                "looks": 3,
-                "logUrl": "https://log",
-            }
-            self.builds[build["id"]] = build
-            return Reply(status=200, body={"name": "operations/build", "metadata": {"build": build}})
-        build = self.builds[match.path["buildsId" if "buildsId" in match.path else "id"]]
-        build["looks"] -= 1
-        if build["looks"] <= 0:
-            build["status"] = self.build_ends
-            if self.build_ends == "SUCCESS":
-                self.images |= set(build["images"])
-        return Reply(status=200, body=build)
 
     def _policy(self, match: Match, call: Call) -> Reply:
         bucket = match.path["bucket"]
@@ -241,7 +226,7 @@ class FakeGoogleCloud:
         items = [one for key, one in self.store.items() if key.split("/")[-2] == kind and key.count("/") == depth]
         if inside_a_bucket:
             items = [one for key, one in self.store.items() if key.startswith(path + "/")]
-        field_name = {"container.v1": "clusters", "artifactregistry.v1": "repositories"}.get(match.api, "items")
+        field_name = {"container.v1": kind, "artifactregistry.v1": "repositories"}.get(match.api, "items")
         return Reply(status=200, body={field_name: items} if items else {})
 
     def _create(self, match: Match, folder: str, query: dict[str, str], call: Call) -> Reply:
@@ -272,9 +257,9 @@ class FakeGoogleCloud:
             for pool in body["nodePools"]:
                 self.store[f"{path}/nodePools/{pool['name']}"] = {**pool, "status": "RUNNING"}
 
-        def finish() -> None:
+        def finish(cancelled: bool = False) -> None:
             if match.api == "container.v1":
-                body["status"] = "ERROR" if error else "RUNNING"
+                body["status"] = "ERROR" if error or cancelled else "RUNNING"
                 if error:
                     body["statusMessage"] = error[1]
             elif error:
@@ -282,7 +267,9 @@ class FakeGoogleCloud:
             if folder.endswith("clusters") and not error:
                 body["endpoint"] = HOST
 
-        return self._begin(folder, body, finish, error=error, busy=busy, api=match.api)
+        late = next((part for part in self.slow if part in name), None)
+        looks = self.slow.pop(late) if late else None
+        return self._begin(folder, body, finish, error=error, busy=busy, api=match.api, looks=looks)
 
     def _refusal(self, match: Match, path: str, body: dict[str, Any]) -> Reply | None:
         """What Google says before it begins."""
@@ -294,6 +281,8 @@ class FakeGoogleCloud:
             if self._pending(key):
                 self._pause(lambda one: one.body.get("targetLink", "").endswith(key))
                 return _error(400, "resourceNotReady")
+        if trouble := gcp_services.management(self.store, match, path, body):
+            return _error(400, "badRequest", trouble)
         if match.id.endswith("nodePools.create"):
             cluster = path.rpartition("/nodePools/")[0]
             if self.store.get(cluster, {}).get("status") != "RUNNING":
@@ -328,7 +317,7 @@ class FakeGoogleCloud:
             del self.store[path]
             return Reply(status=204)
 
-        def finish() -> None:
+        def finish(cancelled: bool = False) -> None:
             for key in [key for key in self.store if key == path or key.startswith(path + "/")]:
                 del self.store[key]
 
@@ -341,13 +330,14 @@ class FakeGoogleCloud:
         self,
         folder: str,
         body: dict[str, Any],
-        finish: Callable[[], None],
+        finish: Callable[[bool], None],
         *,
         error: tuple[str, str] | None = None,
         busy: str | None = None,
         api: str = "",
         name: str | None = None,
         target: str | None = None,
+        looks: int | None = None,
     ) -> Reply:
         number = f"operation-{len(self.operations) + 1}"
         place = "/".join(folder.split("/")[: 6 if "regions" in folder else 5])
@@ -357,7 +347,7 @@ class FakeGoogleCloud:
             row["selfLink"] = f"https://compute.googleapis.com/{place}/operations/{number}"
             words = {"errors": [{"code": error[0], "message": error[1]}]} if error else None
         elif api == "container.v1":
-            row = {"name": number, "operationType": "CREATE_NODE_POOL", "status": "RUNNING"}
+            row = {"name": number, "operationType": "CREATE_NODE_POOL", "status": "RUNNING", "targetLink": link}
             words = {"code": 8, "message": f"{error[0]}: {error[1]}"} if error else None
         else:
             row = {
@@ -365,7 +355,7 @@ class FakeGoogleCloud:
                 "done": False,
             }
             words = {"code": 8, "message": f"{error[0]}: {error[1]}"} if error else None
-        operation = Operation(row, self.looks, finish, words, busy)
+        operation = Operation(row, self.looks if looks is None else looks, finish, words, busy)
         self.operations[str(row["name"]).rpartition("/")[2]] = operation
         if operation.looks == 0:
             self._finish(operation)
@@ -376,6 +366,16 @@ class FakeGoogleCloud:
         operation = self.operations[name]
         self._advance(operation)
         return Reply(status=200, body=operation.body)
+
+    def _cancel(self, match: Match) -> Reply:
+        """GKE stops creating a node pool; the pool stays, in error."""
+        operation = self.operations[match.path["operationsId"]]
+        if operation.looks > 0:
+            operation.error = {"code": 1, "message": "Operation was cancelled by user."}
+            operation.failed = True
+            operation.looks = 1
+            self._advance(operation)
+        return Reply(status=200, body={})
 
     def _pause(self, which: Callable[[Operation], bool]) -> None:
         """A refusal for being busy makes callers wait, and what they wait for goes on meanwhile."""
@@ -395,7 +395,7 @@ class FakeGoogleCloud:
                 self._finish(operation)
 
     def _finish(self, operation: Operation) -> None:
-        operation.finish()
+        operation.finish(operation.failed)
         operation.busy = None
         if "status" in operation.body:
             operation.body["status"] = "DONE"
@@ -403,8 +403,3 @@ class FakeGoogleCloud:
             operation.body["done"] = True
         if operation.error:
             operation.body["error"] = operation.error
-
-
-def _error(status: int, reason: str) -> Reply:
-    error = {"code": status, "message": f"refused: {reason}", "status": reason, "errors": [{"reason": reason}]}
-    return Reply(status=status, body={"error": error})

@@ -4,13 +4,14 @@ import json
 
 import pytest
 from cases import placement, spec
+from fakes.gcp import Killed
 from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, everything, places, session, where
 
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.quota import check_quota, quota
 from muster.backends.gke.provision.site import site
 from muster.backends.gke.provision.up import down, up, up_first
-from muster.core.errors import AccessError, CapacityError, ConflictError, UsageError
+from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, UsageError
 
 # ---------------------------------------------------------------- several places
 
@@ -32,6 +33,75 @@ def test_no_place_has_room():
     with pytest.raises(CapacityError, match="none here"):
         up_first(places()[:2], session(google), TEXTS, pins=PINS, workers=1)
     assert not any("b200" in name for name in google.names())
+
+
+def in_region(google, region):
+    """What exists in a region, buckets aside (they stay where they were made)."""
+    return {key for key in google.store if f"/{region}/" in key}
+
+
+def test_machines_that_do_not_come_move_on_to_the_next_place():
+    google = cloud(slow={"b200": 10**9})
+    speaking = session(google)
+    where_, _ = up_first(places()[1:], speaking, TEXTS, pins=PINS, workers=1)
+    assert where_.zone == "europe-west1-b" and not in_region(google, "us-central1")
+    assert 1800 < speaking.clock.now_s < 3600, "half an hour, and what it takes to clear the place"
+    cancelled = [url for _, url in google.log if url.endswith(":cancel")]
+    assert len(cancelled) == 1 and "/locations/us-central1/operations/" in cancelled[0]
+
+
+def test_a_pool_that_somebody_waits_for_since_an_interruption_is_taken_back_too():
+    google = cloud(slow={"b200": 10**9})
+    counted = cloud()
+    up(places()[1], session(counted), INSTALLED, workers=1)
+    pool = next(n for n, (method, url) in enumerate(counted.log, 1) if method == "POST" and url.endswith("/nodePools"))
+    google.kill_at = pool
+    with pytest.raises(Killed):
+        up(places()[1], session(google), INSTALLED, workers=1)
+    google.kill_at = None
+    with pytest.raises(CapacityError, match="no machines within 30 minutes"):
+        up(places()[1], session(google), INSTALLED, workers=1)
+    assert not any("b200" in name for name in google.names())
+
+
+def test_an_operation_that_cannot_be_cancelled_is_not_doubled_elsewhere():
+    google = cloud(slow={"b200": 10**9})
+    counted = cloud(slow={"b200": 10**9})
+    up_first(places()[1:], session(counted), TEXTS, pins=PINS, workers=1)
+    cancel = next(number for number, (_, url) in enumerate(counted.log, 1) if url.endswith(":cancel"))
+    google.refuse[cancel] = (400, "badRequest")
+    with pytest.raises(BackendError, match="cannot be cancelled: refused: badRequest"):
+        up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
+    assert not in_region(google, "europe-west1")
+
+
+def test_a_pool_without_room_leaves_the_cluster_that_another_run_file_uses():
+    google = cloud()
+    other = [site(placement(spec("g2-standard-48", "on_demand", project="example-project")), zone="us-central1-b")]
+    up(other[0], session(google), INSTALLED, workers=1)
+    before = set(google.store)
+    google.fail["b200"] = ("ZONE_RESOURCE_POOL_EXHAUSTED", "The zone does not have enough resources available.")
+    where_, _ = up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
+    assert where_.zone == "europe-west1-b" and "clusters/muster" in google.names()
+    assert before <= set(google.store), "what the other run file made is all there"
+    assert not any("b200" in key or "rdma" in key for key in in_region(google, "us-central1"))
+
+
+def test_killed_while_it_moves_on_and_run_again_is_at_one_place_alone():
+    counted = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")})
+    up_first(places()[1:], session(counted), TEXTS, pins=PINS, workers=1)
+    wanted = {}
+    for where_ in places()[1:]:
+        google = cloud()
+        up_first([where_], session(google), TEXTS, pins=PINS, workers=1)
+        wanted[where_.zone] = set(google.store)
+    for number in range(1, len(counted.log) + 1, 5):
+        google = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")}, kill_at=number)
+        with pytest.raises(Killed):
+            up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
+        google.kill_at = None
+        where_, _ = up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
+        assert set(google.store) == wanted[where_.zone], f"killed after request {number}"
 
 
 B200 = "preemptible_nvidia_b200_gpus"
@@ -118,6 +188,35 @@ def test_missing_permissions_are_named_with_their_roles():
 def test_a_zone_without_the_network_says_where_it_is():
     error = refused(CapacityError, "us-central1-a has no vpc-roce network", of=where(locations=["us-central1-a"]))
     assert "europe-west1-b, us-central1-b" in error.hint
+
+
+def test_a_zone_without_the_machine_says_where_it_is():
+    google = cloud(lacking={"us-central1-b": {"g2-standard-48"}})
+    error = refused(CapacityError, "zone us-central1-b has no g2-standard-48", google=google, of=SITES["g2"])
+    assert error.hint == "it is in europe-west1-b, us-central1-a"
+    nowhere = cloud(lacking={zone: {"g2-standard-48"} for zone in google.zones})
+    assert "no zone" in refused(CapacityError, "has no g2-standard-48", google=nowhere, of=SITES["g2"]).hint
+
+
+def test_a_zone_that_does_not_exist():
+    refused(CapacityError, "zone us-central1-x has no a4-highgpu-8g", of=where(locations=["us-central1-x"]))
+
+
+def test_credentials_that_google_does_not_know():
+    error = refused(AccessError, "does not know these credentials", refuse={1: (401, "UNAUTHENTICATED")})
+    assert "gcloud auth application-default login" in error.hint
+
+
+def test_services_that_answer_a_while_after_they_were_switched_on():
+    counted = cloud()
+    up(SITES["g2"], session(counted), INSTALLED, workers=1)
+    first = next(n for n, (method, url) in enumerate(counted.log, 1) if method == "GET" and url.endswith("/clusters"))
+    late = {number: (403, "SERVICE_DISABLED") for number in range(first, first + 9)}
+    google = cloud(refuse=late)
+    up(SITES["g2"], session(google), INSTALLED, workers=1)
+    assert everything(google) == everything(counted)
+    never = cloud(refuse={number: (403, "SERVICE_DISABLED") for number in range(first, 1000)})
+    refused(BackendError, "refused: SERVICE_DISABLED", google=never, of=SITES["g2"])
 
 
 def test_a_bucket_of_somebody_elses():

@@ -158,7 +158,8 @@ def test_pools_as_the_reference_has_them(mode):
     pool = next(one for key, one in google.store.items() if key.endswith(where(mode=mode).pool))
     outside, inside = POOLS[mode]
     assert outside.items() <= pool.items() and inside.items() <= pool["config"].items()
-    assert pool["management"]["autoRepair"] is False and ("spot" in pool["config"]) == (mode == "spot")
+    assert pool["management"] == {"autoRepair": not mode.startswith("flex"), "autoUpgrade": True}
+    assert ("spot" in pool["config"]) == (mode == "spot")
     affinity = pool["config"]["reservationAffinity"]["consumeReservationType"]
     assert affinity == ("SPECIFIC_RESERVATION" if mode == "reservation" else "NO_RESERVATION")
     assert ("autoscaling" in pool) == (mode != "reservation")
@@ -166,6 +167,23 @@ def test_pools_as_the_reference_has_them(mode):
         assert pool["initialNodeCount"] == 0 and pool["autoscaling"]["locationPolicy"] == "ANY"
     rows = pool["networkConfig"]["additionalNodeNetworkConfigs"]
     assert [row["network"] for row in rows] == ["muster-gvnic-net"] + ["muster-rdma-net"] * 8
+
+
+def test_a_cluster_with_a_release_channel_upgrades_no_nodes_and_refuses_pools_that_never_do():
+    google = cloud()
+    up(SITES["g2"], session(google), INSTALLED, workers=1)
+    cluster = google.store["v1/projects/example-project/locations/us-central1/clusters/muster"]
+    assert cluster["releaseChannel"] == {"channel": "REGULAR"}
+    assert cluster["maintenancePolicy"]["window"]["maintenanceExclusions"]["muster-nodes-stay"] == {
+        "startTime": "2026-08-22T00:00:00Z",
+        "endTime": "2026-11-20T00:00:00Z",
+        "maintenanceExclusionOptions": {"scope": "NO_MINOR_OR_NODE_UPGRADES"},
+    }
+    url = "https://container.googleapis.com/v1/projects/example-project/locations/us-central1/clusters/muster/nodePools"
+    management = {"autoRepair": False, "autoUpgrade": False}
+    pool = {"name": "p", "management": management, "config": {"machineType": "g2-standard-4"}}
+    reply = google.send(Call(method="POST", url=url, body={"nodePool": pool}))
+    assert reply.message == "Auto_upgrade and auto_repair cannot be false when release_channel REGULAR is set."
 
 
 def test_the_roce_network_has_a_profile_and_no_firewall_rule():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.provision.http import Call, Unreachable
+from muster.backends.gke.provision.http import Call, Reply, Unreachable
 from muster.backends.gke.provision.networks import network_profile
 from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, Found
 from muster.backends.gke.provision.session import Session, refusal
 from muster.backends.gke.provision.site import Site
-from muster.core.errors import AccessError, CapacityError
+from muster.core.errors import AccessError, BackendError, CapacityError
 
 SERVICES = (
     "artifactregistry.googleapis.com",
@@ -21,6 +21,8 @@ SERVICES = (
     "container.googleapis.com",
     "storage.googleapis.com",
 )
+ANSWERS_WITHIN_S = 600.0
+"""Google speaks of "a few minutes" between switching a service on and its first answer."""
 PERMISSIONS = {
     "serviceusage.services.enable": "roles/serviceusage.serviceUsageAdmin",
     "compute.networks.create": "roles/compute.networkAdmin",
@@ -44,6 +46,9 @@ PERMISSIONS = {
 def preflight_calls(site: Site) -> list[Call]:
     """What is asked before anything is made."""
     calls = [_billing(site), _permissions(site)]
+    if site.placement.machine.gpus:
+        machine = site.placement.machine.name
+        calls.append(Call(method="GET", url=f"{site.compute}/zones/{site.zone}/machineTypes/{machine}"))
     if profile := network_profile(site):
         calls.append(Call(method="GET", url=profile))
     return calls
@@ -54,7 +59,6 @@ def preflight(site: Site, session: Session) -> None:
 
     Raises:
         AccessError: no such project, no billing, or permissions that are missing, each with its role.
-        CapacityError: the zone has no network profile for the machine.
     """
     call = _billing(site)
     reply = session.send(call)
@@ -73,9 +77,14 @@ def preflight(site: Site, session: Session) -> None:
         )
     question = _permissions(site)
     try:
-        answer = session.ok(question)
+        answer = session.send(question)
     except Unreachable:
-        answer = session.ok(question)
+        answer = session.send(question)
+    if NOT_SWITCHED_ON & answer.reasons:
+        Services(site=site).make(session)
+        answer = session.send(question)
+    if answer.status >= 300:
+        raise refusal(question, answer)
     granted = set(answer.body.get("permissions", []))
     missing = [permission for permission in PERMISSIONS if permission not in granted]
     if missing:
@@ -87,11 +96,24 @@ def preflight(site: Site, session: Session) -> None:
 
 
 def check_zone(site: Site, session: Session) -> None:
-    """The RoCE network exists in certain zones only: say which, before a VPC is made. Needs Compute's service.
+    """What exists in certain zones only: the machine type, and the network between its GPUs. Needs the services, which
+    answer some minutes after they were switched on for the first time: that is waited for.
 
     Raises:
-        CapacityError: not in this zone.
+        CapacityError: not in this zone; the hint says where.
+        BackendError: a service does not answer although it is on.
     """
+    _when_it_answers(Call(method="GET", url=f"{site.container}/clusters"), session)
+    machine = site.placement.machine
+    if not machine.gpus:
+        return
+    url = f"{site.compute}/zones/{site.zone}/machineTypes/{machine.name}"
+    if _when_it_answers(Call(method="GET", url=url), session).status == 404:
+        zones = _zones_with(machine.name, site, session)
+        raise CapacityError(
+            f"zone {site.zone} has no {machine.name}",
+            hint="it is in " + ", ".join(zones) if zones else "no zone that this project sees has it",
+        )
     profile = network_profile(site)
     if profile is None or session.send(Call(method="GET", url=profile)).status != 404:
         return
@@ -99,9 +121,27 @@ def check_zone(site: Site, session: Session) -> None:
     suffix = f"-{site.placement.family.network_profile}"
     zones = sorted(row["name"].removesuffix(suffix) for row in listed if row["name"].endswith(suffix))
     raise CapacityError(
-        f"zone {site.zone} has no {site.placement.family.network_profile} network for {site.placement.machine.name}",
+        f"zone {site.zone} has no {site.placement.family.network_profile} network for {machine.name}",
         hint="it is in " + ", ".join(zones) if zones else "no zone has one",
     )
+
+
+def _when_it_answers(call: Call, session: Session) -> Reply:
+    waited_s, pause_s = 0.0, 5.0
+    while NOT_SWITCHED_ON & (reply := session.send(call)).reasons:
+        if waited_s > ANSWERS_WITHIN_S:
+            raise BackendError(f"{call.url}: {reply.message}", hint="it was switched on; run the same again later")
+        session.clock.sleep(pause_s)
+        waited_s += pause_s
+        pause_s = min(30.0, pause_s * 1.5)
+    return reply
+
+
+def _zones_with(machine: str, site: Site, session: Session) -> list[str]:
+    url = f"{site.compute}/aggregated/machineTypes?filter=name%3D{machine}"
+    reply = session.send(Call(method="GET", url=url))
+    rows = reply.body.get("items", {}) if reply.status < 300 else {}
+    return sorted(zone.removeprefix("zones/") for zone, row in rows.items() if row.get("machineTypes"))
 
 
 @dataclass(frozen=True, kw_only=True)

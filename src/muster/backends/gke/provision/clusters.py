@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from muster.backends.gke.placement import longest_run_s
@@ -13,6 +14,10 @@ from muster.catalog import gke as catalogue
 
 SUPERVISOR_MACHINE = "e2-standard-4"
 SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
+NODES_STAY_DAYS = 90
+"""Half of the 180 days that such an exclusion could last when they were introduced; today's limit is later."""
+PATIENCE_S = 1800.0
+"""A pool whose machines are not there by then has no capacity. Only pools of reservations have any from the start."""
 BROKEN = ("ERROR", "DEGRADED")
 
 
@@ -36,6 +41,8 @@ def _cluster(site: Site) -> RestResource:
         "releaseChannel": {"channel": "REGULAR"},
         "nodePools": [_cpu_pool(site)],
     }
+    if site.day:
+        body["maintenancePolicy"] = {"window": {"maintenanceExclusions": {"muster-nodes-stay": _nodes_stay(site.day)}}}
     compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig", "network")}
     return RestResource(
         key=f"clusters/{name}",
@@ -51,6 +58,17 @@ def _cluster(site: Site) -> RestResource:
         runs_up=True,
         usd_per_hour=cluster_usd_per_hour(SUPERVISOR_MACHINE, site.region),
     )
+
+
+def _nodes_stay(day: str) -> dict[str, Any]:
+    """No node is upgraded from that day on for as long as Google's shortest limit for such exclusions allows."""
+    begin = datetime.date.fromisoformat(day)
+    end = begin + datetime.timedelta(days=NODES_STAY_DAYS)
+    return {
+        "startTime": f"{begin.isoformat()}T00:00:00Z",
+        "endTime": f"{end.isoformat()}T00:00:00Z",
+        "maintenanceExclusionOptions": {"scope": "NO_MINOR_OR_NODE_UPGRADES"},
+    }
 
 
 def _cpu_pool(site: Site) -> dict[str, Any]:
@@ -83,8 +101,10 @@ def _pool(site: Site) -> RestResource:
         "locations": [site.zone],
         # A reservation is paid for anyway; its nodes are there, so that topology-aware placement can count them.
         "initialNodeCount": nodes if static else 0,
-        # Repair or upgrade would drain a node that trains; flex-start refuses repair altogether.
-        "management": {"autoRepair": False, "autoUpgrade": not flex and mode != "spot" and not static},
+        # Flex-start refuses repair. Elsewhere a cluster with a release channel refuses a pool that does not repair and
+        # upgrade itself ("Auto_upgrade and auto_repair cannot be false"), after the cluster has begun to bill; so that
+        # no upgrade drains a node that trains, the cluster has an exclusion, and repair takes only nodes that are dead.
+        "management": {"autoRepair": not flex, "autoUpgrade": True},
         "config": _node_config(site, flex=flex),
     }
     if queued:
@@ -118,6 +138,7 @@ def _pool(site: Site) -> RestResource:
         ready=("RUNNING", "RECONCILING"),
         broken=("ERROR", "RUNNING_WITH_ERROR"),
         operations=f"{site.container}/operations",
+        patience_s=PATIENCE_S,
         bills=f"{nodes} x {placement.machine.name} as long as they exist"
         if static
         else f"{placement.machine.name} nodes while a run has them",

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from muster.backends.gke.provision.http import Call, Reply, Unreachable
-from muster.backends.gke.provision.session import Session, failure, refusal
-from muster.core.errors import BackendError, ConflictError
+from muster.backends.gke.provision.session import NotOver, Session, failure, refusal
+from muster.core.errors import BackendError, CapacityError, ConflictError
 
 MARK = "made by muster"
 LABEL = {"managed-by": "muster"}
 NOT_SWITCHED_ON = {"accessNotConfigured", "SERVICE_DISABLED"}
 """The API itself is off: nothing of it can exist."""
 State = Literal["absent", "changing", "there", "broken"]
+
+
+class NeedGone(BackendError):
+    """What was there a moment ago went away: an interrupted removal ends at Google's, whoever looks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,8 @@ class RestResource:
     ready: tuple[str, ...] = ()
     """Values of ``status`` of a finished one; empty: it has no status."""
     broken: tuple[str, ...] = ()
+    patience_s: float | None = None
+    """What takes longer to make is taken back, and called a lack of capacity; None: it is waited for."""
     operations: str | None = None
     """Folder of operations; None: the operation's own address (Compute), or none at all."""
 
@@ -126,9 +132,16 @@ class RestResource:
                 return self.settle(session)
             if reply.status == 409:
                 return self.settle(session)
+            if reply.status == 404:
+                words = f"{self.key}: something that it needs is gone: {reply.message}"
+                raise NeedGone(words, hint="run the same again")
             if reply.status >= 300:
                 raise refusal(self.create, reply)
-            session.wait(reply.body, self._poll(reply)) if _is_operation(reply.body) else None
+            if _is_operation(reply.body):
+                try:
+                    session.wait(reply.body, self._poll(reply), patience_s=self.patience_s)
+                except NotOver as late:
+                    self._take_back(session, late)
             return self.settle(session)
         raise BackendError(f"no answer when making {self.key}", hint="run the same again")
 
@@ -148,14 +161,41 @@ class RestResource:
     def settle(self, session: Session) -> None:
         """Wait until it is finished, whoever asked for it."""
         pause_s, waited_s = 1.0, 0.0
+        limit_s = session.operation_timeout_s if self.patience_s is None else self.patience_s
         while (found := self.look(session)).state == "changing":
-            if waited_s > session.operation_timeout_s:
-                raise BackendError(f"{self.key} is still {found.body.get('status')}", hint="run the same again")
+            if waited_s > limit_s:
+                late = NotOver(f"{self.key} is still {found.body.get('status')}", hint="run the same again")
+                self._take_back(session, late) if found.body.get("status") == "PROVISIONING" else None
+                raise late
             session.clock.sleep(pause_s)
             waited_s += pause_s
             pause_s = min(30.0, pause_s * 1.5)
         if found.state == "broken":
             raise failure(f"{self.key} is {found.body.get('status')}: {found.body.get('statusMessage', '')}")
+
+    def _take_back(self, session: Session, late: NotOver) -> None:
+        """End what takes too long, and leave nothing of it.
+
+        Raises:
+            CapacityError: always, once it is gone.
+            NotOver: it is to be waited for, or cannot be ended: then another place must not be asked besides.
+        """
+        if self.patience_s is None or self.operations is None:
+            raise late
+        rows = session.ok(Call(method="GET", url=self.operations)).body.get("operations", [])
+        end = "/clusters/" + self.url.rpartition("/clusters/")[2]
+        for row in rows:
+            if str(row.get("targetLink", "")).endswith(end) and row.get("status") in ("PENDING", "RUNNING"):
+                call = Call(method="POST", url=f"{self.operations}/{row['name']}:cancel", body={})
+                reply = session.send(call)
+                if reply.status >= 300:
+                    words = f"{late}; it cannot be cancelled: {reply.message}"
+                    raise NotOver(words, hint="muster down, or the same again to go on waiting") from late
+        self.remove(session)
+        raise CapacityError(
+            f"{self.key}: no machines within {self.patience_s / 60:.0f} minutes",
+            hint="name another place in resources.locations, or another mode",
+        ) from late
 
     def _poll(self, reply: Reply) -> str | None:
         if self.operations is None:

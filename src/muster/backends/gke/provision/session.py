@@ -14,7 +14,20 @@ TRANSIENT = {429, 500, 502, 503, 504}
 BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION")
 TRIES = 8
 LONGEST_PAUSE_S = 30.0
-NO_ROOM = ("QUOTA_EXCEEDED", "quotaExceeded", "GCE_QUOTA_EXCEEDED", "RESOURCE_EXHAUSTED", "STOCKOUT", "GCE_STOCKOUT")
+NO_ROOM = (
+    "QUOTA_EXCEEDED",
+    "quotaExceeded",
+    "GCE_QUOTA_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "RESOURCE_POOL_EXHAUSTED",  # Compute's ZONE_RESOURCE_POOL_EXHAUSTED[_WITH_DETAILS]
+    "STOCKOUT",
+    "GCE_STOCKOUT",
+    "does not have enough resources available",
+)
+
+
+class NotOver(BackendError):
+    """It goes on at Google's, and nobody waits for it any longer."""
 
 
 @dataclass(kw_only=True)
@@ -54,19 +67,21 @@ class Session:
             waited_s += pause_s
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
-    def wait(self, operation: Mapping[str, Any], poll: str | None) -> None:
+    def wait(self, operation: Mapping[str, Any], poll: str | None, *, patience_s: float | None = None) -> None:
         """Block until the operation is over; ``poll`` is its address.
 
         Raises:
             CapacityError: it failed for quota or capacity.
-            BackendError: it failed otherwise, or never ended.
+            NotOver: it did not end in time.
+            BackendError: it failed otherwise.
         """
         pause_s, waited_s = 1.0, 0.0
+        limit_s = self.operation_timeout_s if patience_s is None else patience_s
         while not _over(operation):
             if poll is None:
                 raise BackendError(f"an operation without an address: {operation}")
-            if waited_s > self.operation_timeout_s:
-                raise BackendError(
+            if waited_s > limit_s:
+                raise NotOver(
                     f"still not over after {waited_s:.0f} s: {poll}", hint="run the same again to go on waiting"
                 )
             self.clock.sleep(pause_s)

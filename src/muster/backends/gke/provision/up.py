@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from muster.backends.gke.networks import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
@@ -16,8 +17,8 @@ from muster.backends.gke.provision.kube import Objects
 from muster.backends.gke.provision.networks import networks
 from muster.backends.gke.provision.progress import Began, Planned, Progress, Said, silent
 from muster.backends.gke.provision.quota import check_quota, quota_call
-from muster.backends.gke.provision.resources import Resource, RestResource
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, NeedGone, Resource, RestResource
+from muster.backends.gke.provision.session import Session, refusal
 from muster.backends.gke.provision.site import Site
 from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.gke.provision.storage import Binding, Bucket, storage
@@ -66,7 +67,7 @@ def up(
         CapacityError: no quota or no machines.
     """
     say = progress or silent
-    say(Said(text=f"project {site.project}: billing and permissions"))
+    say(Said(text=f"{site.project}: billing and permissions"))
     preflight(site, session)
     services = Services(site=site)
     wanted = [one for one in resources(site, installed) if one.key != services.key]
@@ -75,7 +76,15 @@ def up(
     ensure([services], session, progress=progress)
     check_zone(site, session)
     check_quota(site, session)
-    ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
+    for again in (True, True, False):
+        try:
+            ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
+            break
+        except NeedGone as error:
+            if not again:
+                raise
+            say(Said(text=f"{error}; looking again at everything"))
+            session.clock.sleep(5.0)
     return Lease(run_id=site.cluster, resources=tuple(one.key for one in wanted), labels={"managed-by": "muster"})
 
 
@@ -91,9 +100,12 @@ def up_first(
 ) -> tuple[Site, Lease]:
     """``up`` at the first place that has room; one place at a time, and nothing of a place without room stays.
 
+    Where an earlier ``up`` was interrupted, its place comes first: another one would leave a half-made cluster behind.
+
     Raises:
         CapacityError: no place had room; the last one's words.
     """
+    sites = _from_where_it_was(sites, session)
     for number, where in enumerate(sites):
         installed = software(where, texts, pins=pins, hugging_face_token=token)
         try:
@@ -118,11 +130,67 @@ def withdraw(
     found = resources(where, None)
     (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(found)))
 
+    shared = _used_by_others(where, session)
+
     def keep(one: Resource) -> bool:
-        return useful.get(one.key) == one.requests() or isinstance(one, (Bucket, Binding))
+        useful_there = useful.get(one.key) == one.requests()
+        return useful_there or one.key in shared or isinstance(one, (Bucket, Binding))
 
     if troubles := remove(found, session, keep=keep, workers=workers, progress=progress):
         raise BackendError(f"{where.zone} cannot be cleared: " + "; ".join(troubles), hint="muster down RUN.yaml")
+
+
+def _from_where_it_was(sites: Sequence[Site], session: Session) -> list[Site]:
+    """The places from the one on where this run file was begun; then those before it."""
+    several = enumerate(sites) if len(sites) > 1 else ()
+    begun = next((number for number, where in several if _begun(where, session)), 0)
+    return [*sites[begun:], *sites[:begun]]
+
+
+def _begun(where: Site, session: Session) -> bool:
+    """Whether an earlier ``up`` made something here: the pool, the cluster, or before it the region's subnet.
+
+    Networks span regions, and one of another place is no sign; but a data network that is tied to another zone is one
+    against this place.
+    """
+    found = networks(where)
+    if any(one.look(session).differences for one in found if one.key.startswith("networks/")):
+        return False
+    cluster, *pools = [one.look(session) for one in clusters(where)]
+    if any(pool.state != "absent" and pool.body.get("locations") == [where.zone] for pool in pools):
+        return True
+    if cluster.state == "absent":
+        subnet = next(one for one in found if one.key == f"subnetworks/{where.prefix}-sub").look(session)
+        return subnet.state != "absent" and subnet.ours
+    return cluster.ours and not _pools_of_others(where, session)
+
+
+def _pools_of_others(where: Site, session: Session) -> list[Mapping[str, Any]]:
+    """Node pools of the cluster that this run file did not make."""
+    call = Call(method="GET", url=f"{where.container}/clusters/{where.cluster}/nodePools")
+    reply = session.send(call)
+    if reply.status >= 300 and reply.status != 404 and not NOT_SWITCHED_ON & reply.reasons:
+        raise refusal(call, reply)
+    rows = reply.body.get("nodePools", [])
+    return [row for row in rows if row["name"] not in (where.pool, where.placement.options.supervisor_pool)]
+
+
+def _used_by_others(where: Site, session: Session) -> set[str]:
+    """What another run file's node pools stand on: the cluster, and its networks and theirs. Nothing without such."""
+    others = _pools_of_others(where, session)
+    if not others:
+        return set()
+    cluster, main = f"clusters/{where.cluster}", f"{where.prefix}-net"
+    found = {cluster, f"networks/{main}", f"subnetworks/{where.prefix}-sub", f"repositories/{where.prefix}"}
+    for row in others:
+        for data in row.get("networkConfig", {}).get("additionalNodeNetworkConfigs", []):
+            network, subnet = _last(data["network"]), _last(data["subnetwork"])
+            found |= {f"networks/{network}", f"subnetworks/{subnet}", f"firewalls/{network}-internal"}
+    return found
+
+
+def _last(address: str) -> str:
+    return address.rpartition("/")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""Cloud Build, quotas and machine types of the fake cloud: services that only answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fakes.discovery import Match
+
+from muster.backends.gke.provision.http import Call, Reply
+
+
+def quota(google: Any, metric: str) -> Reply:
+    """What the project may have of it."""
+    name = metric.removeprefix("compute.googleapis.com%2F")
+    if name not in google.quotas:
+        return error(404, "NOT_FOUND")
+    rows = [{"dimensions": dict(where), "effectiveLimit": str(limit)} for where, limit in google.quotas[name].items()]
+    return Reply(status=200, body={"metric": name, "consumerQuotaLimits": [{"quotaBuckets": rows}]})
+
+
+def machine_type(google: Any, match: Match, query: dict[str, str]) -> Reply:
+    """Every zone has every machine but those of ``google.lacking``; the list is one of a single name."""
+    if match.verb == "get":
+        name, zone = match.path["machineType"], match.path["zone"]
+        lacking = name in google.lacking.get(zone, ()) or zone not in google.zones
+        return error(404, "notFound") if lacking else Reply(status=200, body={"name": name})
+    name = query["filter"].removeprefix("name=")
+    items = {
+        f"zones/{zone}": {"machineTypes": [{"name": name}]}
+        if name not in google.lacking.get(zone, ())
+        else {"warning": {"code": "NO_RESULTS_ON_PAGE"}}
+        for zone in google.zones
+    }
+    return Reply(status=200, body={"items": items})
+
+
+def build(google: Any, match: Match, query: dict[str, str], call: Call) -> Reply:
+    """Uploads, builds (three looks and they are done) and the images they made."""
+    if match.id.endswith(".upload"):
+        assert call.data is not None and call.body is None
+        google.uploads[query["name"]] = call.data
+        return Reply(status=200, body={"name": query["name"]})
+    if ".tags." in match.id:
+        there = match.path["tagsId"] in {image.rpartition(":")[2] for image in google.images}
+        return Reply(status=200, body={}) if there else error(404, "NOT_FOUND")
+    if match.id.endswith("builds.list"):
+        return Reply(status=200, body={"builds": list(google.builds.values())})
+    if match.id.endswith("builds.create"):
+        assert call.body is not None and call.body["source"]["storageSource"]["object"] in google.uploads
+        made = {
+            **call.body,
+            "id": f"build-{len(google.builds) + 1}",
+            "status": "QUEUED",
+            "looks": 3,
+            "logUrl": "https://log",
+        }
+        google.builds[made["id"]] = made
+        return Reply(status=200, body={"name": "operations/build", "metadata": {"build": made}})
+    found: dict[str, Any] = google.builds[match.path["buildsId" if "buildsId" in match.path else "id"]]
+    found["looks"] -= 1
+    if found["looks"] <= 0:
+        found["status"] = google.build_ends
+        if google.build_ends == "SUCCESS":
+            google.images |= set(found["images"])
+    return Reply(status=200, body=found)
+
+
+def management(store: dict[str, dict[str, Any]], match: Match, path: str, body: dict[str, Any]) -> str | None:
+    """GKE's refusal of pools that do not upgrade or repair themselves on a cluster with a release channel.
+
+    The words are those of a refusal that people met; flex-start's own instructions switch repair off: let by.
+    """
+    if match.id.endswith("clusters.create"):
+        cluster, pools = body, body.get("nodePools", [])
+    elif match.id.endswith("nodePools.create"):
+        cluster, pools = store.get(path.rpartition("/nodePools/")[0], {}), [body]
+    else:
+        return None
+    channel = cluster.get("releaseChannel", {}).get("channel", "UNSPECIFIED")
+    for pool in pools if channel != "UNSPECIFIED" else []:
+        rules = pool.get("management", {})
+        wrong = [] if rules.get("autoUpgrade", True) else ["Auto_upgrade"]
+        if not rules.get("autoRepair", True) and not pool["config"].get("flexStart"):
+            wrong.append("auto_repair")
+        if wrong:
+            return f"{' and '.join(wrong)} cannot be false when release_channel {channel} is set."
+    return None
+
+
+def error(status: int, reason: str, message: str | None = None) -> Reply:
+    """A refusal as Google says it."""
+    words = message or f"refused: {reason}"
+    body = {"code": status, "message": words, "status": reason, "errors": [{"reason": reason}]}
+    return Reply(status=status, body={"error": body})

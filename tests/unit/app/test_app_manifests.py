@@ -1,0 +1,145 @@
+"""Released manifests: fetched once, pinned by a person, compared from then on; ``up`` and ``down`` as JSON."""
+
+import json
+import urllib.error
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from muster.app import cloud, manifests
+from muster.backends.gke.provision.audit import Leftover
+from muster.backends.gke.provision.up import Down
+from muster.cli import acting
+from muster.cli import cloud as commands
+from muster.core.errors import BackendError, UsageError
+from muster.core.runfile import loads
+from muster.core.seams import Lease
+
+RUN = """\
+name: tiny
+backend: gke
+model: {source: meta-llama/Llama-3.1-8B}
+data:
+  sources: [{type: text2sql}]
+training: {steps: 10}
+checkpoint: {dir: gs://example-bucket/checkpoints}
+resources:
+  machine: g2-standard-48
+  mode: spot
+  image: registry/image:1
+  project: example-project
+  locations: [us-central1-b]
+"""
+
+
+def place():
+    return cloud.place_of(loads(RUN, (), environment=False).spec)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def release(url):
+    return f"apiVersion: v1\r\nkind: ConfigMap\nmetadata: {{name: {url.rpartition('/')[2].split('.')[0]}}}\n".encode()
+
+
+def invoke(command, tmp_path, *arguments):
+    (tmp_path / "run.yaml").write_text(RUN)
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(tmp_path / "run.yaml"), *arguments])
+
+
+def test_fetched_once_and_kept_byte_for_byte(home):
+    asked = []
+    lines = manifests.fetch_missing(place(), lambda url: asked.append(url) or release(url))
+    assert len(lines) == len(asked) == 2 and manifests.fetch_missing(place(), lambda url: 1 / 0) == []
+    texts = manifests.at_hand(place(), None)
+    assert texts["kueue.yaml"] == release("manifests.yaml").decode()
+    assert str(home) in lines[0]
+
+
+def test_an_address_that_does_not_answer():
+    def nobody(url):
+        raise urllib.error.URLError("no route")
+
+    with pytest.raises(BackendError, match=r"cannot get https://github\.com/kubernetes-sigs/") as caught:
+        manifests.fetch_missing(place(), nobody)
+    assert "--manifests FOLDER" in caught.value.hint
+
+
+def test_nothing_is_applied_before_somebody_vouched_for_it(home):
+    with pytest.raises(UsageError, match="nobody has vouched for 2"):
+        cloud.bring_up([place()], None, http=object(), fetch=release)
+    found, path = cloud.pin(place(), None, fetch=release)
+    assert len(found) == 2 and path == home / "manifests.json"
+    assert manifests.pins() == dict(found) and json.loads(path.read_text())["pins"]
+    calls, doubts = cloud.dry_run(place(), None)
+    assert calls and doubts == []
+
+
+def test_a_folder_with_other_bytes_is_refused_until_it_is_pinned_again(tmp_path):
+    cloud.pin(place(), None, fetch=release)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in cloud.wanted_software(place()):
+        (folder / name).write_bytes(b"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n")
+    with pytest.raises(UsageError, match="has changed"):
+        cloud.bring_up([place()], folder, http=object())
+    before = dict(manifests.pins())
+    cloud.pin(place(), folder)
+    assert manifests.pins().keys() == before.keys() and manifests.pins() != before
+
+
+def test_a_file_of_pins_that_is_none(home):
+    home.mkdir()
+    (home / "manifests.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"manifests\.json is no file of pins"):
+        manifests.pins()
+
+
+def test_a_dry_run_says_what_nobody_vouched_for(tmp_path):
+    manifests.fetch_missing(place(), release)
+    found = invoke(commands.up, tmp_path, "--dry-run", "--json")
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)
+    assert {row["method"] for row in rows} == {"GET", "POST", "PUT", "PATCH"}
+    assert found.stderr.count("nobody has vouched for it; up needs --pin") == 2
+
+
+def test_up_as_json(tmp_path, monkeypatch):
+    def up(places, folder, *, progress, **_):
+        progress(cloud.Said(text="talk"))
+        return places[0], Lease(run_id="r", resources=("services", "clusters/muster"))
+
+    monkeypatch.setattr(cloud, "bring_up", up)
+    found = invoke(commands.up, tmp_path, "--json")
+    assert json.loads(found.stdout) == {
+        "project": "example-project",
+        "zone": "us-central1-b",
+        "resources": ["services", "clusters/muster"],
+    }
+    assert "talk" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("left", "code"),
+    [
+        ((), 0),
+        ((Leftover(kind="buckets", name="b", bills="by the GB", kept=True),), 0),
+        ((Leftover(kind="disks", name="d", bills="10 GB", usd_per_day=1.5),), 6),
+        ((Leftover(kind="disks", name="d", bills="10 GB"),), 6),
+    ],
+)
+def test_down_as_json_fails_while_anything_of_ours_bills(tmp_path, monkeypatch, left, code):
+    monkeypatch.setattr(cloud, "give_back", lambda *_, **__: Down(troubles=(), leftovers=left))
+    found = invoke(acting.down, tmp_path, "--json")
+    assert found.exit_code == code
+    document = json.loads(found.stdout)
+    assert document["clean"] is (code == 0) and len(document["left"]) == len(left)
+    assert document["usd_per_day"] == sum(one.usd_per_day or 0 for one in left)
+    assert document["prices_not_known"] == sum(one.usd_per_day is None for one in left)

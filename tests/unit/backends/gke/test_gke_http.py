@@ -1,0 +1,69 @@
+"""Headers by whose credentials they are; nothing is sent."""
+
+import pytest
+
+pytest.importorskip("google.auth", reason="google-auth is not installed")
+
+from muster.backends.gke.provision import http
+from muster.backends.gke.provision.http import Call, GoogleHttp, Reply
+from muster.core.errors import AccessError
+
+GOOGLE = Call(method="GET", url="https://serviceusage.googleapis.com/v1/projects/p/services")
+CLUSTER = Call(method="GET", url="https://10.0.0.2/api/v1/nodes")
+
+
+class ServiceAccount:
+    valid, token = True, "a-token"
+
+
+def person(**more):
+    from google.oauth2.credentials import Credentials
+
+    return Credentials(token="a-token", refresh_token="r", **more)
+
+
+@pytest.fixture
+def headers(monkeypatch):
+    import google.auth
+
+    def of(credentials, call, **more):
+        sent = []
+        monkeypatch.setattr(google.auth, "default", lambda scopes: (credentials, "its-project"))
+        monkeypatch.setattr(http, "exchange", lambda call, headers, *_: sent.append(headers) or Reply(status=200))
+        GoogleHttp(**more).send(call)
+        return sent[0]
+
+    return of
+
+
+def test_a_persons_requests_are_charged_to_the_run_files_project(headers):
+    found = headers(person(), GOOGLE, quota_project="mine")
+    assert found == {"authorization": "Bearer a-token", "x-goog-user-project": "mine"}
+
+
+def test_a_quota_project_of_the_credentials_own_goes_first(headers):
+    assert headers(person(quota_project_id="own"), GOOGLE, quota_project="mine")["x-goog-user-project"] == "own"
+
+
+def test_a_service_account_needs_none(headers):
+    assert headers(ServiceAccount(), GOOGLE, quota_project="mine") == {"authorization": "Bearer a-token"}
+
+
+def test_a_clusters_own_api_is_told_nothing_of_it(headers):
+    assert headers(person(), CLUSTER, quota_project="mine") == {"authorization": "Bearer a-token"}
+
+
+def test_credentials_that_are_refused_come_with_the_way_out(monkeypatch):
+    import google.auth
+    from google.auth.exceptions import RefreshError
+
+    class Expired:
+        valid = False
+
+        def refresh(self, request):
+            raise RefreshError("Token has been expired or revoked.")
+
+    monkeypatch.setattr(google.auth, "default", lambda scopes: (Expired(), None))
+    with pytest.raises(AccessError, match="expired or revoked") as caught:
+        GoogleHttp().send(GOOGLE)
+    assert "gcloud auth application-default login" in caught.value.hint

@@ -16,12 +16,14 @@ class HostLog:
         self._run_id, self._directory, self._host = run_id, run_dir / "events", host
         self._log: EventLog | None = None
         self._attempt = -1
+        self._behind: list[EventLog] = []
+        """Of older attempts, whose last lines a full disk has not taken yet."""
 
     def open(self, attempt: int) -> None:
         """From here on events go to ``attempt``'s file; one that exists (a predecessor's) is gone on with."""
         if self._attempt != attempt:
             if self._log is not None:
-                self._log.close()
+                self._behind.append(self._log)
             self._log = EventLog(self._run_id, self._directory, self._host, attempt)
             self._attempt = attempt
 
@@ -31,6 +33,9 @@ class HostLog:
             self.open(0)
         assert self._log is not None
         self._log.append(kind, host=self._host, detail=detail, **more)
+        for log in [log for log in self._behind if log.tend()]:
+            log.close()
+            self._behind.remove(log)
 
     def write_rank(self, event: Mapping[str, Any]) -> None:
         """An event as a rank sent it, with the rank's own times."""

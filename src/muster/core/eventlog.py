@@ -3,6 +3,9 @@
 A line is the event's JSON plus ``prev``, the SHA-256 of the line before it (the first one cites the run
 id and the file's name, so that files cannot change places). An edited, dropped or reordered line breaks
 the chain; a torn last line (a writer killed in mid-write) is dropped when the writer comes back.
+
+A disk that takes nothing (full, an I/O error) stops no writer: its lines wait in memory, in their order, and go to the
+disk as soon as it takes them. What is on it is a beginning of the chain at every moment, at worst with a torn end.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ def genesis(run_id: str, name: str) -> str:
 class EventLog:
     """The writing end of one file.
 
-    Not thread-safe; a second writer on the same file is refused (advisory lock, held while open).
-    Opening an existing file checks its chain and goes on from its last whole line.
+    Not thread-safe. ``append`` and ``sync`` never raise for the disk: ``trouble`` says what is wrong with it, and
+    ``tend`` tries again (call it now and then while there is trouble). A second writer on the same file is refused
+    (advisory lock, held while open). Opening an existing file checks its chain and goes on from its last whole line.
 
     Raises:
         ConflictError: another process writes this file.
@@ -72,6 +76,9 @@ class EventLog:
             raise MusterError(f"{self.path}: {found.problem}", hint="the file was edited; move it aside")
         self.head = found.head
         self.seq = found.events
+        self.trouble: str | None = None
+        """Why lines wait in memory; None: the disk has all of them."""
+        self._waiting = bytearray()
 
     def append(
         self,
@@ -86,7 +93,7 @@ class EventLog:
         wall_ns: int | None = None,
         detail: Mapping[str, Any] | None = None,
     ) -> Event:
-        """Write one event and return it. One ``write`` call: a kill leaves a whole line or a torn last one."""
+        """Write one event and return it. A kill leaves a whole line or a torn last one."""
         event = Event(
             run_id=self.run_id,
             attempt=self.attempt if attempt is None else attempt,
@@ -102,16 +109,37 @@ class EventLog:
         )
         check(event)
         line = encode({**event.to_json(), "prev": self.head})
-        self._file.write(line)
+        self._waiting += line
         self.head = hashlib.sha256(line).hexdigest()
         self.seq += 1
+        self.tend()
         return event
+
+    def tend(self) -> bool:
+        """Write what waits; whether the disk has taken everything."""
+        try:
+            while self._waiting:
+                count = self._file.write(self._waiting)  # a disk that is nearly full takes a part
+                if not count:
+                    raise OSError("nothing was written")
+                del self._waiting[:count]
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+            return False
+        self.trouble = None
+        return True
 
     def sync(self) -> None:
         """Force what was written to the disk (decisions, commits: what must survive the machine)."""
-        os.fsync(self._file.fileno())
+        if self.tend():
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self.trouble = error.strerror or str(error)
 
     def close(self) -> None:
+        """Try once more to write what waits, then let go of the file."""
+        self.tend()
         self._file.close()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.core.clock import SystemClock
-from muster.core.errors import ConflictError
+from muster.core.errors import ConflictError, MusterError
 from muster.core.seams import Clock, Store
 
 #: A holder that has not renewed for so long may be replaced (a dead one on this host at once).
@@ -30,6 +30,10 @@ class LeaseKeeper:
     clock: Clock = field(default_factory=SystemClock)
     term: int = 0
     _generation: str = ""
+    _until_ns: tuple[int, int] = (0, 0)
+    """When it runs out, by the monotonic clock (which may stand still with the machine) and by the wall's."""
+    _unsure: bool = False
+    """A renewal failed half-way: the object may be ours under another generation."""
     _address: tuple[str, int] | None = None
 
     def take(self, address: tuple[str, int]) -> int:
@@ -43,7 +47,7 @@ class LeaseKeeper:
             found = self.store.get(self.uri)
         except FileNotFoundError:
             self.term = 1
-            self._generation = self.store.put_if_absent(self.uri, self._record())
+            self._write(None)
             return self.term
         record = _parse(found.data)
         if not self._vacant(record):
@@ -52,20 +56,73 @@ class LeaseKeeper:
                 hint="muster status shows it; muster stop ends it",
             )
         self.term = int(record.get("term", 0)) + 1
-        self._generation = self.store.put_if(self.uri, self._record(), found.generation)
+        self._write(found.generation)
         return self.term
 
-    def renew(self) -> None:
-        """Say that we live. Raises ConflictError when the lease was taken from us: stop acting at once."""
-        self._generation = self.store.put_if(self.uri, self._record(), self._generation)
+    def hold(self) -> None:
+        """Make sure that the lease is ours at this moment; costs nothing while it has not run out.
+
+        Call it before acting on anything: a process that was stopped, or whose machine was, wakes up with its inputs
+        waiting and perhaps with a successor. Raises ConflictError then.
+        """
+        if self._ran_out():
+            self.renew()
+
+    def renew(self) -> bool:
+        """Say that we live; False where the store does not take it now (a full disk): try again soon.
+
+        That is borne with until the lease has run out, and from then on as long as the store shows that nobody else
+        has it. Raises ConflictError when the lease was taken from us, or might be: stop acting at once.
+        """
+        try:
+            self._write(self._generation)
+        except ConflictError:
+            if not self._unsure or not self._shown_as_ours():
+                raise
+            self._write(self._generation)
+        except (MusterError, OSError) as error:
+            self._unsure = True
+            if self._ran_out() and not self._shown_as_ours():
+                raise ConflictError(f"the lease ran out and could not be renewed: {error}") from error
+            return False
+        self._unsure = False
+        return True
+
+    def _write(self, generation: str | None) -> None:
+        """Put our record in the place of ``generation`` (None: of nothing)."""
+        length = int(LEASE_S * 1e9)
+        until_ns = (self.clock.monotonic_ns() + length, self.clock.wall_ns() + length)
+        record = self._record()
+        if generation is None:
+            self._generation = self.store.put_if_absent(self.uri, record)
+        else:
+            self._generation = self.store.put_if(self.uri, record, generation)
+        self._until_ns = until_ns
+
+    def _ran_out(self) -> bool:
+        monotonic, wall = self._until_ns
+        return self.clock.monotonic_ns() >= monotonic or self.clock.wall_ns() >= wall
+
+    def _shown_as_ours(self) -> bool:
+        """Whether the store holds our own record, under whatever generation."""
+        try:
+            found = self.store.get(self.uri)
+        except (MusterError, OSError):
+            return False
+        record = _parse(found.data)
+        ours = (self.term, os.getpid(), socket.gethostname(), boot_id())
+        if tuple(record.get(key) for key in ("term", "pid", "machine", "boot_id")) != ours:
+            return False
+        self._generation = found.generation
+        return True
 
     def give_back(self) -> None:
         """Leave; a successor needs no waiting."""
         record = {**json.loads(self._record()), "expires_wall_ns": 0, "address": None, "pid": 0}
         try:
             self.store.put_if(self.uri, json.dumps(record).encode(), self._generation)
-        except ConflictError:
-            pass
+        except (MusterError, OSError):
+            pass  # it is another's, or it runs out by itself
 
     def _record(self) -> bytes:
         return json.dumps(

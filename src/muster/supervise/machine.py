@@ -188,7 +188,9 @@ class Machine:
         redone_from = state.open.last_applied_step if state.open else 0
         state.last_applied_step = step
         state.restarts_without_progress = 0
-        if state.open is not None and state.phase is Phase.RUN and "started" in state.open.stages_ns:
+        if state.open is not None and "started" not in state.open.stages_ns:
+            state.open.last_applied_step = step  # of the attempt that ends: heard late, applied all the same
+        elif state.open is not None and state.phase is Phase.RUN:
             found = state.open
             found.stages_ns["first_step"] = self._c.now_ns - found.detected_ns
             resumed = found.stages_ns.pop("resume_step", redone_from)

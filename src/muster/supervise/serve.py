@@ -22,7 +22,7 @@ from typing import Any
 from muster.core import eventlog
 from muster.core.channel import Hub, Peer
 from muster.core.clock import SystemClock
-from muster.core.errors import ConflictError
+from muster.core.errors import ConflictError, MusterError
 from muster.core.eventlog import EventLog
 from muster.core.events import Event
 from muster.core.spec import RunSpec
@@ -49,8 +49,11 @@ from muster.supervise.state import (
     StopRequest,
     Tick,
 )
+from muster.supervise.status import status
 
 OFFSET_EVERY_S = 30.0
+#: How soon a disk that took nothing is tried again.
+RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Supervisor:
     """A scheduler signals every process of the job: whoever started us tells us once, in a message."""
     result: End | None = None
     _orders: list[Input] = field(default_factory=list)
+    _troubled: str | None = None
+    """What kept events from the disk."""
     _limited: bool = False
     """A limit of the run file was reached, and the run told so."""
 
@@ -104,6 +109,10 @@ class Supervisor:
         try:
             with self._signals():
                 self._loop()
+        except ConflictError:  # deposed: what still waits to be sent must not be
+            for peer in list(self.hub.peers):
+                self.hub.close(peer)
+            raise
         finally:
             self.hub.shutdown()
             self.log.close()
@@ -130,13 +139,14 @@ class Supervisor:
         while self.result is None:
             now = self.clock.monotonic_ns()
             if now >= next_renewal:
-                self.lease.renew()
-                next_renewal = now + int(LEASE_S / 3 * 1e9)
+                wait_s = LEASE_S / 3 if self.lease.renew() else RETRY_S
+                next_renewal = now + int(wait_s * 1e9)
+            self._tend_log()
             if now >= next_offset:
                 self._ping()
                 next_offset = now + int(OFFSET_EVERY_S * 1e9)
             deadlines = [self.machine.deadline_ns, self.presence.deadline_ns(), self._limit()]
-            due = min(next_renewal, next_offset, *(at for at in deadlines if at is not None))
+            due = min(next_renewal, next_offset, self._retry_ns(now), *(at for at in deadlines if at is not None))
             asleep_from = self.clock.monotonic_ns()
             self.hub.run_once(max(0.0, (due - asleep_from) / 1e9))
             awake = self.clock.monotonic_ns()
@@ -149,6 +159,19 @@ class Supervisor:
             if self.machine.deadline_ns is not None and self.clock.monotonic_ns() >= self.machine.deadline_ns:
                 self._give(Tick())
         self._farewell()
+
+    def _tend_log(self) -> None:
+        """Events that the disk did not take wait in memory: try again, and say so once it took them."""
+        if self.log.trouble is None:
+            return
+        self._troubled = self._troubled or self.log.trouble
+        if self.log.tend():
+            text = f"the event log could not be written for a while ({self._troubled}); it is whole again"
+            self._troubled = None
+            self._append("run.note", {"text": text})
+
+    def _retry_ns(self, now: int) -> int:
+        return now + int((RETRY_S if self.log.trouble is not None else OFFSET_EVERY_S) * 1e9)
 
     def _limit(self) -> int | None:
         """When the run file's next limit is due, on our clock; once it is, the run is asked to save and leave."""
@@ -215,6 +238,7 @@ class Supervisor:
     # ------------------------------------------------------------ inputs
 
     def _give(self, given: Input) -> None:
+        self.lease.hold()
         self._carry_out(self.machine.handle(given, self.clock.monotonic_ns()))
 
     def _message(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -265,24 +289,22 @@ class Supervisor:
             verdict = {"t": "health", "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
             self._orders.append(FromHost(host=str(message.get("host", "")), message=verdict))
         elif kind == "restart":
-            spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
-            self._orders.append(RestartRequest(settings=self._settings(spec)))
-        self.hub.send(peer, {"t": "status", **self._status()})
+            self._restart()
+        self.hub.send(peer, {"t": "status", **status(self.machine)})
 
-    def _status(self) -> dict[str, Any]:
-        state = self.machine.state
-        return {
-            "phase": state.phase.value,
-            "reason": sentence(self.machine),
-            "attempt": state.attempt,
-            "step": state.last_applied_step,
-            "hosts": {
-                name: {"connected": host.connected, "ready": host.ready, "active": name in state.active,
-                       "ranks": [rank for rank, on in state.ranks.items() if on == name]}
-                for name, host in state.hosts.items()
-            },
-            "verdict": list(state.verdict) if state.verdict else None,
-        }  # fmt: skip
+    def _restart(self) -> None:
+        """The run file was corrected: its policy, limits and times count too; one with a mistake changes nothing."""
+        if self.machine.state.phase is not Phase.HOLD:
+            return
+        try:
+            spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+            policy = load_policy(spec.recovery.policy)
+        except (MusterError, ValueError, OSError) as error:
+            self._append("run.note", {"text": f"not restarted: {str(error)[:500]}"})
+            return
+        self.presence.timeout_s = spec.recovery.heartbeat_timeout_s
+        self.guard.limits, self.guard.grace_s, self._limited = spec.limits, spec.recovery.grace_s, False
+        self._orders.append(RestartRequest(settings=self._settings(spec), policy=policy))
 
     def _gone(self, peer: Peer, reason: str) -> None:
         who, now = peer.who, self.clock.monotonic_ns()
@@ -356,26 +378,6 @@ def serve(
     """
     supervisor = Supervisor(run_dir=Path(run_dir).resolve(), on_event=on_event, bind=bind, ignore_term=ignore_term)
     return supervisor.serve()
-
-
-def sentence(machine: Machine) -> str:
-    """Why the run is where it is, for a person."""
-    state = machine.state
-    if state.phase is Phase.RUN and not state.stepped:
-        return f"attempt {state.attempt} is starting: no step yet"
-    missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
-    sentences = {
-        Phase.BOOT: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
-        Phase.ADOPT: "a new supervisor waits for the hosts to answer",
-        Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}",
-        Phase.COLLECT: "recovering: ranks are being replaced",
-        Phase.WAIT: "waiting for a host to return",
-        Phase.STOPPING: "saving before it leaves",
-        Phase.FLUSH: "ending: hosts write what only their memory holds",
-        Phase.HOLD: f"failed; hosts are held for muster restart: {state.verdict[1] if state.verdict else ''}",
-        Phase.ENDED: "ended",
-    }
-    return sentences[state.phase]
 
 
 def _empty(sock: socket.socket) -> None:

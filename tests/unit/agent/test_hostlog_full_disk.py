@@ -1,0 +1,33 @@
+"""A full disk at an attempt's end: its last lines are written when there is room again."""
+
+import errno
+
+from muster.agent.hostlog import HostLog
+from muster.core.eventlog import check_directory, read
+
+
+class Full:
+    def __init__(self, inner):
+        self.inner, self.full = inner, True
+
+    def write(self, data):
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.inner.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_lines_of_an_older_attempt_are_written_when_there_is_room(tmp_path):
+    log = HostLog(run_id="r", run_dir=tmp_path, host="host-0")
+    log.open(1)
+    log._log._file = disk = Full(log._log._file)
+    log.write("run.note", {"text": "one"})
+    log.open(2)
+    log.write("run.note", {"text": "two"})
+    assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["two"]
+    disk.full = False
+    log.write("run.note", {"text": "three"})
+    assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one", "two", "three"]
+    assert all(found.problem is None for found in check_directory(tmp_path / "events", run_id="r").values())

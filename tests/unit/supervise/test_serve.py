@@ -1,0 +1,125 @@
+"""The supervisor's process without hosts: what it does before it acts, and what a full disk does to its log."""
+
+import errno
+from types import SimpleNamespace
+
+import pytest
+from test_machine import machine, spec
+
+from muster.core.errors import ConflictError
+from muster.core.eventlog import EventLog, check_directory, read
+from muster.supervise.limits import LimitsGuard
+from muster.supervise.presence import Presence
+from muster.supervise.serve import Supervisor
+from muster.supervise.state import Phase, RestartRequest, Tick
+
+
+class Hub:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, peer, message):
+        self.sent.append(message)
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    of = spec(hosts=1, recovery={"hold_s": 60.0})
+    found = Supervisor(run_dir=tmp_path)
+    found.run_id, found.hub, found.agents = "r", Hub(), {}
+    found.machine = machine(of)
+    found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
+    found.presence = Presence(timeout_s=3.0)
+    found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
+    found.lease = SimpleNamespace(hold=lambda: None)
+    found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
+    (tmp_path / "resolved.json").write_text(of.model_dump_json())
+    return found
+
+
+def test_a_deposed_supervisor_acts_on_nothing(supervisor):
+    handled = []
+    supervisor.machine = SimpleNamespace(handle=lambda *given: handled.append(given))
+
+    def deposed():
+        raise ConflictError("another supervisor took the lease")
+
+    supervisor.lease = SimpleNamespace(hold=deposed)
+    with pytest.raises(ConflictError):
+        supervisor._give(Tick())
+    assert not handled and not supervisor.hub.sent
+
+
+class FullDisk:
+    """A file that takes ``room`` bytes and then nothing."""
+
+    def __init__(self, inner, room):
+        self.inner, self.room = inner, room
+
+    def write(self, data):
+        part = bytes(data[: self.room])
+        if not part:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= len(part)
+        return self.inner.write(part)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_a_full_disk_neither_ends_the_supervisor_nor_breaks_its_log(supervisor, tmp_path):
+    supervisor._append("run.note", {"text": "before"})
+    supervisor.log._file = disk = FullDisk(supervisor.log._file, 50)
+    for number in range(5):
+        supervisor._append("run.note", {"text": f"full {number}"})
+        supervisor.log.sync()
+        supervisor._tend_log()
+    assert supervisor.log.trouble == "No space left on device"
+    assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["before"], "a torn end is left out"
+    assert check_directory(tmp_path / "events", run_id="r")["supervisor.1.jsonl"].problem is None
+    disk.room = 10**6
+    supervisor._tend_log()
+    texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
+    assert texts[:6] == ["before", *(f"full {number}" for number in range(5))]
+    assert "it is whole again" in texts[6] and "No space left" in texts[6]
+    assert check_directory(tmp_path / "events", run_id="r")["supervisor.1.jsonl"].problem is None
+
+
+def test_a_writer_killed_on_a_full_disk_leaves_a_file_that_its_successor_goes_on_with(tmp_path):
+    log = EventLog("r", tmp_path, "supervisor", 1)
+    log.append("run.note", detail={"text": "one"})
+    log._file = FullDisk(log._file, 20)
+    log.append("run.note", detail={"text": "two"})
+    log._file.inner.close()
+    again = EventLog("r", tmp_path, "supervisor", 1)
+    again.append("run.note", detail={"text": "three"})
+    again.close()
+    assert [event.detail["text"] for _, event in read(tmp_path)] == ["one", "three"]
+
+
+def corrected(supervisor, **recovery):
+    of = spec(hosts=1, recovery={"hold_s": 60.0, "heartbeat_timeout_s": 9.0, **recovery})
+    of = of.model_copy(update={"limits": of.limits.model_copy(update={"max_hours": 2.0})})
+    (supervisor.run_dir / "resolved.json").write_text(of.model_dump_json())
+
+
+def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
+    supervisor.machine.state.phase = Phase.HOLD
+    supervisor._limited = True
+    corrected(supervisor, policy="none")
+    supervisor._from_client(None, {"t": "restart"})
+    (order,) = supervisor._orders
+    assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
+    assert supervisor.presence.timeout_s == 9.0 and supervisor.guard.limits.max_hours == 2.0
+    assert not supervisor._limited
+
+
+def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, tmp_path):
+    supervisor.machine.state.phase = Phase.HOLD
+    policy = tmp_path / "mine.py"
+    policy.write_text("raise RuntimeError('oops')\n")
+    corrected(supervisor, policy=str(policy))
+    supervisor._from_client(None, {"t": "restart"})
+    assert supervisor._orders == [] and supervisor.presence.timeout_s == 3.0
+    texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
+    assert any("not restarted" in text and "oops" in text for text in texts)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from cluster import LiveRun, spec_of
 
@@ -82,13 +83,30 @@ def script_spec(folder: Path, how: str, **recovery) -> RunSpec:
 
 
 class Judged(LiveRun):
-    """A run whose recorded history is judged when it is over, whatever the test looked at."""
+    """A run whose recorded history is judged when it is over, whatever the test looked at.
+
+    Every step's state is hashed. A run that ended well is compared with the unfailed run of the same model and data,
+    step by step, where ``References`` made one; the judge knows which layouts promise the same bits.
+    """
+
+    unfailed: ClassVar[dict[str, Path]] = {}
+
+    def __init__(self, directory, spec, **options):
+        training = spec.training.model_copy(update={"state_hash_every_steps": 1})
+        super().__init__(directory, spec.model_copy(update={"training": training}), **options)
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
         if exception[0] is None:
-            problems = [*broken(check(self.dir)), *self.unaccounted()]
+            ended = self.events("run.finished")
+            well = bool(ended) and ended[-1].detail["outcome"] == "succeeded"
+            reference = self.unfailed.get(self.course_key()) if well else None
+            problems = [*broken(check(self.dir, reference=reference)), *self.unaccounted()]
             assert problems == [], "\n".join([*problems, self.story()])
+
+    def course_key(self):
+        """What fixes the course of a run, however many hosts it has."""
+        return json.dumps([self.spec.model_dump(mode="json")[part] for part in ("model", "data", "training")])
 
     def unaccounted(self):
         """What the ledger gets wrong: host-time that does not add up, or figures that the second script disputes."""
@@ -125,4 +143,5 @@ class References:
                 run.start()
                 run.ended(timeout_s=600)
                 self._found[key] = (run.final_hash(), run.losses(), run.dir)
+            Judged.unfailed[run.course_key()] = run.dir
         return self._found[key]

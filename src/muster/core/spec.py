@@ -189,6 +189,8 @@ class Training(Section):
     """Sum gradients, norm and loss in 64-bit fixed point: bit for bit at any number of ranks."""
     gc_every_steps: NotNegative = 50
     """Collect garbage by hand every so many steps, on all ranks at once; 0: leave it to Python."""
+    state_hash_every_steps: NotNegative = 0
+    """Hash the whole training state every so many steps, into one number that is equal in any layout; 0: never."""
     profile: Profile = Profile()
 
 

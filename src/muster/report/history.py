@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+Course = tuple[tuple[int, str], ...]
+"""(first step, layout) of each stretch that computed a state, in order."""
 
 
 @dataclass
@@ -63,6 +65,32 @@ def load(run_dir: Path, log: Finding) -> History:
         for name, head in (line.get("detail", {}).get("heads") or {}).items():
             log.expect(head in heads.get(name, set()), f"a head cited of {name} is not in that file: cut or changed")
     return history
+
+
+def courses(history: History) -> dict[int, Course]:
+    """Attempt -> by which layouts the states that its steps built on were computed, step by step.
+
+    Two results of one step have the same bits where their courses up to it are the same, in a deterministic run.
+    """
+    layouts = {int(line["attempt"]): line["detail"].get("layout") for line in history.of("attempt.started")}
+    first: dict[int, int] = {}
+    for line in history.of("step"):
+        attempt, step = int(line["attempt"]), int(line["step"])
+        first[attempt] = min(step, first.get(attempt, step))
+    found: dict[int, Course] = {}
+    course: Course = ()
+    for attempt in sorted(first):
+        layout = json.dumps(layouts.get(attempt), sort_keys=True)
+        course = up_to(course, first[attempt] - 1)
+        if not course or course[-1][1] != layout:
+            course = (*course, (first[attempt] if course else 0, layout))
+        found[attempt] = course
+    return found
+
+
+def up_to(course: Course, step: int) -> Course:
+    """The part of a course that led to ``step``."""
+    return tuple(stretch for stretch in course if stretch[0] <= step)
 
 
 def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:

@@ -82,9 +82,9 @@ class StepLog:
         norm: float,
         learning_rate: float,
         times: StepTimes,
-        held: Mapping[str, int] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Emit the ``step`` event; its detail, or None on ranks that are silent. ``held``: what snapshots hold."""
+        """Emit the ``step`` event; its detail, or None on ranks that are silent. ``more``: goes in with it."""
         now = time.monotonic_ns()
         step_ns, self._since_ns = max(1, now - self._since_ns), now
         if self.rank != 0:
@@ -103,7 +103,7 @@ class StepLog:
             "memory_bytes": memory_bytes(self.device),
             "rows": work.rows,
             "padding_rounds": work.padding_rounds,
-            **(held or {}),
+            **(more or {}),
         }
         if work.model_flops:
             detail["model_flops"] = work.model_flops

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from muster.train.reference import ReferenceWindow
 from muster.train.saving import Saves
 from muster.train.setup import World
 from muster.train.state import TrainState
+from muster.train.state_hash import PendingHash, StateHashes
 
 
 class Paused(Exception):
@@ -61,6 +62,7 @@ class Applied:
     losses: Sequence[Tensor]
     numbers: Pending
     learning_rate: float
+    state_hash: PendingHash | None
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Run:
     evaluator: Evaluator
     saves: Saves
     snapshots: Snapshot | None
+    hashes: StateHashes
     reference: ReferenceWindow
     profiler: Profiler
     collector: Collector
@@ -99,7 +102,8 @@ class Run:
         On CUDA without a snapshot the host does not wait: ``settle`` in the next step's first round does.
         """
         self.state.step = work.step
-        self._applied = Applied(work, losses, Pending((loss, norm, fault)), learning_rate)
+        state_hash = self.hashes.begin(work.step)
+        self._applied = Applied(work, losses, Pending((loss, norm, fault)), learning_rate, state_hash)
         every = self.spec.checkpoint.memory_every_steps
         wanted = self.snapshots is not None and every > 0 and work.step % every == 0
         wanted = wanted and not self.reference.covers(work.step)
@@ -129,7 +133,7 @@ class Run:
 
     def stand_still(self) -> None:
         """The world is broken between two updates: record the last one, so that nothing applied is lost."""
-        self._record()
+        self._record(wait_for_hash=False)
         if self.snapshots is not None:
             self.snapshots.keep(self.state.step, self.state.local_tensors())
 
@@ -142,15 +146,17 @@ class Run:
         for tracker in self.log.trackers:
             tracker.close()
 
-    def _record(self) -> int | None:
+    def _record(self, *, wait_for_hash: bool = True) -> int | None:
         """The last update's event, where it is still to be written; its step."""
         applied, self._applied = self._applied, None
         if applied is None:
             return None
         loss, norm = self._check(applied)
-        held = self.snapshots.held() if self.snapshots is not None else None
+        more: dict[str, Any] = {} if self.snapshots is None else {**self.snapshots.held()}
+        if applied.state_hash is not None:
+            more["state_hash"] = applied.state_hash.text(wait=wait_for_hash)
         step, rate = applied.work.step, applied.learning_rate
-        detail = self.log.write(applied.work, loss=loss, norm=norm, learning_rate=rate, times=self.times, held=held)
+        detail = self.log.write(applied.work, loss=loss, norm=norm, learning_rate=rate, times=self.times, more=more)
         self.times = StepTimes()
         reference = self.reference.add(step, detail) if detail is not None else None
         if reference is not None:

@@ -155,6 +155,47 @@ def test_another_layout_may_differ_in_the_last_bits_and_no_more(book):
     expect(book, "I1", "step 3 has two")
 
 
+def shrunk(book, **detail):
+    """Attempt 2 has one rank; attempt 3 has two again and takes step 5 anew, from the state after step 4."""
+    line_of(book, "attempt.started", 1)["detail"]["layout"] = LAYOUT | {"dp_shard": 1}
+    for name in ("run.finished", "host.released"):
+        line_of(book, name)["wall_ns"] = line_of(book, name)["mono_ns"] = 3 * SECOND
+    book.boss(2.0, "attempt.started", attempt=3, world_size=2, layout=LAYOUT, hosts={"host-0": [0, 1]}, resume_step=4)
+    book.files["supervisor.1.jsonl"].sort(key=lambda line: line["wall_ns"])
+    return book.step(2.1, 5, attempt=3, **detail)
+
+
+def test_a_layout_in_between_promises_the_same_bits_up_to_it_alone(book):
+    """Step 4 came from one rank in attempt 2; the same layout as in attempt 1 does not make step 5 comparable."""
+    again = shrunk(book, state_hash="b", loss=4.5 + 1e-7)
+    line_of(book, "step", 4)["detail"]["state_hash"] = "a"
+    assert broken(check(book.write())) == []
+    again["detail"]["loss"] = 4.6
+    expect(book, "I1", "step 5 has two losses")
+
+
+def test_with_exact_sums_every_layout_has_one_state(book):
+    shrunk(book, state_hash="b")
+    line_of(book, "step", 4)["detail"]["state_hash"] = "a"
+    book.spec["training"]["exact"] = True
+    expect(book, "I1", "step 5 has two states")
+
+
+def test_a_state_without_a_hash_is_compared_by_its_loss(book):
+    shrunk(book, state_hash=None)
+    line_of(book, "step", 4)["detail"]["state_hash"] = "a"
+    book.spec["training"]["exact"] = True
+    assert broken(check(book.write())) == []
+
+
+def test_8_bit_moments_promise_no_bits_across_a_restore(book):
+    book.files["host-0.2.jsonl"].insert(0, book.step(1.01, 3, attempt=2, loss=4.7000001))
+    book.files["host-0.2.jsonl"].pop()
+    line_of(book, "attempt.started", 1)["detail"]["resume_step"] = 2
+    book.spec["training"]["optimizer"] = {"name": "adamw_8bit"}
+    assert broken(check(book.write())) == []
+
+
 def test_other_samples(book):
     line_of(book, "step", 4)["detail"]["rows"] = 3
     expect(book, "I2", "took 3 sequences")
@@ -213,6 +254,39 @@ def test_another_course_than_the_reference(book, tmp_path):
     other.files, other.spec = json.loads(json.dumps(book.files)), book.spec
     line_of(other, "step", 4)["detail"]["loss"] += 1e-9
     assert any(each.startswith("I4: step 5") for each in broken(check(book.folder, reference=other.write())))
+
+
+def copy_of(book, folder):
+    other = Book(folder)
+    other.files, other.spec = json.loads(json.dumps(book.files)), book.spec
+    return other
+
+
+def test_another_state_than_the_reference_at_the_same_loss(book, tmp_path):
+    other = copy_of(book, tmp_path / "other")
+    line_of(book, "step", 4)["detail"]["state_hash"] = "a"
+    line_of(other, "step", 4)["detail"]["state_hash"] = "b"
+    book.write()
+    assert broken(check(book.folder, reference=other.write())) == ["I4: step 5 has two states: b and a"]
+
+
+def test_the_reference_promises_bits_up_to_the_first_other_layout(book, tmp_path):
+    """A run that shrinks after step 3 is held to the bit until then, and to the tolerance from there on."""
+    other = copy_of(book, tmp_path / "other").write()
+    line_of(book, "attempt.started", 1)["detail"]["layout"] = LAYOUT | {"dp_shard": 1}
+    line_of(book, "step", 4)["detail"]["loss"] += 1e-9
+    assert broken(check(book.write(), reference=other)) == []
+    line_of(book, "step", 1)["detail"]["loss"] += 1e-9
+    assert any(each.startswith("I4: step 2") for each in broken(check(book.write(), reference=other)))
+
+
+def test_a_step_that_the_reference_has_and_the_run_lacks(book, tmp_path):
+    other = copy_of(book, tmp_path / "other").write()
+    book.files["host-0.1.jsonl"].pop()
+    line_of(book, "attempt.started", 1)["detail"]["tier"] = "memory"
+    assert broken(check(book.write(), reference=other)) == [], "its numbers died with a rank, its state lives"
+    book.files["host-0.2.jsonl"].pop()
+    assert any(each.startswith("I4: 4 steps here") for each in broken(check(book.write(), reference=other)))
 
 
 @pytest.mark.parametrize("how", ["rot", "tear", "lose"])

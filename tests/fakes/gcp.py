@@ -69,7 +69,7 @@ class FakeGoogleCloud:
     lacking: dict[str, set[str]] = field(default_factory=dict)
     """Zone -> machine types that it does not have."""
     slow: dict[str, int] = field(default_factory=dict)
-    """Part of a resource's name -> looks before it is made, in place of ``looks``. Used once."""
+    """Part of kind/name -> looks before it is made, in place of ``looks``. Used once."""
     foreign_buckets: set[str] = field(default_factory=set)
     store: dict[str, dict[str, Any]] = field(default_factory=dict)
     enabled: set[str] = field(default_factory=set)
@@ -267,7 +267,7 @@ class FakeGoogleCloud:
             if folder.endswith("clusters") and not error:
                 body["endpoint"] = HOST
 
-        late = next((part for part in self.slow if part in name), None)
+        late = next((part for part in self.slow if part in f"{folder.rpartition('/')[2]}/{name}"), None)
         looks = self.slow.pop(late) if late else None
         return self._begin(folder, body, finish, error=error, busy=busy, api=match.api, looks=looks)
 

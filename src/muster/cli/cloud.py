@@ -61,7 +61,13 @@ def up(
             on_advice=lambda advice: progress(cloud.Said(text=f"capacity: {advice.sentence()}")),
         )
 
-    where, lease = watched(work, again=_command("up", run_file, overrides, zone), live=not as_json)
+    flags = [*(["--manifests", str(manifests)] if manifests else []), *(["--adopt"] if adopt else [])]
+    where, lease = watched(
+        work,
+        again=_command("up", run_file, overrides, zone, *flags),
+        undo=_command("down", run_file, overrides, zone),
+        live=not as_json,
+    )
     if as_json:
         say.as_json({"project": where.project, "zone": where.zone, "resources": lease.resources})
         return

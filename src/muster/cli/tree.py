@@ -28,11 +28,11 @@ QUIET = ("looking", "absent")
 """Steps that are no news in a log."""
 
 
-def watched(work: Callable[[Progress], Found], *, again: str, live: bool = True) -> Found:
+def watched(work: Callable[[Progress], Found], *, again: str, undo: str | None = None, live: bool = True) -> Found:
     """Call ``work`` with somewhere to send its events, draw them, and return what it returns.
 
-    ``again`` is the command that goes on where an interruption left it. Exits with 130 on Ctrl-C: what Google has
-    begun goes on there, and so do the bills, which are named.
+    ``again`` is the command that goes on where an interruption left it, ``undo`` the one that removes what was made.
+    Exits with 130 on Ctrl-C: what Google has begun goes on there, and so do the bills, which are named.
     """
     events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
 
@@ -60,7 +60,7 @@ def watched(work: Callable[[Progress], Found], *, again: str, live: bool = True)
             result: Found = found
             return result
     except KeyboardInterrupt:
-        _interrupted(display, again)
+        _interrupted(display, again, undo)
         raise typer.Exit(130) from None
 
 
@@ -215,7 +215,7 @@ def _counts(rows: Sequence[Row]) -> dict[str, int]:
     return found
 
 
-def _interrupted(display: PlainTree, again: str) -> None:
+def _interrupted(display: PlainTree, again: str, undo: str | None) -> None:
     """Say how things stand, and how to go on."""
     from muster.cli import say
 
@@ -227,7 +227,9 @@ def _interrupted(display: PlainTree, again: str) -> None:
         say.talk(f"it bills: {one.key} ({one.bills}), {price}")
     if making and not bills:
         say.talk("nothing that bills by the hour was made by then, as far as this command saw")
-    say.talk(f"hint: {again} goes on where this stopped" + ("; muster down removes everything" if making else ""))
+    say.talk(f"hint: {again} goes on where this stopped")
+    if undo is not None:
+        say.talk(f"hint: {undo} removes what was made")
 
 
 def _length(seconds: float) -> str:

@@ -173,14 +173,15 @@ def test_ctrl_c_is_answered_while_the_work_still_waits(capsys):
     original, tree_module.PlainTree = tree_module.PlainTree, Interrupting
     try:
         with pytest.raises(typer.Exit) as caught:
-            watched(work, again="muster up run.yaml")
+            watched(work, again="muster up run.yaml", undo="muster down run.yaml")
     finally:
         tree_module.PlainTree = original
         never.set()
     assert caught.value.exit_code == 130
-    said = capsys.readouterr().err.splitlines()[-3:]
+    said = capsys.readouterr().err.splitlines()[-4:]
     assert said == [
         "stopped by you; what Google has begun goes on there",
         "it bills: clusters/c (a cluster), about $0.23 an hour",
-        "hint: muster up run.yaml goes on where this stopped; muster down removes everything",
+        "hint: muster up run.yaml goes on where this stopped",
+        "hint: muster down run.yaml removes what was made",
     ]

@@ -1,0 +1,155 @@
+"""``muster up`` on a real pseudo-terminal: the tree stays in place, and Ctrl-C is answered at once.
+
+Nothing here depends on the machine's own terminal, its variables or its speed: the size is set on the pseudo-terminal,
+what comes out is played on a small terminal in memory, and events are waited for.
+"""
+
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+discovery = pytest.importorskip("fakes.discovery")
+if discovery.folder() is None:
+    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
+
+from fakes.screen import Screen  # noqa: E402
+
+pytestmark = pytest.mark.live
+CHILD = str(Path(__file__).with_name("upchild.py"))
+COLUMNS, LINES = 100, 16
+LIMIT_S = 240.0
+RUN = """\
+name: tiny
+backend: gke
+model: {source: meta-llama/Llama-3.1-8B}
+data:
+  sources: [{type: text2sql}]
+training: {steps: 10}
+checkpoint: {dir: gs://example-bucket/checkpoints}
+resources:
+  machine: a3-megagpu-8g
+  mode: spot
+  image: registry/image:1
+  project: example-project
+  locations: [us-central1-b]
+"""
+MANIFEST = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: installed}\n"
+NAMES = ("kueue.yaml", "jobset.yaml", "nccl-tcpxo-installer.yaml", "nri-device-injector.yaml")
+
+
+class Terminal:
+    """A program on a pseudo-terminal, and the screen it would be seen on."""
+
+    def __init__(self, folder, *arguments):
+        (folder / "run.yaml").write_text(RUN)
+        manifests = folder / "manifests"
+        manifests.mkdir(exist_ok=True)
+        for name in NAMES:
+            (manifests / name).write_text(MANIFEST)
+        self.master, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        environ |= {"TERM": "xterm-256color", "MUSTER_HOME": str(folder / "home"), "PYTHONUTF8": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, CHILD, *arguments],
+            cwd=folder, env=environ, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.screen, self.raw = Screen(COLUMNS, LINES), b""
+        self.tallest = 0
+
+    def read(self, *until):
+        """Play what comes until a row of the screen holds all of these, or to the end."""
+        give_up = time.monotonic() + LIMIT_S
+        while time.monotonic() < give_up:
+            if until and any(all(words in row for words in until) for row in self.screen.shown()):
+                return
+            ready, _, _ = select.select([self.master], [], [], 1.0)
+            if not ready:
+                continue
+            try:
+                data = os.read(self.master, 4096)
+            except OSError:  # nobody has the other end open
+                data = b""
+            if not data:
+                assert not until, f"it ended without {until!r}:\n{self.text()}"
+                return
+            self.raw += data
+            self.screen.write(data.decode(errors="replace"))
+            self.tallest = max(self.tallest, len(self.screen.rows))
+        raise AssertionError(f"{until or 'the end'} did not come within {LIMIT_S} s:\n{self.text()}")
+
+    def text(self):
+        return "\n".join(row.rstrip() for row in self.screen.rows)
+
+    def type(self, data):
+        os.write(self.master, data)
+
+    def code(self):
+        return self.process.wait(LIMIT_S)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    opened = []
+
+    def start(kind, *arguments):
+        opened.append(Terminal(tmp_path, kind, *arguments))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def test_the_tree_grows_in_place(terminal):
+    up = terminal("quick", "up", "run.yaml", "--manifests", "manifests", "--pin")
+    up.read("clusters/muster")
+    up.read()
+    assert up.code() == 0, up.text()
+    text = up.text()
+    assert up.raw.count(b"\x1b[J") > 2, "it was drawn again and again"
+    assert text.count("making what is missing in us-central1-b") == 1, "and stands there once"
+    assert text.count("clusters/muster ") == 1 and text.count("subnetworks/muster-sub ") == 1
+    assert "creating" not in text and "waiting" not in text, "the last picture is of the end"
+    assert "hint: muster submit run.yaml" in text
+    # 35 resources on 16 lines: while it grew, nothing was pushed out of sight but what had been said before.
+    assert b" more: " in up.raw
+
+
+def test_ctrl_c_leaves_a_clean_terminal_and_says_how_to_go_on(terminal):
+    up = terminal("stuck", "up", "run.yaml", "--manifests", "manifests", "--pin")
+    up.read("clusters/muster ", "creating")
+    before = termios.tcgetattr(up.master)
+    up.type(b"\x03")
+    up.read()
+    assert up.code() == 130, up.text()
+    rows = [row.rstrip() for row in up.screen.rows if row.strip()]
+    assert rows[-2:] == [
+        "hint: muster up run.yaml --manifests manifests goes on where this stopped",
+        "hint: muster down run.yaml removes what was made",
+    ]
+    assert any(row.startswith("it bills: clusters/muster") and "about $0.23 an hour" in row for row in rows)
+    assert up.screen.column == 0 and "^C" not in up.text(), "the next prompt begins on a line of its own"
+    assert termios.tcgetattr(up.master) == before and b"\x1b[?25l" not in up.raw
+
+
+def test_down_on_a_terminal(terminal):
+    down = terminal("quick", "down", "run.yaml")
+    down.read()
+    assert down.code() == 0 and "nothing of ours is left in example-project" in down.text()

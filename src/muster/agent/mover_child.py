@@ -25,6 +25,7 @@ FIRST_WAIT_S = 20.0
 #: A mover that died so soon so often will die again: the host goes on without (no copies, ranks write themselves).
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
+_ASKED = {"flushed": "flush", "flush_committed": "flush_commit"}
 
 
 class MoverChild:
@@ -42,7 +43,8 @@ class MoverChild:
         self._unsaid = bytearray()
         self._peers: dict[str, Any] | None = None
         self._fetches: list[dict[str, Any]] = []
-        self._flushes: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._flushes: list[dict[str, Any]] = []
+        """Without an answer yet, oldest first."""
         self._stopped_since: float | None = None
 
     def start(self) -> None:
@@ -118,14 +120,14 @@ class MoverChild:
         self._tell(order)
 
     def flush(self, message: Mapping[str, Any], *, fence: int) -> None:
-        """Hand on a supervisor's ``flush`` or ``flush_commit``; ``answer_flush`` gets the answer, in every case."""
-        key = (str(message["t"]), int(message["step"]), int(message["attempt"]))
-        more = {"do": message["t"], "run_id": self.agent.run_id, "fence": max(fence, int(message.get("fence", 0)))}
-        self._flushes[key] = {**message, **more}
+        """Hand on a supervisor's ``flush`` or ``flush_commit``; ``Agent.flushed`` gets one answer to each, always."""
+        order = {**message, "do": message["t"], "run_id": self.agent.run_id}
+        order["fence"] = max(fence, int(message.get("fence", 0)))
+        self._flushes.append(order)
         if self._child is None:
             self._give_up_flushes("no mover runs on this host")
         else:
-            self._tell(self._flushes[key])
+            self._tell(order)
 
     def _tell(self, order: Mapping[str, Any]) -> None:
         self._unsaid += json.dumps(order).encode() + b"\n"
@@ -169,22 +171,25 @@ class MoverChild:
         self.address, self._port = address, int(address[1])
         if not again:
             return
-        for order in [self._peers, *self._fetches, *self._flushes.values()]:
+        for order in [self._peers, *self._fetches, *self._flushes]:
             if order is not None and not (self.agent.memory / str(order.get("target", ""))).is_file():
                 self._tell(order)
         if self.agent.spec.checkpoint.memory_every_steps:
             self.agent.tell({"t": "memory", "memory": address})
 
     def _answer(self, found: dict[str, Any]) -> None:
-        key = ("flush" if found["t"] == "flushed" else "flush_commit", int(found["step"]), int(found["attempt"]))
-        order = self._flushes.pop(key, None)
-        if order is not None:
-            self.agent.flushed(found, order)
+        asked = (_ASKED[found["t"]], found["step"], found["attempt"])
+        for order in self._flushes:
+            if (order["do"], order["step"], order["attempt"]) == asked:
+                self._flushes.remove(order)
+                self.agent.flushed(found, order)
+                return
 
     def _give_up_flushes(self, reason: str) -> None:
-        for kind, step, attempt in list(self._flushes):
-            said = {"flush": "flushed", "flush_commit": "flush_committed"}[kind]
-            self._answer({"t": said, "step": step, "attempt": attempt, "ok": False, "reason": reason})
+        for order in list(self._flushes):
+            said = next(answer for answer, asked in _ASKED.items() if asked == order["do"])
+            found = {"t": said, "step": order["step"], "attempt": order["attempt"]}
+            self._answer({**found, "ok": False, "reason": reason})
 
     def watch(self) -> None:
         """End a mover that somebody stopped: its successor goes on. Write what the pipe did not take before."""

@@ -49,7 +49,7 @@ def up(
     if pin:
         hashes, path = cloud.pin(places[0], manifests)
         for url, digest in hashes.items():
-            say.talk(f"pinned {digest}  {url}")
+            say.talk(f"pinned sha256 {digest}\n  of {url}")
         say.talk(f"in {path}")
 
     def work(progress: cloud.Progress) -> tuple[cloud.Site, cloud.Lease]:

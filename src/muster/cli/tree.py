@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -117,7 +118,8 @@ class LiveTree(PlainTree):
             self.close()  # the last picture stays as it ended
         self.tree.take(event, time.monotonic())
         if isinstance(event, Said):
-            self.growing.above(cut(plain(event.text), self.growing.size()[0]))
+            for line in textwrap.wrap(plain(event.text), self.growing.size()[0], subsequent_indent="  "):
+                self.growing.above(line)
         # Looks come many a second; ten pictures a second are enough for anybody.
         if time.monotonic() - self._drawn_s > 0.1 or isinstance(event, (Began, Said)):
             self.tick()

@@ -136,14 +136,6 @@ class Tree:
             todo.extend(reversed(below.get(key, [])))
         return found
 
-    def counts(self) -> dict[str, int]:
-        """How many are in each state, in words."""
-        found: dict[str, int] = {}
-        for node in self._nodes.values():
-            words = STATES[node.step][1] if node.step else ""
-            found[words or "waiting"] = found.get(words or "waiting", 0) + 1
-        return found
-
     def bills(self) -> list[Planned]:
         """What costs by the hour as far as is known: it is there, or is being made or removed."""
         return [node.planned for node in self._nodes.values() if node.planned.bills and node.existed]

@@ -83,6 +83,8 @@ class Lineage:
     stints: list[Stint]
     fenced: int = 0
     """Step events of an attempt that had already been replaced: they changed nothing."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """Attempt -> the highest step that it applied, what it applied after its end was decided included."""
 
     @property
     def final(self) -> list[Step]:
@@ -100,6 +102,7 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
     steps: list[Step] = []
     fenced = 0
     last_end: dict[int, int] = {}
+    reached: dict[int, int] = {}
     for timed in events:
         event = timed.event
         if event.kind != "step" or event.step is None or event.rank not in (0, None):
@@ -107,6 +110,7 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
         attempt = by_number.get(event.attempt)
         if attempt is None:
             continue
+        reached[event.attempt] = max(event.step, reached.get(event.attempt, 0))
         if timed.t_ns > attempt.end_ns and attempt.closed:
             fenced += 1
             continue
@@ -129,7 +133,7 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
         )
     stints = _stints(attempts, steps, _restored(events))
     _mark(stints, by_number, _durable_limit(events, outcome))
-    return Lineage(attempts=attempts, steps=steps, stints=stints, fenced=fenced)
+    return Lineage(attempts=attempts, steps=steps, stints=stints, fenced=fenced, reached=reached)
 
 
 def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:

@@ -125,7 +125,9 @@ def _place(trouble: Trouble, exits: Sequence[Timed], lineage: Lineage) -> None:
             (stint.resume_step for stint in lineage.stints if stint.attempt == following.number), None
         )
         if trouble.resume_step is not None:
-            trouble.redone_steps = max(0, trouble.last_step - trouble.resume_step)
+            # As the supervisor counts: all that earlier attempts applied, though it was heard of later.
+            applied = max((step for attempt, step in lineage.reached.items() if attempt < following.number), default=0)
+            trouble.redone_steps = max(0, applied - trouble.resume_step)
     trouble.resumed_ns = next(
         (step.end_ns for step in lineage.steps if step.end_ns > trouble.detected_ns and step.step > trouble.last_step),
         None,

@@ -36,3 +36,31 @@ def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():
     assert [context.failures for context in told] == [0, 1, 2]
     seconds = [context.observed_s for context in told]
     assert 0 < seconds[0] < seconds[1] < seconds[2] <= 40
+
+
+def test_a_step_that_was_heard_of_late_and_is_taken_again_counts_as_redone():
+    spec = RunSpec.model_validate(
+        {
+            "name": "test",
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 100},
+            "resources": {"ranks_per_host": 1, "hosts": 2},
+        }
+    )
+    settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
+    found = Cluster(
+        machine=Machine(settings=settings, policy=SHIPPED["default"]), names=["host-0", "host-1"], total_steps=200
+    )
+
+    def heard_late(log):
+        if log.kind == "incident":  # the survivor's word on its last step was on the way when its peer's end was heard
+            late = found.machine.state.last_applied_step + 1
+            event = {"kind": "step", "attempt": found.machine.state.attempt, "step": late}
+            found.after(0.0, lambda: found.hear(found.hosts["host-0"], {"t": "event", "event": event}))
+
+    found.on_log = heard_late
+    found.at(10.0, lambda: found.kill_rank(1))
+    assert found.run().exit_code == 0
+    (recovered,) = [log for _, log in found.log if log.kind == "recovered"]
+    assert recovered.detail["redone_steps"] == 1

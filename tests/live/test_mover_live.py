@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+from cluster import LiveRun, spec_of
 
 torch = pytest.importorskip("torch")
 
@@ -26,7 +28,7 @@ from muster.core.ring import Ring, file_name, refusal  # noqa: E402
 from muster.core.store import open_store  # noqa: E402
 from muster.core.stream import MOVER_SOCKET, Stream  # noqa: E402
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 TOKEN = b"t" * 64
 KEY = "r1s2t1"
@@ -323,3 +325,45 @@ def test_a_flush_needs_no_rank_and_is_answered_even_by_a_mover_that_died(agent, 
     agent.until(lambda: len(agent.answers) == 2)
     assert agent.answers[1]["ok"] and agent.answers[1]["bytes"] > 4096, agent.answers
     assert newest_valid(open_store(), str(tmp_path / "checkpoints")).step == 7
+
+
+# ---------------------------------------------------------------- in a run
+
+
+def test_a_run_loses_its_movers_and_trains_on_and_copies_go_on(tmp_path):
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "checkpoint.every_steps": 5, "training.steps": 40}
+    with LiveRun(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(8)
+        for process in psutil.process_iter(["cmdline"]):
+            command = " ".join(process.info["cmdline"] or [])
+            if "muster.agent.mover" in command and str(tmp_path) in command:
+                process.kill()
+        at = run.step()
+        assert run.wait() == 0, run.story()
+        assert run.events("incident") == [] and run.events("checkpoint.failed") == [], run.story()
+        notes = [event.detail["text"] for event in run.events("run.note")]
+        assert sum("was started again" in text for text in notes) == 2, notes
+        copied = max(event.detail.get("peer_step", 0) for event in run.events("step"))
+        assert copied > at, "copies went on, from the new movers to the new movers"
+        newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
+        assert newest.step == 40
+        assert [item.name for item in newest.files if item.name.startswith("own-")] == [], "the movers wrote it"
+
+
+def test_a_run_that_ends_without_a_save_leaves_its_memory_on_the_disk(tmp_path):
+    changes = {"recovery.policy": "none"}
+    with LiveRun(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(12)
+        run.kill_rank(1)
+        assert run.wait() == 1, run.story()
+        (committed,) = run.events("checkpoint.committed")
+        # A kill between a rank's update and its snapshot (milliseconds) leaves the step before.
+        assert committed.step >= 11 and committed.rank is None, run.story()
+    with LiveRun(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        assert run.wait() == 0, run.story()
+        assert {event.step for event in run.events("checkpoint.restored")} == {committed.step}, run.story()
+        steps = [event.step for event in run.events("step")]
+        assert max(steps) == 60 and sum(steps.count(step) - 1 for step in set(steps)) <= 1, "nothing applied was lost"

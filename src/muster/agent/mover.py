@@ -19,6 +19,7 @@ overwrote the slot) is refused by its stamp, a damaged one by its checksum; neit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.agent.flush import commit_flushed, flush
-from muster.agent.persist import Shares
+from muster.agent.persist import Shares, complain
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.ring import Ring, file_name, refuse
 from muster.core.stream import TIMEOUT_S, Stream
@@ -120,7 +121,7 @@ class Mover:
                         )
         except (OSError, MusterError, ValueError, KeyError) as error:
             if not isinstance(error, ConnectionError):
-                print(f"answering a peer: {error}", file=sys.stderr, flush=True)
+                complain(f"answering a peer: {error}")
 
     def fetch(self, order: Mapping[str, Any]) -> None:
         """Get one version; the target appears under its final name when it is whole."""
@@ -151,7 +152,7 @@ class Mover:
                 for rank in self.ranks:
                     self._push(stream, rank)
             except (OSError, MusterError, ValueError) as error:
-                print(f"copying to the peer {peer}: {error}", file=sys.stderr, flush=True)
+                complain(f"copying to the peer {peer}: {error}")
                 stream = None
 
     def _push(self, stream: Stream, rank: int) -> None:
@@ -200,8 +201,9 @@ class Mover:
         try:
             self.fetch(order)
         except (OSError, MusterError, ValueError, KeyError) as error:
-            refuse(self.memory / order["target"], str(error) or type(error).__name__)
-            print(f"fetching {order['file']}: {error}", file=sys.stderr, flush=True)
+            complain(f"fetching {order['file']}: {error}")
+            with contextlib.suppress(OSError):  # a full tmpfs: the rank waits its time out
+                refuse(self.memory / order["target"], str(error) or type(error).__name__)
 
     def _flush(self, order: Mapping[str, Any]) -> None:
         kind, act = _FLUSH[order["do"]]

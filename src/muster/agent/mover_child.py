@@ -92,8 +92,11 @@ class MoverChild:
 
     def _log(self) -> IO[bytes]:
         path = self.agent.run_dir / "logs" / f"mover-{self.agent.host}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError:  # a full disk must not keep the mover from starting again
+            return open(os.devnull, "ab")
 
     # ------------------------------------------------------------ orders
 

@@ -14,6 +14,7 @@ here: rank 0 writes the marker when every share is there.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -56,7 +57,13 @@ class Shares:
                 take_share(stream, stream.receive())
         except (OSError, MusterError, ValueError, KeyError) as error:
             if not isinstance(error, ConnectionError):
-                print(f"answering a rank: {error}", file=sys.stderr, flush=True)
+                complain(f"answering a rank: {error}")
+
+
+def complain(text: str) -> None:
+    """One line to the mover's log, where the disk has room for it: a full one ends no thread."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def take_share(stream: Stream, request: Mapping[str, Any]) -> None:

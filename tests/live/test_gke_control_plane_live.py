@@ -37,6 +37,10 @@ from muster.core.spec import RunSpec  # noqa: E402
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 PODS = "/api/v1/namespaces/default/pods"
+QUEUE = {
+    "apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue",
+    "metadata": {"name": "research", "namespace": "default"}, "spec": {"clusterQueue": "research"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def plane(tmp_path_factory):
     with Plane(binaries, folder, network, labels) as found:
         found.install(definitions())
         cluster = connect(f"kubeconfig:{found.dir / 'kubeconfig'}", SystemClock())
-        for one in account_objects(placed()):
+        for one in [*account_objects(placed()), QUEUE]:
             cluster.apply(one)
         account = "/api/v1/namespaces/default/serviceaccounts/muster"
         found.wait(lambda: found.get(account).get("secrets"), "the account's token")

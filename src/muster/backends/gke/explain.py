@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.explain_pods import pods_sentence
+from muster.backends.gke.explain_pods import pods_sentence, refused
 from muster.core.nouns import JobState
 
 Manifest = Mapping[str, Any]
@@ -78,13 +78,34 @@ def _given_up(workload: Manifest | None) -> Explanation | None:
             hint="muster submit again, or set spec.active of the Workload to true",
         )
     if _true(evicted) and not _true(condition(workload, "QuotaReserved")):
-        reason = (evicted or {}).get("reason")
-        if reason == "Preempted":
-            return Explanation(
-                state=JobState.WAITING,
-                sentence="preempted in the queue, waiting again: " + _words(evicted, "no reason given"),
-            )
+        found = EVICTED.get(str((evicted or {}).get("reason")))
+        if found is not None:
+            sentence, hint = found
+            why = _words(evicted, "no reason given")
+            return Explanation(state=JobState.WAITING, sentence=f"{sentence}: {why}{_asked_again(workload)}", hint=hint)
     return None
+
+
+EVICTED: Mapping[str, tuple[str, str | None]] = {
+    "Preempted": ("preempted in the queue, waiting again", None),
+    "PodsReadyTimeout": ("taken back because its pods did not all get ready in time, waiting again", None),
+    "AdmissionCheck": ("taken back by an admission check, waiting again", "another zone or mode may have capacity"),
+    "ClusterQueueStopped": (
+        "its cluster queue was stopped, waiting",
+        "set spec.stopPolicy of the ClusterQueue to None",
+    ),
+    "LocalQueueStopped": ("its queue was stopped, waiting", "set spec.stopPolicy of the LocalQueue to None"),
+    "NodeFailures": ("taken back because nodes failed, waiting again", None),
+}
+"""Reason of Kueue's ``Evicted`` -> sentence, hint."""
+
+
+def _asked_again(workload: Manifest) -> str:
+    """When Kueue lets the run try again, where it says so."""
+    state = workload.get("status", {}).get("requeueState") or {}
+    if not state.get("requeueAt"):
+        return ""
+    return f"; Kueue tries again at {state['requeueAt']} (try {int(state.get('count', 0)) + 1})"
 
 
 def _queued(observed: Observed) -> Explanation | None:
@@ -105,6 +126,18 @@ def _queued(observed: Observed) -> Explanation | None:
         return Explanation(state=JobState.WAITING, sentence="waiting for Kueue to look at the run")
     if reserved is not None and not _true(reserved):
         message = _words(reserved, "no reason given")
+        if "request > maximum capacity" in message:
+            return Explanation(
+                state=JobState.WAITING,
+                sentence=f"Kueue can never admit the run, which is larger than its queue: {message}",
+                hint="fewer resources.hosts, or a larger nominalQuota of the cluster queue",
+            )
+        if reserved.get("reason") == "Inadmissible" and ("inactive" in message or "stopped" in message):
+            return Explanation(
+                state=JobState.WAITING,
+                sentence=f"waiting for the queue to be opened: {message}",
+                hint="kubectl describe clusterqueue says what it lacks, or whether somebody stopped it",
+            )
         if reserved.get("reason") == "Inadmissible":
             return Explanation(
                 state=JobState.WAITING,
@@ -135,7 +168,7 @@ def _checked(observed: Observed) -> Explanation | None:
                 sentence=f"admission check {check['name']} is not active: {_words(active, 'no reason given')}",
             )
     if observed.provisioning_requests:
-        return _dws(newest(observed.provisioning_requests))
+        return _dws(newest(observed.provisioning_requests), _asked_again(workload))
     for check in pending:
         message = check.get("message") or ""
         if check.get("state") in ("Retry", "Rejected"):
@@ -151,7 +184,7 @@ def _checked(observed: Observed) -> Explanation | None:
     return None
 
 
-def _dws(request: Manifest) -> Explanation | None:
+def _dws(request: Manifest, again: str = "") -> Explanation | None:
     """The conditions of a ProvisioningRequest, the last word first."""
     states = {kind: condition(request, kind) for kind in DWS_CONDITIONS}
     name = request.get("metadata", {}).get("name", "the request")
@@ -171,7 +204,7 @@ def _dws(request: Manifest) -> Explanation | None:
     if _true(states["Failed"]):
         return Explanation(
             state=JobState.WAITING,
-            sentence="DWS cannot provide the nodes: " + _words(states["Failed"], "no reason given"),
+            sentence="DWS cannot provide the nodes: " + _words(states["Failed"], "no reason given") + again,
             hint="Kueue asks again a few times; another zone or mode may have capacity",
         )
     if _true(states["Provisioned"]):
@@ -189,6 +222,10 @@ DWS_CONDITIONS = ("Accepted", "Provisioned", "Failed", "BookingExpired", "Capaci
 
 
 def _placed(observed: Observed) -> Explanation:
+    not_made = refused(observed.jobset, observed.pods, observed.events) if observed.jobset is not None else None
+    if not_made is not None:
+        why = "a ResourceQuota or an admission policy of the namespace refuses it"
+        return Explanation(state=JobState.WAITING, sentence=f"admitted; {not_made}", hint=why)
     if not observed.pods:
         if observed.jobset is None and observed.workload is not None:
             queue = observed.workload.get("status", {}).get("admission", {}).get("clusterQueue", "the queue")

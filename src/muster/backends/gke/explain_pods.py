@@ -13,6 +13,8 @@ Manifest = Mapping[str, Any]
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+TAKEN_SOON = "cloud.google.com/impending-node-termination"
+"""Taint by which GKE announces that a node is about to go: maintenance, or the end of a Spot VM."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -57,7 +59,44 @@ def pods_sentence(
     count = len([pod for pod in hosts if _running(pod)])
     supervisor = any(_role(pod) == "supervisor" and _running(pod) for pod in newest)
     with_whom = " and the supervisor" if supervisor else "; the supervisor is not there yet"
-    return JobState.RUNNING, f"running: {count} host{'s' if count != 1 else ''}{with_whom}{again}", None
+    leaving = _leaving(newest, nodes)
+    return JobState.RUNNING, f"running: {count} host{'s' if count != 1 else ''}{with_whom}{leaving}{again}", None
+
+
+def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifest]) -> str | None:
+    """Why a pod that the JobSet wants was not made, where one is missing: its Job's own complaint (quota, a policy)."""
+    there = {(_role(pod), pod["metadata"].get("labels", {}).get(INDEX, "0")) for pod in pods}
+    missing = {
+        f"{jobset['metadata']['name']}-{role['name']}-{index}": f"{role['name']}-{index}"
+        for role in jobset.get("spec", {}).get("replicatedJobs", [])
+        for index in range(int(role.get("replicas", 1)))
+        if (role["name"], str(index)) not in there
+    }
+    complaints = [
+        one
+        for one in events
+        if one.get("reason") == "FailedCreate" and one.get("involvedObject", {}).get("name") in missing
+    ]
+    if not complaints:
+        return None
+    last = max(complaints, key=_when)
+    who = missing[last["involvedObject"]["name"]] if len(missing) == 1 else f"{len(missing)} pods"
+    return f"{who} cannot be created ({_short(last.get('message', 'no reason given'))})"
+
+
+def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
+    """Who runs on a node that is about to be taken."""
+    tainted = {
+        one["metadata"]["name"]
+        for one in nodes
+        if any(taint.get("key") == TAKEN_SOON for taint in one.get("spec", {}).get("taints", []))
+    }
+    found = [
+        f"{_name(pod)} (node {node})"
+        for pod in pods
+        if (node := pod.get("spec", {}).get("nodeName")) in tainted and _running(pod)
+    ]
+    return f"; about to be taken: {', '.join(found)}" if found else ""
 
 
 def _newest_of_each_role(pods: Sequence[Manifest]) -> list[Manifest]:
@@ -152,7 +191,11 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
 def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
     name = pod["metadata"]["name"]
     own = [one for one in events if one.get("involvedObject", {}).get("name") == name]
-    return sorted(own, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
+    return sorted(own, key=_when)
+
+
+def _when(event: Manifest) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
 def _running(pod: Manifest) -> bool:
@@ -160,11 +203,16 @@ def _running(pod: Manifest) -> bool:
 
 
 def _ending(pod: Manifest) -> str:
-    for container in pod.get("status", {}).get("containerStatuses", []):
+    status = pod.get("status", {})
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         ended = container.get("state", {}).get("terminated")
         if ended and ended.get("exitCode"):
-            return f"with exit code {ended['exitCode']}" + (f" ({ended['reason']})" if ended.get("reason") else "")
-    return f"({pod.get('status', {}).get('reason', 'no reason given')})"
+            what = f" of {container['name']}" if container in status.get("initContainerStatuses", []) else ""
+            return f"with exit code {ended['exitCode']}{what}" + (
+                f" ({ended['reason']})" if ended.get("reason") else ""
+            )
+    message = f": {_short(status['message'])}" if status.get("message") else ""  # an eviction names what ran out
+    return f"({status.get('reason', 'no reason given')}{message})"
 
 
 def _name(pod: Manifest) -> str:

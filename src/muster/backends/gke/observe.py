@@ -25,7 +25,7 @@ def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
     workload = next((one for one in workloads if _owned_by(one, name)), None)
     requests: list[Mapping[str, Any]] = []
     checks: list[Mapping[str, Any]] = []
-    if workload is not None and condition(workload, "Admitted") is None:
+    if workload is not None and (condition(workload, "Admitted") or {}).get("status") != "True":
         owner = workload["metadata"]["name"]
         rows = cluster.list(PROVISIONING_API, "provisioningrequests", namespace=namespace)
         requests = [one for one in rows if _owned_by(one, owner)]
@@ -33,7 +33,8 @@ def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
     pods = cluster.list("v1", "pods", namespace=namespace, labels=label(run_id))
     if jobset is not None and number_of(jobset) > 1:  # an earlier allocation's pods are history
         pods = [pod for pod in pods if pod["metadata"].get("labels", {}).get(reach.JOBSET) in (None, name)]
-    events = cluster.list("v1", "events", namespace=namespace) if pods else []
+    started = jobset is not None and not jobset["spec"].get("suspend")  # then a pod that is missing has a reason
+    events = cluster.list("v1", "events", namespace=namespace) if pods or started else []
     nodes = cluster.list("v1", "nodes") if pods else []
     return Observed(
         jobset=jobset,

@@ -267,3 +267,94 @@ def test_deactivated_preempted_and_unseen():
     away = {"metadata": {"name": "w"}, "status": {"conditions": [{**RESERVED, "status": "False"}, evicted]}}
     assert explain(Observed(jobset=JOBSET, workload=away)).sentence.startswith("preempted in the queue, waiting again")
     assert "no Workload" in explain(Observed(jobset=JOBSET)).sentence
+
+
+def evicted(reason, message="", **status):
+    conditions = [
+        {**RESERVED, "status": "False", "reason": "Pending", "message": "insufficient quota"},
+        {"type": "Evicted", "status": "True", "reason": reason, "message": message},
+        {"type": "Admitted", "status": "False"},
+    ]
+    return {"metadata": {"name": "w"}, "status": {"conditions": conditions, **status}}
+
+
+@pytest.mark.parametrize(
+    ("workload", "sentence"),
+    [
+        (evicted("PodsReadyTimeout", "Exceeded the PodsReady timeout ns/w", requeueState={
+            "count": 1, "requeueAt": "2026-01-02T03:04:05Z"}),
+         "taken back because its pods did not all get ready in time, waiting again: Exceeded the PodsReady timeout "
+         "ns/w; Kueue tries again at 2026-01-02T03:04:05Z (try 2)"),
+        (evicted("ClusterQueueStopped", "The ClusterQueue is stopped"),
+         "its cluster queue was stopped, waiting: The ClusterQueue is stopped"),
+        (evicted("AdmissionCheck", "At least one admission check is false"),
+         "taken back by an admission check, waiting again: At least one admission check is false"),
+        (evicted("OfAnotherRelease", "who knows"), "waiting for Kueue quota: insufficient quota"),
+    ],
+)  # fmt: skip
+def test_taken_back_by_kueue(workload, sentence):
+    found = explain(Observed(jobset=JOBSET, workload=workload))
+    assert (found.state, found.sentence) == (JobState.WAITING, sentence)
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "sentence"),
+    [
+        ("Pending", "couldn't assign flavors to pod set host: insufficient quota for nvidia.com/gpu in flavor b200, "
+         "request > maximum capacity (24 > 16)",
+         "Kueue can never admit the run, which is larger than its queue: couldn't assign flavors to pod set host: "
+         "insufficient quota for nvidia.com/gpu in flavor b200, request > maximum capacity (24 > 16)"),
+        ("Inadmissible", "ClusterQueue muster is inactive",
+         "waiting for the queue to be opened: ClusterQueue muster is inactive"),
+        ("Inadmissible", "LocalQueue research doesn't exist",
+         "Kueue cannot admit the run: LocalQueue research doesn't exist"),
+    ],
+)  # fmt: skip
+def test_quota_that_will_not_come_by_waiting(reason, message, sentence):
+    row = {"type": "QuotaReserved", "status": "False", "reason": reason, "message": message}
+    found = explain(Observed(jobset=JOBSET, workload={"metadata": {"name": "w"}, "status": {"conditions": [row]}}))
+    assert found.sentence == sentence and found.hint
+
+
+def test_dws_is_asked_again_at_a_time():
+    again = {"count": 1, "requeueAt": "2026-01-02T03:04:05Z"}
+    waiting = {**CHECKING, "status": {**CHECKING["status"], "requeueState": again}}
+    found = explain(Observed(jobset=JOBSET, workload=waiting, provisioning_requests=[request(Failed="stockout")]))
+    assert found.sentence == (
+        "DWS cannot provide the nodes: stockout; Kueue tries again at 2026-01-02T03:04:05Z (try 2)"
+    )
+
+
+WANTS = {
+    **STARTED,
+    "spec": {"suspend": False, "replicatedJobs": [{"name": "supervisor"}, {"name": "host", "replicas": 3}]},
+}
+
+
+def complaint(job, message):
+    return {"involvedObject": {"kind": "Job", "name": job}, "reason": "FailedCreate", "message": message}
+
+
+def test_pods_that_cannot_be_made():
+    quota = 'pods "run-host-2-" is forbidden: exceeded quota: team, requested: cpu=8, used: cpu=16, limited: cpu=20'
+    events = [complaint("run-host-2", quota)]
+    found = seen([SUPERVISOR, *GPUS[:2]], events, jobset=WANTS)
+    assert found == (JobState.WAITING, f"admitted; host-2 cannot be created ({quota})")
+    assert seen([SUPERVISOR, *GPUS[:3]], events, jobset=WANTS)[1] == "running: 3 hosts and the supervisor", "it was"
+    none = seen([], [complaint("run-supervisor-0", "denied by policy"), complaint("another-0", "x")], jobset=WANTS)
+    assert none[1] == "admitted; 4 pods cannot be created (denied by policy)"
+
+
+def test_a_pod_whose_first_container_failed_and_one_that_was_evicted():
+    first = [{"name": "place", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}]
+    gone = pod(index=1, phase="Failed", initContainerStatuses=first)
+    assert "host-1 with exit code 1 of place (Error)" in seen([SUPERVISOR, GPUS[0], gone])[1]
+    evicted_pod = pod(index=1, phase="Failed", reason="Evicted", message="The node was low on resource: memory.")
+    assert "host-1 (Evicted: The node was low on resource: memory)" in seen([SUPERVISOR, GPUS[0], evicted_pod])[1]
+
+
+def test_a_node_that_is_about_to_be_taken():
+    taken = node("gpu-1") | {"spec": {"taints": [{"key": "cloud.google.com/impending-node-termination"}]}}
+    assert seen([SUPERVISOR, *GPUS[:2]], nodes=[node("cpu-1"), node("gpu-0"), taken])[1] == (
+        "running: 2 hosts and the supervisor; about to be taken: host-1 (node gpu-1)"
+    )

@@ -55,6 +55,8 @@ class FakeKubernetes:
         self.log: list[tuple[str, str]] = []
         self.late: dict[str, int] = {}
         """Group and version -> how often it is asked for before it is served."""
+        self.queues: set[str] = set()
+        """Local queues that are there without being listed among the objects: an administrator's."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.objects.values() if one.get("kind") == kind]
@@ -83,6 +85,8 @@ class FakeKubernetes:
             return (200, gone) if gone else _status(404, "NotFound", f"{path} not found")
         if path in self.objects:
             return 200, self.objects[path]
+        if method == "GET" and path.rpartition("/localqueues/")[2] in self.queues:
+            return 200, {"kind": "LocalQueue", "metadata": {"name": path.rpartition("/")[2]}}
         if path.rsplit("/", 1)[-1] in {plural for kinds in KINDS.values() for plural, _ in kinds.values()}:
             return 200, self._list(path, urllib.parse.parse_qs(url.query))
         return _status(404, "NotFound", f"{path} not found")

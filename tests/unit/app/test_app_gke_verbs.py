@@ -41,6 +41,7 @@ def google(tmp_path, monkeypatch):
     found = FakeGoogleCloud(discovery.Discovery(discovery.folder()), enabled={"container.googleapis.com"})
     cluster = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
     found.store["v1/projects/example-project/locations/us-central1/clusters/muster"] = cluster
+    found.kubernetes.queues.add("muster-l4-flex-start")
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(gke, "GoogleHttp", lambda: found)
     return found

@@ -29,6 +29,7 @@ from muster.backends.gke.provision.http import Call, GoogleHttp, Http, Reply
 from muster.backends.gke.provision.kube import Cluster
 from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.stream import Lines, Stream
+from muster.backends.gke.queue_check import refuse_unknown_queue
 from muster.backends.gke.render import BACKEND, render
 from muster.catalog import offers as catalogue
 from muster.core import codepack, runs
@@ -90,6 +91,7 @@ class GkeLauncher:
 
         Raises:
             BackendError: no such cluster, or the server refuses the objects.
+            UsageError: no such queue.
             AccessError: not allowed.
             ConflictError: an older submission of the run is still being removed.
         """
@@ -110,6 +112,7 @@ class GkeLauncher:
             self._clear(cluster, request.run_id)
             there = None
         if there is None:
+            refuse_unknown_queue(cluster, jobset)
             for manifest in manifests:
                 cluster.apply(manifest, dry_run=True)
             cluster.apply(self._token(request, jobset), secret=True)

@@ -39,6 +39,7 @@ def google(tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
     found.store[FOLDER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
+    found.kubernetes.queues.add("muster-b200-flex-start-queued")
     return found
 
 

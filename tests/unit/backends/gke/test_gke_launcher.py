@@ -10,7 +10,7 @@ from muster.backends.gke.jobs import ANNOTATION, SUBMISSION, GkeLauncher
 from muster.backends.gke.provision.http import Call
 from muster.backends.gke.provision.session import Session
 from muster.core import runs
-from muster.core.errors import BackendError
+from muster.core.errors import BackendError, UsageError
 from muster.core.nouns import JobHandle, JobState
 
 discovery = pytest.importorskip("fakes.discovery")
@@ -34,6 +34,7 @@ class VirtualClock:
 def google():
     found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
     found.store[FOLDER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
+    found.kubernetes.queues.add("muster-b200-flex-start-queued")
     return found
 
 
@@ -185,6 +186,16 @@ def test_logs_resume_where_they_stopped(launcher, google, request_):
     assert chunk.text == "zwei\n" and not list(launcher.logs(handle, after={"host-1": chunk.next_offset}))
     google.logs[path] = "neu\n"
     assert next(launcher.logs(handle, after={"host-1": chunk.next_offset})).text == "neu\n"
+
+
+def test_a_queue_that_does_not_exist_is_said_and_nothing_is_created(google, launcher, request_):
+    google.kubernetes.queues.clear()
+    put(google, "apis/kueue.x-k8s.io/v1beta2/namespaces/default/localqueues", {"metadata": {"name": "team-a"}})
+    before = dict(google.kubernetes.objects)
+    with pytest.raises(UsageError, match="no queue 'muster-b200-flex-start-queued' in namespace 'default'") as caught:
+        launcher.submit(request_)
+    assert caught.value.hint == "muster up RUN.yaml makes it; or resources.queue: team-a"
+    assert google.kubernetes.objects == before
 
 
 def test_found_by_the_label(launcher, google, request_):

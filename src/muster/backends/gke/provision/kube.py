@@ -67,6 +67,10 @@ class Cluster:
             raise refusal(call, reply)
         return reply.body
 
+    def knows(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether the server serves the object's kind."""
+        return manifest["kind"] in self._known(manifest["apiVersion"])
+
     def list(
         self, api: str, plural: str, *, namespace: str | None = None, labels: str = ""
     ) -> Sequence[Mapping[str, Any]]:

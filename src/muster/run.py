@@ -113,6 +113,12 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
     _Here.link.beat(step + 1)
 
 
+def progress() -> None:
+    """Say that something long that is no step (an evaluation) goes on: the step watchdog waits for the next call."""
+    if _Here.link is not None:
+        _Here.link.progress()
+
+
 def should_stop() -> bool:
     """Whether the run is to end now, the same on every rank: leave the loop, then ``finish`` saves and exits."""
     if _Here.link is None:

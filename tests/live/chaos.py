@@ -14,8 +14,8 @@ from muster.report.invariants import broken, check
 
 RECOMPUTE = Path(__file__).parents[2] / "tools" / "recompute_goodput.py"
 
-#: A script as a user would bring it: 40 steps over gloo, and one misdeed at step 12 on rank 1. ``once`` is a file
-#: that remembers that it was done.
+#: A script as a user would bring it: 40 steps over gloo, and one misdeed at step 12 on rank 1 (``evaluate``: no
+#: misdeed, 3 s of something else on both). ``once`` is a file that remembers that it was done.
 SCRIPT = """
 import ctypes, resource, sys, time
 from pathlib import Path
@@ -28,6 +28,12 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 weights = torch.zeros(8, dtype=torch.float64)
 step = muster.run.restore({"weights": weights})
+
+
+def evaluate():
+    for _ in range(60):
+        time.sleep(0.05)
+        muster.run.progress()
 
 
 def misbehave():
@@ -53,7 +59,9 @@ while step < 40:
     if muster.run.should_stop():
         break
     step += 1
-    if step == 12 and rank == 1:
+    if step == 12 and how == "evaluate":
+        evaluate()
+    elif step == 12 and rank == 1:
         misbehave()
     gradient = torch.full((8,), float(step * (rank + 1)), dtype=torch.float64)
     dist.all_reduce(gradient)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from muster.agent.agent import Agent
 
 
+#: Progress outside of steps is passed on this often at most.
+PROGRESS_EVERY_S = 1.0
+
+
 class Crew:
     """Processes that are, or will be, ranks of ``attempt``."""
 
@@ -40,6 +44,7 @@ class Crew:
         self.ending: int | None = None
         """Attempt whose ranks are being ended."""
         self.keep = Keep()
+        self.progress_told_s = 0.0
         self.resetting: list[int] = []
         """GPUs to be reset once the ranks are gone."""
         self.reset_under_way = False
@@ -231,6 +236,11 @@ class Crew:
         kind = message.get("t")
         if kind == "beat":
             self._progress(worker, int(message["step"]), int(message["micro"]))
+        elif kind == "progress" and message["attempt"] == worker.attempt:
+            worker.progress_s = now
+            if now - self.progress_told_s >= PROGRESS_EVERY_S:
+                self.progress_told_s = now
+                self.agent.tell({"t": "progress", "attempt": worker.attempt})
         elif kind == "last":
             worker.last = message["last"]
         elif kind == "paused" and worker.kept:

@@ -110,6 +110,14 @@ class Link(Protocol):
         """Progress: micro-batches and steps, for the watchdog."""
         ...
 
+    def progress(self, *, for_s: float = 0.0) -> None:
+        """Progress in something that is no step (an evaluation, a save): the step watchdog begins anew.
+
+        Cheap enough for every batch. ``for_s``: what comes now cannot say so itself; it counts as progress for so
+        long, or until the next call.
+        """
+        ...
+
     def order(self) -> Order | None:
         """The newest order not yet taken, or None."""
         ...

@@ -90,6 +90,7 @@ class Evaluator:
             loss = loss_sum(self.model, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
             if mine < len(batches):
                 losses[mine] = loss.double()
+            self.link.progress()
         for axis in (SHARD, REPLICATE):  # each place is filled by one rank, so these sums add zeros: exact
             self.axes.sum_(losses, axis)
         return math.fsum(losses.tolist()) / supervised
@@ -125,7 +126,12 @@ class Evaluator:
         prompts = [list(questions[index].prompt_ids) for index in mine]
         prompts += [list(questions[0].prompt_ids)] * (share - len(prompts))  # all ranks run as many
         completions = generate(
-            self.model, prompts, max_new_tokens=width, eos_id=self.prepared.eos_id, pad_id=self.prepared.pad_id
+            self.model,
+            prompts,
+            max_new_tokens=width,
+            eos_id=self.prepared.eos_id,
+            pad_id=self.prepared.pad_id,
+            progress=self.link.progress,
         )
         table = torch.zeros(len(questions), width, dtype=torch.int64, device=self.device)
         for index, ids in zip(mine, completions, strict=False):
@@ -140,6 +146,7 @@ class Evaluator:
         for index in range(self.data_rank, len(questions), self.data_ranks):
             outcome = questions[index].run(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
+            self.link.progress()
         for axis in (SHARD, REPLICATE):
             self.axes.sum_(table, axis)
         return [Verdict(correct=bool(correct), timed_out=bool(late)) for correct, late in table.tolist()]

@@ -6,7 +6,7 @@ their own, without a collective. A larger model stays sharded and its ranks go t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,13 +25,19 @@ BATCH = 64
 
 @torch.no_grad()
 def generate(
-    module: TrainedModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos_id: int | None, pad_id: int
+    module: TrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_id: int | None,
+    pad_id: int,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, token by token, without the end token.
 
     Collective: every rank passes its own prompts, all ranks of a sharded group as many (repeat one where there is
     none), and tp ranks the same ones. Left-padded batches with a KV cache. Ends before the model's longest
-    position.
+    position. ``progress`` is called after each token.
     """
     group = shard_group(module)
     found: list[list[int]] = [[] for _ in prompts]
@@ -42,7 +48,7 @@ def generate(
             batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
             room = min(max_new_tokens, longest_position(module) - max(map(len, batch)))
             room = room if whole else agreed(room, group, dist.ReduceOp.MIN)
-            rows = complete(module, batch, room, eos_id, pad_id, None if whole else group)
+            rows = complete(module, batch, room, eos_id, pad_id, None if whole else group, progress)
             for index, row in zip(chosen, rows, strict=True):
                 found[index] = row
     return found
@@ -55,6 +61,7 @@ def complete(
     eos_id: int | None,
     pad_id: int,
     group: dist.ProcessGroup | None,
+    progress: Callable[[], None],
 ) -> list[list[int]]:
     """One batch of prompts; with ``group`` all its ranks make the same number of forward passes."""
     from transformers import DynamicCache
@@ -72,6 +79,7 @@ def complete(
         if eos_id is not None:
             ended = ended | (following == eos_id)
         columns.append(torch.where(ended, -1, following))
+        progress()
         running = not bool(ended.all())
         if not (running if group is None else agreed(int(running), group, dist.ReduceOp.MAX)):
             break

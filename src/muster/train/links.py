@@ -37,6 +37,9 @@ class FileLink:
     def beat(self, step: int) -> None:
         """Nobody watches."""
 
+    def progress(self, *, for_s: float = 0.0) -> None:
+        """Nobody watches."""
+
     def order(self) -> Order | None:
         taken, self._order = self._order, None
         return taken

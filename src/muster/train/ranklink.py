@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import queue
 import select
@@ -16,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from muster.core.errors import AccessError
@@ -24,6 +26,8 @@ from muster.core.wire import Session
 
 #: Events kept while no agent listens; the oldest go first.
 KEPT_EVENTS = 10_000
+#: Progress outside of steps is told this often at most.
+PROGRESS_EVERY_S = 0.5
 #: A rank that lost a peer waits so long to hear that it is kept; a real loss is known to the agents sooner.
 LOST_PEER_WAIT_S = 10.0
 
@@ -66,6 +70,29 @@ class Line:
         return found
 
 
+@dataclass
+class Pulse:
+    """When to tell of progress outside of steps: seldom, and by itself for as long as somebody vouched for."""
+
+    told_s: float = -math.inf
+    until_s: float = -math.inf
+
+    def claimed(self, now_s: float, *, for_s: float) -> bool:
+        """Progress was made, and counts for the next ``for_s``: whether to tell it now."""
+        self.until_s = now_s + for_s
+        return self._due(now_s)
+
+    def goes_on(self, now_s: float) -> bool:
+        """Whether to tell what was vouched for before."""
+        return now_s < self.until_s and self._due(now_s)
+
+    def _due(self, now_s: float) -> bool:
+        if now_s - self.told_s < PROGRESS_EVERY_S:
+            return False
+        self.told_s = now_s
+        return True
+
+
 class RankLink:
     """``core.ranks.Link`` over the agent's socket."""
 
@@ -94,6 +121,7 @@ class RankLink:
         self._step = -1
         self._micro = 0
         self._hurry = False
+        self._pulse = Pulse()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
@@ -123,6 +151,14 @@ class RankLink:
         if new:  # a snapshot lies ready: the mover should hear of it now, not at the next beat
             self._hurry = True
             self._wake()
+
+    def progress(self, *, for_s: float = 0.0) -> None:
+        if self._pulse.claimed(time.monotonic(), for_s=for_s):
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self._out.append({"t": "progress", "attempt": self._attempt, "rank": self._rank})
+        self._wake()
 
     def order(self) -> Order | None:
         return self._orders.popleft() if self._orders else None
@@ -179,6 +215,8 @@ class RankLink:
                     self._hurry = False
                     line.send({"t": "beat", "step": self._step, "micro": self._micro})
                     next_beat = now + self._beat_every_s
+                if self._pulse.goes_on(now):
+                    self._tell_progress()
                 if self._closing.is_set() and not self._out:
                     return
                 watched: list[Any] = [line.sock, self._wake_r]

@@ -29,6 +29,9 @@ from muster.train.setup import World
 from muster.train.state import TrainState
 from muster.train.state_hash import PendingHash, StateHashes
 
+#: The wait for a save's bytes counts as progress for so long: another process writes them, and says that it lives.
+SAVE_LIMIT_S = 1800.0
+
 
 class Paused(Exception):
     """This rank is to leave its world between two updates, and to go on in another."""
@@ -191,14 +194,18 @@ class Run:
         if order is not None and not self.saves.fits(order, self.world.control):
             return
         with self._apart("checkpoint", step):
+            self.link.progress(for_s=SAVE_LIMIT_S)
             self.saves.save(step)
+            self.link.progress()
 
     def finish(self) -> None:
         """Complete what is under way."""
         self.settle()
         self.reader.close()
         self.collector.close()
+        self.link.progress(for_s=SAVE_LIMIT_S)
         self.saves.finish()
+        self.link.progress()
         for tracker in self.log.trackers:
             tracker.close()
 

@@ -27,6 +27,8 @@ from muster.core.seams import Clock
 
 DRAIN_S = 15.0
 """After the run's end its pods' last words are waited for; a pod of a dead node has none."""
+AHEAD_LINES = 10_000
+"""Read ahead of whoever reads them here: a pager that waits holds the connections back, not the memory."""
 LOOK_EVERY_S = 5.0
 """Where watching is not allowed, or nothing can be watched yet."""
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)$")
@@ -44,7 +46,7 @@ class Follower:
     clock: Clock = field(default_factory=SystemClock)
     pause_s: float = 0.5
     """Between a connection that broke and the next."""
-    _told: queue.SimpleQueue[LogChunk | MusterError | None] = field(default_factory=queue.SimpleQueue)
+    _told: queue.Queue[LogChunk | MusterError | None] = field(default_factory=lambda: queue.Queue(AHEAD_LINES))
     _opened: list[Lines] = field(default_factory=list)
     _known: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _readers: dict[str, threading.Thread] = field(default_factory=dict)
@@ -82,6 +84,13 @@ class Follower:
             if found is not None:
                 yield found
 
+    def _tell(self, found: LogChunk | MusterError | None) -> None:
+        """Wait for room, for as long as somebody reads."""
+        while not self._stopping.is_set():
+            with contextlib.suppress(queue.Full):
+                self._told.put(found, timeout=1.0)
+                return
+
     def _reading(self) -> bool:
         return any(each.is_alive() for each in list(self._readers.values()))
 
@@ -100,7 +109,7 @@ class Follower:
         with contextlib.suppress(Unreachable):
             if self.over():
                 self._ended.set()
-                self._told.put(None)
+                self._tell(None)
         return self._ended.is_set()
 
     def _watch_pods(self) -> None:
@@ -110,7 +119,7 @@ class Follower:
                 for pod in self.cluster.list("v1", "pods", namespace=self.namespace, labels=self.labels):
                     self._meet(pod)
                 self._looked.set()
-                self._told.put(None)
+                self._tell(None)
                 for pod in self._watch("v1", "pods"):
                     self._meet(pod)
             self._stopping.wait(self.pause_s)
@@ -148,9 +157,11 @@ class Follower:
                 self._opened.append(lines)
                 try:
                     for line in lines:
+                        if self._stopping.is_set():
+                            return
                         if (fresh := place.fresh(line)) is not None:
                             writer, text = told_by(fresh.decode(errors="replace"), task)
-                            self._told.put(LogChunk(task=writer, text=text, next_offset=0))
+                            self._tell(LogChunk(task=writer, text=text, next_offset=0))
                 finally:
                     self._opened.remove(lines)
                     lines.close()
@@ -177,12 +188,11 @@ class Follower:
         try:
             work()
         except MusterError as error:
-            self._told.put(error)
+            self._tell(error)
         except Exception as error:  # noqa: BLE001 (else the reader waits for ever)
-            if not self._stopping.is_set():
-                self._told.put(BackendError(f"following the logs broke: {error!r}", hint="muster logs without -f"))
+            self._tell(BackendError(f"following the logs broke: {error!r}", hint="muster logs without -f"))
         finally:
-            self._told.put(None)
+            self._tell(None)
 
 
 @dataclass

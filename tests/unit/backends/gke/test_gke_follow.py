@@ -189,6 +189,18 @@ def test_leaving_closes_every_connection(server):
     assert len([path for path, query in server.asked if path.endswith("/log")]) == 1, "nothing is opened again"
 
 
+def test_leaving_lets_go_of_a_reader_that_waits_for_room(server, monkeypatch):
+    monkeypatch.setattr(module, "AHEAD_LINES", 4)
+    server.pod(0)
+    server.logs["host-0"] = [[f"{at(1)} line\n"] * 1000]
+    made = follower(server)
+    chunks = made.chunks()
+    next(chunks)
+    chunks.close()
+    made._readers["host-0"].join(30)
+    assert not made._readers["host-0"].is_alive() and made._told.qsize() <= 4
+
+
 def test_what_is_not_allowed_is_said(server):
     server.pod(0)
     server.refused[f"{PODS}/host-0/log"] = 403

@@ -55,7 +55,7 @@ class Problem:
         place = f"{self.source}:{self.line}" if self.line is not None else self.source
         key = f" {self.key}:" if self.key else ""
         hint = f" (hint: {self.hint})" if self.hint else ""
-        return f"{place}:{key} {self.message}{hint}"
+        return f"{place}:{key} {self.message}{hint}".replace("\n", "\\n")  # a key may hold what it likes
 
 
 class RunFileError(UsageError):

@@ -127,9 +127,10 @@ def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 def _recovery(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.recovery.policy == "none":
-        for name in ("max_restarts_without_progress", "standby"):
+        for name in ("max_restarts_without_progress", "standby", "bad_sample"):
             yield f"recovery.{name}", "policy is none: a failure ends the run"
     if spec.command is not None:
         yield "recovery.reference_steps", "`command` trains, not Muster's trainer"
+        yield "recovery.bad_sample", "`command` trains, not Muster's trainer"
         for section in ("evaluation", "training", "parallelism"):
             yield section, "`command` trains, not Muster's trainer"

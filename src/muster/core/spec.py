@@ -260,6 +260,9 @@ class Recovery(Section):
     """After the user's own failure the hosts stay warm for so long (``muster restart``)."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0
     """Time to save after a notice or a stop."""
+    bad_sample: Literal["stop", "skip"] = "stop"
+    """A step that is not finite is taken once more; not finite again, the run stops, or its update is left out: at most
+    10 steps a run, never two in a row."""
     reference_steps: NotNegative = 0
     """Steps at the run's beginning without snapshots and saves: their rate is what goodput divides by, and what fault
     tolerance costs is known. 200 are enough; a failure in them costs them. 0: none."""

@@ -159,6 +159,7 @@ def situation(c: Context, key: str | None) -> Situation:
         max_restarts_without_progress=c.settings.spec.recovery.max_restarts_without_progress,
         same_error_repeats=state.error_counts.get(key or "", 0),
         same_error_hosts=len(state.error_hosts.get(key or "", ())),
+        bad_sample=c.settings.spec.recovery.bad_sample,
         skipped_steps=tuple(sorted(state.skip_steps)),
         noticed=frozenset(name for name in members if state.hosts[name].going_s is not None),
         resettable=frozenset(name for name, host in state.hosts.items() if host.resettable and host.connected),

@@ -31,6 +31,9 @@ _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NE
 #: A snapshot that could not be read, by the name of its ring (``core.ring.file_name``) or in words.
 _SNAPSHOT = re.compile(r"\b(own|peer|fetched)\.r\d+s\d+t\d+|snapshot", re.IGNORECASE)
 
+#: How the trainer's guard begins (``train.guard``).
+_STEP = re.compile(r"step (\d+):")
+
 
 def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str, dict[str, Any]]:
     """(kind, evidence, detail) for a rank that left without being asked to."""
@@ -55,6 +58,9 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str,
     if not last:
         return IncidentKind.RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
     if last.get("not_finite"):
+        named = _STEP.match(first_line)  # the rank may be at the next one by the time it looks at the numbers
+        if named:
+            detail["step"] = int(named[1])
         return IncidentKind.NOT_FINITE, f"{where}: {first_line}", detail
     if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
         return IncidentKind.RANK_OOM, f"{where} ran out of memory: {first_line}", detail

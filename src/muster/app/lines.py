@@ -20,6 +20,8 @@ def step_line(step: int | None, detail: Mapping[str, Any]) -> str:
     words = [f"step {step}"]
     if detail["loss"] is not None:
         words.append(f"loss {detail['loss']:.4f}")
+    if detail.get("skipped"):
+        words.append("left out")
     words.append(f"time {seconds:.3f} s")
     if "tflops_per_rank" in detail:
         words.append(f"{detail['tflops_per_rank']:.4g} TFLOP/s/GPU")

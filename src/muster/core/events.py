@@ -74,6 +74,8 @@ _STEP_OPTIONAL = {
     "memory_bytes": "peak on this rank: CUDA allocator, or resident set on CPU",
     "rows": "sequences of the global batch",
     "padding_rounds": "zero-weight micro-batches of this step, all ranks",
+    "skipped": "true: its update was left out on every rank; tokens are 0, loss and norm null",
+    "skipped_tokens": "tokens of the batch that was left out",
     "state_hash": "64 bits over the state after this step, equal in any layout, where asked for; null: a peer was lost",
     "snapshot_step": "newest step that the hosts' own memory holds",
     "peer_step": "newest step of which every rank knows that another host's memory holds it too",

@@ -10,6 +10,7 @@ from muster.core.ranks import Order
 from muster.train.guard import must_skip
 from muster.train.loss import loss_sum
 from muster.train.optimizer import clip_scale
+from muster.train.reader import StepWork
 from muster.train.run import Run
 from muster.train.schedule_lr import learning_rate
 
@@ -26,24 +27,12 @@ def train(run: Run) -> Order | None:
         run.times.data_wait_ns = time.monotonic_ns() - waited_from
         run.orders.begin(save_now=run.wants_save())
         run.profiler.begin(step)
-        run.sums.begin(micro_batches=work.micro_batches)
-        losses = []
-        for number, part in enumerate(work.rounds, start=1):
-            seed_micro_batch(training.seed, step, part.index)
-            run.sums.before_forward(last=number == len(work.rounds))
-            loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
-            loss.backward()
-            run.sums.add_loss(loss)
-            losses.append(loss.detach())
-            run.link.beat(step)
-            run.settle()  # the step before, where its numbers were left on the device
-        total, norm, fault = run.sums.finish()
-        skip = must_skip(total, norm, fault)
         rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
         rate *= run.course.at(step).learning_rate_scale
-        scale = clip_scale(norm, training.optimizer.max_grad_norm)
-        run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
-        run.applied(work, losses, total, norm, fault, rate)
+        if step in run.context.skip_steps:
+            run.left_out(work, rate)
+        else:
+            update(run, work, rate)
         run.profiler.end(step)
         run.collector.step(step)
         order = run.orders.agreed()
@@ -54,6 +43,27 @@ def train(run: Run) -> Order | None:
         if order is not None and order.kind == "stop":
             return order
     return None
+
+
+def update(run: Run, work: StepWork, rate: float) -> None:
+    """One step: every micro-batch forward and backward, the sums over all ranks, the optimizer."""
+    training, step = run.spec.training, work.step
+    run.sums.begin(micro_batches=work.micro_batches)
+    losses = []
+    for number, part in enumerate(work.rounds, start=1):
+        seed_micro_batch(training.seed, step, part.index)
+        run.sums.before_forward(last=number == len(work.rounds))
+        loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
+        loss.backward()
+        run.sums.add_loss(loss)
+        losses.append(loss.detach())
+        run.link.beat(step)
+        run.settle()  # the step before, where its numbers were left on the device
+    total, norm, fault = run.sums.finish()
+    skip = must_skip(total, norm, fault)
+    scale = clip_scale(norm, training.optimizer.max_grad_norm)
+    run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
+    run.applied(work, losses, total, norm, fault, rate)
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:

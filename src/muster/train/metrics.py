@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,17 +78,23 @@ class StepLog:
         self,
         work: StepWork,
         *,
-        loss: float,
-        norm: float,
+        loss: float | None,
+        norm: float | None,
         learning_rate: float,
         times: StepTimes,
         more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Emit the ``step`` event; its detail, or None on ranks that are silent. ``more``: goes in with it."""
+        """Emit the ``step`` event; its detail, or None on ranks that are silent. ``more``: goes in with it.
+
+        No loss: the update was left out, so none of its tokens was trained on.
+        """
         now = time.monotonic_ns()
         step_ns, self._since_ns = max(1, now - self._since_ns), now
         if self.rank != 0:
             return None
+        if loss is None:
+            more = {**(more or {}), "skipped": True, "skipped_tokens": work.tokens}
+            work = replace(work, tokens=0, supervised_tokens=0, padding_tokens=0, padding_rounds=0, model_flops=0.0)
         detail: dict[str, Any] = {
             "loss": loss,
             "grad_norm": norm,

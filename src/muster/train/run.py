@@ -59,13 +59,14 @@ class Snapshot(Protocol):
 
 @dataclass
 class Applied:
-    """An update that was made, and whose numbers may still be on the device."""
+    """A step that was taken, and whose numbers may still be on the device."""
 
     work: StepWork
     losses: Sequence[Tensor]
-    numbers: Pending
+    numbers: Pending | None
+    """None: its update was left out."""
     learning_rate: float
-    state_hash: PendingHash | None
+    state_hash: PendingHash | None = None
 
 
 @dataclass
@@ -104,15 +105,27 @@ class Run:
 
         On CUDA without a snapshot the host does not wait: ``settle`` in the next step's first round does.
         """
+        self._advance(Applied(work, losses, Pending((loss, norm, fault)), learning_rate))
+
+    def left_out(self, work: StepWork, learning_rate: float) -> None:
+        """``work.step`` counts on every rank and its batch does not: it was never finite (``skip_steps``).
+
+        Nothing is computed and no gradient exists, so the state after it is the state before it, one step on.
+        """
+        self.settle()
+        self.link.beat(work.step)
+        self._advance(Applied(work, (), None, learning_rate))
+
+    def _advance(self, applied: Applied) -> None:
+        work, self._applied = applied.work, applied
         self.state.step = work.step
-        state_hash = self.hashes.begin(work.step)
-        self._applied = Applied(work, losses, Pending((loss, norm, fault)), learning_rate, state_hash)
+        applied.state_hash = self.hashes.begin(work.step)
         every = self.spec.checkpoint.memory_every_steps
         wanted = self.snapshots is not None and every > 0 and work.step % every == 0
         wanted = wanted and not self.reference.covers(work.step)
         if not wanted and self.device.type == "cuda" and work.step < self.last_step:
             return
-        self._check(self._applied)
+        self._check(applied)
         if wanted and self.snapshots is not None and self.orders.snapshot_agreed():
             began = time.monotonic_ns()
             self.snapshots.save(work.step, self.state.local_tensors())
@@ -219,7 +232,10 @@ class Run:
             self.phases.enter(before, step=step)
         self.log.restart()
 
-    def _check(self, applied: Applied) -> tuple[float, float]:
+    def _check(self, applied: Applied) -> tuple[float | None, float | None]:
+        """Loss and norm; None where the update was left out. Raises NotFinite."""
+        if applied.numbers is None:
+            return None, None
         loss, norm, fault = applied.numbers.values()
         if math.isfinite(loss) and math.isfinite(norm) and fault == 0.0:
             return loss, norm

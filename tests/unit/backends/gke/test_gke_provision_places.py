@@ -64,6 +64,19 @@ def test_a_pool_that_somebody_waits_for_since_an_interruption_is_taken_back_too(
     assert not any("b200" in name for name in google.names())
 
 
+def test_down_does_not_wait_for_machines_that_do_not_come():
+    google = cloud(slow={"b200": 10**9})
+    counted = cloud()
+    up(places()[1], session(counted), INSTALLED, workers=1)
+    pool = next(n for n, (method, url) in enumerate(counted.log, 1) if method == "POST" and url.endswith("/nodePools"))
+    google.kill_at = pool
+    with pytest.raises(Killed):
+        up(places()[1], session(google), INSTALLED, workers=1)
+    google.kill_at = None
+    leaving = session(google)
+    assert down(places()[1], leaving, workers=1).clean and google.store == {} and leaving.clock.now_s < 120
+
+
 def test_an_operation_that_cannot_be_cancelled_is_not_doubled_elsewhere():
     google = cloud(slow={"b200": 10**9})
     counted = cloud(slow={"b200": 10**9})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from muster.backends.gke.provision.progress import Changed, Progress, Step, silent
-from muster.backends.gke.provision.resources import Resource, refuse_foreign
+from muster.backends.gke.provision.resources import Resource, RestResource, refuse_foreign
 from muster.backends.gke.provision.session import Session
 from muster.core.errors import ConflictError, MusterError
 
@@ -149,7 +149,7 @@ def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resourc
             return tell("gone")
         if not found.ours or keep(resource):
             return tell("kept")
-        if found.state == "changing":
+        if found.state == "changing" and not _given_up(resource, session):
             tell("waiting")
             try:
                 resource.settle(session)
@@ -162,6 +162,13 @@ def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resourc
         tell("failed", str(error))
         raise
     tell("gone")
+
+
+def _given_up(resource: Resource, session: Session) -> bool:
+    """Whether its creation was ended: machines that have not come are not waited for to be removed."""
+    if not isinstance(resource, RestResource) or resource.patience_s is None:
+        return False
+    return resource.give_up(session) is None
 
 
 def _in_order(before: dict[str, set[str]], act: Callable[[str], None], workers: int, *, stop_on_error: bool) -> None:

@@ -180,22 +180,30 @@ class RestResource:
             CapacityError: always, once it is gone.
             NotOver: it is to be waited for, or cannot be ended: then another place must not be asked besides.
         """
-        if self.patience_s is None or self.operations is None:
+        if self.patience_s is None:
             raise late
-        rows = session.ok(Call(method="GET", url=self.operations)).body.get("operations", [])
-        end = "/clusters/" + self.url.rpartition("/clusters/")[2]
-        for row in rows:
-            if str(row.get("targetLink", "")).endswith(end) and row.get("status") in ("PENDING", "RUNNING"):
-                call = Call(method="POST", url=f"{self.operations}/{row['name']}:cancel", body={})
-                reply = session.send(call)
-                if reply.status >= 300:
-                    words = f"{late}; it cannot be cancelled: {reply.message}"
-                    raise NotOver(words, hint="muster down, or the same again to go on waiting") from late
+        if trouble := self.give_up(session):
+            raise NotOver(f"{late}; {trouble}", hint="muster down, or the same again to go on waiting") from late
         self.remove(session)
         raise CapacityError(
             f"{self.key}: no machines within {self.patience_s / 60:.0f} minutes",
             hint="name another place in resources.locations, or another mode",
         ) from late
+
+    def give_up(self, session: Session) -> str | None:
+        """Cancel its creation, where that goes on; returns why it cannot be cancelled."""
+        if self.operations is None:
+            return "it cannot be cancelled"
+        rows = session.ok(Call(method="GET", url=self.operations)).body.get("operations", [])
+        end = "/clusters/" + self.url.rpartition("/clusters/")[2]
+        for row in rows:
+            creates = row.get("operationType") == "CREATE_NODE_POOL" and row.get("status") in ("PENDING", "RUNNING")
+            if creates and str(row.get("targetLink", "")).endswith(end):
+                call = Call(method="POST", url=f"{self.operations}/{row['name']}:cancel", body={})
+                reply = session.send(call)
+                if reply.status >= 300:
+                    return f"it cannot be cancelled: {reply.message}"
+        return None
 
     def _poll(self, reply: Reply) -> str | None:
         if self.operations is None:

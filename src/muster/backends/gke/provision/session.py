@@ -11,7 +11,7 @@ from muster.core.errors import AccessError, BackendError, CapacityError, MusterE
 from muster.core.seams import Clock
 
 TRANSIENT = {429, 500, 502, 503, 504}
-BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION")
+BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION", "running incompatible operation")
 TRIES = 8
 LONGEST_PAUSE_S = 30.0
 NO_ROOM = (

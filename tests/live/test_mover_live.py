@@ -274,6 +274,48 @@ def test_a_new_mover_knows_where_copies_go(agent, movers):
     eventually(lambda: versions(copy) == [(5, 1)])
 
 
+def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, movers):
+    """The agent died, its ranks train on: nobody tells its successor's mover."""
+    a, _ = movers
+    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0])
+    address = agent.mover.address
+    agent.mover.end()  # as its stdin's end would
+    agent.mover = MoverChild(agent=agent)
+    agent.mover.start()
+    assert agent.mover.address == address
+    write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
+    agent.mover.copy(5)
+    eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
+
+
+def test_a_mover_that_dies_over_a_share_leaves_it_to_the_rank(tmp_path):
+    """It took the share and died: the rank writes a file of another name, which the dead one cannot spoil."""
+    (tmp_path / "memory").mkdir()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "memory" / MOVER_SOCKET))
+    listener.listen()
+
+    def die_over_it():
+        sock, _ = listener.accept()
+        stream = Stream(sock, TOKEN, server=True)
+        stream.receive()
+        stream.send({"t": "go"})
+        os.close(stream.receive_file())
+        sock.close()
+
+    threading.Thread(target=die_over_it, daemon=True).start()
+    seen = []
+    saves = saver(SimpleNamespace(memory=tmp_path / "memory"), tmp_path, seen)
+    saves.save(1, state_of(1), {})
+    saves.finish()
+    assert [kind for kind, _ in seen] == ["checkpoint.begun", "checkpoint.committed", "run.note"], seen
+    found = newest_valid(open_store(), str(tmp_path / "checkpoints"))
+    assert found.files[0].name == "own-rank-00000.shard"
+    restored = state_of(0)
+    load_into(found, restored)
+    assert bool((restored["w"] == 1).all())
+
+
 def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
     """The writing is as slow as the test wants it, and ends when the connection does."""
     begun, dropped, go_on = threading.Event(), threading.Event(), threading.Event()
@@ -352,7 +394,7 @@ def test_a_run_loses_its_movers_and_trains_on_and_copies_go_on(tmp_path):
 
 
 def test_a_run_that_ends_without_a_save_leaves_its_memory_on_the_disk(tmp_path):
-    changes = {"recovery.policy": "none"}
+    changes = {"recovery.policy": "none", "training.steps": 30}
     with LiveRun(tmp_path, spec_of(**changes)) as run:
         run.start()
         run.wait_for_step(12)
@@ -366,4 +408,4 @@ def test_a_run_that_ends_without_a_save_leaves_its_memory_on_the_disk(tmp_path):
         assert run.wait() == 0, run.story()
         assert {event.step for event in run.events("checkpoint.restored")} == {committed.step}, run.story()
         steps = [event.step for event in run.events("step")]
-        assert max(steps) == 60 and sum(steps.count(step) - 1 for step in set(steps)) <= 1, "nothing applied was lost"
+        assert max(steps) == 30 and sum(steps.count(step) - 1 for step in set(steps)) <= 1, "nothing applied was lost"

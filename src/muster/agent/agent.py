@@ -61,6 +61,8 @@ class Agent:
         self.crew = Crew(agent=self)
         self.log = HostLog(run_id=run_id, run_dir=run_dir, host=host)
         self.ready = False
+        self.newest_attempt = 0
+        """That a supervisor spoke of: in its name a flush is committed."""
         self.leaving: str | None = None
         self.failure: dict[str, Any] | None = None
         self.contact_after = time.monotonic()
@@ -171,6 +173,8 @@ class Agent:
 
     def _from_supervisor(self, message: dict[str, Any]) -> None:
         kind = message["t"]
+        if kind in ("welcome", "start", "end"):
+            self.newest_attempt = max(self.newest_attempt, int(message["attempt"]))
         if kind == "start":
             self.crew.start(message)
         elif kind == "end":
@@ -184,7 +188,7 @@ class Agent:
         elif kind == "peer":  # the peer's mover was started again: it listens elsewhere
             self.programs.mover.peer_moved(message["peer"])
         elif kind in ("flush", "flush_commit"):
-            self.programs.mover.flush(message, fence=self.crew.attempt)
+            self.programs.mover.flush(message, fence=self.newest_attempt)
         elif kind == "ping":
             self.tell({"t": "pong", "id": message["id"], "mono_ns": time.monotonic_ns()})
         elif kind == "reload":
@@ -262,7 +266,7 @@ class Agent:
             detail |= {"uri": answer["uri"], "bytes": answer["bytes"]}
             event = {
                 "kind": "checkpoint.committed",
-                "attempt": self.crew.attempt,
+                "attempt": self.newest_attempt,
                 "step": answer["step"],
                 "mono_ns": time.monotonic_ns(),
                 "wall_ns": time.time_ns(),

@@ -26,6 +26,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from muster.core.ring import Ring, file_name, refuse
 from muster.core.stream import TIMEOUT_S, Stream
 from muster.core.wire import read_token
 
+#: A dead agent's mover ends when its stdin does; its port is free then.
+PREDECESSOR_S = 1.0
 _FLUSH = {"flush": ("flushed", flush), "flush_commit": ("flush_committed", commit_flushed)}
 
 
@@ -222,10 +225,15 @@ class Mover:
 
 
 def _listen(bind: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((bind, port), backlog=64)
-    except OSError:
-        return socket.create_server((bind, 0), backlog=64)
+    until = time.monotonic() + PREDECESSOR_S
+    while port:
+        try:
+            return socket.create_server((bind, port), backlog=64)
+        except OSError:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+    return socket.create_server((bind, 0), backlog=64)
 
 
 def main() -> None:

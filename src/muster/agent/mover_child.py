@@ -25,11 +25,16 @@ FIRST_WAIT_S = 20.0
 #: A mover that died so soon so often will die again: the host goes on without (no copies, ranks write themselves).
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
+_NOTES = "mover.json"
 _ASKED = {"flushed": "flush", "flush_committed": "flush_commit"}
 
 
 class MoverChild:
-    """One at a time. What it must know (where copies go, what is being fetched) is said again to a successor."""
+    """One at a time. What it must know (where copies go, what is being fetched) is said again to a successor.
+
+    Where copies go, and the port, also lie in the host's memory folder: an agent that is begun anew starts a mover too,
+    while the ranks train on and nobody else tells it.
+    """
 
     def __init__(self, *, agent: Agent) -> None:
         self.agent = agent
@@ -49,12 +54,24 @@ class MoverChild:
 
     def start(self) -> None:
         """Start the first one and wait for its address."""
+        self._recall()
         child = self._start()
         until = time.monotonic() + FIRST_WAIT_S
         assert child.stdout is not None
         while self.address is None and self._child is child and time.monotonic() < until:
             if select.select([child.stdout], [], [], 0.1)[0] and not self._hear(child):
                 return
+
+    def _recall(self) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            known = json.loads((self.agent.memory / _NOTES).read_text())
+            self._port, self._peers = int(known["port"]), known["peers"]
+
+    def _note(self) -> None:
+        with contextlib.suppress(OSError):
+            path = self.agent.memory / _NOTES
+            path.with_suffix(".part").write_text(json.dumps({"port": self._port, "peers": self._peers}))
+            path.with_suffix(".part").rename(path)
 
     def _start(self) -> subprocess.Popen[bytes]:
         log = self._log()
@@ -104,12 +121,14 @@ class MoverChild:
         """From now on these ranks' snapshots are copied to ``peer``; what was fetched before is forgotten."""
         self._peers = {"do": "peers", "peer": peer, "layout": layout, "ranks": ranks}
         self._fetches.clear()
+        self._note()
         self._tell(self._peers)
 
     def peer_moved(self, peer: list[Any] | None) -> None:
         """The peer's mover was started again elsewhere."""
         if self._peers is not None and self._peers["peer"] != peer:
             self._peers = {**self._peers, "peer": peer}
+            self._note()
             self._tell(self._peers)
 
     def copy(self, step: int) -> None:
@@ -172,6 +191,7 @@ class MoverChild:
     def _came(self, address: list[Any]) -> None:
         again = self._port != 0
         self.address, self._port = address, int(address[1])
+        self._note()
         if not again:
             return
         for order in [self._peers, *self._fetches, *self._flushes]:

@@ -1,0 +1,90 @@
+"""Random sequences of everything that can happen, in virtual time: a run ends, once, and takes nothing with it."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_machine import check_invariants, cluster, events_of, kinds, machine, spec
+
+from muster.policy.shipped import SHIPPED
+from muster.simulate.cluster import Stages
+from muster.supervise.fold import recover
+from muster.supervise.layout import Snapshot, newest_complete
+from muster.supervise.state import Phase, StopRequest
+
+WORDS = {
+    "own": {"exception": "ValueError", "message": "bad row 17"},
+    "device": {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"},
+    "nan": {"exception": "NotFinite", "message": "step 20: loss is nan", "not_finite": True},
+    "unreadable": {"exception": "CheckpointError", "message": "fetched.r1s2t1.0 is truncated"},
+}
+DEEDS = ["rank", "host", "silent", "return", "notice", "everybody", "stop", "supervisor", "agent", "flap", *WORDS]
+FAULTS = st.lists(
+    st.tuples(st.sampled_from(DEEDS), st.one_of(st.floats(0, 60), st.floats(9, 12)), st.integers(0, 4)), max_size=10
+)
+
+
+def do(found, of, policy, deed, index):
+    names = list(found.hosts)
+    if not names or found.machine.state.phase is Phase.ENDED:
+        return
+    name = names[index % len(names)]
+    host = found.hosts[name]
+    notice = {"t": "notice", "notice": "preemption", "source": "test", "grace_s": 30.0}
+    if deed in WORDS:
+        found.kill_rank(index, code=1, last=WORDS[deed])
+    elif deed == "rank":
+        found.kill_rank(index)
+    elif deed in ("host", "silent"):
+        found.kill_host(name, silent=deed == "silent")
+    elif deed == "return":
+        found.return_host(name)
+    elif deed == "notice":
+        found.hear(host, notice)
+    elif deed == "everybody":
+        for each in list(found.hosts.values()):
+            found.hear(each, notice)
+    elif deed == "stop":
+        found._give(StopRequest(source="SIGTERM", exit_code=75))
+    elif deed == "supervisor":
+        found.replace_supervisor(machine(of, SHIPPED[policy], recover(events_of(found))))
+    elif deed == "agent" and host.up and not host.ranks:
+        host.boots += 1
+        found.join(name)
+    elif deed == "flap":
+        found.kill_host(name, silent=True)
+        found.after(5.0, lambda: found.return_host(name))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    faults=FAULTS,
+    hosts=st.integers(1, 4),
+    spares=st.integers(0, 1),
+    policy=st.sampled_from(["default", "conservative", "none"]),
+    hold_s=st.sampled_from([0.0, 20.0]),
+    every=st.sampled_from([1, 7]),
+    end_ranks_s=st.sampled_from([0.03, 1.5]),
+)
+def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, hold_s, every, end_ranks_s):
+    of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1, recovery={"hold_s": hold_s, "bad_sample": "skip"})
+    found = cluster(of, steps=200, policy=SHIPPED[policy], stages=Stages(end_ranks_s=end_ranks_s))
+    found.snapshot_every_steps = every
+    for deed, at, index in faults:
+        found.at(at, lambda deed=deed, index=index: do(found, of, policy, deed, index))
+    end = found.run(until_s=30_000)
+    assert end is not None, found.machine.state
+    check_invariants(found)
+    state = found.machine.state
+    stops = sum(deed == "stop" for deed, _, _ in faults)
+    if end.outcome == "succeeded" or "saved and left" in end.reason or stops > 1 or "was not written" in end.reason:
+        return
+    held = newest_complete(
+        [
+            Snapshot(host=host.name, **item)
+            for host in found.hosts.values()
+            if host.up and host.joined and state.hosts[host.name].connected
+            for item in host.inventory()
+            if (item["step"], item["attempt"]) not in state.distrusted
+        ]
+    )
+    assert held is None or held.step <= state.committed_step, (end, held, [log.kind for _, log in found.log[-20:]])
+    assert len(kinds(found, "run.finished")) == 1

@@ -274,6 +274,20 @@ def test_a_new_mover_knows_where_copies_go(agent, movers):
     eventually(lambda: versions(copy) == [(5, 1)])
 
 
+def test_a_mover_that_stands_still_does_not_hold_the_agent(agent, movers):
+    a, b = movers
+    os.kill(agent.pid, signal.SIGSTOP)
+    for number in range(3000):  # more than a pipe holds
+        agent.mover.peers(peer=b.address, layout=KEY, ranks=[0, number])
+        agent.mover.copy(number)
+    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0])
+    os.kill(agent.pid, signal.SIGCONT)
+    agent.until(lambda: not agent.mover._unsaid)
+    write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
+    agent.mover.copy(5)
+    eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
+
+
 def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, movers):
     """The agent died, its ranks train on: nobody tells its successor's mover."""
     a, _ = movers

@@ -150,6 +150,22 @@ def test_what_cannot_be_fetched_is_said_at_once(movers):
     assert not (b.memory / order["target"]).exists()
 
 
+def test_a_fetch_outlives_the_others_mover(movers):
+    """It died and is there again a moment later, on the same port."""
+    a, b = movers
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    order = {"do": "fetch", "address": ["127.0.0.1", port], "file": file_name("own", KEY, 1),
+             "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
+    write(a, 1, 9, 3)
+    b.obey(order)
+    time.sleep(0.2)  # it is refused a few times
+    again = Mover(memory=a.memory, token=TOKEN, bind="127.0.0.1", port=port)
+    threading.Thread(target=again.serve, daemon=True).start()
+    eventually(lambda: versions(b.memory / order["target"]) == [(9, 1)])
+    assert refusal(b.memory / order["target"]) is None
+
+
 # ---------------------------------------------------------------- shares: what ranks hand over
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from muster.core.errors import CheckpointError
 from muster.core.ring import Ring, file_name
 
 
-def forget_other_course(memory: Path, *, layout: str, step: int, attempt: int) -> None:
-    """A world of ``layout`` begins after ``step`` of ``attempt``: newer versions of other layouts were given up.
+def begin_course(memory: Path, *, layout: str, origin: str | None, step: int, attempt: int) -> None:
+    """A world of ``layout`` begins after ``step`` of ``attempt``, which lies in rings of ``origin`` (None: nowhere).
 
-    (Those of its own layout its ranks forget, when they open their rings.)
+    Newer versions in those were given up; what any third layout left is older, and its room is needed. (Versions of its
+    own layout its ranks forget, when they open their rings.)
     """
+    drop_other_layouts(memory, keep={layout, origin})
     for path in memory.glob("*.ring"):
         if f".{layout}." in path.name or path.name.startswith("fetched."):
             continue
@@ -40,10 +42,10 @@ def stands(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, pee
     return True
 
 
-def drop_other_layouts(memory: Path, *, layout: str) -> None:
-    """Snapshots of another layout, own and peers', have served."""
+def drop_other_layouts(memory: Path, *, keep: Collection[str | None]) -> None:
+    """Snapshots of other layouts than these, own and peers', have served."""
     for path in memory.glob("*.ring"):
-        if f".{layout}." not in path.name:
+        if not path.name.startswith("fetched.") and path.name.split(".")[1] not in keep:
             path.unlink(missing_ok=True)
 
 

@@ -40,6 +40,8 @@ from muster.core.wire import read_token
 
 #: A dead agent's mover ends when its stdin does; its port is free then.
 PREDECESSOR_S = 1.0
+#: A mover that died is there again within this time, on the same port: for so long a fetch is tried again.
+RESTART_S = 2.0
 _FLUSH = {"flush": ("flushed", flush), "flush_commit": ("flush_committed", commit_flushed)}
 
 
@@ -202,11 +204,21 @@ class Mover:
 
     def _fetch(self, order: Mapping[str, Any]) -> None:
         try:
-            self.fetch(order)
+            self._fetch_patiently(order)
         except (OSError, MusterError, ValueError, KeyError) as error:
             complain(f"fetching {order['file']}: {error}")
             with contextlib.suppress(OSError):  # a full tmpfs: the rank waits its time out
                 refuse(self.memory / order["target"], str(error) or type(error).__name__)
+
+    def _fetch_patiently(self, order: Mapping[str, Any]) -> None:
+        until = time.monotonic() + RESTART_S
+        while True:
+            try:
+                return self.fetch(order)
+            except ConnectionError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
 
     def _flush(self, order: Mapping[str, Any]) -> None:
         kind, act = _FLUSH[order["do"]]

@@ -241,7 +241,7 @@ class Programs:
             self.agent.memory, layout=self._layout, ranks=self._ranks, attempt=attempt, peer_copy=self._peer_copy
         ):
             self._tidied = attempt
-            held.drop_other_layouts(self.agent.memory, layout=self._layout)
+            held.drop_other_layouts(self.agent.memory, keep={self._layout})
 
     def step_timeout_s(self) -> float:
         """The limit given, or ten median steps and at least 30 s."""
@@ -297,11 +297,12 @@ class Programs:
         self._peer_copy = message.get("peer") is not None
         self.mover.peers(peer=message.get("peer"), layout=self._layout, ranks=self._ranks)
         restore = contexts[0].get("restore")
-        step, attempt = (-1, 0) if restore is None else (int(restore["step"]), int(message["restore_attempt"]))
-        held.forget_other_course(self.agent.memory, layout=self._layout, step=step, attempt=attempt)
         if restore is None:
+            held.begin_course(self.agent.memory, layout=self._layout, origin=None, step=-1, attempt=0)
             return {}
         key = Layout(**restore["layout"]).key
+        step, attempt = int(restore["step"]), int(message["restore_attempt"])
+        held.begin_course(self.agent.memory, layout=self._layout, origin=key, step=step, attempt=attempt)
         sources = {}
         for item in message["fetch"]:
             rank, tier = int(item["rank"]), "own" if item["tier"] == "memory" else "peer"

@@ -48,7 +48,7 @@ def test_other_layouts_and_fetched_rings_go_apart(tmp_path):
         "own.r1s4t1.0.ring",
         "peer.r1s4t1.3.ring",
     ]
-    held.drop_other_layouts(tmp_path, layout=NEW)
+    held.drop_other_layouts(tmp_path, keep={NEW})
     assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]
 
 
@@ -57,7 +57,11 @@ def test_a_course_that_was_given_up_is_forgotten_in_other_layouts(tmp_path):
     ring(tmp_path, OLD, 3, (9, 1), (10, 1), tier="peer")
     ring(tmp_path, NEW, 0, (10, 1))
     (tmp_path / "own.r1s4t1.7.ring").write_bytes(b"torn")
-    held.forget_other_course(tmp_path, layout=NEW, step=9, attempt=1)
+    ring(tmp_path, "r2s4t1", 0, (7, 1))  # of a world before: what the new one begins from is newer
+    held.begin_course(tmp_path, layout=NEW, origin=OLD, step=9, attempt=1)
+    assert not (tmp_path / "own.r2s4t1.0.ring").exists()
     assert steps(tmp_path, OLD, 0) == [9, 8]
     assert steps(tmp_path, OLD, 3, "peer") == [9]
     assert steps(tmp_path, NEW, 0) == [10]
+    held.begin_course(tmp_path, layout=NEW, origin=None, step=-1, attempt=0)  # begins from the disk, or anew
+    assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]

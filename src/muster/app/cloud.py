@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from muster.backends.gke.provision.http import Call, GoogleHttp, Http
 from muster.backends.gke.provision.progress import Began, Changed, Event, Planned, Progress, Row, Said, Tree
 from muster.backends.gke.provision.quota import Quota, quota
 from muster.backends.gke.provision.session import Session
-from muster.backends.gke.provision.site import Site, site
+from muster.backends.gke.provision.site import Site, site, today
 from muster.backends.gke.provision.software import hashes, parsed, software, unvouched, wanted_software
 from muster.backends.gke.provision.up import Down, down_everywhere, requests, up_first
 from muster.core.clock import SystemClock
@@ -58,7 +57,7 @@ def place_of(spec: RunSpec, *, zone: str | None = None, adopt: bool = False, opt
         raise UsageError(f"a cluster is for GKE, and this run file's backend is {spec.backend!r}", hint="backend: gke")
     run_dir = spec.run_dir or "/muster-runs"
     placement = place(spec, run_id=spec.name, run_dir=run_dir, options=options or Options())
-    return site(placement, zone=zone, adopt=adopt, day=_day(SystemClock()))
+    return site(placement, zone=zone, adopt=adopt, day=today(SystemClock()))
 
 
 def places_of(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> list[Site]:
@@ -85,7 +84,7 @@ def pin(where: Site, manifests: Path | None, *, fetch: released.Fetch | None = N
     if manifests is None:
         released.fetch_missing(where, fetch)
     found = hashes(where, released.at_hand(where, manifests))
-    return found, released.pin(found, day=_day(SystemClock()))
+    return found, released.pin(found, day=today(SystemClock()))
 
 
 def bring_up(
@@ -110,7 +109,7 @@ def bring_up(
             (progress or _silent)(Said(text=line))
     texts, pins = released.at_hand(places[0], manifests), released.pins()
     software(places[0], texts, pins=pins)
-    session = Session(http=http or GoogleHttp(quota_project=places[0].project), clock=clock or SystemClock())
+    session = Session(http=http or GoogleHttp(), clock=clock or SystemClock())
     if on_advice is not None:
         preflight(places[0], session)
         for place_, advice in zip(places, capacity_advice(places, session), strict=True):
@@ -129,7 +128,7 @@ def give_back(
     progress: Progress | None = None,
 ) -> Down:
     """Remove everything of ours in every place that may have it, then look at the project for what still exists."""
-    session = Session(http=http or GoogleHttp(quota_project=places[0].project), clock=clock or SystemClock())
+    session = Session(http=http or GoogleHttp(), clock=clock or SystemClock())
     return down_everywhere(places, session, keep_data=keep_data, progress=progress)
 
 
@@ -161,10 +160,6 @@ def audit_shown(where: Site, found: Down) -> dict[str, Any]:
         "usd_per_day": sum(one.usd_per_day or 0.0 for one in found.leftovers),
         "prices_not_known": sum(one.bills is not None and one.usd_per_day is None for one in found.leftovers),
     }
-
-
-def _day(clock: Clock) -> str:
-    return datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).date().isoformat()
 
 
 def _silent(event: Event) -> None:

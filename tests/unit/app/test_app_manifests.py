@@ -2,6 +2,7 @@
 
 import json
 import urllib.error
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -143,3 +144,13 @@ def test_down_as_json_fails_while_anything_of_ours_bills(tmp_path, monkeypatch, 
     assert document["clean"] is (code == 0) and len(document["left"]) == len(left)
     assert document["usd_per_day"] == sum(one.usd_per_day or 0 for one in left)
     assert document["prices_not_known"] == sum(one.usd_per_day is None for one in left)
+
+
+def test_down_of_a_run_as_json(monkeypatch, tmp_path):
+    run = SimpleNamespace(run_id="tiny-1", path=tmp_path)
+    gone = SimpleNamespace(run=run, left=(), usd_per_hour=12.5)
+    monkeypatch.setattr("muster.app.stop.down", lambda reference: gone)
+    app = typer.Typer()
+    app.command()(acting.down)
+    found = CliRunner().invoke(app, ["tiny-1", "--json"])
+    assert json.loads(found.stdout) == {"run_id": "tiny-1", "clean": True, "left": [], "stopped_usd_per_hour": 12.5}

@@ -9,6 +9,7 @@ from muster.backends.gke.provision.http import Call, GoogleHttp, Reply
 from muster.core.errors import AccessError
 
 GOOGLE = Call(method="GET", url="https://serviceusage.googleapis.com/v1/projects/p/services")
+BUCKET = Call(method="GET", url="https://storage.googleapis.com/storage/v1/b/bucket")
 CLUSTER = Call(method="GET", url="https://10.0.0.2/api/v1/nodes")
 
 
@@ -26,31 +27,36 @@ def person(**more):
 def headers(monkeypatch):
     import google.auth
 
-    def of(credentials, call, **more):
+    def of(credentials, call):
         sent = []
         monkeypatch.setattr(google.auth, "default", lambda scopes: (credentials, "its-project"))
         monkeypatch.setattr(http, "exchange", lambda call, headers, *_: sent.append(headers) or Reply(status=200))
-        GoogleHttp(**more).send(call)
+        GoogleHttp().send(call)
         return sent[0]
 
     return of
 
 
-def test_a_persons_requests_are_charged_to_the_run_files_project(headers):
-    found = headers(person(), GOOGLE, quota_project="mine")
-    assert found == {"authorization": "Bearer a-token", "x-goog-user-project": "mine"}
+def test_a_persons_requests_are_charged_to_the_project_that_they_are_about(headers):
+    found = headers(person(), GOOGLE)
+    assert found == {"authorization": "Bearer a-token", "x-goog-user-project": "p"}
 
 
 def test_a_quota_project_of_the_credentials_own_goes_first(headers):
-    assert headers(person(quota_project_id="own"), GOOGLE, quota_project="mine")["x-goog-user-project"] == "own"
+    assert headers(person(quota_project_id="own"), GOOGLE)["x-goog-user-project"] == "own"
+
+
+def test_a_bucket_is_of_no_project(headers):
+    assert "x-goog-user-project" not in headers(person(), BUCKET)
+    assert headers(person(quota_project_id="own"), BUCKET)["x-goog-user-project"] == "own"
 
 
 def test_a_service_account_needs_none(headers):
-    assert headers(ServiceAccount(), GOOGLE, quota_project="mine") == {"authorization": "Bearer a-token"}
+    assert headers(ServiceAccount(), GOOGLE) == {"authorization": "Bearer a-token"}
 
 
 def test_a_clusters_own_api_is_told_nothing_of_it(headers):
-    assert headers(person(), CLUSTER, quota_project="mine") == {"authorization": "Bearer a-token"}
+    assert headers(person(), CLUSTER) == {"authorization": "Bearer a-token"}
 
 
 def test_credentials_that_are_refused_come_with_the_way_out(monkeypatch):

@@ -98,6 +98,19 @@ def test_a_pool_without_room_leaves_the_cluster_that_another_run_file_uses():
     assert where_.zone == "europe-west1-b" and "clusters/muster" in google.names()
     assert before <= set(google.store), "what the other run file made is all there"
     assert not any("b200" in key or "rdma" in key for key in in_region(google, "us-central1"))
+    gone = {path.rpartition("v1beta2/")[2] for method, path in google.kubernetes.log if method == "DELETE"}
+    name = where_.placement.queue_objects
+    queues = {f"resourceflavors/{name}", f"clusterqueues/{name}", f"namespaces/default/localqueues/{name}"}
+    assert gone <= queues, "the other run file's queue is not touched"
+
+
+def test_nodes_that_are_there_are_not_lost_to_a_smaller_quota():
+    google = cloud()
+    up_first(places("flex_start_queued")[1:], session(google), TEXTS, pins=PINS, workers=1)
+    before = set(google.store)
+    google.quotas[B200] = {(): 0}
+    where_, _ = up_first(places("flex_start_queued")[1:], session(google), TEXTS, pins=PINS, workers=1)
+    assert where_.zone == "us-central1-b" and set(google.store) == before
 
 
 def test_killed_while_it_moves_on_and_run_again_is_at_one_place_alone():

@@ -38,23 +38,28 @@ def ensure(
 
 def survey(
     resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress | None = None
-) -> None:
-    """Look at everything and refuse what is somebody else's, or differs, before anything is made.
+) -> set[str]:
+    """Look at everything, refuse what is somebody else's or differs, and return the keys of what is absent.
 
     Raises:
         ConflictError: the first such resource.
     """
     say = progress or silent
+    absent = set()
     for resource in resources:
         say(Changed(key=resource.key, step="looking"))
         try:
             found = resource.look(session)
-            if found.state != "absent":
+            if found.state == "absent":
+                absent.add(resource.key)
+            else:
                 refuse_foreign(resource, found, adopt=adopt)
         except MusterError as error:
-            say(Changed(key=resource.key, step="differs", words=str(error)))
+            step: Step = "differs" if isinstance(error, ConflictError) else "failed"
+            say(Changed(key=resource.key, step=step, words=str(error)))
             raise
         say(Changed(key=resource.key, step="there" if found.state == "there" else "absent"))
+    return absent
 
 
 def remove(

@@ -4,6 +4,7 @@ answer from memory."""
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import urllib.error
 import urllib.parse
@@ -102,11 +103,12 @@ SILENCE_S = 300.0
 class GoogleHttp:
     """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left.
 
-    ``quota_project`` is whom a person's own credentials charge their requests to, where those name nobody: Google
-    refuses them otherwise (403, "requires a quota project"). A service account belongs to a project and needs none.
+    A person's own credentials have to say whom their requests are charged to: Google refuses them otherwise (403,
+    "requires a quota project"). That is the project they name, or else the one that the request is about. A service
+    account belongs to a project and needs none.
     """
 
-    def __init__(self, timeout_s: float = 60.0, *, quota_project: str | None = None) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         try:
             import google.auth
             import google.auth.exceptions
@@ -121,9 +123,8 @@ class GoogleHttp:
                 "no Google credentials found",
                 hint=LOGIN,
             ) from error
-        self._quota_project = getattr(self._credentials, "quota_project_id", None)
-        if self._quota_project is None and _of_a_person(self._credentials):
-            self._quota_project = quota_project
+        self._quota_project: str | None = getattr(self._credentials, "quota_project_id", None)
+        self._of_a_person = _of_a_person(self._credentials)
         self._request = Request()
         self._refresh_error: type[Exception] = google.auth.exceptions.GoogleAuthError
         self._timeout_s = timeout_s
@@ -136,9 +137,11 @@ class GoogleHttp:
 
     def _headers(self, call: Call) -> dict[str, str]:
         headers = {"authorization": f"Bearer {self._token()}"}
-        host = urllib.parse.urlsplit(call.url).hostname or ""
-        if self._quota_project and host.endswith(".googleapis.com"):
-            headers["x-goog-user-project"] = self._quota_project
+        url = urllib.parse.urlsplit(call.url)
+        named = re.search(r"/projects/([^/:]+)", url.path)
+        project = self._quota_project or (named[1] if named and self._of_a_person else None)
+        if project and (url.hostname or "").endswith(".googleapis.com"):
+            headers["x-goog-user-project"] = project
         return headers
 
     def lines(self, call: Call) -> Lines | Reply:

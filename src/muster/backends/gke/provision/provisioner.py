@@ -9,7 +9,7 @@ from muster.backends.gke.options import Options
 from muster.backends.gke.placement import place
 from muster.backends.gke.provision.http import Http
 from muster.backends.gke.provision.session import Session
-from muster.backends.gke.provision.site import Site, site
+from muster.backends.gke.provision.site import Site, site, today
 from muster.backends.gke.provision.up import down_everywhere, resources, up_first
 from muster.core.clock import SystemClock
 from muster.core.seams import Clock, Lease
@@ -57,7 +57,8 @@ class GkeProvisioner:
 
     def _sites(self, spec: RunSpec, run_id: str) -> list[Site]:
         placement = place(spec, run_id=run_id, run_dir=spec.run_dir or "/muster-runs", options=self.options)
-        return [site(placement, zone=zone) for zone in spec.resources.locations] or [site(placement)]
+        day = today(self.clock)
+        return [site(placement, zone=zone, day=day) for zone in spec.resources.locations] or [site(placement, day=day)]
 
     def _session(self) -> Session:
         return Session(http=self.http, clock=self.clock)

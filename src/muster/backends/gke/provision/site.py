@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass
 
 from muster.backends.gke.placement import Placement
 from muster.backends.gke.volumes import buckets
 from muster.core.errors import UsageError
+from muster.core.seams import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +73,8 @@ def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, 
     if chosen is None or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", chosen):
         raise UsageError(f"a cluster needs a zone, got {chosen!r}", hint="resources.locations: [us-central1-b]")
     return Site(placement=placement, project=resources.project, zone=chosen, adopt=adopt, day=day)
+
+
+def today(clock: Clock) -> str:
+    """The day by that clock, as ``2026-08-22`` (UTC)."""
+    return datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).date().isoformat()

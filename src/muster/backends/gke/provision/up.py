@@ -72,10 +72,12 @@ def up(
     services = Services(site=site)
     wanted = [one for one in resources(site, installed) if one.key != services.key]
     say(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *wanted])))
-    survey(resources(site, None), session, adopt=site.adopt, progress=progress)
+    absent = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
     ensure([services], session, progress=progress)
-    check_zone(site, session)
-    check_quota(site, session)
+    if absent & {one.key for one in clusters(site)}:
+        # Nodes that are there are not lost to a quota that has become smaller since.
+        check_zone(site, session)
+        check_quota(site, session)
     for again in (True, True, False):
         try:
             ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
@@ -127,10 +129,9 @@ def withdraw(
         BackendError: something could not be removed.
     """
     useful = {one.key: one.requests() for one in resources(following, None)}
-    found = resources(where, None)
-    (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(found)))
-
     shared = _used_by_others(where, session)
+    found = [*resources(where, None), *(_queue_of_its_own(where) if shared else [])]
+    (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(found)))
 
     def keep(one: Resource) -> bool:
         useful_there = useful.get(one.key) == one.requests()
@@ -255,6 +256,20 @@ def _objects_on_an_adopted_cluster(site: Site, session: Session) -> list[Resourc
         return []
     ours = _objects(site, Software(documents={}, hugging_face_token="any"))
     return [replace(one, removed_with_cluster=False) for one in ours]
+
+
+def _queue_of_its_own(site: Site) -> list[Resource]:
+    """The objects of a cluster that stays which are named after this pool, and no other's."""
+    names = (site.placement.queue_objects, site.placement.queue)
+    wanted = [one for one in _objects(site, Software(documents={})) if one.key == "objects/queue"]
+    return [
+        replace(
+            one,
+            manifests=tuple(row for row in one.manifests if row["metadata"]["name"] in names),
+            removed_with_cluster=False,
+        )
+        for one in wanted
+    ]
 
 
 def _objects(site: Site, installed: Software) -> list[Objects]:

@@ -25,11 +25,11 @@ def train(run: Run) -> Order | None:
         waited_from = time.monotonic_ns()
         work = run.reader.take(step)
         run.times.data_wait_ns = time.monotonic_ns() - waited_from
-        run.orders.begin(save_now=run.wants_save())
         run.profiler.begin(step)
         rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
         rate *= run.course.at(step).learning_rate_scale
         if step in run.context.skip_steps:
+            run.ask_ranks()
             run.left_out(work, rate)
         else:
             update(run, work, rate)
@@ -59,6 +59,7 @@ def update(run: Run, work: StepWork, rate: float) -> None:
         losses.append(loss.detach())
         run.link.beat(step)
         run.settle()  # the step before, where its numbers were left on the device
+    run.ask_ranks()
     total, norm, fault = run.sums.finish()
     skip = must_skip(total, norm, fault)
     scale = clip_scale(norm, training.optimizer.max_grad_norm)

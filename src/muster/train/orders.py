@@ -15,10 +15,11 @@ NO_DEADLINE_MS = 1 << 40
 
 @dataclass
 class Orders:
-    """One small all-reduce a step on a gloo group of its own, begun with the step and awaited at its end.
+    """One small all-reduce a step on a gloo group of its own, begun when its micro-batches are done and awaited at
+    its end.
 
-    So an order heard during step k is agreed on at the end of step k + 1 at the latest, and costs no time:
-    the message travels while the step computes.
+    So an order heard during step k is agreed on at the end of step k or k + 1, and costs next to no time: the message
+    travels while gradients are summed and the update is made.
     """
 
     link: Link
@@ -26,7 +27,7 @@ class Orders:
     """All ranks; None at world size 1."""
 
     def begin(self, *, save_now: bool = False, copy_is_behind: bool = False) -> None:
-        """The step begins: say what this rank has heard, or wants by itself (``save_now``).
+        """Say what this rank has heard, or wants by itself (``save_now``).
 
         ``copy_is_behind``: the last snapshot's copy is not yet on the peer.
         """

@@ -179,6 +179,13 @@ class Run:
             self.link.emit("reference", step=step, **reference)
         return step
 
+    def ask_ranks(self) -> None:
+        """Begin to agree with all ranks on orders, saves, and whether every copy of the last snapshot has arrived.
+
+        Called once a step, when its micro-batches are done: a copy has had that long to travel.
+        """
+        self.orders.begin(save_now=self.wants_save(), copy_is_behind=self.copy_is_behind())
+
     def copy_is_behind(self) -> bool:
         """Whether this rank's last snapshot is not yet where a lost host's successor would look."""
         return self.snapshots is not None and self.snapshots.behind()

@@ -17,10 +17,11 @@ from muster.core.ranks import Order, RankContext
 from muster.core.spec import CheckpointSpec, Optimizer, RunSpec
 from muster.train.guard import failure, find_blame, must_skip
 from muster.train.links import FileLink
-from muster.train.loop import seed_micro_batch
+from muster.train.loop import seed_micro_batch, update
 from muster.train.optimizer import AdamW
 from muster.train.orders import Orders
 from muster.train.reader import ReadAhead
+from muster.train.run import Run
 from muster.train.saving import Saves
 from muster.train.state import TrainState, named_without_wrappers
 from muster.train.worker import layout_for, next_attempt, read_spec, torchrun_place
@@ -291,3 +292,19 @@ def test_dropout_follows_from_the_place_of_a_micro_batch() -> None:
         seed_micro_batch(seed, step, index)
         seen.add(float(torch.rand(1)))
     assert len(seen) == 4
+
+
+def test_a_step_asks_every_rank_whether_a_copy_is_behind_before_it_sums() -> None:
+    """Without the question the snapshots run away from the copies, and a lost host leaves no common step."""
+    said: list[Any] = []
+    run = SimpleNamespace(
+        spec=SimpleNamespace(training=SimpleNamespace(seed=1, loss_chunk_tokens=0, optimizer=None)),
+        sums=SimpleNamespace(begin=lambda **_: None, finish=lambda: said.append("finish") or 1 / 0),
+        orders=SimpleNamespace(begin=lambda **words: said.append(words)),
+        wants_save=lambda: False,
+        copy_is_behind=lambda: True,
+    )
+    run.ask_ranks = lambda: Run.ask_ranks(run)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        update(run, SimpleNamespace(step=3, rounds=(), micro_batches=0), 0.1)  # type: ignore[arg-type]
+    assert said == [{"save_now": False, "copy_is_behind": True}, "finish"]

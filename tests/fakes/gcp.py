@@ -179,25 +179,13 @@ class FakeGoogleCloud:
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
             return gcp_services.build(self, match, query, call)
         if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):
-            return self._policy(match, call)
+            return gcp_services.policy(self, match, call)
         if (
             match.api in ("compute.v1", "container.v1")
             and f"{match.api.split('.')[0]}.googleapis.com" not in self.enabled
         ):
             return _error(403, "SERVICE_DISABLED")
         return None
-
-    def _policy(self, match: Match, call: Call) -> Reply:
-        bucket = match.path["bucket"]
-        if f"storage/v1/b/{bucket}" not in self.store:
-            return _error(404, "notFound")
-        policy = self.policies.setdefault(bucket, {"bindings": [], "etag": "1"})
-        if call.method == "PUT":
-            assert call.body is not None
-            if call.body.get("etag") != policy["etag"]:
-                return _error(412, "conditionNotMet")
-            self.policies[bucket] = policy = {**call.body, "etag": str(int(policy["etag"]) + 1)}
-        return Reply(status=200, body=policy)
 
     def _generic(self, match: Match, path: str, query: dict[str, str], call: Call) -> Reply:
         if match.verb == "aggregatedList":

@@ -1,4 +1,4 @@
-"""Cloud Build, quotas and machine types of the fake cloud: services that only answer."""
+"""The fake cloud's smaller services: builds, quotas, machine types, policies, and the rules of node pools."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def machine_type(google: Any, match: Match, query: dict[str, str]) -> Reply:
         for zone in google.zones
     }
     return Reply(status=200, body={"items": items})
+
+
+def policy(google: Any, match: Match, call: Call) -> Reply:
+    """Who may do what with a bucket, written back under its etag."""
+    bucket = match.path["bucket"]
+    if f"storage/v1/b/{bucket}" not in google.store:
+        return error(404, "notFound")
+    found = google.policies.setdefault(bucket, {"bindings": [], "etag": "1"})
+    if call.method == "PUT":
+        assert call.body is not None
+        if call.body.get("etag") != found["etag"]:
+            return error(412, "conditionNotMet")
+        google.policies[bucket] = found = {**call.body, "etag": str(int(found["etag"]) + 1)}
+    return Reply(status=200, body=found)
 
 
 def build(google: Any, match: Match, query: dict[str, str], call: Call) -> Reply:

@@ -10,7 +10,7 @@ from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, everything, plac
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.quota import check_quota, quota
 from muster.backends.gke.provision.site import site
-from muster.backends.gke.provision.up import down, up, up_first
+from muster.backends.gke.provision.up import down, down_everywhere, up, up_first
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, UsageError
 
 # ---------------------------------------------------------------- several places
@@ -128,6 +128,18 @@ def test_killed_while_it_moves_on_and_run_again_is_at_one_place_alone():
         google.kill_at = None
         where_, _ = up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
         assert set(google.store) == wanted[where_.zone], f"killed after request {number}"
+
+
+def test_down_of_every_place_after_any_partial_move_leaves_nothing():
+    counted = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")})
+    up_first(places()[1:], session(counted), TEXTS, pins=PINS, workers=1)
+    for number in range(3, len(counted.log) + 1, 9):
+        google = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")}, kill_at=number)
+        with pytest.raises(Killed):
+            up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
+        google.kill_at = None
+        found = down_everywhere(places(), session(google), workers=1)
+        assert (google.store, found.troubles, found.leftovers) == ({}, (), ()), f"killed after request {number}"
 
 
 B200 = "preemptible_nvidia_b200_gpus"

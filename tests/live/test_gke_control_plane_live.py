@@ -304,9 +304,8 @@ def a_terminal_reaches_in(run):
         following.send_signal(signal.SIGINT)
         assert following.wait(30) == 130, following.stderr.read()
     where = "import os; print(os.environ['MUSTER_NODE'])"
-    asked = run.muster("exec", run.id, "--host", "1", "--", "python", "-c", where)
-    assert asked.stdout.strip() == run.pods()["host", "1"]["spec"]["nodeName"]
-    assert run.muster("exec", run.id, "--", "sh", "-c", "exit 7", check=False).returncode == 7
+    asked = run.muster("exec", run.id, "--host", "1", "--", "python", "-c", f"{where}; exit(7)", check=False)
+    assert (asked.returncode, asked.stdout.strip()) == (7, run.pods()["host", "1"]["spec"]["nodeName"])
 
 
 def the_supervisor_goes(run):

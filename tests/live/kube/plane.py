@@ -6,6 +6,7 @@ Kueue are played by ``controllers.py``.
 """
 
 import contextlib
+import http.client
 import json
 import os
 import secrets
@@ -15,8 +16,8 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Plane:
         self.token = secrets.token_hex(16)
         self.ports = {name: free_port() for name in ("api", "etcd", "peer", *self.nodes)}
         self.url = f"https://127.0.0.1:{self.ports['api']}"
+        self.kept = threading.local()
 
     def __enter__(self):
         self.dir.mkdir(parents=True)
@@ -74,16 +76,23 @@ class Plane:
     # ---------------------------------------------------------------- the API
 
     def call(self, method, path, body=None, kind="application/json"):
-        """(status, body) of one request as the administrator."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, method=method)
-        request.add_header("authorization", f"Bearer {self.token}")
-        request.add_header("content-type", kind)
+        """(status, body) of one request as the administrator; a thread keeps its connection."""
+        data = None if body is None else json.dumps(body)
+        headers = {"authorization": f"Bearer {self.token}", "content-type": kind}
+        kept = getattr(self.kept, "connection", None)
+        connection = kept or http.client.HTTPSConnection("127.0.0.1", self.ports["api"], timeout=20, context=self.trust)
         try:
-            with urllib.request.urlopen(request, timeout=20, context=self.trust) as reply:
-                return reply.status, json.loads(reply.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read() or b"{}")
+            connection.request(method, path, data, headers)
+            reply = connection.getresponse()
+            found = reply.status, json.loads(reply.read() or b"{}")
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            self.kept.connection = None
+            if kept is not None and method == "GET":  # the server has closed what was idle
+                return self.call(method, path, body, kind)
+            raise ConnectionError(f"{method} {path}: {error!r}") from error
+        self.kept.connection = connection
+        return found
 
     def get(self, path):
         return self.call("GET", path)[1]

@@ -45,7 +45,7 @@ class Screen:
         elif letter == "J":
             self.rows = [*self.rows[: self.row], self.rows[self.row][: self.column]]
         else:
-            assert letter == "m", letter
+            assert letter == "m", f"this terminal does not know {argument}{letter}"
 
     def _letter(self, letter):
         if letter == "\r":

@@ -4,6 +4,7 @@ Nothing here depends on the machine's own terminal, its variables or its speed: 
 what comes out is played on a small terminal in memory, and events are waited for.
 """
 
+import codecs
 import fcntl
 import os
 import select
@@ -65,7 +66,7 @@ class Terminal:
         )  # fmt: skip
         os.close(theirs)
         self.screen, self.raw = Screen(COLUMNS, LINES), b""
-        self.tallest = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, *until):
         """Play what comes until a row of the screen holds all of these, or to the end."""
@@ -83,16 +84,21 @@ class Terminal:
             if not data:
                 assert not until, f"it ended without {until!r}:\n{self.text()}"
                 return
-            self.raw += data
-            self.screen.write(data.decode(errors="replace"))
-            self.tallest = max(self.tallest, len(self.screen.rows))
+            self._play(data)
         raise AssertionError(f"{until or 'the end'} did not come within {LIMIT_S} s:\n{self.text()}")
 
     def text(self):
         return "\n".join(row.rstrip() for row in self.screen.rows)
 
     def type(self, data):
+        """Between two pictures, as a person does: what the terminal echoes would go into the midst of one."""
+        while select.select([self.master], [], [], 0.2)[0]:
+            self._play(os.read(self.master, 65536))
         os.write(self.master, data)
+
+    def _play(self, data):
+        self.raw += data
+        self.screen.write(self.decoder.decode(data))
 
     def code(self):
         return self.process.wait(LIMIT_S)

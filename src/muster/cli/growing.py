@@ -47,9 +47,10 @@ class Growing:
         # A terminal that became narrower has folded the lines of the last picture.
         rows = min(sum(1 + max(0, width - 1) // max(1, columns) for width in self._widths), max(1, height) - 1)
         text = "\r" + (f"\x1b[{rows}A" if rows else "") + "\x1b[J"
+        # First, because Ctrl-C may come in the middle of writing: what is buffered by then is written all the same.
+        self._widths = [cells(line) for line in lines]
         self.stream.write(text + "".join(f"{line}\r\n" for line in lines))
         self.stream.flush()
-        self._widths = [cells(line) for line in lines]
 
 
 def grows(stream: TextIO) -> bool:

@@ -275,7 +275,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "notice": Kind(
             doc="Told in advance: preemption, maintenance, a time limit, a user's stop.",
             required={"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
-            optional={"grace_s": "time given"},
+            optional={
+                "grace_s": "time given",
+                "exit_code": "of a stop: what the run will answer",
+                "save": "of a stop: whether the ranks save first",
+            },
         ),
     }
 )

@@ -248,7 +248,7 @@ def memory_moved(c: Context, host: Host, address: tuple[str, int]) -> None:
 def ask_to_save(c: Context, outcome: str, code: int, *, source: str, save: bool = True) -> None:
     """Ask the ranks to save and leave; the run then ends with ``code``."""
     state, grace_s = c.state, c.settings.spec.recovery.grace_s
-    state.phase, state.stop, state.stop_source = Phase.STOPPING, (outcome, code), source
+    state.phase, state.stop, state.stop_source, state.stop_saves = Phase.STOPPING, (outcome, code), source, save
     c.deadline(grace_s)
     order = {"kind": "stop", "save": save, "exit_code": code, "deadline_s": grace_s}
     for name in state.active:
@@ -267,5 +267,5 @@ def check_left(c: Context) -> None:
     saved = all(value in LEFT or value == 0 for value in state.exited.values())
     how = "saved and left" if saved else "left, but not every rank could save"
     why = f"{state.stop_source}: " if state.stop_source else ""
-    end = finish if saved else leave
+    end = finish if saved or not state.stop_saves else leave
     end(c, outcome, code, f"{why}{how} after step {state.last_applied_step}")

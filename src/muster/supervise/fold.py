@@ -9,7 +9,7 @@ from muster.core.nouns import IncidentKind, Layout
 from muster.supervise import repeats
 from muster.supervise.hosts import came_back
 from muster.supervise.incidents import says_nothing_of_its_host
-from muster.supervise.state import Ending, Host, Phase, State
+from muster.supervise.state import Ending, Host, Phase, State, StopRequest
 
 
 def recover(events: Iterable[Event]) -> State:
@@ -41,6 +41,12 @@ def recover(events: Iterable[Event]) -> State:
             state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
         elif event.kind == "run.note" and event.detail.get("restart"):
             repeats.forget(state)
+        elif event.kind == "notice" and "exit_code" in event.detail:
+            state.stop_before = StopRequest(
+                source=str(event.detail["source"]),
+                exit_code=int(event.detail["exit_code"]),
+                save=bool(event.detail.get("save", True)),
+            )
         elif event.kind == "run.ending":
             state.ending = Ending(
                 outcome=str(event.detail["outcome"]),

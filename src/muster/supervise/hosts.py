@@ -217,6 +217,7 @@ def try_adopt(c: Context) -> None:
     if set(state.ranks) <= alive and all(state.hosts[name].attempt == state.attempt for name in state.active):
         state.phase = Phase.RUN
         state.deadline_ns = None
+        state.asked = state.asked or state.stop_before  # the ranks may not have heard of it, and may hang in their save
         c.log("run.note", {"text": f"attempt {state.attempt} goes on under a new supervisor"})
         return
     if not alive and all(state.hosts[name].attempt == 0 for name in state.active):

@@ -83,6 +83,8 @@ class Machine:
             )
         else:
             self._c.deadline(self._c.settings.adopt_timeout_s)
+        if any(host.going_s is not None for host in self._c.state.hosts.values()):
+            self._c.alarm(notices.ALARM, self._c.settings.adopt_timeout_s + self._c.settings.gather_notices_s)
         for host in self._c.state.hosts.values():  # times in a log are not this clock's: what counts begins anew
             host.failures_ns = [now_ns + age_ns for age_ns in host.failures_ns]
             if host.quarantined and host.hold_off_s:
@@ -104,7 +106,7 @@ class Machine:
         }
         handlers[type(given)](given)
         asked = self._c.state.asked
-        if asked is not None and self._c.state.phase is not Phase.ADOPT:
+        if asked is not None and self._c.state.phase not in (Phase.ADOPT, Phase.ENDED):
             self._c.state.asked = None
             self._stop_request(asked)
         return self._taken()
@@ -278,16 +280,19 @@ class Machine:
         if state.phase is Phase.ADOPT and not given.force:
             state.asked = given  # hosts that have not answered yet must hear of it too
             return
+        again, state.stop_asked = state.stop_asked or given.force, True
         if state.phase is Phase.FLUSH:
-            if given.force or state.stop is not None:
+            if again:
                 flush.skip(self._c, f"{given.source}: left at once")
-            state.stop = (outcome, given.exit_code)  # once more: it does not wait
             return
-        if given.force or state.phase is Phase.STOPPING:
+        if given.force or (again and state.phase is Phase.STOPPING):
             finish(self._c, outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint stands")
             return
+        if state.phase is Phase.STOPPING:
+            return  # they save and leave already
         grace_s = self._c.settings.spec.recovery.grace_s
-        self._c.log("notice", {"notice": "stop", "source": given.source, "grace_s": grace_s})
+        asked = {"exit_code": given.exit_code, "save": given.save}
+        self._c.log("notice", {"notice": "stop", "source": given.source, "grace_s": grace_s, **asked}, sync=True)
         state.stop, state.stop_source = (outcome, given.exit_code), given.source
         if state.phase is Phase.HOLD and state.verdict is not None:
             leave(self._c, "failed", state.verdict[0], state.verdict[1])
@@ -355,7 +360,8 @@ class Machine:
         elif state.phase is Phase.STOPPING:
             outcome, code = state.stop or ("stopped", 130)
             text = f"not saved within {self._c.settings.spec.recovery.grace_s:g} s; the newest checkpoint stands"
-            leave(self._c, outcome, code, text)
+            end = leave if state.stop_saves else finish
+            end(self._c, outcome, code, text)
         elif state.phase is Phase.HOLD:
             code, reason = state.verdict or (1, "failed")
             leave(self._c, "failed", code, reason)

@@ -7,6 +7,7 @@ from typing import Any
 
 from muster.core.nouns import IncidentKind
 from muster.supervise.context import Context
+from muster.supervise.flush import leave
 from muster.supervise.incidents import incident, members_of
 from muster.supervise.state import SECOND_NS, Phase
 
@@ -19,6 +20,10 @@ def noticed(c: Context, name: str, message: Mapping[str, Any]) -> None:
     grace_s = float(message.get("grace_s", c.settings.spec.recovery.grace_s))
     c.log("notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name)
     host.going_s = grace_s
+    connected = [each for each in state.hosts.values() if each.connected]
+    if state.phase is Phase.HOLD and state.verdict is not None and all(each.going_s is not None for each in connected):
+        leave(c, "failed", state.verdict[0], state.verdict[1])  # no host is left to be held
+        return
     if state.phase is Phase.RUN and name in members_of(c):
         wait_s = min(c.settings.gather_notices_s, grace_s / 10)
         state.alarms.setdefault(ALARM, c.now_ns + int(wait_s * SECOND_NS))

@@ -190,6 +190,12 @@ class State:
     """(outcome, exit code) once the run has been asked to end."""
     stop_source: str = ""
     """By whom or what."""
+    stop_asked: bool = False
+    """Somebody asked for it: whoever asks again does not wait. (A notice to the hosts is nobody's asking.)"""
+    stop_saves: bool = True
+    """The stop asked for a save."""
+    stop_before: StopRequest | None = None
+    """What an earlier supervisor was asked and had not done: found in the log."""
     yielding: bool = False
     """The ranks were asked to leave after their step so that the world can grow."""
     verdict: tuple[int, str] | None = None

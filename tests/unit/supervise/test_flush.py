@@ -197,3 +197,46 @@ def test_the_event_fits_the_schema():
     ended(found)
     ((_, log),) = kinds(found, "run.ending")
     check(Event(run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=0, host="s", kind=log.kind, detail=log.detail))
+
+
+def test_a_held_run_writes_at_once_when_its_last_host_is_told_to_go():
+    found = cluster(spec(hosts=2, recovery={"hold_s": 300.0}), policy=SHIPPED["none"])
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
+    for second, name in ((20.0, "host-0"), (25.0, "host-1")):
+        message = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
+        found.at(second, lambda name=name, message=message: found.hear(found.hosts[name], message))
+    end = ended(found)
+    assert end.exit_code == 1 and committed(found) > 10 and 25.0 < found.now_s < 30.0
+
+
+def test_a_stop_is_not_forgotten_by_the_next_supervisor_though_ranks_hang_in_their_save():
+    of = spec(hosts=2, recovery={"grace_s": 10.0})
+    found = cluster(of)
+    found.ranks_obey = False
+    found.at(10.0, lambda: stop(found))
+    found.at(12.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    end = ended(found)
+    assert end.exit_code == 130 and committed(found) > 10 and found.now_s < 30.0
+
+
+def test_a_run_that_is_started_again_forgets_the_stop_that_ended_it_badly():
+    of = spec(hosts=1)
+    found = cluster(of)
+    found.ranks_obey = False
+    found.at(10.0, lambda: stop(found))
+
+    def all_gone():
+        host = found.hosts["host-0"]
+        host.attempt, host.ranks, host.snapshots, host.boots = 0, [], {}, host.boots + 1
+        found.replace_supervisor(machine(of, state=recover(events_of(found))))
+
+    found.at(12.0, all_gone)
+    assert ended(found).exit_code == 0
+
+
+def test_a_stop_without_a_save_writes_nothing_where_a_rank_dies_meanwhile():
+    found = cluster(spec(hosts=2))
+    found.at(10.0, lambda: stop(found, save=False))
+    found.at(10.05, lambda: found.kill_rank(0))
+    end = ended(found)
+    assert end.exit_code == 130 and committed(found) == 0

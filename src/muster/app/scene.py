@@ -25,7 +25,7 @@ from muster.core.places import memory_dir, memory_prefix
 from muster.core.runs import RunDir, replace_text
 from muster.core.spec import RunSpec
 
-__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene"]
+__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "listening"]
 
 LOOK_EVERY_S = 0.02
 
@@ -99,18 +99,20 @@ class Scene:
     def fork_server(self, host: str) -> int:
         return int((memory_dir(self.run.path, self.run.run_id, host) / "forkserver.pid").read_text())
 
+    def copied_step(self) -> int:
+        """The newest step of which every rank has said that another host's memory holds it; 0: none."""
+        return max((int(str(event.detail.get("peer_step") or 0)) for event in self.events("step")), default=0)
+
     def keeper(self, host: str) -> int:
         """Pid of the process that beats for the host and starts its agent."""
-        return self._program(host, "muster.agent")
+        return self._programs(host, "muster.agent")[0]
 
-    def mover(self, host: str) -> int:
-        return self._program(host, "muster.agent.mover")
+    def movers(self, host: str) -> list[int]:
+        """Pids of what copies and saves the host's snapshots: one, unless it just died."""
+        return self._programs(host, "muster.agent.mover")
 
-    def _program(self, host: str, module: str) -> int:
-        found = [each.pid for each in self.processes(host) if module in each.argv]
-        if not found:
-            raise MusterError(f"{host} runs no {module}", hint="with checkpoint.memory_every_steps=0 there is no mover")
-        return found[0]
+    def _programs(self, host: str, module: str) -> list[int]:
+        return [each.pid for each in self.processes(host) if module in each.argv]
 
     def store_port(self, host: str) -> int:
         """Where the host's newest rendezvous store listens: a child of its fork server."""
@@ -119,7 +121,7 @@ class Scene:
             port
             for each in sorted(self.processes(host), key=lambda found: found.start_ticks)
             if _parent(each.pid) == server and each.pid not in ranks  # a rank listens for its peers
-            for port in _listening(each.pid)
+            for port in listening(each.pid)
         ]
         if not ports:
             raise MusterError(f"{host} serves no rendezvous store", hint=self._hint())
@@ -213,7 +215,7 @@ def _parent(pid: int) -> int:
     return 0
 
 
-def _listening(pid: int) -> list[int]:
+def listening(pid: int) -> list[int]:
     """TCP ports on which a process listens, read from ``/proc``."""
     mine = set()
     with contextlib.suppress(OSError):

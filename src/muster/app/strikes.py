@@ -17,6 +17,8 @@ PAUSE_S = 6.0
 FLAP_DOWN_S, FLAP_UP_S, FLAPS = 0.5, 1.0, 4
 #: How long a network stays split: several heartbeat limits.
 SPLIT_S = 8.0
+#: So many steps further the copies must be before a host whose mover died is lost.
+COPIES = 5
 #: Longest that the drill waits for one stage of a blow.
 STAGE_S = 180.0
 
@@ -83,11 +85,13 @@ def kill_keeper(scene: Scene) -> None:
 
 
 def kill_mover_then_host(scene: Scene) -> None:
-    """A host whose mover died some steps ago is lost: the copies must have gone on."""
+    """A host whose mover died a while ago is lost: another mover must have gone on with the copies."""
     host = scene.random.choice(scene.hosts())
-    scene.send([scene.mover(host)])
-    goal = scene.step() + 20
-    scene.wait(lambda: scene.step() >= goal, f"step {goal} without the mover", STAGE_S)
+    dead = scene.movers(host)
+    scene.send(dead)
+    scene.wait(lambda: set(scene.movers(host)) - set(dead), "new mover", STAGE_S)
+    copied = scene.copied_step()
+    scene.wait(lambda: scene.copied_step() > copied + COPIES, "copies by the new mover", STAGE_S)
     scene.signal_host(host)
 
 

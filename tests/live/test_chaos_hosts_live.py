@@ -1,0 +1,181 @@
+"""Chaos among hosts and networks: lost, stopped, bad and superfluous hosts; cut, deaf and flapping links.
+
+Every run's history is judged by the offline checker.
+"""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from chaos import Judged, References
+from cluster import namespaces_work, spec_of
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2 for network namespaces")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return References(tmp_path_factory)
+
+
+# ---------------------------------------------------------------- hosts
+
+
+def test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing(tmp_path, reference):
+    """Fault 8: declared lost while stopped, replaced, then continued: fenced."""
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 200,
+               "recovery.heartbeat_timeout_s": 1.0}  # fmt: skip
+    with Judged(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(10)
+        run.wait_for_spare()
+        name = run.ranks()[1][1]
+        run.signal_host(name, signal.SIGSTOP)
+        run.wait_until(lambda: run.events("recovered"), "recovery")
+        run.signal_host(name, signal.SIGCONT)
+        run.ended()
+        assert run.actions()[0] == "swap" and set(run.actions()[1:]) <= {"ignore"}, run.story()
+        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+
+
+def test_a_preemption_notice_swaps_the_host_before_it_goes(tmp_path, reference):
+    """Fault 38: SIGTERM to one host of two, as a scheduler would send it. No crash is counted."""
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 200}
+    with Judged(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(10)
+        run.wait_for_spare()
+        name = run.ranks()[1][1]
+        run.agents[name].send_signal(signal.SIGTERM)
+        run.ended()
+        assert run.actions()[0] == "swap", run.story()
+        assert run.events("incident")[0].detail["incident"] == "preemption_notice"
+        assert run.events("notice")
+        assert name not in {host for _, host in run.ranks().values()}
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
+        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+
+
+def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp_path, monkeypatch):
+    """Faults 18 and 19."""
+    broken_torch = tmp_path / "broken" / "torch"
+    broken_torch.mkdir(parents=True)
+    (broken_torch / "__init__.py").write_text("raise ImportError('this host has no torch')")
+    changes = {"resources.hosts": 1, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 400}
+    with Judged(tmp_path / "run", spec_of(**changes), extra_hosts=1) as run:
+        run.start(["host-0"])
+        run.wait_for_step(3)
+        monkeypatch.setenv("PYTHONPATH", str(broken_torch.parent))
+        run.start_agent("host-1")
+        monkeypatch.undo()
+        run.start_agent("host-2")
+        run.wait_until(
+            lambda: "cannot start" in str([e.detail for e in run.events("run.note")]), "the bad spare's note"
+        )
+        run.wait_for_spare()
+        assert run.events("incident") == [], run.story()
+        run.signal_host("host-0")
+        run.wait_until(lambda: run.events("recovered") or len(run.events("attempt.started")) > 1, "the swap")
+        assert {host for _, host in run.ranks().values()} <= {"host-0", "host-2"}
+        assert run.actions() == ["swap"], run.story()
+        run.tell({"t": "stop", "force": True})
+        run.wait()
+
+
+def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_is_left_out(tmp_path, reference):
+    """Faults 43 (a false alarm) and 39 (one host's rank dies three times, each time after a new step)."""
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "training.steps": 200}
+    with Judged(tmp_path, spec_of(**changes, **{"resources.spare_hosts": 2})) as run:
+        run.start()
+        run.wait_for_step(10)
+        run.wait_until(lambda: len({e.host for e in run.events("phase") if e.phase == "spare"}) == 2, "two spares")
+        accused = run.ranks()[1][1]
+        run.tell({"t": "health", "host": accused, "evidence": "a detector that errs", "resettable": []})
+        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery from the false alarm")
+        bad = run.ranks()[0][1]
+        for blow in range(3):
+            run.wait_until(lambda blow=blow: len(run.events("recovered")) > blow, "recovery")
+            os.kill(next(pid for pid, host in run.ranks().values() if host == bad), signal.SIGKILL)
+        run.ended()
+        assert run.actions() == ["swap", "restart", "restart", "swap"], run.story()
+        assert {event.host for event in run.events("host.quarantined")} == {accused, bad}
+        assert not {host for _, host in run.ranks().values()} & {accused, bad}
+        assert all(event.detail["redone_steps"] <= 2 for event in run.events("recovered")), run.story()
+        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+
+
+def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
+    """Fault 16: the recovery begins once more, with the spare, and converges."""
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 200}
+    with Judged(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(10)
+        run.wait_for_spare()
+        run.kill_rank(0)
+        run.wait_until(lambda: run.events("incident"), "the first incident")
+        run.signal_host(run.ranks()[1][1])
+        run.ended()
+        assert run.actions() in (["restart", "swap"], ["swap"]), run.story()
+        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+
+
+def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
+    """Faults 14, 17 and 41 with ``exact: true``: 3 -> 2 -> 3 hosts, and the course of a run on 3 and of one on 2."""
+    exact = {"training.exact": True, "training.steps": 120}
+    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, **exact}
+    with Judged(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(8)
+        run.signal_host("host-2")
+        run.wait_until(lambda: run.events("recovered"), "recovery")
+        run.start_agent("host-2")
+        run.ended()
+        assert run.actions() == ["shrink", "grow"], run.story()
+        assert (run.final_hash(), run.losses()) == reference(1, 2, **exact)[:2]
+
+
+# ---------------------------------------------------------------- networks
+
+
+@needs_namespaces
+def test_a_flapping_link_below_the_limit_disturbs_nobody(tmp_path, reference):
+    """Fault 24: half a second down, four times; the limit is two seconds."""
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 100}
+    with Judged(tmp_path, spec_of(**changes, **{"recovery.heartbeat_timeout_s": 2.5}), netns=True) as run:
+        run.start()
+        run.wait_for_step(10)
+        for _ in range(4):
+            run.network.cut("host-1")
+            time.sleep(0.5)
+            run.network.heal("host-1")
+            time.sleep(1.0)
+        run.ended()
+        assert run.actions() == [], run.story()
+        assert run.final_hash() == reference(2, 1, **{"training.steps": 100})[0]
+
+
+@needs_namespaces
+def test_a_one_way_partition_is_silence_too(tmp_path, reference):
+    """Fault 22: a host hears everybody and nobody hears it."""
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 100}
+    with Judged(tmp_path, spec_of(**changes, **{"recovery.heartbeat_timeout_s": 0.8}), netns=True) as run:
+        run.start()
+        run.wait_for_step(10)
+        run.wait_for_spare()
+        name = run.ranks()[1][1]
+        if not drop_everything_from(run.network, name):
+            pytest.skip("this kernel has no token bucket (tc tbf)")
+        run.ended()
+        assert run.actions()[0] == "swap", run.story()
+        assert "silent" in run.events("host.lost")[0].detail["evidence"]
+        assert run.final_hash() == reference(2, 1, **{"training.steps": 100})[0]
+
+
+def drop_everything_from(network, name):
+    """A bucket that no packet fits through, on the way out; False where the kernel has no tbf."""
+    bucket = ["tbf", "rate", "8bit", "burst", "1b", "limit", "1b"]
+    command = ["tc", "-n", network.namespace(name), "qdisc", "add", "dev", "eth0", "root", *bucket]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0

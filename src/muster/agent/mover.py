@@ -60,7 +60,8 @@ def write_version(
             return
         if end["crc"] != crc:
             raise CheckpointError(f"{name} of step {found['step']} arrived damaged or torn")
-        ring.commit(slot, step=int(found["step"]), attempt=int(found["attempt"]))
+        version = ring.commit(slot, step=int(found["step"]), attempt=int(found["attempt"]))
+        ring.seal(version, end.get("seal"))
         stream.send({"t": "held"})
     finally:
         ring.close()
@@ -78,8 +79,8 @@ def read_version(ring: Ring, step: int, attempt: int, stream: Stream) -> None:
         return
     crc = stream.send_bytes(ring.slot(version.slot))
     stream.receive()
-    whole = ring.find(step, attempt) == version
-    stream.send({"t": "whole" if whole else "torn", "crc": crc})
+    seal, whole = ring.sealed(version), ring.find(step, attempt) == version
+    stream.send({"t": "whole" if whole else "torn", "crc": crc, "seal": seal})
     stream.receive()
 
 
@@ -180,8 +181,8 @@ class Mover:
                 raise ConnectionError("the peer refused a copy")
             crc = stream.send_bytes(ring.slot(version.slot))
             stream.receive()
-            whole = ring.find(version.step, version.attempt) == version
-            stream.send({"t": "whole" if whole else "torn", "crc": crc})
+            seal, whole = ring.sealed(version), ring.find(version.step, version.attempt) == version
+            stream.send({"t": "whole" if whole else "torn", "crc": crc, "seal": seal})
             if whole and stream.receive().get("t") == "held":
                 self.pushed[rank] = (version.step, version.attempt)
                 ring.note_copied(version)

@@ -4,9 +4,11 @@ The rank writes, others only read: the agent lists what is there, the mover copi
 restarted rank maps it. A slot counts when its stamp names a step; the stamp is cleared before the bytes
 change and set after they are whole, so a rank killed in mid-copy leaves a slot that is no version.
 
+A version gets a seal, a sum over its bytes, a moment after it is whole; whoever restores it compares.
+
 Layout of the file: fixed header, the copy's stamp (what a peer holds for certain), one stamp per slot (step,
-attempt; int64 each, -1: no version), the shard header (JSON: what the bytes are, see ``core.shards``), then
-the slots, page-aligned.
+attempt, seal, step of the seal; int64 each, step -1: no version, no seal), the shard header (JSON: what the bytes
+are, see ``core.shards``), then the slots, page-aligned.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from pathlib import Path
 
 from muster.core.errors import CheckpointError
 
-MAGIC = b"MUSTRNG1"
+MAGIC = b"MUSTRNG2"
 SLOTS = 3
 """One being written, one complete, one that a peer may still be reading."""
 _FIXED = struct.Struct("<8sIIQ")  # magic, slots, bytes of the shard header, bytes of a slot
-_STAMP = struct.Struct("<qq")  # step, attempt
+_STAMP = struct.Struct("<qqqq")  # step, attempt, seal, step of the seal
 _PAGE = 4096
 _NAME = re.compile(r"^(?P<tier>own|peer|fetched)\.(?P<layout>r\d+s\d+t\d+)\.(?P<rank>\d+)\.ring$")
 
@@ -114,7 +116,7 @@ class Ring:
         try:
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, _FIXED.pack(MAGIC, slots, len(header), slot_bytes), 0)
-            os.pwrite(fd, _STAMP.pack(-1, -1) * (1 + slots), _FIXED.size)
+            os.pwrite(fd, _STAMP.pack(-1, -1, 0, -1) * (1 + slots), _FIXED.size)
             os.pwrite(fd, header, start)
             os.rename(temporary, path)
             return cls(path, mmap.mmap(fd, size))
@@ -145,7 +147,7 @@ class Ring:
         """Whole versions, newest first."""
         found = []
         for slot in range(self.slots):
-            step, attempt = _STAMP.unpack_from(self.mapped, _FIXED.size + (1 + slot) * _STAMP.size)
+            step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _FIXED.size + (1 + slot) * _STAMP.size)
             if step >= 0:
                 found.append(Version(step=step, attempt=attempt, slot=slot))
         return sorted(found, key=lambda version: (version.step, version.attempt), reverse=True)
@@ -166,9 +168,27 @@ class Ring:
         self._stamp(slot, -1, -1)
         return slot
 
-    def commit(self, slot: int, *, step: int, attempt: int) -> None:
-        """The slot's bytes are whole: it is now the version ``step``."""
+    def commit(self, slot: int, *, step: int, attempt: int) -> Version:
+        """The slot's bytes are whole: it is now the version ``step``, not sealed yet."""
         self._stamp(slot, step, attempt)
+        return Version(step=step, attempt=attempt, slot=slot)
+
+    def seal(self, version: Version, seal: int | None) -> None:
+        """Note the sum of the version's bytes (any signed 64-bit number); None: it has none.
+
+        May come from another thread: a seal of a version that is overwritten meanwhile names its own step, and so
+        seals nothing.
+        """
+        at = _FIXED.size + (1 + version.slot) * _STAMP.size
+        self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
+        if seal is not None:
+            self.mapped[at + 16 : at + 24] = struct.pack("<q", seal)
+            self.mapped[at + 24 : at + 32] = struct.pack("<q", version.step)
+
+    def sealed(self, version: Version) -> int | None:
+        """What ``seal`` noted about it; None where it was not sealed (yet)."""
+        step, attempt, seal, of = _STAMP.unpack_from(self.mapped, _FIXED.size + (1 + version.slot) * _STAMP.size)
+        return seal if (step, attempt, of) == (version.step, version.attempt, version.step) else None
 
     def forget_after(self, step: int, *, attempt: int | None = None) -> None:
         """Clear versions newer than ``step`` (the run went back to it) and, at ``step``, of other attempts."""
@@ -179,7 +199,7 @@ class Ring:
 
     def copied(self) -> tuple[int, int]:
         """(step, attempt) of the newest version that a peer holds whole; (-1, -1): none."""
-        step, attempt = _STAMP.unpack_from(self.mapped, _FIXED.size)
+        step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _FIXED.size)
         return step, attempt
 
     def note_copied(self, version: Version) -> None:
@@ -195,6 +215,7 @@ class Ring:
         if step < 0:
             self.mapped[at : at + 8] = struct.pack("<q", -1)
             return
+        self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
         self.mapped[at + 8 : at + 16] = struct.pack("<q", attempt)
         self.mapped[at : at + 8] = struct.pack("<q", step)
 

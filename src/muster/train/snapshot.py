@@ -8,18 +8,22 @@ slices of it.
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muster.core.errors import CheckpointError
 from muster.core.ranks import RankContext, Restore
-from muster.core.ring import Ring, file_name, refusal
+from muster.core.ring import Ring, Version, file_name, refusal
 
 _ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
 _FETCH_TIMEOUT_S = 60.0
@@ -50,6 +54,7 @@ class Snapshots:
         self._peer_copy = context.peer_copy
         self._last = -1
         self._copied = -1
+        self._sealer = Sealer(self._ring)
         self._views = [_views(self._ring, slot, table) for slot in range(self._ring.slots)]
 
     def save(self, step: int, local_tensors: Mapping[str, Tensor], *, agreed: bool = True) -> None:
@@ -65,7 +70,8 @@ class Snapshots:
             views[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in local_tensors.values()):
             torch.cuda.current_stream().synchronize()
-        self._ring.commit(slot, step=step, attempt=self._attempt)
+        version = self._ring.commit(slot, step=step, attempt=self._attempt)
+        self._sealer.seal(version)
         self._last = step
 
     def held(self) -> dict[str, int]:
@@ -86,6 +92,59 @@ class Snapshots:
         never leaves ranks without a common step.
         """
         return self._peer_copy and self._last >= 0 and self._ring.copied() != (self._last, self._attempt)
+
+
+class Sealer:
+    """Seals versions in a thread of its own, so that no step waits; where it lags, only the newest one.
+
+    A rank that dies at once leaves its last version without a seal: that one is taken as it is. The thread ends with
+    the sealer.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._wanted: queue.SimpleQueue[Version | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._wanted.put, None)
+
+    def seal(self, version: Version) -> None:
+        """Have it sealed soon."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_seal_all, args=(self._ring, self._wanted), name="muster-seal", daemon=True
+            )
+            self._thread.start()
+        self._wanted.put(version)
+
+
+def _seal_all(ring: Ring, wanted: queue.SimpleQueue[Version | None]) -> None:
+    going = True
+    while going:
+        waiting = [wanted.get()]
+        while not wanted.empty():
+            waiting.append(wanted.get())
+        going = None not in waiting
+        newest = next((version for version in reversed(waiting) if version is not None), None)
+        if newest is None:
+            return
+        seal = seal_of(ring.slot(newest.slot))
+        if ring.find(newest.step, newest.attempt) == newest:
+            ring.seal(newest, seal)
+
+
+def seal_of(data: memoryview) -> int:
+    """The sum of the bytes as signed 64-bit words, wrapped; made by numpy, which takes one core and lets others run."""
+    words = len(data) // 8 * 8
+    return int(np.frombuffer(data[:words], dtype=np.int64).sum()) if words else 0
+
+
+def check_seal(ring: Ring, version: Version) -> None:
+    """Raise CheckpointError where a version's bytes are not those that were sealed."""
+    sealed = ring.sealed(version)
+    if sealed is not None and seal_of(ring.slot(version.slot)) != sealed:
+        raise CheckpointError(
+            f"{ring.path.name}: the snapshot of step {version.step} of attempt {version.attempt} is not what was sealed"
+        )
 
 
 def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:
@@ -134,11 +193,14 @@ def _views(ring: Ring, slot: int, table: list[dict[str, Any]]) -> dict[str, Tens
     return found
 
 
-def open_shard(path: Path, restore: Restore) -> tuple[Ring, list[dict[str, Any]], int]:
+def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Ring, list[dict[str, Any]], int]:
     """(ring, table, slot) of the version to restore; waits for a file that is still being fetched.
 
+    ``check``: compare its bytes with its seal, which reads them all.
+
     Raises:
-        CheckpointError: it did not come (the mover says at once when it cannot be had), or the version is not in it.
+        CheckpointError: it did not come (the mover says at once when it cannot be had), the version is not in it, or
+            is not what was sealed.
     """
     deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
     while True:
@@ -147,6 +209,8 @@ def open_shard(path: Path, restore: Restore) -> tuple[Ring, list[dict[str, Any]]
             ring = Ring.open(path, writable=True)
             version = ring.find(restore.step, restore.attempt)
             if version is not None:
+                if check:
+                    check_seal(ring, version)
                 return ring, json.loads(ring.header)["tensors"], version.slot
         refused = refusal(path)
         if refused is not None:
@@ -162,15 +226,21 @@ def restore_same_layout(context: RankContext, restore: Restore) -> dict[str, Ten
     return _views(ring, slot, table)
 
 
-def restore_other_layout(restore: Restore, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def restore_other_layout(
+    restore: Restore, wanted: Mapping[str, Tensor], *, local_rank: int = 0, local_world_size: int = 1
+) -> dict[str, Tensor]:
     """The parts that ``wanted`` (this rank's sharded state) needs, put together from the former ranks' shards.
 
-    Reads only the overlaps: the bytes of a shard that this rank does not need stay untouched in memory.
+    Reads only the overlaps, and compares the seals of this rank's share of the files on its host, so that each is
+    compared once; one that is wrong ends the whole attempt.
 
     Raises:
         CheckpointError: a shard is missing, or the shards do not cover a tensor.
     """
-    shards = [open_shard(Path(path), restore) for _, path in sorted(restore.shards.items(), key=lambda i: int(i[0]))]
+    paths = [Path(path) for _, path in sorted(restore.shards.items(), key=lambda item: int(item[0]))]
+    shards = [
+        open_shard(path, restore, check=number % local_world_size == local_rank) for number, path in enumerate(paths)
+    ]
     views = [(_views(ring, slot, table), {entry["name"]: entry for entry in table}) for ring, table, slot in shards]
     found = {}
     for name, tensor in wanted.items():
@@ -215,4 +285,6 @@ def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tenso
     """This rank's parts of the version that ``restore`` names, from whichever layout took it."""
     if restore.layout == context.layout and str(context.rank) in restore.shards:
         return restore_same_layout(context, restore)
-    return restore_other_layout(restore, sharded)
+    return restore_other_layout(
+        restore, sharded, local_rank=context.local_rank, local_world_size=context.local_world_size
+    )

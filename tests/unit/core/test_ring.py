@@ -67,3 +67,23 @@ def test_no_room_is_said_before_the_first_write(tmp_path):
     with pytest.raises(CheckpointError, match="no room"):
         Ring.create(tmp_path / "own.r1s1t1.0.ring", header=b"{}", slot_bytes=1 << 50)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_seal_belongs_to_one_version_of_a_slot(tmp_path):
+    path = tmp_path / "own.r1s1t1.0.ring"
+    ring = Ring.create(path, header=b"{}", slot_bytes=10)
+    write(ring, 1, 1, 1)
+    first = ring.find(1, 1)
+    assert ring.sealed(first) is None
+    ring.seal(first, -(1 << 63))
+    assert Ring.open(path).sealed(first) == -(1 << 63)
+    for step in (2, 3, 4):  # the slot is taken again
+        write(ring, step, 1, step)
+    fourth = ring.find(4, 1)
+    assert fourth.slot == first.slot and ring.sealed(fourth) is None
+    ring.seal(first, 5)  # by a thread that was slow
+    assert ring.sealed(fourth) is None and ring.sealed(first) is None
+    ring.seal(fourth, 0)
+    assert ring.sealed(fourth) == 0
+    ring.seal(fourth, None)
+    assert ring.sealed(fourth) is None

@@ -1,0 +1,42 @@
+"""A snapshot that changes in memory is noticed when it is to be restored, and an older one is taken."""
+
+import os
+import signal
+import time
+
+import pytest
+from chaos import Judged
+from cluster import RUN_ID, spec_of
+
+from muster.core.places import memory_dir
+from muster.core.ring import Ring, file_name
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+
+def test_a_rotten_snapshot_is_passed_over(tmp_path):
+    with Judged(tmp_path, spec_of(**{"training.steps": 60, "recovery.heartbeat_timeout_s": 30.0})) as run:
+        run.start()
+        run.wait_for_step(8)
+        pids = [pid for pid, _ in run.ranks().values()]
+        run.kill_rank(0, signal.SIGSTOP)  # its peer comes to wait for it
+        time.sleep(0.2)
+        run.wait_until(lambda: rings(run)[2] is not None, "the seal of the newest version that both hold")
+        run.kill_rank(1, signal.SIGSTOP)
+        ring, rotten, _ = rings(run)
+        ring.slot(rotten.slot)[1000] ^= 0x10
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        run.ended()
+        assert f"step {rotten.step} of attempt {rotten.attempt} is not what was sealed" in run.story()
+        starts = [event.detail.get("resume_step") for event in run.events("attempt.started")]
+        assert starts[1] == rotten.step and 0 < starts[2] < rotten.step, run.story()
+        assert set(run.actions()) == {"restart"} and run.step() == 60, run.story()
+
+
+def rings(run):
+    """(rank 1's ring, the newest version that both ranks hold, its seal)."""
+    folder = memory_dir(run.dir, RUN_ID, "host-0")
+    other, ring = (Ring.open(folder / file_name("own", "r1s2t1", rank), writable=True) for rank in (0, 1))
+    version = next(each for each in ring.versions() if other.find(each.step, each.attempt))
+    return ring, version, ring.sealed(version)

@@ -174,8 +174,8 @@ class Crew:
         if worker.peer is not None:
             self.agent.hub.drain(worker.peer)  # last words may still lie in the socket
         last = dict(worker.last)
-        if last and worker.orphaned:
-            worker.exit_code = 1  # whoever says why it ends was not killed
+        if last and worker.orphaned:  # whoever says how it ends was not killed
+            worker.exit_code = int(last.get("left", 1))
         self.agent.log.write(
             "rank.exited",
             {

@@ -30,6 +30,9 @@ from muster.train.ranklink import Line, RankLink
 
 #: A standby that got no rank within so long warms up: the first attempt's ranks are not held up by it.
 WARM_AFTER_S = 0.5
+#: Codes of a rank that was done, or left as it was told to (saved; to make room; stopped). It says so before it goes:
+#: where its fork server died meanwhile, nobody can ask the kernel.
+LEFT_WELL = (0, 75, 76, 130)
 
 
 def main() -> None:
@@ -296,10 +299,14 @@ def _run(context: RankContext, link: RankLink) -> int:
         if command:
             from muster.train.foreign import run_command
 
-            return run_command(command, context, link)
-        from muster.train import worker
+            code = run_command(command, context, link)
+        else:
+            from muster.train import worker
 
-        return worker.run_rank(context, link)
+            code = worker.run_rank(context, link)
+        if code in LEFT_WELL:
+            link.last_words({"left": code})
+        return code
     except MusterError as error:
         link.last_words(
             {

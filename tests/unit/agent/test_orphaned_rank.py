@@ -21,11 +21,16 @@ class Agent:
         self.told.append(message)
 
 
-@pytest.mark.parametrize(
-    ("parent", "last", "code"),
-    [(3, {}, -9), (3, {"exception": "ValueError", "message": "bad row"}, 1), (7, {"message": "x"}, 3)],
-    ids=["killed", "it said why", "its parent lives"],
-)
+CASES = {
+    "killed": (3, {}, -9),
+    "it was done": (3, {"left": 0}, 0),
+    "it was stopped": (3, {"left": 130}, 130),
+    "it said why": (3, {"exception": "ValueError", "message": "bad row"}, 1),
+    "its parent lives": (7, {"message": "x"}, 3),
+}
+
+
+@pytest.mark.parametrize(("parent", "last", "code"), CASES.values(), ids=list(CASES))
 def test_the_code_of_an_orphan(monkeypatch, parent, last, code):
     monkeypatch.setattr("muster.agent.crew.os.close", lambda fd: None)
     agent = Agent()

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from muster.agent.agent import Agent
 
 
+#: Data preparation that somebody killed is begun again so often: what it has done it finds in the cache.
+PREPARE_KILLS = 1
+
+
 class Programs:
     """Children that are not ranks."""
 
@@ -36,6 +40,7 @@ class Programs:
         self.forkserver_pid: int | None = None
         self._forkserver_deaths = 0
         self._prepare: subprocess.Popen[str] | None = None
+        self._prepare_kills = 0
         self._notices: subprocess.Popen[bytes] | None = None
         self._step_s: deque[float] = deque(maxlen=20)
         self._last_step_s: float | None = None
@@ -108,6 +113,12 @@ class Programs:
         found: dict[str, Any] = {}
         with contextlib.suppress(ValueError, IndexError):
             found = json.loads(out.strip().splitlines()[-1])
+        if code < 0 and self._prepare_kills < PREPARE_KILLS and self.agent.leaving is None:
+            self._prepare_kills += 1
+            text = f"data preparation on {self.agent.host} was ended by signal {-code} and is begun again"
+            self.agent.log_event("run.note", {"text": text})
+            self._start_prepare()
+            return
         if code != 0:
             self.agent.failed(
                 str(
@@ -116,7 +127,7 @@ class Programs:
                     )
                 ),
                 exit_code=int(found.get("exit_code", 1)),
-                hint=found.get("hint"),
+                hint=found.get("hint") or ("code -9 without a user's kill is lack of memory" if code == -9 else None),
             )
             return
         self.agent.log_event("data.prepared", found)

@@ -25,7 +25,7 @@ from muster.core.places import memory_dir, memory_prefix
 from muster.core.runs import RunDir, replace_text
 from muster.core.spec import RunSpec
 
-__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "listening"]
+__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "has_line", "listening"]
 
 LOOK_EVERY_S = 0.02
 
@@ -116,11 +116,11 @@ class Scene:
 
     def store_port(self, host: str) -> int:
         """Where the host's newest rendezvous store listens: a child of its fork server."""
-        server, ranks = self.fork_server(host), {pid for pid, _ in self.ranks().values()}
+        server = self.fork_server(host)
         ports = [
             port
             for each in sorted(self.processes(host), key=lambda found: found.start_ticks)
-            if _parent(each.pid) == server and each.pid not in ranks  # a rank listens for its peers
+            if _parent(each.pid) == server and not has_line(each.pid)  # ranks and standbys listen for their peers
             for port in listening(each.pid)
         ]
         if not ports:
@@ -215,18 +215,35 @@ def _parent(pid: int) -> int:
     return 0
 
 
+def has_line(pid: int) -> bool:
+    """Whether it holds a unix socket: ranks and standbys speak with their agent, stores do not."""
+    return bool(_sockets(pid) & set(_inodes(pid, "unix", 6)))
+
+
 def listening(pid: int) -> list[int]:
     """TCP ports on which a process listens, read from ``/proc``."""
-    mine = set()
-    with contextlib.suppress(OSError):
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                mine.add(os.readlink(fd))
+    mine = _sockets(pid)
     found = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
-                if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                if words[3] == "0A" and words[9] in mine:
                     found.append(int(words[1].rpartition(":")[2], 16))
     return found
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(fd))
+    return {name[8:-1] for name in found if name.startswith("socket:[")}
+
+
+def _inodes(pid: int, table: str, column: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [line.split()[column] for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+    return []

@@ -27,6 +27,8 @@ from muster.core.ring import Ring, Version, file_name, refusal
 
 _ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
 _FETCH_TIMEOUT_S = 60.0
+#: So long a snapshot waits for the copy of the one before to reach the peer.
+COPY_PATIENCE_S = 60.0
 
 
 class Snapshots:
@@ -52,7 +54,7 @@ class Snapshots:
             self._ring.forget_after(-1)
         self._attempt = context.attempt
         self._peer_copy = context.peer_copy
-        self._last = -1
+        self._last, self._saved_s = -1, 0.0
         self._copied = -1
         self._sealer = Sealer(self._ring)
         self._views = [_views(self._ring, slot, table) for slot in range(self._ring.slots)]
@@ -62,7 +64,7 @@ class Snapshots:
 
         ``agreed``: no rank was ``behind``, so that every peer holds the version before.
         """
-        if agreed and self._peer_copy:
+        if agreed and self._peer_copy and self._copy_came():
             self._copied = self._last
         slot = self._ring.begin()
         views = self._views[slot]
@@ -72,7 +74,7 @@ class Snapshots:
             torch.cuda.current_stream().synchronize()
         version = self._ring.commit(slot, step=step, attempt=self._attempt)
         self._sealer.seal(version)
-        self._last = step
+        self._last, self._saved_s = step, time.monotonic()
 
     def held(self) -> dict[str, int]:
         """For the ``step`` event: the newest step in the hosts' own memory, and in another host's."""
@@ -89,9 +91,15 @@ class Snapshots:
 
         A new one is taken only when no rank is behind (the ranks agree on that at each step): so the last
         version that every peer holds is still in every ring, however slow a network is, and a lost host
-        never leaves ranks without a common step.
+        never leaves ranks without a common step. After ``COPY_PATIENCE_S`` nobody waits any more: no copy comes
+        (a mover that gave up), and a snapshot in the hosts' own memory is better than none.
         """
-        return self._peer_copy and self._last >= 0 and self._ring.copied() != (self._last, self._attempt)
+        if not self._peer_copy or self._last < 0 or self._copy_came():
+            return False
+        return time.monotonic() - self._saved_s < COPY_PATIENCE_S
+
+    def _copy_came(self) -> bool:
+        return self._ring.copied() == (self._last, self._attempt)
 
 
 class Sealer:

@@ -204,10 +204,12 @@ class LiveRun:
         return found
 
     def signal_host(self, name, number=signal.SIGKILL):
-        """All processes of a host at once."""
-        for pid in self.host_pids(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        """All processes of a host at once; before a kill they are stopped, so that none tells of another one's end."""
+        pids = self.host_pids(name)
+        for each in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, each)
 
     def fork_servers(self):
         """Pids of the fork servers that ever logged a start on these hosts."""

@@ -2,6 +2,7 @@
 
 import json
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from muster.train.mesh import make_meshes
 )
 @pytest.mark.parametrize("training", [{}, {"exact": True}])
 def test_a_standby_warms_up_and_leaves_no_group(config, training):
+    before = psutil.Process().net_connections()
     assert warm.warm_up(spec_of(config, training=training))
     assert not dist.is_initialized()
+    assert psutil.Process().net_connections() == before, "and no socket"
 
 
 def test_adapters_warm_up_too():

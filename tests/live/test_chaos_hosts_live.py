@@ -85,6 +85,7 @@ def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp
         run.wait()
 
 
+@pytest.mark.soak
 def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_is_left_out(tmp_path, reference):
     """Faults 43 (a false alarm) and 39 (one host's rank dies three times, each time after a new step)."""
     changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "training.steps": 200}
@@ -122,6 +123,7 @@ def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
         assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
 
 
+@pytest.mark.soak
 def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
     """Faults 14, 17 and 41 with ``exact: true``: 3 -> 2 -> 3 hosts, and the course of a run on 3 and of one on 2."""
     exact = {"training.exact": True, "training.steps": 120}
@@ -140,6 +142,7 @@ def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
 # ---------------------------------------------------------------- networks
 
 
+@pytest.mark.soak
 @needs_namespaces
 def test_a_flapping_link_below_the_limit_disturbs_nobody(tmp_path, reference):
     """Fault 24: half a second down, four times; the limit is two seconds."""

@@ -16,7 +16,9 @@ VARIANTS = {
 LAYOUTS = [{"dp_shard": 1}, {"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [each if each in ("plain", "lora") else pytest.param(each, marks=pytest.mark.soak) for each in VARIANTS]
+)
 def test_one_hash_at_any_world_size(tmp_path: Path, variant: str) -> None:
     seen = set()
     for number, layout in enumerate(LAYOUTS):

@@ -46,7 +46,9 @@ def unfailed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcom
     return of
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=pytest.mark.soak) if each == "accumulation" else each for each in VARIANTS]
+)
 def test_resume_to_the_bit_after_a_kill_in_mid_step(
     tmp_path: Path, variant: str, unfailed: Callable[[str], Outcome]
 ) -> None:
@@ -80,7 +82,7 @@ def test_resume_to_the_bit_after_a_kill_in_mid_save(
     assert resumed.state_hash == whole.state_hash
 
 
-@pytest.mark.parametrize("worlds", [(1, 2), (4, 3, 2)])
+@pytest.mark.parametrize("worlds", [(1, 2), pytest.param((4, 3, 2), marks=pytest.mark.soak)])
 def test_resume_on_another_number_of_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """The same sequences in the same order, and the loss within the tolerance."""
     spec = spec_of(tmp_path / "cache", training__global_batch_size=6)

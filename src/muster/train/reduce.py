@@ -29,6 +29,8 @@ class Axes:
     """Process group of each layout axis that has more than one rank."""
 
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    _broken: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
+    """Another replica was lost while gradients were summed; raised when this replica's own sums are done."""
 
     def size(self, axis: str) -> int:
         group = self.groups.get(axis)
@@ -42,9 +44,16 @@ class Axes:
         return tensor
 
     def sum_scalars(self, values: Sequence[tuple[Tensor, frozenset[str]]]) -> list[Tensor]:
-        """Sum 0-d tensors of one dtype, each over its own set of axes, in one collective an axis."""
+        """Sum 0-d tensors of one dtype, each over its own set of axes, in one collective an axis.
+
+        Raises:
+            RuntimeError: another replica was lost, in these sums or in the buckets before them.
+        """
         found = torch.stack([value for value, _ in values])
         for axis in (SHARD, TENSOR, REPLICATE):
+            if axis == REPLICATE and self._broken is not None:
+                error, self._broken = self._broken, None
+                raise error
             chosen = [index for index, (_, axes) in enumerate(values) if axis in axes]
             if not chosen or axis not in self.groups:
                 continue
@@ -57,9 +66,21 @@ class Axes:
         return list(found.unbind())
 
     def sum_buckets_(self, tensors: Sequence[Tensor], axis: str) -> None:
-        """Sum tensors of one dtype in place over an axis, several to a message."""
+        """Sum tensors of one dtype in place over an axis, several to a message.
+
+        Where another replica is lost meanwhile, the tensors are worth nothing and ``sum_scalars`` raises: this rank
+        goes on to its replica's own sums first, in which ranks that have heard of no loss would wait for it.
+        """
         if axis not in self.groups:
             return
+        try:
+            self._sum_buckets(tensors, axis)
+        except RuntimeError as error:
+            if axis != REPLICATE or not ({SHARD, TENSOR} & self.groups.keys()):
+                raise
+            self._broken = error
+
+    def _sum_buckets(self, tensors: Sequence[Tensor], axis: str) -> None:
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 self.sum_(bucket[0], axis)

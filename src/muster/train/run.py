@@ -139,7 +139,9 @@ class Run:
             NotFinite: it was not applied.
             Paused: this rank is to go on in another world.
         """
-        if self.link.pause_asked():
+        # One that shares its replica goes on to the next sum over all: that one is broken for each of them at the same
+        # place, while here the others may have gone on and would wait for this one in the replica's own collectives.
+        if self.link.pause_asked() and self.context.layout.ranks_per_replica == 1:
             raise Paused
         step = self._record()
         if step is not None and self.phases.now != "train":

@@ -84,7 +84,8 @@ def test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on(clus
     cluster.heal(lost)
     run.wait_until(lambda: _spare_again(run, lost_host, healed_ns), "the return of the healed node")
 
-    batch, began_ns = run.supervisor_host(), time.time_ns()
+    at, batch = run.step(), run.supervisor_host()
+    began_ns = time.time_ns()
     cluster.power_off(batch)
     run.wait_for_step(run.step() + 15)  # looked at afterwards: steps go on while a long log is read
     second_s, second_again = recovery_s(run, began_ns)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.agent.flush import commit_flushed, flush
-from muster.agent.persist import Shares, complain
+from muster.agent.persist import Shares, answer_each, complain
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.ring import Ring, file_name, refuse
 from muster.core.stream import TIMEOUT_S, Stream
@@ -101,33 +101,19 @@ class Mover:
         self._flushing = threading.Lock()
 
     def serve(self) -> None:
-        while True:
-            sock, _ = self.listener.accept()
-            threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
+        answer_each(self.listener, self.token, self._talk, who="a peer")
 
-    def _answer(self, sock: socket.socket) -> None:
-        try:
-            with sock:
-                stream = Stream(sock, self.token, server=True)
-                while True:
-                    request = stream.receive()
-                    name = Path(str(request["file"])).name  # never a path: a peer names files, not places
-                    if request["t"] == "read":
-                        ring = Ring.open(self.memory / name)
-                        read_version(ring, int(request["step"]), int(request["attempt"]), stream)
-                        ring.close()
-                    elif request["t"] == "push":
-                        write_version(
-                            self.memory,
-                            name,
-                            str(request["header"]).encode(),
-                            int(request["slot_bytes"]),
-                            stream,
-                            request,
-                        )
-        except (OSError, MusterError, ValueError, KeyError) as error:
-            if not isinstance(error, ConnectionError):
-                complain(f"answering a peer: {error}")
+    def _talk(self, stream: Stream) -> None:
+        while True:
+            request = stream.receive()
+            name = Path(str(request["file"])).name  # never a path: a peer names files, not places
+            if request["t"] == "read":
+                ring = Ring.open(self.memory / name)
+                read_version(ring, int(request["step"]), int(request["attempt"]), stream)
+                ring.close()
+            elif request["t"] == "push":
+                header, size = str(request["header"]).encode(), int(request["slot_bytes"])
+                write_version(self.memory, name, header, size, stream, request)
 
     def fetch(self, order: Mapping[str, Any]) -> None:
         """Get one version; the target appears under its final name when it is whole."""

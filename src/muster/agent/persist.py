@@ -21,7 +21,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,23 @@ class Shares:
 
     def serve(self) -> None:
         """Block for ever."""
-        while True:
-            sock, _ = self.listener.accept()
-            threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
+        answer_each(self.listener, self.token, lambda stream: take_share(stream, stream.receive()), who="a rank")
 
-    def _answer(self, sock: socket.socket) -> None:
+
+def answer_each(listener: socket.socket, token: bytes, talk: Callable[[Stream], None], *, who: str) -> None:
+    """Accept for ever; each connection has a thread in which ``talk`` has it until it returns or raises."""
+
+    def answer(sock: socket.socket) -> None:
         try:
             with sock:
-                stream = Stream(sock, self.token, server=True)
-                take_share(stream, stream.receive())
+                talk(Stream(sock, token, server=True))
         except (OSError, MusterError, ValueError, KeyError) as error:
             if not isinstance(error, ConnectionError):
-                complain(f"answering a rank: {error}")
+                complain(f"answering {who}: {error}")
+
+    while True:
+        sock, _ = listener.accept()
+        threading.Thread(target=answer, args=(sock,), daemon=True).start()
 
 
 def complain(text: str) -> None:

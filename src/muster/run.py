@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from muster.core.errors import UsageError
-from muster.core.ranks import Link, Order, RankContext
+from muster.core.ranks import YIELDED, Link, Order, RankContext
 from muster.core.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ def should_stop() -> bool:
         return False
     orders = _orders()
     if not _Here.begun:
-        orders.begin(copy_is_behind=_behind())
+        orders.begin(copy_is_behind=_behind(), saving=_saving())
     _Here.order = orders.agreed() or _Here.order
-    orders.begin(copy_is_behind=_behind())
+    orders.begin(copy_is_behind=_behind(), saving=_saving())
     _Here.begun = True
     return _Here.order is not None and _Here.order.kind == "stop"
 
@@ -138,7 +138,10 @@ def finish(step: int, state: State) -> None:
     wanted = stopping and _Here.order is not None and _Here.order.save and _Here.link is not None
     if wanted and _Here.saved_step != step:
         _saver().save(step, _flatten(state), {})
-    if _Here.saver is not None:
+    if stopping and _Here.order is not None and _Here.order.exit_code == YIELDED:
+        if _Here.snapshots is not None:  # a larger world goes on from this very step
+            _Here.snapshots.keep(step, {name: _local(tensor) for name, tensor in _flatten(state).items()})
+    elif _Here.saver is not None:
         _Here.saver.finish()
     if stopping and _Here.order is not None:
         sys.exit(_Here.order.exit_code)
@@ -244,6 +247,10 @@ def _orders() -> Orders:
         several = dist.is_initialized() and dist.get_world_size() > 1
         _Here.orders = Orders(_Here.link, dist.new_group(backend="gloo") if several else None)
     return _Here.orders
+
+
+def _saving() -> bool:
+    return _Here.saver is not None and bool(_Here.saver.busy)
 
 
 def _behind() -> bool:

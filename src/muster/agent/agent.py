@@ -35,6 +35,8 @@ from muster.core.wire import read_token
 
 #: Without a supervisor and without work an agent leaves after so long.
 LONELY_S = 120.0
+#: A host that joins a run under way is ready when its standbys are warm, or after so long.
+WARM_S = 10.0
 #: How often the lease is read while a supervisor is connected.
 LEASE_LOOK_S = 1.0
 
@@ -63,6 +65,8 @@ class Agent:
         self.ready = False
         self.newest_attempt = 0
         """That a supervisor spoke of: in its name a flush is committed."""
+        self.warm_by: float | None = None
+        """When a host that joins late is ready, warm or not; None: it is not that far."""
         self.leaving: str | None = None
         self.failure: dict[str, Any] | None = None
         self.contact_after = time.monotonic()
@@ -92,6 +96,8 @@ class Agent:
                 self._find_supervisor()
             self.crew.watch()
             self.programs.mover.watch()
+            if self.warm_by is not None:
+                self.check_ready()
         self._leave()
         return 0
 
@@ -210,6 +216,10 @@ class Agent:
             self.crew.hear(peer.who, message)
         elif peer is self.forkserver:
             self.programs.from_forkserver(message)
+        elif kind == "warm":
+            for standby in self.crew.standbys.values():
+                standby.warm = standby.warm or standby.peer is peer
+            self.check_ready()
 
     def _below_hello(self, peer: Peer, message: dict[str, Any]) -> None:
         pid = int(message["pid"])
@@ -224,6 +234,8 @@ class Agent:
         else:
             self.crew.standbys[pid] = Standby(pid=pid, peer=peer)
             self.programs.came()
+            if self._joining():
+                self.hub.send(peer, {"t": "warm"})
             self.check_ready()
 
     def new_store(self, store: list[Any]) -> None:
@@ -234,9 +246,25 @@ class Agent:
     def check_ready(self) -> None:
         """Tell the supervisor once everything that a start needs is there; start what waited for it."""
         self.crew.fill()
-        if not self.ready and self.programs.prepared and self.forkserver is not None and self.crew.standbys:
-            self.ready = True
-            self.tell({"t": "ready", "store": self.store, "memory": self.programs.memory_address})
+        if self.ready or not self.programs.prepared or self.forkserver is None or not self.crew.standbys:
+            return
+        if self._joining() and not self._warm():
+            return
+        self.ready = True
+        self.tell({"t": "ready", "store": self.store, "memory": self.programs.memory_address})
+
+    def _joining(self) -> bool:
+        """Whether this host comes to a run that has begun without it: those that step need not wait for its warm-up."""
+        return self.newest_attempt > 0 and self.crew.attempt == 0 and not self.ready
+
+    def _warm(self) -> bool:
+        """Every standby is warm, or took too long over it."""
+        if self.warm_by is None:
+            self.warm_by = time.monotonic() + WARM_S
+        standbys = self.crew.standbys.values()
+        return time.monotonic() > self.warm_by or (
+            len(standbys) >= self.ranks_per_host and all(standby.warm for standby in standbys)
+        )
 
     def failed(self, reason: str, *, exit_code: int = 1, hint: str | None = None) -> None:
         """Something below could not start; a supervisor that comes later hears of it too."""

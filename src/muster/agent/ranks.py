@@ -16,6 +16,8 @@ class Standby:
 
     pid: int
     peer: Peer
+    warm: bool = False
+    """It has paid for what a first step costs, or cannot do so in advance."""
 
 
 @dataclass(kw_only=True)

@@ -86,6 +86,10 @@ class RankContext:
         return cls(**given)
 
 
+#: A rank that leaves because it was asked to, without an end to the run (the world grows).
+YIELDED = 76
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What the supervisor wants of the ranks, through the agent."""
@@ -94,7 +98,8 @@ class Order:
     """``stop``: save and leave after the current step."""
     save: bool = True
     exit_code: int = 0
-    """What the run will answer: 130 the user stopped it, 75 it was preempted."""
+    """What the run will answer: 130 the user stopped it, 75 it was preempted. ``YIELDED``: it goes on in another
+    world."""
     deadline_s: float | None = None
     """Seconds from now."""
 

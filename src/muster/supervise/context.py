@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.core.ranks import YIELDED
 from muster.policy.situation import Policy
 from muster.supervise.judge import natural_key
 from muster.supervise.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 
-#: A rank that leaves because it was asked to, without an end to the run (the world grows).
-YIELDED = 76
 #: Exit codes of ranks that left when told to.
 LEFT = (130, 75, YIELDED)
 

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.nouns import Action, Decision, Incident, IncidentKind
+from muster.core.ranks import YIELDED
 from muster.policy.shipped import SHIPPED
 from muster.policy.situation import Situation
 from muster.supervise import repeats
 from muster.supervise.attempts import ask_to_save, collect
-from muster.supervise.context import YIELDED, Context
+from muster.supervise.context import Context
 from muster.supervise.flush import leave
 from muster.supervise.state import SECOND_NS, OpenIncident, Phase
 from muster.supervise.survivors import keepable
 
+#: Ranks that were asked to leave for a larger world have so long: a save that is under way may end first.
+YIELD_S = 300.0
 #: Says nothing against the host it happened on.
 _NOT_THE_HOSTS = (
     IncidentKind.HOST_RETURNED,
@@ -232,11 +235,14 @@ def retire(c: Context, name: str | None, incident: Incident, key: str | None) ->
 
 
 def ask_to_leave(c: Context) -> None:
-    """Ask the ranks to leave after the step they are in; nothing is recomputed."""
+    """Ask the ranks to leave after the step they are in; nothing is recomputed.
+
+    They train on until a save that is under way stands, so that growing costs no checkpoint.
+    """
     if c.state.yielding:
         return
     c.state.yielding = True
-    c.deadline(c.settings.spec.recovery.grace_s)
+    c.deadline(max(c.settings.spec.recovery.grace_s, YIELD_S))
     for name in c.state.active:
         c.send(name, {"t": "order", "order": {"kind": "stop", "save": False, "exit_code": YIELDED}})
 

@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from muster.core.nouns import IncidentKind
+from muster.core.ranks import YIELDED
 from muster.policy.situation import Policy
 from muster.supervise import flush, judge, notices, repeats
 from muster.supervise.attempts import ask_to_save, begin, check_left, collect, collected_all, memory_moved
-from muster.supervise.context import LEFT, YIELDED, Context
+from muster.supervise.context import LEFT, Context
 from muster.supervise.flush import finish, leave
 from muster.supervise.hosts import (
     adopt_failed,

@@ -283,14 +283,21 @@ def standby(address: str, token: bytes, *, spec: Mapping[str, Any], orphan_s: fl
 
 
 def _first(line: Line, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The agent's first message. Where it leaves us the time, pay for the first step before it comes."""
+    """The agent's first message that gives us work. Where it leaves us the time, or asks for it, pay for the first step
+    before."""
     with contextlib.suppress(TimeoutError):
-        return line.wait(WARM_AFTER_S)[0]
+        for message in line.wait(WARM_AFTER_S):
+            if message["t"] != "warm":
+                return message
     from muster.train import warm
 
     if warm.wanted(spec):
         warm.warm_up(RunSpec.model_validate(spec))
-    return line.wait(None)[0]
+    line.send({"t": "warm"})
+    while True:
+        for message in line.wait(None):
+            if message["t"] != "warm":
+                return message
 
 
 def _run(context: RankContext, link: RankLink) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from muster.core.ranks import Link, Order
+from muster.core.ranks import YIELDED, Link, Order
 from muster.train.groups import all_reduce
 
 NO_DEADLINE_MS = 1 << 40
@@ -26,10 +26,11 @@ class Orders:
     group: dist.ProcessGroup | None
     """All ranks; None at world size 1."""
 
-    def begin(self, *, save_now: bool = False, copy_is_behind: bool = False) -> None:
+    def begin(self, *, save_now: bool = False, copy_is_behind: bool = False, saving: bool = False) -> None:
         """Say what this rank has heard, or wants by itself (``save_now``).
 
-        ``copy_is_behind``: the last snapshot's copy is not yet on the peer.
+        ``copy_is_behind``: the last snapshot's copy is not yet on the peer. ``saving``: a save is under way, and a
+        larger world waits for it.
         """
         order = self.link.order()
         stop = order is not None and order.kind == "stop"
@@ -43,6 +44,7 @@ class Orders:
                 order.exit_code if order is not None else 0,
                 -deadline,  # the maximum of the negative is the nearest deadline
                 1 if copy_is_behind else 0,
+                1 if saving else 0,
             ]
         )
         self._work: dist.Work | None = None
@@ -60,6 +62,8 @@ class Orders:
         if self._work is not None:
             self._work.wait()
         stop, save, exit_code, deadline = (int(flag) for flag in self._flags[:4])
+        if stop and exit_code == YIELDED and int(self._flags[5]):
+            return None  # nobody hurries: the growth waits, training does not
         if not stop and not save:
             return None
         return Order(

@@ -155,6 +155,15 @@ class Run:
         if self.snapshots is not None:
             self.snapshots.keep(self.state.step, self.state.local_tensors())
 
+    def leave(self) -> None:
+        """This world ends so that a larger one begins, whose ranks are other processes: leave them the last step."""
+        self.settle()
+        if self.snapshots is not None:
+            self.snapshots.keep(self.state.step, self.state.local_tensors())
+        self.collector.close()
+        for tracker in self.log.trackers:
+            tracker.close()
+
     def abandon(self) -> None:
         """Let go of what belongs to the world that was."""
         self.world.breaker()
@@ -186,7 +195,9 @@ class Run:
 
         Called once a step, when its micro-batches are done: a copy has had that long to travel.
         """
-        self.orders.begin(save_now=self.wants_save(), copy_is_behind=self.copy_is_behind())
+        self.orders.begin(
+            save_now=self.wants_save(), copy_is_behind=self.copy_is_behind(), saving=self.saves.saver.busy
+        )
 
     def copy_is_behind(self) -> bool:
         """Whether this rank's last snapshot is not yet where a lost host's successor would look."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from muster.core.errors import MusterError, UsageError
 from muster.core.nouns import Layout
-from muster.core.ranks import LOST_PEER, Link, Order, RankContext
+from muster.core.ranks import LOST_PEER, YIELDED, Link, Order, RankContext
 from muster.core.spec import RunSpec
 from muster.train import misdeeds
 from muster.train.learner import assemble, make_learner
@@ -64,7 +64,8 @@ def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = Non
         phases.enter("start")
         world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
         learner.move(context, world)
-    leave_world()
+    if order is None or order.exit_code != YIELDED:  # the next world waits for this process's end
+        leave_world()
     return 0 if order is None else order.exit_code
 
 
@@ -91,6 +92,9 @@ def fulfil(run: Run) -> Order | None:
         run.phases.enter("warmup")
         run.log.restart()
     order = train(run)
+    if order is not None and order.exit_code == YIELDED:
+        run.leave()
+        return order
     if order is None:
         run.evaluate(run.state.step, final=True)
     run.save(run.state.step, order)

@@ -13,7 +13,7 @@ from muster.core import eventlog
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.intervals import FailureRate
 from muster.core.nouns import Layout
-from muster.core.ranks import Order, RankContext
+from muster.core.ranks import YIELDED, Order, RankContext
 from muster.core.spec import CheckpointSpec, Optimizer, RunSpec
 from muster.train.guard import failure, find_blame, must_skip
 from muster.train.links import FileLink
@@ -74,6 +74,20 @@ def agreed(*orders: Order, save_now: bool = False) -> Order | None:
     found = Orders(Quiet(*orders), None)  # type: ignore[arg-type]
     found.begin(save_now=save_now)
     return found.agreed()
+
+
+def test_a_larger_world_waits_for_a_save_under_way_and_nobody_else_does() -> None:
+    def asked(code: int, *, saving: bool) -> Order | None:
+        found = Orders(Quiet(Order(kind="stop", save=False, exit_code=code)), None)  # type: ignore[arg-type]
+        found.begin(saving=saving)
+        return found.agreed()
+
+    assert asked(YIELDED, saving=True) is None
+    left = asked(YIELDED, saving=False)
+    assert left is not None and (left.kind, left.exit_code) == ("stop", YIELDED)
+    for code in (75, 130):
+        told = asked(code, saving=True)
+        assert told is not None and told.exit_code == code
 
 
 def test_orders() -> None:

@@ -23,6 +23,7 @@ from muster.core.index import INDEX, boxes_of_table, encode_index, incomplete, s
 from muster.core.manifest import Manifest, StoredFile
 from muster.core.nouns import Layout
 from muster.core.ring import Ring, Version, file_name
+from muster.core.seals import check_seal
 from muster.core.shardfile import write_shard
 from muster.core.shards import Chunk
 from muster.core.store import blobs, open_store
@@ -53,7 +54,7 @@ def flush(order: Mapping[str, Any], memory: Path) -> dict[str, Any]:
     several of the ranks hold is written once. A version that is committed already is not written again.
 
     Raises:
-        CheckpointError: a version is not there, or was overwritten meanwhile (the ranks live and train).
+        CheckpointError: a version is not there, is not what was sealed, or was overwritten meanwhile (ranks train).
         AccessError, BackendError: it cannot be written.
     """
     step, attempt, layout = int(order["step"]), int(order["attempt"]), Layout.from_key(str(order["layout"]))
@@ -63,6 +64,7 @@ def flush(order: Mapping[str, Any], memory: Path) -> dict[str, Any]:
     folder = uris.join(str(order["uri"]), manifests.step_prefix(step, attempt))
 
     def write(share: _Share) -> dict[str, Any]:
+        check_seal(share.ring, share.version)  # memory is read far faster than any disk or bucket is written
         name = f"{_FLUSHED}{shard_file(share.rank)}"
         preamble = shards.preamble(
             shards.ShardHeader(

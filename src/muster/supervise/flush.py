@@ -89,13 +89,19 @@ def answered(c: Context, name: str, message: Mapping[str, Any]) -> None:
         return
     del ending.waiting[name]
     if not message.get("ok"):
-        ending.given_up.add((ending.choice.step, ending.choice.attempt))
+        step, attempt = ending.choice.step, ending.choice.attempt
+        ending.given_up.add((step, attempt))
         ending.why = f"{name}: {message.get('reason', 'no reason given')}"
+        text = f"step {step} of attempt {attempt} cannot be written from memory: {ending.why}"
+        c.log("run.note", {"text": text}, step=step)
         _write(c)
     elif ending.committing:
         step = ending.choice.step
         c.state.committed_step = max(c.state.committed_step, step)
         told = f"{ending.reason}; step {step} was written from memory before the hosts went"
+        newest = max((given_up for given_up, _ in ending.given_up), default=step)
+        if newest > step:
+            told += f", and step {newest} could not be ({ending.why})"
         finish(c, ending.outcome, ending.exit_code, told)
     else:
         ending.files += list(message.get("files", ()))

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from muster.core.errors import CheckpointError
 from muster.core.ranks import RankContext, Restore
 from muster.core.ring import Ring, Version, file_name, refusal
+from muster.core.seals import check_seal, seal_of
 
 _ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
 _FETCH_TIMEOUT_S = 60.0
@@ -138,21 +138,6 @@ def _seal_all(ring: Ring, wanted: queue.SimpleQueue[Version | None]) -> None:
         seal = seal_of(ring.slot(newest.slot))
         if ring.find(newest.step, newest.attempt) == newest:
             ring.seal(newest, seal)
-
-
-def seal_of(data: memoryview) -> int:
-    """The sum of the bytes as signed 64-bit words, wrapped; made by numpy, which takes one core and lets others run."""
-    words = len(data) // 8 * 8
-    return int(np.frombuffer(data[:words], dtype=np.int64).sum()) if words else 0
-
-
-def check_seal(ring: Ring, version: Version) -> None:
-    """Raise CheckpointError where a version's bytes are not those that were sealed."""
-    sealed = ring.sealed(version)
-    if sealed is not None and seal_of(ring.slot(version.slot)) != sealed:
-        raise CheckpointError(
-            f"{ring.path.name}: the snapshot of step {version.step} of attempt {version.attempt} is not what was sealed"
-        )
 
 
 def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:

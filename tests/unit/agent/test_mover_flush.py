@@ -1,6 +1,8 @@
 """Snapshots in memory become a checkpoint without any rank, and it restores in any layout."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,7 @@ from muster.core import manifest as manifests  # noqa: E402
 from muster.core.errors import CheckpointError, ConflictError  # noqa: E402
 from muster.core.nouns import Layout  # noqa: E402
 from muster.core.ring import Ring, file_name  # noqa: E402
+from muster.core.seals import seal_of  # noqa: E402
 from muster.core.store import open_store  # noqa: E402
 from muster.train.snapshot import table_of  # noqa: E402
 
@@ -136,6 +139,31 @@ def test_a_version_that_is_gone_or_goes_meanwhile_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(module, "write_shard", overwritten)
     with pytest.raises(CheckpointError, match="overwritten"):
         flush(order(tmp_path, 0), tmp_path / "a")
+
+
+def test_bytes_that_are_not_what_was_sealed_are_not_written(tmp_path):
+    ring = ring_of(tmp_path / "a", 0)
+    version = ring.find(12, 3)
+    ring.seal(version, seal_of(ring.slot(version.slot)))
+    ring.slot(version.slot)[7] ^= 0x20
+    with pytest.raises(CheckpointError, match=r"own\.r1s2t1\.0\.ring.* step 12 of attempt 3 is not what was sealed"):
+        flush(order(tmp_path, 0), tmp_path / "a")
+    assert not list((tmp_path / "checkpoints").rglob("*.shard"))
+    ring.slot(version.slot)[7] ^= 0x20
+    assert len(flush(order(tmp_path, 0), tmp_path / "a")["files"]) == 1
+
+
+def test_a_version_that_nobody_sealed_is_written_as_it_is(tmp_path):
+    """Its rank died before the seal: the stamp says that it was whole, and more is not known."""
+    ring = ring_of(tmp_path / "a", 0)
+    assert ring.sealed(ring.find(12, 3)) is None
+    assert len(flush(order(tmp_path, 0), tmp_path / "a")["files"]) == 1
+
+
+def test_the_mover_compares_without_torch():
+    look = "import sys; import muster.agent.mover; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_a_newer_attempt_holds_the_folder(tmp_path):

@@ -115,6 +115,25 @@ def test_a_disk_that_does_not_take_it_ends_the_run_with_a_word():
     assert "lay only in memory and was not written (host-" in end.reason and "no space left" in end.reason
 
 
+def test_a_version_that_is_refused_is_followed_by_the_next_older_one_and_that_is_said():
+    found = cluster(spec(hosts=2), policy=SHIPPED["none"])
+
+    def newer_on_paper():
+        for host in found.hosts.values():
+            real = host.inventory
+            host.inventory = lambda real=real: [{**item, "step": item["step"] + 1} for item in real()] + real()
+
+    found.at(9.0, newer_on_paper)
+    found.at(10.0, lambda: found.kill_rank(0))
+    end = ended(found)
+    step = found.machine.state.last_applied_step
+    assert end.exit_code == 1 and committed(found) == step > 10
+    assert f"step {step} was written from memory" in end.reason
+    assert f"and step {step + 1} could not be (host-" in end.reason
+    notes = [(log.step, log.detail["text"]) for _, log in kinds(found, "run.note")]
+    assert any(at == step + 1 and "cannot be written from memory: host-" in text for at, text in notes), notes
+
+
 def test_hosts_that_do_not_answer_are_waited_for_no_longer_than_the_grace():
     found = cluster(spec(hosts=2, recovery={"grace_s": 20.0}), policy=SHIPPED["none"], stages=Stages(flush_s=1e6))
     found.at(10.0, lambda: found.kill_rank(0))

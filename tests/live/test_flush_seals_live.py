@@ -1,0 +1,45 @@
+"""What is written at a run's end is what was sealed: a snapshot that changed in memory gives way to an older one."""
+
+import os
+import signal
+import time
+
+import pytest
+from cluster import RUN_ID, LiveRun, spec_of
+
+from muster.core.places import memory_dir
+from muster.core.ring import Ring, file_name
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+
+
+def test_a_rotten_snapshot_is_not_written_at_the_end(tmp_path):
+    changes = {"recovery.policy": "none", "recovery.heartbeat_timeout_s": 30.0, "training.steps": 500}
+    with LiveRun(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(8)
+        pids = [pid for pid, _ in run.ranks().values()]
+        run.kill_rank(0, signal.SIGSTOP)  # its peer comes to wait for it
+        time.sleep(0.2)
+        run.wait_until(lambda: newest(run)[1] is not None, "the seal of the newest version that both hold")
+        run.kill_rank(1, signal.SIGSTOP)
+        ring, seal, rotten = newest(run)
+        assert seal is not None
+        ring.slot(rotten.slot)[1000] ^= 0x10
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert run.wait() == 1, run.story()
+        (committed,) = run.events("checkpoint.committed")
+        assert 0 < committed.step < rotten.step, run.story()
+        (finished,) = run.events("run.finished")
+        assert f"step {committed.step} was written from memory" in finished.detail["reason"], run.story()
+        assert f"step {rotten.step} could not be" in finished.detail["reason"]
+        assert "is not what was sealed" in finished.detail["reason"]
+
+
+def newest(run):
+    """(rank 1's ring, the seal of the newest version that both ranks hold, that version)."""
+    folder = memory_dir(run.dir, RUN_ID, "host-0")
+    other, ring = (Ring.open(folder / file_name("own", "r1s2t1", rank), writable=True) for rank in (0, 1))
+    version = next(each for each in ring.versions() if other.find(each.step, each.attempt))
+    return ring, ring.sealed(version), version

@@ -1,7 +1,8 @@
 """The floors hold: a module imports only what lies beneath it, nothing circles, torch stays on its floors."""
 
-import ast
 from pathlib import Path
+
+from imported import imports
 
 SOURCE = Path(__file__).parents[2] / "src" / "muster"
 
@@ -25,22 +26,6 @@ BELOW = {
 }
 MAY_IMPORT_TORCH = {"train", "checkpoint", "health", "run"}
 TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors"}
-
-
-def imports(path: Path) -> list[tuple[str, int, bool]]:
-    """(module, line, at module level) for every import in the file."""
-    tree = ast.parse(path.read_text())
-    top = {id(node) for node in tree.body}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno, id(node) in top) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            found.append((node.module or "", node.lineno, id(node) in top))
-            if node.module == "muster":
-                found += [(f"muster.{alias.name}", node.lineno, id(node) in top) for alias in node.names]
-    return found
 
 
 def modules() -> dict[str, Path]:

@@ -187,6 +187,7 @@ class Agent:
             self.crew.end(
                 int(message["attempt"]),
                 keep={int(rank) for rank in message.get("keep", ())},
+                pause_s=float(message.get("pause_s", 0.0)),
                 reset=[int(gpu) for gpu in message.get("reset", ())],
             )
         elif kind == "order":

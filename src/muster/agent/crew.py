@@ -125,12 +125,12 @@ class Crew:
             if worker.peer is not None:
                 self.agent.hub.send(worker.peer, {"t": "order", "order": order})
 
-    def end(self, attempt: int, *, keep: set[int], reset: list[int]) -> None:
-        """End the ranks up to ``attempt`` but those in ``keep``, which are to stand still; then reset GPUs."""
+    def end(self, attempt: int, *, keep: set[int], pause_s: float, reset: list[int]) -> None:
+        """End the ranks up to ``attempt``, then reset GPUs; those in ``keep`` have ``pause_s`` to stand still."""
         self.resetting = reset
         self.ending = max(attempt, self.ending or 0)
         self.queue = [context for context in self.queue if context["attempt"] > attempt]
-        kept = self.keep.begin(self.living(), attempt, keep, now_s=time.monotonic())
+        kept = self.keep.begin(self.living(), attempt, keep, now_s=time.monotonic(), pause_s=pause_s)
         self.kill(attempt, but=kept)
         for worker in kept:
             if worker.peer is not None:
@@ -288,8 +288,9 @@ class Crew:
             )
 
     def _end_unpaused(self) -> None:
-        """A rank that was to be kept does not stand still: it is in something long, and is replaced like others."""
-        for worker in self.keep.too_slow(self.living(), now_s=time.monotonic()):
+        """A rank that was to be kept does not stand still: it is stopped or in something long, and is replaced."""
+        silence_s = self.agent.spec.recovery.heartbeat_timeout_s
+        for worker in self.keep.lagging(self.living(), now_s=time.monotonic(), silence_s=silence_s):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
 

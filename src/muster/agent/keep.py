@@ -6,11 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.agent.ranks import Worker
-
-#: A kept rank that does not stand still within this time is replaced like any other. The supervisor waits 7 s for a
-#: host's answer, and killing takes a moment more.
-PAUSE_S = 4.0
+from muster.agent.ranks import Worker, is_stopped
 
 
 @dataclass
@@ -19,9 +15,11 @@ class Keep:
 
     deadline_s: float = 0.0
 
-    def begin(self, living: Iterable[Worker], attempt: int, ranks: set[int], *, now_s: float) -> list[Worker]:
-        """The workers of ``ranks`` that can be asked to stand still; no other is kept any longer."""
-        self.deadline_s = now_s + PAUSE_S
+    def begin(
+        self, living: Iterable[Worker], attempt: int, ranks: set[int], *, now_s: float, pause_s: float
+    ) -> list[Worker]:
+        """The workers of ``ranks`` that can be asked to stand still within ``pause_s``; no other is kept any longer."""
+        self.deadline_s = now_s + pause_s
         kept = []
         for worker in living:
             if worker.attempt != attempt:
@@ -37,8 +35,12 @@ class Keep:
         wanted = {context.get("kept_rank") for context in contexts} - {None}
         return [worker for worker in living if worker.paused is not None and worker.rank in wanted and worker.peer]
 
-    def too_slow(self, living: Iterable[Worker], *, now_s: float) -> list[Worker]:
-        """Workers that should stand still by now and do not."""
-        if now_s < self.deadline_s:
-            return []
-        return [worker for worker in living if worker.kept and worker.paused is None]
+    def lagging(self, living: Iterable[Worker], *, now_s: float, silence_s: float) -> list[Worker]:
+        """Workers that should stand still by now and do not, or that never will: silent, and stopped by the kernel."""
+        return [
+            worker
+            for worker in living
+            if worker.kept
+            and worker.paused is None
+            and (now_s >= self.deadline_s or (now_s - worker.seen_s > silence_s and is_stopped(worker.pid)))
+        ]

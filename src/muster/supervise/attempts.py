@@ -14,7 +14,7 @@ from muster.supervise.forecast import at_a_notice
 from muster.supervise.held import newest_held
 from muster.supervise.layout import Choice, layout_for, twins_elsewhere
 from muster.supervise.state import SECOND_NS, Host, Phase
-from muster.supervise.survivors import hosts_first, keepable, kept_as, whole_replicas
+from muster.supervise.survivors import PAUSE_S, hosts_first, keepable, kept_as, pause_s, whole_replicas
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
@@ -29,20 +29,42 @@ def collect(c: Context, *, wait: bool = False) -> None:
     state.phase = Phase.COLLECT
     state.yielding = False
     state.collecting = set(members)
-    c.deadline(c.settings.collect_timeout_s)
     keep = keepable(c)
     why = state.open.incident_id if state.open else ""
     for name in sorted(members):
-        state.hosts[name].kept = {}
+        host, answer_s = state.hosts[name], c.settings.collect_timeout_s
+        host.kept = {}
+        message: dict[str, Any] = {"t": "end", "attempt": state.attempt, "why": why}
         mine = [rank for rank in sorted(keep) if state.ranks[rank] == name]
-        message = {"t": "end", "attempt": state.attempt, "why": why, **({"keep": mine} if mine else {})}
-        host = state.hosts[name]
+        if mine:
+            message |= {"keep": mine, "pause_s": pause_s(c)}
+            answer_s += message["pause_s"] - PAUSE_S
         if host.resetting:
             message["reset"] = list(host.resettable)
             host.resettable, host.resetting = (), False
-            c.deadline(RESET_TIMEOUT_S)
+            answer_s = max(answer_s, RESET_TIMEOUT_S)
+        host.end_order, host.answer_by_ns = message, c.now_ns + int(answer_s * SECOND_NS)
         c.send(name, message)
+    await_answers(c)
     collected_all(c)
+
+
+def await_answers(c: Context) -> None:
+    """Wake the machine when the next host's time to answer is over."""
+    state = c.state
+    if state.phase is Phase.COLLECT and state.collecting:
+        state.deadline_ns = min(state.hosts[name].answer_by_ns for name in state.collecting)
+
+
+def overdue(c: Context) -> list[str]:
+    """Hosts that should have ended their ranks by now and have not said so."""
+    return sorted(name for name in c.state.collecting if c.state.hosts[name].answer_by_ns <= c.now_ns)
+
+
+def ask_again(c: Context, name: str) -> None:
+    """Its agent began anew before it had answered, and knows of no order."""
+    if c.state.phase is Phase.COLLECT and name in c.state.collecting:
+        c.send(name, c.state.hosts[name].end_order)
 
 
 def collected_all(c: Context) -> None:

@@ -30,6 +30,7 @@ def recover(events: Iterable[Event]) -> State:
         elif event.kind == "attempt.ended" and event.attempt == state.attempt:
             state.phase = Phase.BOOT if not state.ranks else Phase.ADOPT
         elif event.kind in ("step", "recovered") and event.step is not None:
+            state.took(event.detail)
             if event.step > state.last_applied_step:
                 state.last_applied_step = event.step
                 state.restarts_without_progress = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from muster.core.nouns import IncidentKind
 from muster.supervise import flush
-from muster.supervise.attempts import begin, check_left, collected_all, has_store
+from muster.supervise.attempts import ask_again, begin, check_left, collected_all, has_store
 from muster.supervise.context import Context
 from muster.supervise.flush import finish
 from muster.supervise.incidents import incident
@@ -53,6 +53,8 @@ def host_up(c: Context, given: HostUp) -> None:
         try_adopt(c)
     elif before is Phase.FLUSH:
         flush.returned(c, given.host)
+    elif before is Phase.COLLECT:
+        ask_again(c, given.host)
     elif before is Phase.RUN and given.host in c.state.active:
         check_returned_agent(c, host, {int(rank) for rank in hello.get("exited", ())})
 

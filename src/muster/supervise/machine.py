@@ -24,7 +24,16 @@ from muster.core.nouns import IncidentKind
 from muster.core.ranks import YIELDED
 from muster.policy.situation import Policy
 from muster.supervise import flush, judge, notices, repeats
-from muster.supervise.attempts import ask_to_save, begin, check_left, collect, collected_all, memory_moved
+from muster.supervise.attempts import (
+    ask_to_save,
+    await_answers,
+    begin,
+    check_left,
+    collect,
+    collected_all,
+    memory_moved,
+    overdue,
+)
 from muster.supervise.context import LEFT, Context
 from muster.supervise.flush import finish, leave
 from muster.supervise.hosts import (
@@ -178,6 +187,7 @@ class Machine:
         step = int(event["step"])
         state = self._c.state
         first, state.stepped = not state.stepped, True
+        state.took(event.get("detail") or {}, first=first)
         if state.phase is Phase.RUN and not state.yielding:
             state.deadline_ns = None
         if step > state.last_applied_step:
@@ -353,9 +363,10 @@ class Machine:
                 evidence=f"no step within start_timeout_s={self._c.settings.spec.recovery.start_timeout_s:g} s",
             )
         elif state.phase is Phase.COLLECT:
-            for name in sorted(state.collecting):
+            for name in overdue(self._c):
                 state.hosts[name].slow = state.hosts[name].ready
                 host_down(self._c, HostDown(host=name, why="did not end its ranks in time"))
+            await_answers(self._c)
         elif state.phase is Phase.WAIT:
             incident(self._c, IncidentKind.CAPACITY, evidence="too few hosts")
         elif state.phase is Phase.STOPPING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +14,8 @@ from muster.policy.situation import Policy
 from muster.supervise.layout import Choice
 
 SECOND_NS = 1_000_000_000
+#: Steps whose times are remembered: what a rank is given to stand still rests on the longest of them.
+RECENT_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,8 @@ class Settings:
     free_hosts: bool = False
     """The user's own machines: an hour costs nothing."""
     collect_timeout_s: float = 7.0
+    """A host ends its ranks and says what it holds within this time; one whose ranks are kept has longer where steps
+    take long (``survivors.pause_s``)."""
     adopt_timeout_s: float = 5.0
     lemon_window_s: float = 3600.0
     """A host's failures count for so long; one that is held off (a flapping link) is looked at again after it."""
@@ -101,6 +106,10 @@ class Host:
     """They are being reset; asked once, and then no more for this verdict."""
     kept: dict[int, int] = field(default_factory=dict)
     """Ranks of the attempt that was ended which stand still there -> the step they stand after."""
+    end_order: Mapping[str, Any] = field(default_factory=dict)
+    """How it was told to end its ranks; told again to an agent that begins anew before it has answered."""
+    answer_by_ns: int = 0
+    """Without an answer to it by then the host counts as lost."""
 
 
 @dataclass(kw_only=True)
@@ -156,6 +165,8 @@ class State:
     blamed: set[int] = field(default_factory=set)
     """Ranks of the current attempt that an incident names."""
     last_applied_step: int = 0
+    recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """What the last steps took."""
     committed_step: int = 0
     """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
     stepped: bool = False
@@ -204,6 +215,12 @@ class State:
     """(step, attempt) of versions in memory that turned out to be unreadable."""
     asked: StopRequest | None = None
     """A stop that came before the hosts had answered this supervisor."""
+
+    def took(self, detail: Mapping[str, Any], *, first: bool = False) -> None:
+        """The detail of a ``step`` event. An attempt's ``first`` one warms up: it counts where no other is known."""
+        step_ns = detail.get("step_ns")
+        if isinstance(step_ns, int) and not (first and self.recent_step_s):
+            self.recent_step_s.append(step_ns / SECOND_NS)
 
     def committed(self, event: Mapping[str, Any]) -> None:
         """A ``checkpoint.committed`` event, as a mapping."""

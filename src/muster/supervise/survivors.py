@@ -3,6 +3,9 @@
 A rank that is ended comes back from a standby; a rank of a healthy replica keeps its process, its device and its
 model, and only the groups that cross replicas are made anew. That needs every rank of the replica, since they share
 a sharded model, and a snapshot of the same step for those that do not survive.
+
+Such a rank stands still where its whole replica does: after the micro-batch it is in or the next one, at the latest
+with its step (``train.standing``). So what it is given follows what steps take.
 """
 
 from __future__ import annotations
@@ -12,6 +15,13 @@ from collections.abc import Mapping, Sequence
 from muster.core.nouns import Layout
 from muster.supervise.context import Context
 
+#: A kept rank has at least so long to stand still, however short the steps are: the machine may be busy.
+PAUSE_S = 4.0
+#: Of the longest of the last steps: one that computes beside a recovery is slower than those before.
+PAUSE_STEPS = 1.5
+#: Besides, for what is no computing: its last event, its snapshot.
+PAUSE_MARGIN_S = 1.0
+
 
 def keepable(c: Context) -> set[int]:
     """Ranks that could go on without a new process, as far as is known when their attempt is ended."""
@@ -20,6 +30,8 @@ def keepable(c: Context) -> set[int]:
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one may be left of several
     if not replicated or not state.stepped or spec.command or not spec.checkpoint.memory_every_steps:
         return set()
+    if spec.training is not None and spec.training.optimizer.name == "adamw_8bit":
+        return set()  # its moments come back from a snapshot within a code: the replicas would drift apart
     found: set[int] = set()
     for replica in range(layout.dp_replicate):
         ranks = range(replica * size, (replica + 1) * size)
@@ -28,6 +40,13 @@ def keepable(c: Context) -> set[int]:
         ):
             found |= set(ranks)
     return found
+
+
+def pause_s(c: Context) -> float:
+    """How long a kept rank may take to stand still before it is replaced like any other."""
+    wanted = PAUSE_STEPS * max(c.state.recent_step_s, default=0.0) + PAUSE_MARGIN_S
+    limit = c.settings.spec.recovery.step_timeout_s  # a step that takes longer is a hang
+    return max(PAUSE_S, wanted if limit is None else min(wanted, limit))
 
 
 def _stays(c: Context, name: str | None) -> bool:

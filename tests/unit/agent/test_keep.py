@@ -1,0 +1,52 @@
+"""Ranks that are to stand still: how long they may take, and who is not waited for."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from muster.agent.keep import Keep
+from muster.agent.ranks import Worker, is_stopped
+
+
+def worker(pid=1, rank=0, *, attempt=2, peer=True, seen_s=0.0):
+    line = object() if peer else None
+    return Worker(pid=pid, rank=rank, attempt=attempt, peer=line, pidfd=-1, seen_s=seen_s)  # type: ignore[arg-type]
+
+
+def test_they_have_the_time_that_the_supervisor_gives():
+    mine, other = worker(rank=0), worker(rank=1)
+    keep = Keep()
+    assert keep.begin([mine, other], 2, {0}, now_s=100.0, pause_s=31.0) == [mine]
+    assert keep.lagging([mine, other], now_s=130.9, silence_s=60.0) == []
+    assert keep.lagging([mine, other], now_s=131.0, silence_s=60.0) == [mine]
+    mine.paused = 7
+    assert keep.lagging([mine, other], now_s=500.0, silence_s=60.0) == []
+
+
+def test_who_cannot_be_asked_is_not_kept():
+    assert Keep().begin([worker(peer=False), worker(attempt=1)], 2, {0}, now_s=0.0, pause_s=4.0) == []
+
+
+@pytest.fixture
+def process():
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    yield child
+    child.kill()
+    child.wait()
+    child.stdin.close()
+
+
+def test_a_stopped_one_is_not_waited_for(process):
+    """It will never stand still: after the silence that a stopped rank is allowed anywhere it counts as lost."""
+    mine = worker(process.pid, seen_s=100.0)
+    keep = Keep()
+    keep.begin([mine], 2, {0}, now_s=100.0, pause_s=90.0)
+    assert keep.lagging([mine], now_s=110.0, silence_s=3.0) == [], "silent, but it runs: it may be in a long kernel"
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert is_stopped(process.pid)
+    assert keep.lagging([mine], now_s=102.9, silence_s=3.0) == []
+    assert keep.lagging([mine], now_s=103.1, silence_s=3.0) == [mine]

@@ -77,6 +77,7 @@ _STEP_OPTIONAL = {
     "skipped": "true: its update was left out on every rank; tokens are 0, loss and norm null",
     "skipped_tokens": "tokens of the batch that was left out",
     "state_hash": "64 bits over the state after this step, equal in any layout, where asked for; null: a peer was lost",
+    "replica_hashes": "one hash a replica, where they are not all `state_hash`: silent corruption of a copy",
     "snapshot_step": "newest step that the hosts' own memory holds",
     "peer_step": "newest step of which every rank knows that another host's memory holds it too",
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from muster.core.course import Course
 from muster.core.errors import MusterError, UsageError
@@ -36,6 +37,7 @@ from muster.train.run import Run
 from muster.train.saving import open_saves
 from muster.train.setup import World
 from muster.train.sharding import forget_gradients, reshard
+from muster.train.standing import Standing
 from muster.train.state import TrainState, named_without_wrappers
 from muster.train.state_hash import StateHashes
 from muster.train.trackers import open_trackers
@@ -171,7 +173,15 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         collector=Collector(spec.training.gc_every_steps),
         last_step=learner.last_step,
         course=learner.course,
+        standing=Standing(link, replica_group(spec, context)),
     )
+
+
+def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | None:
+    """The ranks that would go on together where another replica is lost; None: this one is alone, or nobody would."""
+    replicated = max(spec.parallelism.dp_replicate, context.layout.dp_replicate) > 1
+    shared = replicated and context.layout.ranks_per_replica > 1 and context.snapshot_dir is not None
+    return dist.group.WORLD if shared else None  # torch's default group spans one replica (``setup.join_world``)
 
 
 def hashes_of(learner: Learner, world: World) -> StateHashes:
@@ -184,6 +194,7 @@ def hashes_of(learner: Learner, world: World) -> StateHashes:
         shard_rank=meshes.shard.get_local_rank(),
         tp_rank=meshes.tp.get_local_rank(),
         group=world.control,
+        replicas=meshes.layout.dp_replicate,
     )
 
 

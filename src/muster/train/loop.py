@@ -54,6 +54,7 @@ def update(run: Run, work: StepWork, rate: float) -> None:
         seed_micro_batch(training.seed, step, part.index)
         run.sums.before_forward(last=number == len(work.rounds))
         loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
+        run.standing.ask()
         loss.backward()
         run.sums.add_loss(loss)
         losses.append(loss.detach())

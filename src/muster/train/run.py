@@ -26,6 +26,7 @@ from muster.train.reduce import Sums
 from muster.train.reference import ReferenceWindow
 from muster.train.saving import Saves
 from muster.train.setup import World
+from muster.train.standing import Standing
 from muster.train.state import TrainState
 from muster.train.state_hash import PendingHash, StateHashes
 
@@ -96,6 +97,7 @@ class Run:
     last_step: int
     course: Course
     times: StepTimes = field(default_factory=StepTimes)
+    standing: Standing = field(default_factory=Standing)
     _applied: Applied | None = None
 
     def applied(
@@ -139,9 +141,9 @@ class Run:
             NotFinite: it was not applied.
             Paused: this rank is to go on in another world.
         """
-        # One that shares its replica goes on to the next sum over all: that one is broken for each of them at the same
-        # place, while here the others may have gone on and would wait for this one in the replica's own collectives.
-        if self.link.pause_asked() and self.context.layout.ranks_per_replica == 1:
+        # Ranks that share a replica leave where they agreed to: here the others may have gone on, and would wait for
+        # this one in the replica's own collectives.
+        if self.standing.agreed() or (self.link.pause_asked() and self.context.layout.ranks_per_replica == 1):
             raise Paused
         step = self._record()
         if step is not None and self.phases.now != "train":
@@ -181,7 +183,8 @@ class Run:
         loss, norm = self._check(applied)
         more: dict[str, Any] = {} if self.snapshots is None else {**self.snapshots.held()}
         if applied.state_hash is not None:
-            more["state_hash"] = applied.state_hash.text(wait=wait_for_hash)
+            link = self.link if self.world.rank == 0 else None
+            more |= self.hashes.told(applied.state_hash, link, wait=wait_for_hash)
         step, rate = applied.work.step, applied.learning_rate
         detail = self.log.write(applied.work, loss=loss, norm=norm, learning_rate=rate, times=self.times, more=more)
         self.times = StepTimes()

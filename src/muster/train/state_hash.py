@@ -1,10 +1,13 @@
 """One 64-bit number for the whole training state, equal in every layout that holds the same bits.
 
 Each element gives ``mix(bits, global flat index, seed of the tensor's name)``; the hash is their sum modulo 2**64,
-and the step's. A sum has no order, so ranks add up what they hold, however the state is cut. Ranks of one replica
-alone take part, and of copies within it (tensor parallelism leaves norms whole) the first: every element counts
-once. One bit changed, two elements or two tensors exchanged give another number; it guards against accidents, not
-against an adversary.
+and the step's. A sum has no order, so ranks add up what they hold, however the state is cut. Of copies within a replica
+(tensor parallelism leaves norms whole) the first counts: every element once. One bit changed, two elements or two
+tensors exchanged give another number; it guards against accidents, not against an adversary.
+
+Each replica has a number of its own, and all of them are to be one: replicas take the same sums and make the same
+updates, and nothing ever brings back together what a flipped bit has set apart. Where they differ one of them is
+corrupt, silently, and from that step on the weights are nobody's.
 
 The ranks' sums meet on the group of orders, which crosses replicas and is broken under a lost one (``Breaker``):
 whoever waits there is freed like anywhere else, and that step has no hash. It is never asked for again.
@@ -16,11 +19,13 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.core.ranks import Link
 from muster.train.groups import all_reduce
 from muster.train.reduce import SHARD, TENSOR, sharded_axes
 from muster.train.snapshot import table_of
@@ -47,16 +52,17 @@ class Place:
 
 @dataclass
 class PendingHash:
-    """A hash whose parts are on their way to each other."""
+    """A hash of each replica, whose parts are on their way to each other."""
 
     step: int
-    total: Tensor
+    totals: Tensor
+    """One number a replica."""
     work: dist.Work | None
-    """None: alone, or the group broke at once (``total`` is then of no use)."""
+    """None: alone, or the group broke at once (``totals`` are then of no use)."""
     broken: bool = False
 
-    def text(self, *, wait: bool = True) -> str | None:
-        """16 hexadecimal digits. None where the group broke, or (``wait`` false) the parts are not here yet."""
+    def texts(self, *, wait: bool = True) -> list[str] | None:
+        """16 hexadecimal digits a replica. None where the group broke, or without ``wait`` not all parts are here."""
         try:
             if self.broken or (self.work is not None and not wait and not self.work.is_completed()):
                 return None
@@ -64,7 +70,7 @@ class PendingHash:
                 self.work.wait()
         except RuntimeError:
             return None
-        return f"{(int(self.total) + self.step * PLACE_BY) % (1 << 64):016x}"
+        return [f"{(total + self.step * PLACE_BY) % (1 << 64):016x}" for total in self.totals.tolist()]
 
 
 class StateHashes:
@@ -79,13 +85,16 @@ class StateHashes:
         shard_rank: int,
         tp_rank: int,
         group: dist.ProcessGroup | None,
+        replicas: int = 1,
     ) -> None:
         """``replica``, ``shard_rank``, ``tp_rank``: this rank's place. ``group``: gloo over all ranks, or None."""
         self.state = state
         self.every_steps = every_steps
         self.group = group
+        self.replica, self.replicas = replica, replicas
         self._places: dict[str, Place] = {}
-        if every_steps and replica == 0:
+        self._told = False
+        if every_steps:
             self._places = places_of(state.sharded(), shard_rank=shard_rank, tp_rank=tp_rank)
 
     def begin(self, step: int) -> PendingHash | None:
@@ -95,13 +104,39 @@ class StateHashes:
         """
         if not self.every_steps or step % self.every_steps:
             return None
-        found = PendingHash(step, partial_sum(self.state.local_tensors(), self._places), None)
+        totals = torch.zeros(self.replicas, dtype=torch.int64)
+        totals[self.replica] = partial_sum(self.state.local_tensors(), self._places)
+        found = PendingHash(step, totals, None)
         if self.group is not None:
             try:
-                found.work = all_reduce(found.total, self.group)
+                found.work = all_reduce(totals, self.group)
             except RuntimeError:
                 found.broken = True
         return found
+
+    def told(self, found: PendingHash, link: Link | None, *, wait: bool = True) -> dict[str, Any]:
+        """What the ``step`` event says of it. ``link``: takes a note, once, where replicas differ."""
+        texts = found.texts(wait=wait)
+        if texts is None:
+            return {"state_hash": None}
+        if len(set(texts)) == 1:
+            return {"state_hash": texts[0]}
+        if link is not None and not self._told:
+            self._told = True
+            link.emit("run.note", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
+        return {"state_hash": texts[0], "replica_hashes": texts}
+
+
+def apart(step: int, texts: Sequence[str]) -> str:
+    """In words: which replicas hold another state than the others."""
+    said = f"after step {step} the replicas do not hold one state: silent corruption of "
+    numbers = {text: [replica for replica, other in enumerate(texts) if other == text] for text in texts}
+    most = max(numbers.values(), key=len)
+    if 2 * len(most) > len(texts):
+        odd = [str(replica) for replica in range(len(texts)) if replica not in most]
+        return f"{said}replica {' and '.join(odd)}, where {len(most)} of {len(texts)} agree"
+    groups = "; ".join(f"{text}: replica {' and '.join(map(str, found))}" for text, found in numbers.items())
+    return f"{said}one that cannot be told from here ({groups})"
 
 
 def places_of(sharded: Mapping[str, Tensor], *, shard_rank: int, tp_rank: int) -> dict[str, Place]:

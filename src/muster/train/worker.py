@@ -75,7 +75,8 @@ def give_way(run: Run, error: RuntimeError | Paused) -> RankContext | None:
     None: this rank's own failure, or nobody says that another attempt keeps it.
     """
     lost_peer = run.context.layout.dp_replicate > 1 and LOST_PEER.search(str(error)) is not None
-    if isinstance(error, MusterError) or not (lost_peer or run.link.pause_asked()):
+    told = isinstance(error, Paused) or run.link.pause_asked()  # the replica's ranks may have agreed before we heard
+    if isinstance(error, MusterError) or not (lost_peer or told):
         return None
     run.stand_still()
     place = run.link.next_place(run.state.step)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.train.state_hash import PendingHash, Place, StateHashes, partial_sum, seed_of
+from muster.train.state_hash import PendingHash, Place, StateHashes, apart, partial_sum, seed_of
 
 SHAPES = {"model.embed": (37, 24), "model.norm": (24,), "optimizer.exp_avg.embed": (37, 24), "model.cube": (6, 5, 8)}
 
@@ -95,15 +95,68 @@ def test_it_is_taken_when_due_and_holds_the_step() -> None:
     one = hashes()
     assert one.begin(1) is None
     found = [one.begin(step) for step in (2, 4)]
-    texts = [each.text() for each in found if each is not None]
-    assert len({*texts}) == 2 and all(text is not None and len(text) == 16 for text in texts)
+    texts = [text for each in found if each is not None for text in each.texts() or ()]
+    assert len({*texts}) == 2 and all(len(text) == 16 for text in texts)
 
 
 def test_copies_count_once() -> None:
-    """What another replica, or an earlier rank of the same axis, holds as well is left to the first."""
-    for place in ({"replica": 1}, {"shard_rank": 1}, {"tp_rank": 1}):
+    """What an earlier rank of the same axis holds as well is left to the first; another replica has its own number."""
+    for place in ({"shard_rank": 1}, {"tp_rank": 1}):
         found = hashes(**place).begin(2)
-        assert found is not None and int(found.total) == 0, place
+        assert found is not None and found.totals.tolist() == [0], place
+    first, second = (hashes(replica=replica, replicas=2).begin(2) for replica in (0, 1))
+    assert first is not None and second is not None
+    assert first.totals.tolist() == second.totals.flip(0).tolist() == [whole(state()), 0]
+
+
+class Summed:
+    """A group of two ranks: what the other one has is added at once."""
+
+    def __init__(self, other: list[int]) -> None:
+        self.other = other
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        tensors[0] += torch.tensor(self.other)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class Link:
+    def __init__(self) -> None:
+        self.notes: list[dict[str, Any]] = []
+
+    def emit(self, kind: str, *, step: int, **detail: Any) -> None:
+        assert kind == "run.note"
+        self.notes.append({"step": step, **detail})
+
+
+def test_replicas_that_hold_one_state_have_one_hash_and_nobody_hears_of_it() -> None:
+    one, link = hashes(Summed([0, whole(state())]), replicas=2), Link()
+    found = one.begin(2)
+    assert found is not None
+    assert one.told(found, link) == {"state_hash": hashes().begin(2).texts()[0]}  # type: ignore[arg-type, union-attr, index]
+    assert link.notes == []
+
+
+def test_a_replica_of_another_state_is_told_at_each_step_and_noted_once() -> None:
+    flipped = state()
+    flipped["model.embed"].view(torch.int32)[3, 3] ^= 1
+    one, link = hashes(Summed([0, whole(flipped)]), replicas=2), Link()
+    for step in (2, 4):
+        found = one.begin(step)
+        assert found is not None
+        told = one.told(found, link)  # type: ignore[arg-type]
+        assert told["state_hash"] == told["replica_hashes"][0] != told["replica_hashes"][1]
+    (note,) = link.notes
+    assert note["step"] == 2 and "after step 2 the replicas do not hold one state" in note["text"]
+
+
+def test_a_majority_tells_which_replica_it_is_and_two_do_not() -> None:
+    assert "corruption of replica 1, where 2 of 3 agree" in apart(7, ["a", "b", "a"])
+    assert "corruption of replica 0 and 3, where 3 of 5 agree" in apart(7, ["b", "a", "a", "c", "a"])
+    assert "cannot be told from here (a: replica 0; b: replica 1)" in apart(7, ["a", "b"])
 
 
 class Broken:
@@ -130,7 +183,8 @@ class Broken:
 def test_a_group_that_breaks_costs_the_hash_and_nothing_else(at_once: bool) -> None:
     group = Broken(at_once=at_once)
     found = hashes(group).begin(2)
-    assert found is not None and found.text() is None and found.text() is None
+    assert found is not None and found.texts() is None and found.texts() is None
+    assert hashes(group).told(found, None) == {"state_hash": None}
     assert group.calls == 1, "never asked for again"
 
 
@@ -139,5 +193,5 @@ def test_a_rank_that_stands_still_does_not_wait_for_it() -> None:
         def wait(self) -> None:
             raise AssertionError("waited")
 
-    found = PendingHash(2, torch.zeros((), dtype=torch.int64), Never(at_once=False))  # type: ignore[arg-type]
-    assert found.text(wait=False) is None
+    found = PendingHash(2, torch.zeros(1, dtype=torch.int64), Never(at_once=False))  # type: ignore[arg-type]
+    assert found.texts(wait=False) is None

@@ -1,0 +1,84 @@
+"""Ranks that share a model leave together, behind the same micro-batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from muster.core.ranks import LOST_PEER
+from muster.train.standing import Standing
+
+
+class Replica:
+    """A group whose ranks are asked one after another; the last one's word completes the message."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.said: list[Tensor] = []
+
+    def allreduce(self, tensors: Any, options: Any) -> "Replica":
+        self.said.append(tensors[0])
+        return self
+
+    def wait(self) -> None:
+        assert len(self.said) == self.size, "a rank would wait for ever"
+        most = torch.stack(self.said).amax()
+        for tensor in self.said:
+            tensor.fill_(int(most))
+
+
+class Link:
+    heard = False
+
+    def pause_asked(self) -> bool:
+        return self.heard
+
+
+def ranks_of(count: int) -> tuple[list[Standing], list[Link]]:
+    links = [Link() for _ in range(count)]
+    group: Any = Replica(count)
+    return [Standing(link, group) for link in links], links  # type: ignore[arg-type]
+
+
+def test_all_of_them_leave_where_one_has_heard_of_it() -> None:
+    ranks, links = ranks_of(3)
+    links[1].heard = True
+    for rank in ranks:
+        rank.ask()
+    links[0].heard = links[2].heard = True  # too late for this micro-batch, and it does not matter
+    assert [rank.agreed() for rank in ranks] == [True, True, True]
+
+
+def test_one_that_hears_of_it_later_does_not_leave_alone() -> None:
+    ranks, links = ranks_of(2)
+    for rank in ranks:
+        rank.ask()
+    links[0].heard = True
+    assert [rank.agreed() for rank in ranks] == [False, False]
+
+
+def test_each_question_is_answered_once() -> None:
+    ranks, links = ranks_of(1)
+    links[0].heard = True
+    assert not ranks[0].agreed(), "nobody was asked"
+    ranks[0].ask()
+    assert ranks[0].agreed() and not ranks[0].agreed()
+
+
+def test_where_there_is_nobody_to_agree_with_nothing_is_sent() -> None:
+    alone = Standing()
+    alone.ask()
+    assert not alone.agreed()
+
+
+def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
+    class Broken(Replica):
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    rank = Standing(Link(), Broken(2))  # type: ignore[arg-type]
+    rank.ask()
+    with pytest.raises(RuntimeError) as caught:
+        rank.agreed()
+    assert LOST_PEER.search(str(caught.value))

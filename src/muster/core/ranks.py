@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -101,7 +102,9 @@ class Order:
     """What the run will answer: 130 the user stopped it, 75 it was preempted. ``YIELDED``: it goes on in another
     world."""
     deadline_s: float | None = None
-    """Seconds from now."""
+    """Seconds from when it was heard."""
+    heard_s: float = field(default_factory=time.monotonic, compare=False)
+    """When, on this process's monotonic clock; not sent."""
 
 
 class Link(Protocol):

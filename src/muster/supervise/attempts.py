@@ -286,8 +286,11 @@ def check_left(c: Context) -> None:
         collect(c)
         return
     outcome, code = state.stop or ("stopped", 130)
+    # A rank leaves alike where there was no time for a save: what stands says whether there was one.
     saved = all(value in LEFT or value == 0 for value in state.exited.values())
-    how = "saved and left" if saved else "left, but not every rank could save"
+    saved = saved and (not state.stop_saves or state.committed_step >= state.last_applied_step)
+    how = "saved and left" if saved and state.stop_saves else "left"
+    how += ", but not every rank could save" if not saved else ""
     why = f"{state.stop_source}: " if state.stop_source else ""
     end = finish if saved or not state.stop_saves else leave
     end(c, outcome, code, f"{why}{how} after step {state.last_applied_step}")

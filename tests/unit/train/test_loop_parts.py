@@ -15,6 +15,7 @@ from muster.core.intervals import FailureRate
 from muster.core.nouns import Layout
 from muster.core.ranks import YIELDED, Order, RankContext
 from muster.core.spec import CheckpointSpec, Optimizer, RunSpec
+from muster.train import orders as orders_module
 from muster.train.guard import failure, find_blame, must_skip
 from muster.train.links import FileLink
 from muster.train.loop import seed_micro_batch, update
@@ -88,6 +89,39 @@ def test_a_larger_world_waits_for_a_save_under_way_and_nobody_else_does() -> Non
     for code in (75, 130):
         told = asked(code, saving=True)
         assert told is not None and told.exit_code == code
+
+
+def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_before() -> None:
+    growth = Order(kind="stop", save=False, exit_code=YIELDED)
+
+    def rounds(link: Quiet, *saving: bool) -> list[int | None]:
+        found = Orders(link, None)  # type: ignore[arg-type]
+        codes = []
+        for busy in saving:
+            found.begin(saving=busy)
+            told = found.agreed()
+            codes.append(None if told is None else told.exit_code)
+        return codes
+
+    assert rounds(Quiet(growth), True, True, False) == [None, None, YIELDED]
+    assert rounds(Quiet(growth, Order(kind="stop", exit_code=75)), True, True) == [None, 75]
+    # The other rank has heard of the growth alone.
+    both = Orders(Quiet(Order(kind="stop", exit_code=75)), None)  # type: ignore[arg-type]
+    both.begin()
+    both._flags = both._flags.maximum(torch.tensor([1, 0, 1, -(1 << 40), 0, 0]))
+    told = both.agreed()
+    assert told is not None and (told.exit_code, told.save) == (75, True)
+
+
+def test_a_deadline_ages_until_it_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(orders_module.time, "monotonic", lambda: now)
+    found = Orders(Quiet(Order(kind="stop", exit_code=75, deadline_s=15.0, heard_s=1000.0)), None)  # type: ignore[arg-type]
+    now += 12.0  # the step that was under way when it came
+    found.begin()
+    now += 1.0
+    told = found.agreed()
+    assert told is not None and told.deadline_s == pytest.approx(2.0)
 
 
 def test_orders() -> None:

@@ -1,10 +1,14 @@
 """With replicas (``dp_replicate``) a loss in one of them leaves the processes of the others alone."""
 
+import json
+import os
 import signal
 
 import pytest
 from chaos import Judged, References
-from cluster import spec_of
+from cluster import LiveRun, spec_of
+
+from muster.report.invariants import broken, check
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
@@ -27,11 +31,23 @@ def kept(run):
     return [event.detail.get("kept", []) for event in run.events("attempt.started")]
 
 
+def tell(run, deed, rank):
+    """Have a rank do something to itself, at its next step."""
+    (run.dir / "misdeed.tmp").write_text(json.dumps({"deed": deed, "rank": rank}))
+    os.replace(run.dir / "misdeed.tmp", run.dir / "misdeed.json")
+    done = run.dir / f"misdeed.{deed}.done"
+    run.wait_until(lambda: done.exists() and done.read_text(), deed)
+    return int(done.read_text())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_leaves_the_other_replica_alone(tmp_path, reference, number):
-    """A stopped peer's collectives never raise: the survivor is freed by its own agent."""
-    changes = replicated(2, **{"recovery.heartbeat_timeout_s": 0.5 if number == signal.SIGSTOP else 2.0})
-    with Judged(tmp_path, spec_of(**changes)) as run:
+    """A stopped peer's collectives never raise: the survivor is freed by its own agent.
+
+    The limit of silence is the usual one. A shorter one would also be the hosts', and a test of how fast a busy
+    machine lets a keeper beat.
+    """
+    with Judged(tmp_path, spec_of(**replicated(2))) as run:
         run.start()
         run.wait_for_step(10)
         run.kill_rank(1, number)
@@ -70,6 +86,42 @@ def test_sharded_replicas_are_kept_whole(tmp_path, reference):
         assert run.actions() == ["restart", "swap"] and kept(run) == [[], [0, 1], [2, 3]], run.story()
         changes.pop("resources.spare_hosts")
         assert run.final_hash() == reference(2, 2, **{k: v for k, v in changes.items() if k != "resources.hosts"})[0]
+
+
+def test_ranks_in_the_middle_of_a_long_step_keep_their_processes(tmp_path, monkeypatch):
+    """2 x 2, steps of 5 s: from the blow on the living replica has longer to go than ranks of short steps are given."""
+    monkeypatch.setenv("MUSTER_DRILL", "1")
+    changes = replicated(2, **{"resources.ranks_per_host": 4})
+    with Judged(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(3)
+        slow = tell(run, "slow", 0)
+        run.wait_for_step(slow)  # so long is known to be what a step takes; the next one has begun
+        run.kill_rank(3)
+        run.ended()
+        assert kept(run) == [[], [0, 1]], run.story()
+        found = pids_of(run, range(4))
+        assert [len(set(found[rank])) for rank in range(4)] == [1, 1, 2, 2], run.story()
+        assert run.step() == 100 and all(event.detail["redone_steps"] <= 1 for event in run.events("recovered"))
+
+
+def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
+    """Nothing fails, the loss goes on falling: two copies of the model are no longer one."""
+    monkeypatch.setenv("MUSTER_DRILL", "1")
+    changes = replicated(2, **{"training.steps": 150, "training.state_hash_every_steps": 1})
+    with LiveRun(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(5)
+        flipped = tell(run, "flip", 1)
+        assert run.wait() == 0, run.story()
+        steps = {event.step: event.detail for event in run.events("step")}
+        apart = [step for step, detail in steps.items() if "replica_hashes" in detail]
+        assert flipped > 5 and apart == list(range(flipped, 151)), run.story()
+        assert len(set(steps[flipped]["replica_hashes"])) == 2
+        (note,) = [event for event in run.events("run.note") if "replica_hashes" in event.detail]
+        assert note.step == flipped and "the replicas do not hold one state" in note.detail["text"]
+        (problem,) = broken(check(run.dir))
+        assert problem.startswith(f"I1: attempt 1: after step {flipped} ") and "replicas hold two states" in problem
 
 
 def test_without_a_spare_the_living_replica_goes_on_alone_and_is_joined_again(tmp_path, reference):

@@ -6,7 +6,8 @@ otherwise ``arm`` does nothing and the loop is untouched. An order is a file, ``
     {"deed": "exception", "rank": 1, "always": false}
 
 It is looked for at the start of each step. The rank it names does it once, at the step where it found it first, and
-leaves ``misdeed.<deed>.done`` with that step; with ``always`` it does so each time that step is taken again.
+leaves ``misdeed.<deed>.done`` with that step; with ``always`` it does so each time that step is taken again. ``slow``
+stays: each step of that process's attempt takes longer from then on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +26,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.train.reader import StepWork
+from muster.train.reduce import local
 
 if TYPE_CHECKING:
     from muster.train.run import Run
 
 #: Moment -> the deeds that happen there.
-AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader")
+AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader", "slow")
 AT_REDUCE = ("kill-reduce",)
 AT_UPDATE = ("kill-voted",)
 AFTER_UPDATE = ("kill-updated",)
-DEEDS = (*AT_START, *AT_REDUCE, *AT_UPDATE, *AFTER_UPDATE)
+BIT = ("flip",)
+DEEDS = (*AT_START, *AT_REDUCE, *AT_UPDATE, *AFTER_UPDATE, *BIT)
+#: Longer than a kept rank has to stand still where steps are short (``supervise.survivors``).
+SLOW_S = 5.0
 #: Room beyond what is used, for a rank that is to run out of memory.
 MEMORY_LEFT_BYTES = 64 << 20
 
@@ -96,9 +102,14 @@ class _Stand:
 
 
 class _Reader(_Stand):
+    _slow = False
+
     def take(self, step: int) -> StepWork:
         """The step's work, after the deeds that come before it."""
         deed = self._orders.look(step)
+        self._slow = self._slow or deed == "slow"
+        if self._slow:
+            time.sleep(SLOW_S)
         if deed == "reader":
             self._part._make = _unreadable  # its thread fails at the next step that it reads ahead
         work: StepWork = self._part.take(step)
@@ -130,7 +141,16 @@ class _Updates(_Stand):
         self._orders.dies(AT_UPDATE)
         found = self._part.step(**values)
         self._orders.dies(AFTER_UPDATE)
+        if self._orders.due in BIT:
+            flip_a_bit(self._part.named)
         return found
+
+
+def flip_a_bit(named: Mapping[str, torch.Tensor]) -> None:
+    """Change the last bit of one weight of this rank, as a cosmic ray or a bad memory cell would."""
+    parts = (local(parameter.detach()) for parameter in named.values())
+    bits = next(part for part in parts if part.numel()).view(torch.uint8)
+    bits.view(-1)[0] ^= 1
 
 
 def _unreadable(step: int) -> StepWork:

@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from muster.train import misdeeds
 from muster.train.misdeeds import DEEDS, Orders, arm
@@ -129,6 +130,32 @@ def test_a_rank_that_dies_after_its_update_has_made_it(run, monkeypatch, tmp_pat
     with pytest.raises(SystemExit):
         run.optimizer.step(step=2)
     assert run.sums._part.calls == [{"step": 2}]
+
+
+def test_a_slow_rank_stays_slow_and_the_next_attempt_is_not(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MUSTER_DRILL", "1")
+    slept = []
+    monkeypatch.setattr(misdeeds.time, "sleep", slept.append)
+    reader = run.reader
+    arm(run)
+    told(tmp_path, "slow")
+    assert [run.reader.take(step).step for step in (3, 4)] == [3, 4] and slept == [misdeeds.SLOW_S] * 2
+    run.reader = reader
+    arm(run)
+    run.reader.take(5)
+    assert len(slept) == 2
+
+
+def test_a_flipped_bit_is_the_last_one_of_one_weight_after_one_update(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MUSTER_DRILL", "1")
+    run.optimizer.named = {"none": torch.nn.Parameter(torch.ones(0, 3)), "w": torch.nn.Parameter(torch.ones(2, 2))}
+    arm(run)
+    told(tmp_path, "flip")
+    for step in (2, 3):
+        run.reader.take(step)
+        run.optimizer.step(step=step)
+    weights = run.optimizer.named["w"].detach().view(torch.int32)
+    assert (weights - torch.ones(2, 2).view(torch.int32)).tolist() == [[1, 0], [0, 0]]
 
 
 def test_half_a_file_or_an_unknown_deed_is_no_order(tmp_path):

@@ -1,13 +1,17 @@
 """Ranks that share a model leave together, behind the same micro-batch."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from muster.core.nouns import Layout
 from muster.core.ranks import LOST_PEER
+from muster.train.run import Paused, Run
 from muster.train.standing import Standing
+from muster.train.worker import give_way
 
 
 class Replica:
@@ -82,3 +86,39 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
     with pytest.raises(RuntimeError) as caught:
         rank.agreed()
     assert LOST_PEER.search(str(caught.value))
+
+
+# ---------------------------------------------------------------- in the loop and beyond it
+
+
+def test_the_loop_is_left_where_all_agreed_though_this_rank_has_not_heard() -> None:
+    here: Any = SimpleNamespace(standing=SimpleNamespace(agreed=lambda: True), link=Link())
+    with pytest.raises(Paused):
+        Run.settle(here)
+
+
+def test_a_rank_that_shares_its_replica_does_not_leave_because_it_alone_has_heard() -> None:
+    link = Link()
+    link.heard = True
+    recorded: list[str] = []
+    here: Any = SimpleNamespace(
+        standing=SimpleNamespace(agreed=lambda: False),
+        link=link,
+        context=SimpleNamespace(layout=Layout(dp_replicate=2, dp_shard=2)),
+        _record=lambda: recorded.append("step"),
+    )
+    Run.settle(here)
+    assert recorded == ["step"]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2)])
+def test_it_waits_for_its_place_though_it_has_not_heard_itself(layout: Layout) -> None:
+    did: list[str] = []
+    here: Any = SimpleNamespace(
+        context=SimpleNamespace(layout=layout),
+        link=SimpleNamespace(pause_asked=lambda: False, next_place=lambda step: f"a place after {step}"),
+        state=SimpleNamespace(step=7),
+        stand_still=lambda: did.append("stood still"),
+        abandon=lambda: did.append("let go"),
+    )
+    assert give_way(here, Paused()) == "a place after 7" and did == ["stood still", "let go"]  # type: ignore[comparison-overlap]

@@ -70,8 +70,11 @@ def load(run_dir: Path, log: Finding) -> History:
 def courses(history: History) -> dict[int, Course]:
     """Attempt -> by which layouts the states that its steps built on were computed, step by step.
 
-    Two results of one step have the same bits where their courses up to it are the same, in a deterministic run.
+    Two results of one step have the same bits where their courses up to it are the same, in a deterministic run. An
+    attempt that no supervisor began (plain processes, torchrun) has the run file's layout.
     """
+    said = history.spec.get("parallelism", {})
+    plain = {axis: said.get(axis) for axis in ("dp_replicate", "dp_shard", "tp")}
     layouts = {int(line["attempt"]): line["detail"].get("layout") for line in history.of("attempt.started")}
     first: dict[int, int] = {}
     for line in history.of("step"):
@@ -80,7 +83,7 @@ def courses(history: History) -> dict[int, Course]:
     found: dict[int, Course] = {}
     course: Course = ()
     for attempt in sorted(first):
-        layout = json.dumps(layouts.get(attempt), sort_keys=True)
+        layout = json.dumps(layouts.get(attempt, plain), sort_keys=True)
         course = up_to(course, first[attempt] - 1)
         if not course or course[-1][1] != layout:
             course = (*course, (first[attempt] if course else 0, layout))

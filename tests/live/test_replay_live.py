@@ -1,0 +1,52 @@
+"""``check_invariants.py --replay``: the unfailed run is made from the record alone, and compared step by step."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chaos import Judged
+from cluster import spec_of
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+CHECKER = Path(__file__).parents[2] / "tools" / "check_invariants.py"
+
+
+def judge(run_dir):
+    """(exit code, I4, standard error)."""
+    done = subprocess.run(
+        [sys.executable, CHECKER, "--json", "--replay", run_dir], capture_output=True, text=True, check=False
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)[str(run_dir)]["invariants"]["I4"], done.stderr
+
+
+def test_a_replay_agrees_with_what_happened_and_differs_from_another_seeds_run(tmp_path):
+    """A rank is killed, and the run is stopped long before its schedule ends: the replay goes as far and no further."""
+    with Judged(tmp_path / "run", spec_of(**{"training.steps": 1000})) as run:
+        run.start()
+        run.wait_for_step(6)
+        run.kill_rank(1)
+        run.wait_until(lambda: run.events("recovered"), "recovery")
+        os.kill(run.supervisor.pid, signal.SIGINT)
+        run.ended(130)
+        last = run.step()
+    code, course, told = judge(run.dir)
+    assert code == 0 and course["holds"] and course["checked"] >= last, (course, told)
+    (folder,) = re.findall(r"in (/\S+)$", told.splitlines()[0])
+    assert not Path(folder).exists(), "a replay that agrees is not kept"
+
+    shutil.copytree(run.dir, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
+    spec = json.loads((tmp_path / "other" / "resolved.json").read_text())
+    spec["training"]["seed"] += 1
+    (tmp_path / "other" / "resolved.json").write_text(json.dumps(spec))
+    code, course, told = judge(tmp_path / "other")
+    (folder,) = re.findall(r"stays in (/\S+)$", told)
+    assert code == 1 and "step 1 has two states" in course["problems"][0], course
+    assert (Path(folder) / "resolved.json").is_file()
+    shutil.rmtree(folder)

@@ -89,7 +89,7 @@ def measure(run, inject, *, settle_steps=6):
 
 
 def new_step(run, began):
-    """(end in ns of the first step beyond what was applied before ``began``, that last step before it); None: not yet."""
+    """(end in ns of the first step beyond what was applied before ``began``, that last step); None: not yet."""
     steps = run.events("step")
     # The line of the last step before the fault may reach the log after it.
     before = max(event.step for event in steps if event.mono_ns < began)
@@ -125,8 +125,8 @@ def host_fault(inject, trials, *, spares, hosts, netns=False, min_hosts=None):
 
 
 def grow(trials):
-    """The longest gap between two steps' ends while a host joins, beyond the median step."""
-    found = []
+    """The pause while a host joins: the longest gap between two steps' ends, less the median step before it."""
+    found, steps = [], []
     changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1}
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes)) as run:
@@ -140,8 +140,9 @@ def grow(trials):
             run.wait_for_step(at + 4)
             ends = sorted(event.mono_ns for event in run.events("step") if event.step >= at - 2)
             gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(ends)]
-            found.append((max(gaps), 0))
-    return found, None
+            steps.append(step_s(run))
+            found.append((max(gaps) - steps[-1], 0))
+    return found, statistics.median(steps)
 
 
 def step_s(run):

@@ -8,6 +8,10 @@ before it; medians over ``--trials``. ``--quick`` is Muster alone; without it th
 ``benchmarks/peers`` run too, each in its own environment, in the same run.
 
 Tier granted: memory (host) for a rank's fault, a peer host's memory for a host's.
+
+The goals are stated for a step of about 0.3 s. How long a step of the same work takes differs from machine to
+machine and from hour to hour, so a first healthy run is timed and the length of the sequences set by it, for Muster
+and the peers alike (``--length`` fixes it instead).
 """
 
 import argparse
@@ -37,12 +41,29 @@ MODEL = {
 }
 
 
+#: Tokens of a sequence; ``calibrate`` sets it.
+LENGTH = 128
+GOAL_STEP_S = 0.3
+
+
+def calibrate():
+    """Sets ``LENGTH`` so that a step of two ranks takes about ``GOAL_STEP_S`` here and now."""
+    global LENGTH
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec()) as run:
+            run.start()
+            run.wait_for_step(14)
+            step = step_s(run)
+        LENGTH = min(256, max(32, round(LENGTH * GOAL_STEP_S / step / 8) * 8))
+    print(f"sequences of {LENGTH} tokens (a step of the last try took {step:.3f} s)", flush=True)
+
+
 def bench_spec(**changes):
-    """A model whose step takes about 0.3 s on two ranks of two cores."""
+    """A model whose step takes about 0.3 s on two ranks of two cores (see ``calibrate``)."""
     return spec_of(
         **{
             "model.config": MODEL,
-            "training.sequence_length": 128,
+            "training.sequence_length": LENGTH,
             "training.global_batch_size": 12,
             "training.micro_batch_size": 2,
             "training.steps": 10_000,
@@ -61,11 +82,19 @@ def measure(run, inject, *, settle_steps=6):
     time.sleep(0.37 * (os.getpid() + at) % 0.3)  # anywhere within a step
     began = time.monotonic_ns()
     inject()
-    before = max(event.step for event in run.events("step") if event.mono_ns < began)
-    run.wait_until(lambda: run.step() > before, "a new step", 60)
-    first = min(event.mono_ns for event in run.events("step") if event.step == before + 1 and event.mono_ns > began)
+    run.wait_until(lambda: new_step(run, began) is not None, "a new step", 60)
+    first, before = new_step(run, began)
     repeated = {event.step for event in run.events("step") if event.mono_ns > began and event.step <= before}
     return (first - began) / 1e9, len(repeated)
+
+
+def new_step(run, began):
+    """(end in ns of the first step beyond what was applied before ``began``, that last step); None: not yet."""
+    steps = run.events("step")
+    # The line of the last step before the fault may reach the log after it.
+    before = max(event.step for event in steps if event.mono_ns < began)
+    ends = [event.mono_ns for event in steps if event.mono_ns > began and event.step > before]
+    return (min(ends), before) if ends else None
 
 
 def rank_fault(number, trials, **changes):
@@ -96,8 +125,8 @@ def host_fault(inject, trials, *, spares, hosts, netns=False, min_hosts=None):
 
 
 def grow(trials):
-    """The longest gap between two steps' ends while a host joins, beyond the median step."""
-    found = []
+    """The pause while a host joins: the longest gap between two steps' ends, less the median step before it."""
+    found, steps = [], []
     changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1}
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes)) as run:
@@ -111,8 +140,9 @@ def grow(trials):
             run.wait_for_step(at + 4)
             ends = sorted(event.mono_ns for event in run.events("step") if event.step >= at - 2)
             gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(ends)]
-            found.append((max(gaps), 0))
-    return found, None
+            steps.append(step_s(run))
+            found.append((max(gaps) - steps[-1], 0))
+    return found, statistics.median(steps)
 
 
 def step_s(run):
@@ -126,6 +156,8 @@ def cases(trials):
     netns = namespaces_work()
     yield "rank_kill", lambda: rank_fault(signal.SIGKILL, trials)
     yield "rank_stop", lambda: rank_fault(signal.SIGSTOP, trials)
+    peers = {"recovery.heartbeat_timeout_s": 1.5}  # what the peers are tuned to, to compare at equal settings
+    yield "rank_stop_1500ms", lambda: rank_fault(signal.SIGSTOP, trials, **peers)
     replicas = {"parallelism.dp_replicate": 2}  # the survivor keeps its process
     yield "replica_lost", lambda: rank_fault(signal.SIGKILL, trials, **replicas)
     yield "replica_stopped", lambda: rank_fault(signal.SIGSTOP, trials, **replicas)
@@ -143,9 +175,15 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--length", type=int, help="tokens of a sequence; default: what makes a step take 0.3 s")
     parser.add_argument("--slurm", action="store_true", help="on a Slurm of its own too (root; recovery_slurm.py)")
     arguments = parser.parse_args()
-    found = {}
+    global LENGTH
+    if arguments.length:
+        LENGTH = arguments.length
+    else:
+        calibrate()
+    found = {"sequence_length": LENGTH}
     for name, play in cases(arguments.trials):
         if arguments.only and name not in arguments.only:
             continue
@@ -165,7 +203,7 @@ def main():
     if not arguments.quick:
         from peers.recovery import measure_peers
 
-        result.update(measure_peers(arguments.trials))
+        result.update(measure_peers(arguments.trials, length=LENGTH))
     if arguments.slurm:
         import recovery_slurm
 

@@ -306,7 +306,13 @@ def measure_tool(tool: Tool, trials: int, only: tuple[str, ...] | None = None) -
     return found
 
 
-def measure_peers(trials: int, names: list[str] | None = None, only: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Peer -> figures, in the keys of Muster's own. ``names``: some peers; ``only``: some cases."""
+def measure_peers(
+    trials: int, *, length: int, names: list[str] | None = None, only: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """Peer -> figures, in the keys of Muster's own.
+
+    ``length``: tokens of a sequence; ``names``: some peers; ``only``: some cases.
+    """
+    os.environ["BENCH_LENGTH"] = str(length)
     chosen = [tool for tool in tools() if not names or tool.name in names]
     return {tool.name: measure_tool(tool, trials, only) for tool in chosen}

@@ -3,8 +3,8 @@
     recovery_worker.py plain|nvrx|torchft FOLDER [--timeout S] [--replica N] [--store-port P] [--steps-log FILE]
 
 Same shape and the same work a step as ``benchmarks/recovery.py`` gives Muster: hidden 256, 4 layers, 2048 tokens'
-vocabulary, 12 sequences of 128 tokens a step in micro-batches of 2, shared out over the ranks. Every process appends
-``step monotonic_ns`` to ``FOLDER/steps-<name>``, and its place to ``FOLDER/ranks``.
+vocabulary, 12 sequences of BENCH_LENGTH (128) tokens a step in micro-batches of 2, shared out over the ranks. Every
+process appends ``step monotonic_ns`` to ``FOLDER/steps-<name>``, and its place to ``FOLDER/ranks``.
 
 Granted to the launchers: the whole state is written to /dev/shm at every step, and read back by all ranks after a
 restart, so that no more than the step under way is lost.
@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, LENGTH, BATCH, MICRO = 256, 4, 4, 688, 2048, 128, 12, 2
+HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, BATCH, MICRO = 256, 4, 4, 688, 2048, 12, 2
+LENGTH = int(os.environ.get("BENCH_LENGTH", "128"))
 
 
 class Layer(nn.Module):

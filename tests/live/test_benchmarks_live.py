@@ -59,7 +59,7 @@ def test_a_peer_that_is_not_installed_reports_null_and_why(tmp_path: Path, monke
     monkeypatch.setenv("MUSTER_BENCH_HOME", str(tmp_path))
     from peers.recovery import SHAPES, measure_peers
 
-    found = measure_peers(1)
+    found = measure_peers(1, length=80)
     assert set(found) == {"torchrun", "torchrun_tuned", "nvrx", "nvrx_tuned", "torchft", "torchft_tuned"}
     for figures in found.values():
         for case in SHAPES:

@@ -26,7 +26,7 @@ from muster.train.generate import generate
 from muster.train.loss import loss_sum
 from muster.train.metrics import StepLog
 from muster.train.model import TrainedModel
-from muster.train.reduce import REPLICATE, SHARD, Axes
+from muster.train.reduce import Axes
 from muster.train.setup import World
 
 #: Rows of a result that a sample shows.
@@ -91,8 +91,7 @@ class Evaluator:
             if mine < len(batches):
                 losses[mine] = loss.double()
             self.link.progress()
-        for axis in (SHARD, REPLICATE):  # each place is filled by one rank, so these sums add zeros: exact
-            self.axes.sum_(losses, axis)
+        self.axes.sum_everywhere_(losses)  # each place is filled by one rank, so these sums add zeros: exact
         return math.fsum(losses.tolist()) / supervised
 
     def _answer(self, step: int, *, final: bool) -> dict[str, Any]:
@@ -136,8 +135,7 @@ class Evaluator:
         table = torch.zeros(len(questions), width, dtype=torch.int64, device=self.device)
         for index, ids in zip(mine, completions, strict=False):
             table[index, : len(ids)] = torch.tensor(ids[:width], dtype=torch.int64, device=self.device) + 1
-        for axis in (SHARD, REPLICATE):
-            self.axes.sum_(table, axis)
+        self.axes.sum_everywhere_(table)
         return [[token - 1 for token in row if token > 0] for row in table.tolist()]
 
     def _judge(self, questions: Sequence[Question], texts: Sequence[str]) -> list[Verdict]:
@@ -147,8 +145,7 @@ class Evaluator:
             outcome = questions[index].run(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
             self.link.progress()
-        for axis in (SHARD, REPLICATE):
-            self.axes.sum_(table, axis)
+        self.axes.sum_everywhere_(table)
         return [Verdict(correct=bool(correct), timed_out=bool(late)) for correct, late in table.tolist()]
 
     def _baseline(self, questions: Sequence[Question]) -> float | None:

@@ -60,6 +60,33 @@ def _wrapped(
     return group
 
 
+def make_sure(group: dist.ProcessGroup, breaker: Breaker, device: torch.device) -> None:
+    """Return once what was begun and waited for on ``group`` has really been done, by every rank of it.
+
+    gloo's ``wait`` blocks, and raises where the group was cut. NCCL's only puts streams in order, and an aborted
+    communicator lets its kernels end as if all were well: what they leave in the tensors is no sum. So the host waits
+    for the device, and then asks whether anybody broke the group meanwhile.
+
+    Raises:
+        RuntimeError: somebody did; nothing that the group was to sum since its last success may be used.
+    """
+    if group._get_backend_name() == "gloo":
+        return
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    if breaker.broken or _failed(group, device):
+        raise RuntimeError("NCCL aborted: another replica was lost while gradients were summed, and the sums with it")
+
+
+def _failed(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's own watchdog noted an error; it does so before it aborts (ProcessGroupNCCL's run loop)."""
+    try:
+        error: Any = group._get_backend(device).get_error()
+    except RuntimeError:  # a backend that keeps no such note
+        return False
+    return str(error.name) != "SUCCESS"
+
+
 class Breaker:
     """Breaks gloo groups under whoever waits in them.
 
@@ -68,6 +95,8 @@ class Breaker:
     """
 
     def __init__(self) -> None:
+        self.broken = False
+        """Set before anything is cut: whoever finds a sum done and this unset has a sum that nobody cut short."""
         self._sockets: dict[int, str] = {}
         self._nccl: list[dist.ProcessGroup] = []
 
@@ -86,6 +115,7 @@ class Breaker:
 
     def __call__(self) -> None:
         """Break them, from any thread; harmless when repeated."""
+        self.broken = True
         for fd, name in self._sockets.items():
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == name:  # the number may have been given away

@@ -72,6 +72,7 @@ class Learner:
         self.axes.groups.pop(REPLICATE, None)
         if world.replicate is not None:
             self.axes.groups[REPLICATE] = world.replicate
+        self.axes.breaker = world.breaker
         forget_gradients(self.built.module)
         reshard(self.built.module)
 
@@ -249,7 +250,7 @@ def axes_of(meshes: Meshes, world: World) -> Axes:
         groups[TENSOR] = meshes.tp.get_group()
     if world.replicate is not None:
         groups[REPLICATE] = world.replicate
-    return Axes(groups)
+    return Axes(groups, world.breaker)
 
 
 def choose_sums(spec: RunSpec, built: BuiltModel, axes: Axes, device: torch.device, context: RankContext) -> Sums:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from muster.train.groups import all_reduce
+from muster.train.groups import Breaker, all_reduce, make_sure
 
 SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
 BUCKET_NUMEL = 8 * 1024 * 1024
@@ -29,6 +29,8 @@ class Axes:
     """Process group of each layout axis that has more than one rank."""
 
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    breaker: Breaker | None = field(default=None, compare=False)
+    """What breaks the group over replicas; None: nobody does."""
     _broken: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
     """Another replica was lost while gradients were summed; raised when this replica's own sums are done."""
 
@@ -43,8 +45,21 @@ class Axes:
             all_reduce(tensor, group).wait()
         return tensor
 
+    def sum_everywhere_(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` in place over the ranks that read different data, and be sure of it.
+
+        Raises:
+            RuntimeError: another replica was lost meanwhile.
+        """
+        for axis in (SHARD, REPLICATE):
+            self.sum_(tensor, axis)
+        self._make_sure(tensor)
+        return tensor
+
     def sum_scalars(self, values: Sequence[tuple[Tensor, frozenset[str]]]) -> list[Tensor]:
         """Sum 0-d tensors of one dtype, each over its own set of axes, in one collective an axis.
+
+        They come last in a step: when this returns, every sum over replicas before them stands too.
 
         Raises:
             RuntimeError: another replica was lost, in these sums or in the buckets before them.
@@ -63,7 +78,13 @@ class Axes:
                 part = self.sum_(torch.stack([found[index] for index in chosen]), axis)
                 for index, value in zip(chosen, part.unbind(), strict=True):
                     found[index] = value
+        self._make_sure(found)
         return list(found.unbind())
+
+    def _make_sure(self, tensor: Tensor) -> None:
+        group = self.groups.get(REPLICATE)
+        if group is not None and self.breaker is not None:
+            make_sure(group, self.breaker, tensor.device)
 
     def sum_buckets_(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors of one dtype in place over an axis, several to a message.

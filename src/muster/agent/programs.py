@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from muster.agent import held
+from muster.agent.environment import fork_server_environment
 from muster.agent.mover_child import MoverChild
 from muster.agent.ranks import Worker, open_pidfd
 from muster.core.nouns import Layout
@@ -73,18 +74,6 @@ class Programs:
         """The run file changed: prepare its data again. Fork server and standbys stay: they hold imports only."""
         self.prepared = False
         self._start_prepare()
-
-    def _environment(self) -> dict[str, str]:
-        cores = len(os.sched_getaffinity(0))
-        spec = self.agent.spec
-        ranks_here = (spec.resources.ranks_per_host or 1) * (spec.resources.hosts if spec.backend == "local" else 1)
-        threads = spec.resources.threads_per_rank or max(1, cores // ranks_here)
-        return {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "OPENBLAS_NUM_THREADS": "1",  # its pool would be a thread before the fork
-            "TOKENIZERS_PARALLELISM": "false",
-        }
 
     def _start_prepare(self) -> None:
         if self.agent.spec.data is None:
@@ -161,7 +150,7 @@ class Programs:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=self._environment(),
+            env=fork_server_environment(self.agent.spec, os.environ, cores=len(os.sched_getaffinity(0))),
             start_new_session=True,
         )
         log.close()

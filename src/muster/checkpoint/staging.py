@@ -2,7 +2,8 @@
 
 The buffer is laid out as the shard's bytes will be in the file, and reused by every save: a fresh one would fault
 its pages in each time. Where a mover writes the file, it is memory that can be passed to another process and that
-lives as long as one of the two holds it (``memfd_create``: no name, no limit of a mounted tmpfs). On CUDA it is pinned.
+lives as long as one of the two holds it (``memfd_create``: no name, no limit of a mounted tmpfs). On CUDA it is pinned
+beside the training (``pinned``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor
 
 from muster.checkpoint import exchange
+from muster.checkpoint.pinned import pin_soon
 from muster.core import shards
 from muster.core.errors import CheckpointError
 
@@ -86,17 +88,17 @@ class Staging:
         self.mine = self.chunks[exchange.rank_of(group)]
         self._signature = mine
         length = max((chunk.byte_offset + chunk.bytes for chunk in self.mine), default=0)
-        on_cuda = any(local(tensor).is_cuda for tensor in state.values())
         self.fd: int | None = None
         """The buffer as an open file; None: it is this process's own."""
         found = _shared(length) if shared and length else None
         if found is None:
-            self.buffer = torch.zeros(length, dtype=torch.uint8, pin_memory=on_cuda)
+            self.buffer = torch.zeros(length, dtype=torch.uint8)
         else:
             self.buffer, self.fd = found
             weakref.finalize(self, os.close, self.fd)
-            if on_cuda:
-                _pin(self, self.buffer)
+        gpu = next((tensor.device for tensor in state.values() if tensor.is_cuda), None)
+        if gpu is not None and length:
+            pin_soon(self, [self.buffer], gpu, what="memory for saves")
         self._views = [
             self.buffer[chunk.byte_offset : chunk.byte_offset + chunk.bytes]
             .view(getattr(torch, chunk.dtype))
@@ -133,13 +135,6 @@ def _shared(length: int) -> tuple[torch.Tensor, int] | None:
             os.close(fd)
         return None
     return torch.frombuffer(mapped, dtype=torch.uint8), fd
-
-
-def _pin(owner: object, buffer: torch.Tensor) -> None:
-    """Register the memory with CUDA, so that copies into it run at full speed; a refusal costs speed alone."""
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
-        weakref.finalize(owner, runtime.cudaHostUnregister, buffer.data_ptr())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""Host memory registered with CUDA (pinned), so that copies between it and a GPU run at the link's speed.
+
+Memory that was mapped by us (a memfd, a ring on tmpfs) is pageable: a copy into it goes through a small buffer of the
+driver's and holds the host. Registering it takes the driver a while (it pins every page), so it is done beside the
+training, once its pages are there; until then, and where CUDA refuses, copies are slow and nothing else.
+
+Never run on a GPU: the tests put a stand-in in the place of ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context of the process."""
+
+
+def pin_soon(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, *, what: str) -> threading.Thread:
+    """Have the buffers' memory registered by a thread of its own; it stays so until ``owner`` goes.
+
+    Nothing waits for it and nothing is raised: a refusal is one line on stderr, and the buffers behind it are left as
+    they are. All may be used meanwhile. Two buffers must not share a page: CUDA pins pages, and each of them once.
+    """
+    thread = threading.Thread(
+        target=_pin_all, args=(owner, list(buffers), device, what), name="muster-pin", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, what: str) -> None:
+    try:
+        torch.cuda.set_device(device)  # a thread begins with GPU 0, and would open a context there
+        for buffer in buffers:
+            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
+            if code != 0:
+                raise RuntimeError(f"CUDA error {code}")
+            # Before the memory goes, or its address would be taken for pinned when something else lies there.
+            weakref.finalize(owner, _unpin, buffer.data_ptr()).atexit = False  # the process's end unpins everything
+    except Exception as error:  # noqa: BLE001 (a thread's edge, and only speed is at stake)
+        consume_error(device)
+        why = str(error) or type(error).__name__
+        print(f"note: {what} is not pinned, copies to it are slower: {why}", file=sys.stderr, flush=True)
+
+
+def _unpin(address: int) -> None:
+    with contextlib.suppress(Exception):
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def consume_error(device: torch.device) -> None:
+    """Take the last CUDA error of this thread away, so that nobody else trips over it.
+
+    A failed runtime call leaves it behind, and the check after the next kernel launch raises it as that kernel's
+    (``C10_CUDA_KERNEL_LAUNCH_CHECK``), which takes it away too. So a kernel of no consequence is launched.
+    """
+    with contextlib.suppress(Exception):
+        torch.zeros(1, device=device)

@@ -143,6 +143,7 @@ class Agent:
             return
         self.supervisor.who = "supervisor"
         self.hub.send(self.supervisor, self._hello())
+        self.crew.heard_anew()
         for report in ([self.failure] if self.failure else []) + list(self.crew.exits.values()):
             self.hub.send(self.supervisor, report)
 
@@ -226,6 +227,7 @@ class Agent:
         pid = int(message["pid"])
         if message["role"] == "forkserver":
             self.forkserver, self.store = peer, message["store"]
+            self.crew.listed([int(pid) for pid in message.get("children", ())])
             self.programs.forkserver_came(pid)
             self.check_ready()  # a dead one's standbys may still stand by
         elif "rank" in message:  # an adopted rank: its former agent died
@@ -234,6 +236,7 @@ class Agent:
                 self.hub.send(self.supervisor, self._hello())
         else:
             self.crew.standbys[pid] = Standby(pid=pid, peer=peer)
+            self.crew.strays.spoke(pid)
             self.programs.came()
             if self._joining():
                 self.hub.send(peer, {"t": "warm"})

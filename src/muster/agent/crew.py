@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from muster.agent import reset as gpu_reset
 from muster.agent.keep import Keep
 from muster.agent.ranks import Standby, Worker, open_pidfd, parent_of
+from muster.agent.strays import Strays
 from muster.agent.watch import hanging
 from muster.core.channel import Peer
 from muster.core.ring import inventory
@@ -43,6 +44,9 @@ class Crew:
         """Rank -> its report, of the current attempt."""
         self.ending: int | None = None
         """Attempt whose ranks are being ended."""
+        self.ended = 0
+        """The newest attempt whose ranks were to be ended."""
+        self.strays = Strays(agent=agent, on_ended=self._collected)
         self.keep = Keep()
         self.progress_told_s = 0.0
         self.resetting: list[int] = []
@@ -59,6 +63,7 @@ class Crew:
             return  # told twice, or by a supervisor that does not know of a newer one
         kept = self.keep.chosen(self.living(), message["contexts"])
         self.kill(attempt - 1, but=kept)
+        self.strays.end()
         self.attempt, self.ending = attempt, None
         self.exits.clear()
         self.agent.log.open(attempt)
@@ -129,9 +134,11 @@ class Crew:
         """End the ranks up to ``attempt``, then reset GPUs; those in ``keep`` have ``pause_s`` to stand still."""
         self.resetting = reset
         self.ending = max(attempt, self.ending or 0)
+        self.ended = max(attempt, self.ended)
         self.queue = [context for context in self.queue if context["attempt"] > attempt]
         kept = self.keep.begin(self.living(), attempt, keep, now_s=time.monotonic(), pause_s=pause_s)
         self.kill(attempt, but=kept)
+        self.strays.end()
         for worker in kept:
             if worker.peer is not None:
                 self.agent.hub.send(worker.peer, {"t": "pause"})
@@ -161,6 +168,7 @@ class Crew:
     def exited(self, pid: int, code: int) -> None:
         """The fork server reaped ``pid``."""
         self.standbys.pop(pid, None)
+        self.strays.spoke(pid)
         worker = self.workers.get(pid)
         if worker is not None:
             worker.exit_code = code
@@ -202,7 +210,7 @@ class Crew:
 
     def _collected(self) -> None:
         ended = [worker for worker in self.living() if self.ending is not None and worker.attempt <= self.ending]
-        if self.ending is None or any(worker.paused is None for worker in ended):
+        if self.ending is None or self.strays.ending or any(worker.paused is None for worker in ended):
             return
         if self.resetting:
             gpus, self.resetting = self.resetting, []
@@ -270,12 +278,15 @@ class Crew:
     def watch(self) -> None:
         """Report ranks that hang; end those that should stand still and do not."""
         self._end_unpaused()
+        if self.agent.supervisor is None:
+            return  # a hang is named once, and nobody would hear of it
         for worker, evidence in hanging(
             self.living(),
             host=self.agent.host,
             now_s=time.monotonic(),
             silence_s=self.agent.spec.recovery.heartbeat_timeout_s,
             step_s=self.agent.programs.step_timeout_s(),
+            start_s=self.agent.spec.recovery.start_timeout_s,
         ):
             self.agent.tell(
                 {
@@ -287,6 +298,11 @@ class Crew:
                 }
             )
 
+    def heard_anew(self) -> None:
+        """Whoever supervises from now on knows of no hang."""
+        for worker in self.workers.values():
+            worker.reported_hang = False
+
     def _end_unpaused(self) -> None:
         """A rank that was to be kept does not stand still: it is stopped or in something long, and is replaced."""
         silence_s = self.agent.spec.recovery.heartbeat_timeout_s
@@ -297,10 +313,19 @@ class Crew:
     # ------------------------------------------------------------ who comes and goes
 
     def adopt(self, pid: int, rank: int, attempt: int, peer: Peer) -> None:
-        """A rank whose former agent died found this one."""
+        """A rank whose former agent died found this one. One that was to be ended meanwhile is."""
+        self.strays.spoke(pid)
+        if attempt <= self.ended or attempt < self.attempt:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return
         self.attempt = max(self.attempt, attempt)
         self.agent.log.open(self.attempt)
         self.employ(pid, rank, attempt, peer, was_warm=False)
+
+    def listed(self, pids: Collection[int]) -> None:
+        """The fork server's living children, in its own words."""
+        self.strays.listed(set(pids) - set(self.standbys) - set(self.workers))
 
     def parent_gone(self) -> None:
         """The fork server died: exit codes that it has not told will never be known."""
@@ -315,6 +340,7 @@ class Crew:
     def disband(self) -> None:
         """End everything."""
         self.kill(self.attempt)
+        self.strays.end()
         for pid in self.standbys:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -172,8 +172,10 @@ class Server:
 
     def _connect(self) -> None:
         deadline = time.monotonic() + self.orphan_s
-        hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
         while True:
+            children = list(self.children.values())  # an agent that begins anew cannot know those that say nothing
+            hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
+            hello["children"] = children
             try:
                 self.line = Line(self.address, self.token, hello)
                 return

@@ -53,6 +53,7 @@ TEMPLATE = json.dumps(
     }
 )
 
+OWN = {"run.yaml": "name: own\nresources: {device: cpu}\n"}
 TRAIN = ["train", "run.yaml"]
 DATA = ["data", "run.yaml"]
 
@@ -76,6 +77,10 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     "no such run to recover": ({}, ["recover", "nope"], 2, "no run 'nope'"),
     "a folder without a run": ({}, ["status", "."], 2, "holds no run"),
     "no such kind of event": ({}, ["events", "x", "--kind", "stepp"], 2, "did you mean step?"),
+    "a run file for a run": ({}, ["status", "run.yaml"], 2, "it is a file"),
+    "a name longer than any": ({}, ["status", "x" * 400], 2, "no run 'xxx"),
+    "nobody's home": ({}, ["status", "~nobody-of-that-name/run"], 2, "no run '~nobody"),
+    "a report of a name longer than any": ({}, ["report", "x" * 400], 2, "no run 'xxx"),
     # -------- the file as text
     "not YAML": ({"run.yaml": "name: [x"}, TRAIN, 2, "run.yaml:1: not YAML"),
     "tabs": ({"run.yaml": "name: x\n\tdata: y"}, TRAIN, 2, "indent with spaces"),
@@ -106,6 +111,18 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     "a deadline gone by": ({}, [*TRAIN, "limits.deadline=2001-01-01T00:00:00Z"], 2, "is in the past"),
     # -------- files and folders
     "no data file": ({}, [*TRAIN, file_source("rows.jsonl")], 2, "no file rows.jsonl"),
+    "data of nobody's": ({}, [*TRAIN, file_source("~nobody-of-that-name/rows.jsonl")], 2, "no file ~nobody"),
+    "data with a name longer than any": ({}, [*TRAIN, file_source("x" * 400 + ".jsonl")], 2, "no file xxx"),
+    "a model with a name longer than any": (
+        {}, [*TRAIN, "model.config=null", "model.tokenizer=null", "model.source=./" + "x" * 400], 2, "no folder ./xxx",
+    ),
+    "no script": (OWN, [*TRAIN, "command=[mine.py]"], 2, "command: no file mine.py"),
+    "a program before the script": (OWN, [*TRAIN, "command=[python, mine.py]"], 2, "it begins with the script itself"),
+    "a script as text": (OWN, [*TRAIN, "command=mine.py"], 2, "write a list"),
+    "no module": (OWN, [*TRAIN, "command=['-m']"], 2, "names no module"),
+    "auto in a loop of one's own": (
+        {**OWN, "mine.py": ""}, [*TRAIN, "command=[mine.py]", "checkpoint.every_steps=auto"], 2, "auto is Muster's own",
+    ),
     "no model folder": (
         {}, [*TRAIN, "model.config=null", "model.tokenizer=null", "model.source=./weights"], 2, "no folder ./weights"
     ),

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from muster.app.status import first_problem
 from muster.catalog import offers, rows
 from muster.catalog.offers import Fabric, Option
 from muster.catalog.rows import Accelerator
@@ -59,8 +60,10 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     path = Path(run_dir)
     try:
         spec = RunSpec.model_validate_json((path / "resolved.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no run: {error}", hint="give a run's folder") from error
+    except OSError as error:
+        raise UsageError(f"{path} is no run: {error.strerror}", hint="give a run's id or its folder") from error
+    except ValueError as error:
+        raise UsageError(f"{path / 'resolved.json'} cannot be taken: {first_problem(error)}") from error
     events = eventlog.merged(path / "events")
     steps = [event for event in events if event.kind == "step"]
     layout = layout_of(events, spec)

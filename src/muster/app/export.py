@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
         raise UsageError("muster export needs torch", hint="pip install 'muster[train]'")
     argv = [sys.executable, "-P", "-m", "muster.train.export", "--run-dir", str(run.path)]
     if out is not None:
-        argv += ["--out", str(out.expanduser().absolute())]
+        argv += ["--out", os.path.abspath(os.path.expanduser(out))]
     if step is not None:
         argv += ["--step", str(step)]
     if not merge:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def write(found: Planned, target: str) -> Path:
     Raises:
         UsageError: the file cannot be written.
     """
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     try:
         path.write_text(render(found), encoding="utf-8")
     except OSError as error:

@@ -36,7 +36,17 @@ def recover_here(
     on_start: Callable[[RunDir], None] | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Ended:
-    """The same with the supervisor in the foreground."""
+    """The same with the supervisor in the foreground.
+
+    Raises as ``recover``, and:
+        UsageError: the run is on another back end.
+    """
+    run = runs.find(reference)
+    if (backend := spec_of(run).backend) != "local":
+        raise UsageError(
+            f"{run.run_id} runs on {backend}, where no terminal supervises it",
+            hint=f"muster recover {run.run_id}, then muster watch {run.run_id}",
+        )
     return train.supervise(_intent(reference, overrides, argv), on_start=on_start, on_event=on_event)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def write_page(study: Study, target: str) -> Path:
     ledger = ledger_of(study.scenario, seed)
     found = document(ledger, {})
     found["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     try:
         path.write_text(page.render(ledger, found), encoding="utf-8")
     except OSError as error:

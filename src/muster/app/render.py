@@ -74,11 +74,18 @@ def _for_slurm(spec: RunSpec, format: Format, run_id: str | None, run_dir: str |
 
 
 def write(rendered: Rendered, folder: Path) -> list[Path]:
-    """Write every file below ``folder``; return their paths."""
+    """Write every file below ``folder``; return their paths.
+
+    Raises:
+        UsageError: one cannot be written.
+    """
     written = []
     for name, text in rendered.files.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}", hint="--output names a folder") from error
         written.append(path)
     return written

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ def report(reference: str, *, reference_tokens_per_s: float | None = None) -> Re
     """The report of the run that ``reference`` names, or of a folder or file of events.
 
     Raises:
-        UsageError: no such run, or it has no events.
+        UsageError: no such run, or it has no events; or a reference that is no rate.
     """
+    given = reference_tokens_per_s
+    if given is not None and not (math.isfinite(given) and given > 0):
+        raise UsageError(f"--reference-tokens-per-s must be above 0, got {given:g}")
     return api.load(_place(reference), reference_tokens_per_s=reference_tokens_per_s)
 
 
@@ -28,8 +33,8 @@ def _place(reference: str) -> Path:
     try:
         return runs.find(reference).path
     except UsageError:
-        place = Path(reference).expanduser()
-        if not place.exists():
+        place = Path(os.path.expanduser(reference))
+        if not os.path.exists(place):
             raise
         return place
 
@@ -46,7 +51,7 @@ def write_page(found: Report, reference: str, target: str | None) -> Path:
         UsageError: the file cannot be written.
     """
     place = _place(reference)
-    path = Path(target).expanduser() if target else (place if place.is_dir() else place.parent) / "report.html"
+    path = Path(os.path.expanduser(target)) if target else (place if place.is_dir() else place.parent) / "report.html"
     try:
         path.write_text(api.render_html(found), encoding="utf-8")
     except OSError as error:

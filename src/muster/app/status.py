@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class RunStatus:
             "backend": self.backend,
             "state": self.status.state.value,
             "reason": self.status.reason,
+            "now": self.live.get("reason"),
             "exit_code": self.status.exit_code,
             "tasks": dict(self.status.tasks),
             "phase": self.live.get("phase"),
@@ -74,14 +76,14 @@ def status(reference: str) -> RunStatus:
     )
 
 
-def all_runs() -> list[RunStatus]:
-    """Every run of this user on this machine, by id; one that cannot be read is left out."""
+def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, why: None) -> list[RunStatus]:
+    """Every run of this user on this machine, by id; of one that cannot be read ``on_unreadable`` is told why."""
     found = []
     for run_id, _ in runs.registry():
         try:
             found.append(status(run_id))
-        except MusterError:
-            continue
+        except MusterError as error:
+            on_unreadable(run_id, str(error))
     return found
 
 
@@ -113,7 +115,18 @@ def spec_of(run: RunDir) -> RunSpec:
     except OSError as error:
         raise MusterError(f"{run.path} holds no resolved.json", hint="was the submit interrupted?") from error
     except ValueError as error:
-        raise MusterError(f"{run.resolved} is not of this version of Muster: {error}") from error
+        raise MusterError(f"{run.resolved} is not of this version of Muster: {first_problem(error)}") from error
+
+
+def first_problem(error: ValueError) -> str:
+    """What is wrong with a file that should hold a spec, in one line."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    key = ".".join(str(part) for part in found["loc"])
+    return f"{key}: {found['msg']}" if key else found["msg"]
 
 
 __all__ = ["NoAnswer", "RunStatus", "all_runs", "job", "spec_of", "status"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from muster.app import submit
 from muster.app.contact import NoAnswer, ask
@@ -15,6 +17,8 @@ from muster.core.eventlog import EventLog
 from muster.core.nouns import JobStatus
 from muster.core.runs import RunDir
 from muster.core.seams import Clock
+from muster.core.spec import RunSpec
+from muster.policy.load import load_policy
 
 #: Beyond the run's own grace: what the supervisor and the agents need to leave.
 EXTRA_S = 30.0
@@ -58,7 +62,8 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
     """Start the run again, with a corrected file, on hosts that are held after a failure of the user's own.
 
     Raises:
-        RunFileError: the correction does not hold.
+        RunFileError, UsageError: the correction does not hold.
+        ConflictError: the run holds no hosts, or not such as the correction needs.
         NoAnswer: no supervisor holds hosts for this run.
     """
     run = runs.find(reference)
@@ -69,11 +74,34 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
             hint=f"muster recover {run.run_id} starts an ended run again",
         )
     loaded = runfile.loads(run.resolved.read_text(), overrides, source=str(run.resolved))
+    _check_correction(run, spec_of(run), loaded.spec, held)
     resolved = loaded.spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, loaded.spec, resolved, ("muster", "restart", reference, *overrides))
     ask(run, {"t": "restart"}, resolved=resolved)
     runs.replace_text(run.resolved, resolved)
     return run
+
+
+#: What a held host was started with; another value needs other processes, or other machines.
+_STARTED_WITH = (
+    "backend", "run_dir", "slurm", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
+    "resources.machine", "resources.accelerator", "resources.mode", "resources.locations", "resources.reservation",
+    "resources.project", "resources.cluster", "resources.image", "resources.queue",
+)  # fmt: skip
+
+
+def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mapping[str, Any]) -> None:
+    """Refuse now what the held hosts cannot do; waited for, it would never come."""
+    hint = f"muster stop {run.run_id}, then muster recover {run.run_id} KEY=VALUE starts new hosts"
+    for key in _STARTED_WITH:
+        if operator.attrgetter(key)(before) != operator.attrgetter(key)(after):
+            raise ConflictError(f"{key} cannot change while hosts are held: they were started with it", hint=hint)
+    hosts = [each for each in held.get("hosts", {}).values() if each.get("connected")]
+    needed = after.resources.min_hosts or after.resources.hosts
+    if hosts and needed > len(hosts):
+        raise ConflictError(f"{needed} hosts are wanted, and {len(hosts)} are held", hint=hint)
+    if before.backend == "local":
+        load_policy(after.recovery.policy)
 
 
 @dataclass(frozen=True, kw_only=True)

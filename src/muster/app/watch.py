@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from muster.app.contact import ask
+from muster.app.logs import REMOTE_LOOK_EVERY_S
 from muster.app.report import report
-from muster.app.status import job, spec_of
+from muster.app.status import job, mirror, spec_of
 from muster.core import eventlog, runs
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
@@ -122,6 +123,7 @@ class Watcher:
     def look(self) -> View:
         """The run now. The same object each time, brought up to date."""
         status = self.launcher.poll(self.handle)
+        mirror(self.launcher, self.run)
         view = self.view
         view.state, view.ended, view.sentence = status.state.value, status.state.ended, status.reason
         found = list(eventlog.read(self.run.events, after=self._counts))
@@ -236,6 +238,8 @@ def watch(reference: str, *, every_s: float = LOOK_EVERY_S, clock: Clock | None 
     """
     clock = clock or SystemClock()
     watcher = Watcher(runs.find(reference), clock=clock)
+    if getattr(watcher.launcher, "folder_is_remote", False):
+        every_s = max(every_s, REMOTE_LOOK_EVERY_S)
     while True:
         view = watcher.look()
         yield view

@@ -89,7 +89,9 @@ def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
     from muster.app.stop import restart as use_case
     from muster.cli import say
 
-    say.data(use_case(run, overrides or []).run_id)
+    run_id = use_case(run, overrides or []).run_id
+    say.data(run_id)
+    say.talk(f"hint: muster watch {run_id}, muster logs -f {run_id}")
 
 
 def stop(
@@ -121,12 +123,18 @@ def down(
     """End everything of a run now, and prove that nothing is left; with a run file: what `muster up` made."""
     from muster.app.stop import down as use_case
     from muster.cli import say
+    from muster.core.errors import UsageError
 
     if run.endswith((".yaml", ".yml")):
         from muster.cli.cloud import give_back
 
         give_back(run, overrides, zone, keep_data, as_json)
         return
+    if beside := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
+        raise UsageError(
+            f"muster down ends one run at a time: {beside[0]!r} goes with a run file alone",
+            hint=f"muster down {run}, then the next one",
+        )
     found = use_case(run)
     if as_json:
         usd = found.usd_per_hour

@@ -29,14 +29,17 @@ def plan(
         False, "--fastest", help="Choose the fastest plan within the limits, not the cheapest."
     ),
     trace: bool = typer.Option(False, "--trace", help="Check the memory with a run on fake tensors (imports torch)."),
-    out: str | None = typer.Option(None, "--out", help="Write the plan to a file that train and submit take."),
+    out: str | None = typer.Option(None, "--out", help="Write the plan to a .json file, for train and submit."),
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
 ) -> None:
     """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
     from muster.app import plan as use_case
     from muster.cli import plan_table, say
+    from muster.core.errors import UsageError
 
+    if out is not None and not out.endswith(".json"):
+        raise UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
     found = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
     answer: dict[str, Any] = found.plan.to_json()
     if trace:

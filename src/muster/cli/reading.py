@@ -10,8 +10,9 @@ from muster.cli.acting import OVERRIDES, RUN, RUN_FILE
 
 if TYPE_CHECKING:
     from muster.app.status import RunStatus
+    from muster.core.events import Event
 
-KIND = typer.Option([], "--kind", help="Only this kind; may be repeated.")
+KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
 RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
 JSON = typer.Option(False, "--json", help="Answer in JSON.")
 
@@ -37,14 +38,18 @@ def status(
         else:
             _print_status(found)
         return
-    every = use_case.all_runs()
+    unreadable: list[str] = []
+    every = use_case.all_runs(on_unreadable=lambda run_id, why: unreadable.append(f"{run_id} cannot be read: {why}"))
     if json:
         say.as_json([each.to_json() for each in every])
-    elif not every:
+    elif not every and not unreadable:
         say.talk("no runs on this machine")
     for each in [] if json else every:
-        step = each.summary.last_step
-        say.data(f"{each.run.run_id:<52} {each.status.state:<10} step {step if step is not None else '-'}")
+        step, phase = each.summary.last_step, each.live.get("phase", "run")
+        doing = "" if phase == "run" else f"  ({phase})"
+        say.data(f"{each.run.run_id:<52} {each.status.state:<10} step {step if step is not None else '-'}{doing}")
+    for line in unreadable:
+        say.talk(line)
 
 
 def _print_status(found: RunStatus) -> None:
@@ -52,7 +57,7 @@ def _print_status(found: RunStatus) -> None:
 
     shown = found.to_json()
     say.data(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
-    for key in ("name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
+    for key in ("now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
         value = shown[key]
         if value not in (None, 0) or key == "step":
             say.data(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")
@@ -66,16 +71,17 @@ def logs(
     rank: int | None = typer.Option(None, "--rank", help="Of this rank alone."),
     task: str | None = typer.Option(None, "--task", help="Of this process alone: supervisor, agent, prepare..."),
 ) -> None:
-    """Print what the run's processes wrote."""
+    """Print what the run's processes wrote. Ctrl-C leaves the run running."""
     from muster.app.logs import logs as use_case
     from muster.cli import say
 
     rest: dict[str, str] = {}
     alone = rank is not None or task is not None
-    for chunk in use_case(run, follow=follow, rank=rank, task=task):
-        *lines, rest[chunk.task] = (rest.get(chunk.task, "") + chunk.text).split("\n")
-        for line in lines:
-            say.data(line if alone else f"{chunk.task} | {line}")
+    with say.looking():
+        for chunk in use_case(run, follow=follow, rank=rank, task=task):
+            *lines, rest[chunk.task] = (rest.get(chunk.task, "") + chunk.text).split("\n")
+            for line in lines:
+                say.data(line if alone else f"{chunk.task} | {line}")
     for name, line in rest.items():
         if line:
             say.data(line if alone else f"{name} | {line}")
@@ -87,24 +93,30 @@ def events(
     kind: list[str] = KIND,
     json: bool = typer.Option(False, "--json", help="One JSON object a line."),
 ) -> None:
-    """Print the run's events, oldest first."""
+    """Print the run's events, oldest first, times in UTC. Ctrl-C leaves the run running."""
     import json as writer
+
+    from muster.app.logs import events as use_case
+    from muster.cli import say
+
+    with say.looking():
+        for event in use_case(run, follow=follow, kinds=tuple(kind)):
+            say.data(writer.dumps(event.to_json(), ensure_ascii=False) if json else _event_line(event))
+
+
+def _event_line(event: Event) -> str:
+    """``12:00:01.250 a1 host-0/1     step  ...``."""
+    import json
     import time
 
     from muster.app.lines import line as words
     from muster.app.lines import one_line
-    from muster.app.logs import events as use_case
-    from muster.cli import say
 
-    for event in use_case(run, follow=follow, kinds=tuple(kind)):
-        if json:
-            say.data(writer.dumps(event.to_json(), ensure_ascii=False))
-            continue
-        at = time.strftime("%H:%M:%S", time.gmtime(event.wall_ns / 1e9)) + f".{event.wall_ns // 10**6 % 1000:03d}"
-        who = event.host if event.rank is None else f"{event.host}/{event.rank}"
-        text = words(event) or one_line(writer.dumps(dict(event.detail), ensure_ascii=False), 160)
-        phase = f" {event.phase}" if event.phase else ""
-        say.data(f"{at} a{event.attempt} {who:<12} {event.kind}{phase}  {text}")
+    at = time.strftime("%H:%M:%S", time.gmtime(event.wall_ns / 1e9)) + f".{event.wall_ns // 10**6 % 1000:03d}"
+    who = event.host if event.rank is None else f"{event.host}/{event.rank}"
+    text = words(event) or one_line(json.dumps(dict(event.detail), ensure_ascii=False), 160)
+    phase = f" {event.phase}" if event.phase else ""
+    return f"{at} a{event.attempt} {who:<12} {event.kind}{phase}  {text}"
 
 
 def report(
@@ -122,6 +134,7 @@ def report(
     from muster.app import report as use_case
     from muster.cli import say
 
+    _refuse_idle_options(runs, form, step_time_s, html, output)
     if form is not None:
         foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
         say.as_json(foreign) if json else say.data(use_case.foreign_table(foreign))
@@ -137,6 +150,22 @@ def report(
         say.as_json(found[0].to_json())
     else:
         say.data(use_case.table(found[0]))
+
+
+def _refuse_idle_options(
+    runs: list[str], form: str | None, step_time_s: float | None, html: bool, output: str | None
+) -> None:
+    """An option that would do nothing is said, not swallowed."""
+    from muster.core.errors import UsageError
+
+    if form is not None and len(runs) > 1:
+        raise UsageError("--from reads one log at a time", hint=f"muster report {runs[0]} --from {form}")
+    if form is None and step_time_s is not None:
+        raise UsageError("--step-time goes with --from", hint="a run's own log holds its step times")
+    if output is not None and not html:
+        raise UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
+    if output is not None and len(runs) > 1:
+        raise UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
 
 
 def checkpoints(run: str = RUN, json: bool = JSON) -> None:

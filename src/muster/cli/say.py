@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from muster.core.errors import MusterError, Problem, RunFileError
@@ -23,6 +24,18 @@ def as_json(value: Any) -> None:
 def talk(text: str) -> None:
     """A line about what is going on."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Ctrl-C ends the looking (130), not the run, and that is said."""
+    import typer
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        talk("stopped looking; the run itself is left as it is")
+        raise typer.Exit(130) from None
 
 
 def error(problem: MusterError) -> None:

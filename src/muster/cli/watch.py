@@ -32,11 +32,10 @@ def register(app: typer.Typer) -> None:
 def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
     """Show a run live: hosts, ranks, step, checkpoint tiers, incidents. Ctrl-C leaves it running."""
     from muster.app.watch import watch as use_case
+    from muster.cli import say
 
-    if sys.stdout.isatty():
-        _live(use_case(run, every_s=every))
-    else:
-        _lines(use_case(run, every_s=every))
+    with say.looking():
+        (_live if sys.stdout.isatty() else _lines)(use_case(run, every_s=every))
 
 
 def _live(views: Any) -> None:
@@ -155,6 +154,7 @@ def age(seconds: float | None) -> str:
     """``0.4 s``, ``3 min``, ``2.1 h``; ``-`` for None."""
     if seconds is None:
         return "-"
+    seconds = max(0.0, seconds)  # of a host whose clock is ahead of ours
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.events import Event, check, encode
 from muster.core.seams import Clock
+from muster.core.steady import steady
 
 _NAME = re.compile(r"^(?P<writer>[A-Za-z0-9][A-Za-z0-9_.-]*)\.(?P<attempt>\d+)\.jsonl$")
 
@@ -190,17 +191,31 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
                 continue
             try:
                 yield path.name, Event.from_json(json.loads(line))
-            except ValueError as error:
-                raise MusterError(f"{path}:{number + 1}: {error}") from error
+            except (ValueError, AttributeError) as error:  # AttributeError: JSON, and no object
+                why = error if isinstance(error, ValueError) else "not an event"
+                raise MusterError(f"{path}:{number + 1}: {why}", hint="the file was edited: move it aside") from error
 
 
 def merged(directory: str | Path) -> list[Event]:
-    """All events of a run on one axis: wall time, then file and sequence.
+    """All events of a run in the order in which they happened (see ``core.steady``), each as it was written.
 
     Good enough for showing; the ledger uses the logged clock offsets instead.
     """
-    found = [(event.wall_ns, name, event.seq, event) for name, event in read(directory)]
-    return [event for *_, event in sorted(found, key=lambda item: item[:3])]
+    return [event for _, _, event in _in_order(directory)]
+
+
+def on_one_clock(directory: str | Path) -> list[Event]:
+    """``merged``, with wall times by a clock that is never stepped: for durations between events."""
+    return [
+        event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in _in_order(directory)
+    ]
+
+
+def _in_order(directory: str | Path) -> list[tuple[int, str, Event]]:
+    files: dict[str, list[Event]] = {}
+    for name, event in read(directory):
+        files.setdefault(name, []).append(event)
+    return steady(files)
 
 
 def check_directory(directory: str | Path, *, run_id: str) -> dict[str, Verdict]:

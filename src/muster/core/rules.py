@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from muster.core.errors import Problem
@@ -42,7 +41,7 @@ def is_remote(path: str) -> bool:
 
 def looks_local(name: str) -> bool:
     """Is this a folder of the user's rather than a hub id?"""
-    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or Path(name).exists()
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
 # ---------------------------------------------------------------- pure rules
@@ -52,6 +51,8 @@ def _whole(spec: RunSpec) -> Iterator[Problem]:
     if spec.command is not None:
         if not spec.command:
             yield Problem(key="command", message="is empty", hint='for example ["train.py", "--flag"]')
+        elif spec.command == ["-m"]:
+            yield Problem(key="command", message="names no module", hint='for example ["-m", "package.train"]')
         for key in ("model", "data"):
             if getattr(spec, key) is not None:
                 yield Problem(key=key, message="cannot stand beside `command`, which brings its own", hint="remove one")
@@ -229,6 +230,11 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(key="run_dir", message="must be a folder of this machine", value=spec.run_dir)
     if spec.checkpoint.peer_copy and spec.checkpoint.memory_every_steps == 0:
         yield Problem(key="checkpoint.peer_copy", message="has nothing to copy: memory_every_steps is 0", hint="1")
+    if spec.command is not None and spec.checkpoint.every_steps == "auto":
+        yield Problem(
+            key="checkpoint.every_steps", message="auto is Muster's own loop's; a `command` saves at a number of steps",
+            value="auto", hint="100",
+        )  # fmt: skip
 
 
 def _recovery(spec: RunSpec) -> Iterator[Problem]:

@@ -94,7 +94,7 @@ class RunDir:
 
 def place(run_id: str, run_dir: str | None) -> Path:
     """Where the run lives."""
-    return Path(run_dir).expanduser().absolute() if run_dir else home() / "runs" / run_id
+    return Path(os.path.expanduser(run_dir)).absolute() if run_dir else home() / "runs" / run_id
 
 
 def existing_id(path: Path) -> str | None:
@@ -139,8 +139,9 @@ def find(reference: str) -> RunDir:
     Raises:
         UsageError: none, or several.
     """
-    as_path = Path(reference).expanduser()
-    if as_path.is_dir() and (run_id := existing_id(as_path.absolute())):
+    as_path = Path(os.path.expanduser(reference))
+    is_folder = os.path.isdir(as_path)  # as_path.is_dir() raises for a name that is too long
+    if is_folder and (run_id := existing_id(as_path.absolute())):
         return RunDir(path=as_path.absolute(), run_id=run_id)
     known = dict(registry())
     if reference == "last" and known:
@@ -151,8 +152,10 @@ def find(reference: str) -> RunDir:
         return RunDir(path=known[matching[0]], run_id=matching[0])
     if len(matching) > 1 and reference:
         raise UsageError(f"{reference!r} names {len(matching)} runs: {', '.join(sorted(matching)[:5])}")
-    if as_path.is_dir():
+    if is_folder:
         raise UsageError(f"{reference} holds no run", hint="muster status lists the runs of this machine")
+    if os.path.isfile(as_path):
+        raise UsageError(f"no run {reference!r}: it is a file", hint="a run is named by its id, its folder, or `last`")
     raise UsageError(f"no run {reference!r}", hint="muster status lists the runs of this machine")
 
 

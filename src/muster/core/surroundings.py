@@ -44,13 +44,16 @@ def _files(spec: RunSpec) -> Iterator[Problem]:
     tokenizer = model.tokenizer if model is not None else None
     if isinstance(tokenizer, str) and looks_local(tokenizer) and not _exists(tokenizer):
         yield Problem(key="model.tokenizer", message=f"no folder {tokenizer}", value=tokenizer)
+    if spec.command and spec.command[0] != "-m" and not os.path.isfile(os.path.expanduser(spec.command[0])):
+        hint = 'it begins with the script itself: ["train.py", "--flag"], or with ["-m", "module"]'
+        yield Problem(key="command", message=f"no file {spec.command[0]}", value=spec.command[0], hint=hint)
     if spec.recovery.policy.endswith(".py") and not _exists(spec.recovery.policy):
         yield Problem(key="recovery.policy", message=f"no file {spec.recovery.policy}", value=spec.recovery.policy)
 
 
 def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:
-    folder = Path(source).expanduser()
-    if not folder.exists():
+    folder = Path(os.path.expanduser(source))
+    if not os.path.exists(folder):
         yield Problem(key="model.source", message=f"no folder {source}", value=source, hint="or a hub id: owner/name")
     elif not (folder / "config.json").is_file():
         yield Problem(key="model.source", message=f"{source} holds no config.json", value=source)
@@ -68,7 +71,7 @@ def _config_file(spec: RunSpec, path: str, *, key: str = "model.config") -> Iter
         yield Problem(key=key, message=f"no file {path}", value=path)
         return
     try:
-        config = json.loads(Path(path).expanduser().read_text())
+        config = json.loads(Path(os.path.expanduser(path)).read_text())
     except (OSError, ValueError) as error:
         yield Problem(key=key, message=f"{path} is no JSON: {error}", value=path)
         return
@@ -83,11 +86,11 @@ def _folders(spec: RunSpec) -> Iterator[Problem]:
     for key, place in places:
         if place is None or is_remote(place):
             continue
-        folder = Path(place).expanduser()
-        if folder.exists() and not folder.is_dir():
+        folder = Path(os.path.expanduser(place))
+        if os.path.exists(folder) and not folder.is_dir():
             yield Problem(key=key, message=f"{place} is a file, not a folder", value=place)
             continue
-        parent = next((each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/"))
+        parent = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             yield Problem(key=key, message=f"cannot write in {parent}", value=place, hint="choose another folder")
 
@@ -111,9 +114,9 @@ def _packages(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _exists(path: str) -> bool:
-    expanded = Path(path).expanduser()
-    if expanded.exists():
+    expanded = os.path.expanduser(path)
+    if os.path.exists(expanded):  # Path.exists raises for a name that is too long, Path.expanduser for nobody's home
         return True
     if not any(sign in path for sign in "*?["):
         return False
-    return bool(glob.glob(str(expanded), recursive=True))
+    return bool(glob.glob(expanded, recursive=True))

@@ -110,8 +110,9 @@ def test_without_root_or_iproute2_it_says_so(monkeypatch):
 
 def test_a_fault_of_the_loop_is_refused_where_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    (tmp_path / "run.yaml").write_text("name: own\ncommand: [script.py]\nresources: {device: cpu}\n")
-    with pytest.raises(UsageError, match="command"):
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "run.yaml").write_text(f"name: own\ncommand: [{tmp_path}/script.py]\nresources: {{device: cpu}}\n")
+    with pytest.raises(UsageError, match="inside Muster's training loop"):
         drill(str(tmp_path / "run.yaml"), fault="rank-gil")
     assert not (tmp_path / "home").exists(), "nothing was started"
 

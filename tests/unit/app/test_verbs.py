@@ -13,7 +13,7 @@ import pytest
 from muster.app import contact, lines, logs, recover, status, stop, submit
 from muster.app.summary import summarise
 from muster.core import eventlog, runfile, runs
-from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
+from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.eventlog import EventLog
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 
@@ -25,6 +25,7 @@ model:
 data: {sources: [{type: text2sql}]}
 training: {steps: 5}
 """
+SPEC_TEXT = runfile.loads(RUN_FILE).spec.model_dump_json()
 STEP = {
     "loss": 2.0,
     "grad_norm": 1.0,
@@ -298,3 +299,78 @@ def test_recover_submits_again_but_not_beside_a_living_supervisor(paper: Paper):
     found = recover.recover(run.run_id, ["training.steps=9"])
     assert found.spec.training.steps == 9
     assert json.loads(run.resolved.read_text())["training"]["steps"] == 9
+
+
+def test_recover_in_the_foreground_is_for_runs_of_this_machine(paper: Paper):
+    run = submitted().run
+    run.resolved.write_text(run.resolved.read_text().replace('"backend": "local"', '"backend": "slurm"'))
+    with pytest.raises(UsageError, match="runs on slurm"):
+        recover.recover_here(run.run_id)
+    assert [event.kind for event in eventlog.merged(run.events)] == ["run.submitted"], "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("resources.ranks_per_host=2", "resources.ranks_per_host cannot change while hosts are held"),
+        ("resources.threads_per_rank=3", "resources.threads_per_rank cannot change"),
+        ("backend=slurm", "backend cannot change"),
+        ("run_dir=elsewhere", "run_dir cannot change"),
+        ("resources.hosts=2", "2 hosts are wanted, and 1 are held"),
+        ("training.steps=many", "whole number"),
+    ],
+)
+def test_a_restart_is_refused_what_held_hosts_cannot_do(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+):
+    run = submitted().run
+    before = run.resolved.read_text()
+    told: list[str] = []
+
+    def answer(_: object, message: Mapping[str, Any], **__: object) -> dict[str, Any]:
+        told.append(message["t"])
+        return {"phase": "hold", "hosts": {"host-0": {"connected": True}, "host-1": {"connected": False}}}
+
+    monkeypatch.setattr("muster.app.stop.ask", answer)
+    with pytest.raises((ConflictError, UsageError)) as caught:
+        stop.restart(run.run_id, [override])
+    assert words in str(caught.value) and told == ["status"] and run.resolved.read_text() == before
+    stop.restart(run.run_id, ["training.steps=7", "resources.hosts=2", "resources.min_hosts=1"])
+    assert told[-1] == "restart"
+
+
+def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    run = submitted().run
+    monkeypatch.setattr("muster.app.stop.ask", lambda *_, **__: {"phase": "hold"})
+    (tmp_path / "mine.py").write_text("decide = 1\n")
+    with pytest.raises(UsageError, match="has no decide"):
+        stop.restart(run.run_id, [f"recovery.policy={tmp_path}/mine.py"])
+
+
+def test_the_supervisors_sentence_stands_beside_the_back_ends(paper: Paper, monkeypatch: pytest.MonkeyPatch):
+    run = submitted().run
+    monkeypatch.setattr("muster.app.status.ask", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"})
+    found = status.status(run.run_id).to_json()
+    assert (found["reason"], found["now"], found["phase"]) == ("so it is", "failed; hosts are held", "hold")
+
+
+def test_a_damaged_record_of_a_job_is_shown_and_can_be_taken_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from muster.backends.local import LocalLauncher
+
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    run = runs.create("damaged-1", tmp_path / "home" / "runs" / "damaged-1", run_file="", resolved=SPEC_TEXT)
+    run.job.write_text('{"tasks": {')
+    found = LocalLauncher().poll(JobHandle(run_id=run.run_id, backend="local", job_id="", run_dir=str(run.path)))
+    assert found.state is JobState.FAILED and "cannot read" in found.reason
+    assert stop.down(run.run_id).left == ()
+
+
+def test_a_line_that_is_no_event_is_named(paper: Paper):
+    run = submitted().run
+    (run.events / "agent.1.jsonl").write_text("[]\n")
+    with pytest.raises(MusterError, match=r"agent\.1\.jsonl:1: not an event"):
+        status.status(run.run_id)
+    seen: list[str] = []
+    assert status.all_runs(on_unreadable=lambda run_id, why: seen.append(run_id)) == [] and seen == [run.run_id]

@@ -134,3 +134,35 @@ def test_an_unknown_end_is_looked_at_once(run):
 )
 def test_ages_for_people(seconds, words):
     assert age(seconds) == words
+
+
+def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_second(run, monkeypatch):
+    from muster.core.nouns import JobState, JobStatus
+
+    boss, slept = log_of(run, "supervisor", 1), []
+
+    class Elsewhere:
+        name, folder_is_remote = "gke", True
+
+        def find(self, run_id):
+            return None
+
+        def poll(self, handle):
+            return JobStatus(state=JobState.SUCCEEDED if len(slept) == 2 else JobState.RUNNING, reason="")
+
+        def mirror(self, run_id, folder):
+            assert (run_id, folder) == (run.run_id, run.events)
+            boss.append("run.note", detail={"text": f"look {len(slept)}"})
+
+    class Clock:
+        def sleep(self, seconds):
+            slept.append(seconds)
+
+        def wall_ns(self):
+            return 0
+
+        monotonic_ns = wall_ns
+
+    monkeypatch.setattr("muster.app.status.backends.load", lambda name: Elsewhere())
+    texts = [event.detail["text"] for view in watch(run.run_id, every_s=0.1, clock=Clock()) for event in view.news]
+    assert texts == ["look 0", "look 1", "look 2"] and slept == [2.0, 2.0]

@@ -148,7 +148,7 @@ def test_a_dry_run_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_exit_codes(
     error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise error
 
     monkeypatch.setattr("muster.app.status.all_runs", fail)
@@ -183,3 +183,43 @@ def test_before_and_after():
     assert "prompt   how many?" in text and "SELECT 1  wrong" in text and "expected SELECT 2" in text
     assert "SELECT 3  right" in text
     assert list(tables.before_and_after(Summary())) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["down", "one", "two"], "'two' goes with a run file alone"),
+        (["down", "one", "--keep-data"], "'--keep-data' goes with a run file alone"),
+        (["report", "a", "--step-time", "8"], "--step-time goes with --from"),
+        (["report", "a", "-o", "page.html"], "--output goes with --html"),
+        (["report", "a", "b", "--html", "-o", "page.html"], "--output names one page"),
+        (["report", "a", "b", "--from", "google-resiliency"], "--from reads one log at a time"),
+        (["report", "a", "--reference-tokens-per-s", "0"], "must be above 0, got 0"),
+        (["plan", "run.yaml", "--out", "plan.txt"], "ends in .json"),
+    ],
+)
+def test_what_would_be_swallowed_is_said(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "") and words in err and err.startswith("error: ")
+
+
+def test_a_run_that_cannot_be_read_is_not_left_out_silently(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    folder = tmp_path / "home" / "runs" / "broken-1"
+    folder.mkdir(parents=True)
+    (folder / "run_id").write_text("broken-1\n")
+    (folder / "resolved.json").write_text('{"name": "x", "model": {"con')
+    code, out, err = run(capsys, "status")
+    assert (code, out) == (0, "") and err.startswith("broken-1 cannot be read: ") and err.count("\n") == 1
+    assert "https://" not in err and "Invalid JSON" in err
+
+
+def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object, **__: object) -> object:
+        raise KeyboardInterrupt
+
+    for verb, place in (("watch", "watch.watch"), ("logs", "logs.logs"), ("events", "logs.events")):
+        monkeypatch.setattr(f"muster.app.{place}", interrupted)
+        code, out, err = run(capsys, verb, "x")
+        assert (code, out) == (130, "") and "the run itself is left as it is" in err, verb

@@ -116,7 +116,7 @@ class LocalLauncher:
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; failing that, by the label of a living process."""
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, BackendError):
             run = runs.find(run_id)
             record = jobfile.read(run.path, mark="tasks")
             if record:
@@ -162,7 +162,11 @@ class LocalLauncher:
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once: at the record, at ``/proc``, and for a verdict at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
-        record = jobfile.read(run_dir, mark="tasks")
+        try:
+            record = jobfile.read(run_dir, mark="tasks")
+        except BackendError as error:  # damaged: what runs is known by its label all the same
+            state = JobState.RUNNING if processes.labelled(handle.run_id) else JobState.FAILED
+            return JobStatus(state=state, reason=f"{error}; muster down ends what runs")
         if not record:
             return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
         living = {name: processes.lives(each["pid"], each["start_ticks"]) for name, each in record["tasks"].items()}
@@ -189,7 +193,9 @@ class LocalLauncher:
         mine: list[Process] = []
         if run_dir.is_dir():
             with jobfile.locked(run_dir):
-                record = jobfile.read(run_dir, mark="tasks")
+                record = None
+                with contextlib.suppress(BackendError):  # damaged: the label finds them
+                    record = jobfile.read(run_dir, mark="tasks")
                 if record:
                     record["state"] = "cancelled"
                     jobfile.write(run_dir, record)

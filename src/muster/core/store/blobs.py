@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from muster.core import uris
 from muster.core.errors import AccessError, BackendError, MusterError
-from muster.core.store.local import translated
+from muster.core.store.local import sync_directory, translated
 
 _REFUSALS = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "Access Denied")
 
@@ -34,6 +34,8 @@ def writing(uri: str) -> Iterator[IO[bytes]]:
             with open(path, "wb", buffering=0) as file:
                 yield file
                 os.fsync(file.fileno())
+            for folder in (path.parent, path.parent.parent):  # its name in its folder, and the folder's own
+                sync_directory(folder)
         else:
             file = filesystem(uri).open(uri, "wb")
             try:

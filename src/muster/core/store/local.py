@@ -51,7 +51,7 @@ class LocalStore:
                 raise ConflictError(f"{uri} exists already") from error
             finally:
                 temporary.unlink(missing_ok=True)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
             return generation
 
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
@@ -113,7 +113,7 @@ def _replace(path: Path, data: bytes, *, after_ns: int) -> str:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     return generation
 
 
@@ -162,7 +162,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _sync_directory(folder: Path) -> None:
+def sync_directory(folder: Path) -> None:
+    """The names in it are on the disk when this returns."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from muster.checkpoint.reader import Shard
 from muster.core.errors import CheckpointError, MusterError
-from muster.core.shards import ITEM_BYTES, Chunk
+from muster.core.shards import ITEM_BYTES, Chunk, owner_of
 
 _PIECE_BYTES = 64 << 20
 
@@ -114,6 +114,8 @@ class ShardReader(StorageReader):
 def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
     """Fill ``state`` (DTensors of any layout, plain tensors) in place; returns the bytes read. No collective.
 
+    What is a rank's own, and was saved by a world that had no such rank, is left as it is.
+
     Raises:
         CheckpointError: something in ``state`` is missing, of another shape, or could not be read. The
             state may be half filled when reading (not finding) failed: do not train on.
@@ -125,7 +127,9 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(dict(state), storage_reader=reader, no_dist=True)
+            there = reader.shapes()
+            wanted = {name: tensor for name, tensor in state.items() if name in there}
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
     except MusterError:
         raise
     except dcp.CheckpointException as error:  # a BaseException: ``except Exception`` would let it through
@@ -138,14 +142,21 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
 
 
 def mismatch(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | None:
-    """Why the shards are of another model than ``state``; None when they fit."""
+    """Why the shards are of another model than ``state``; None when they fit.
+
+    Ranks' own tensors (``rank<N>.``) are another matter: of a rank that only one of the two worlds has, none need be
+    in the other.
+    """
     shapes = reader.shapes()
+    saved, here = {owner_of(name) for name in shapes}, {None, *(owner_of(name) for name in state)}
     for name, tensor in state.items():
         if name not in shapes:
+            if owner_of(name) is not None and owner_of(name) not in saved:
+                continue
             return f"foreign: it has no tensor {name!r}"
         if shapes[name] != tuple(tensor.shape):
             return f"foreign: {name} has shape {list(shapes[name])} there and {list(tensor.shape)} here"
-    strange = sorted(set(shapes) - set(state))
+    strange = sorted(name for name in set(shapes) - set(state) if owner_of(name) in here)
     if strange:
         return f"foreign: it has {strange[0]!r}, which this run does not ({len(strange)} such tensors)"
     return None
@@ -154,7 +165,9 @@ def mismatch(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | No
 def gaps(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | None:
     """Which tensor's boxes do not make up the whole of it; None when all do."""
     for name in state:
-        chunks = reader._tensors[name]
+        chunks = reader._tensors.get(name)
+        if not chunks:  # ``mismatch`` tells
+            continue
         held = sum(math.prod(chunk.shape) for chunk in chunks)
         if held != math.prod(chunks[0].global_shape):
             return f"incomplete: {name} has {held} of {math.prod(chunks[0].global_shape)} elements"

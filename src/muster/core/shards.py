@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,19 @@ MAGIC = b"MUSTRSH1"
 ALIGN_BYTES = 64
 MAX_HEADER_BYTES = 1 << 30
 _FIXED = struct.Struct("<8sQ")
+_OWNED = re.compile(r"rank(\d+)(?:\.|$)")
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 """Bytes an element, by torch's name of the type without ``torch.``."""
+
+
+def owner_of(name: str) -> int | None:
+    """The rank whose own a tensor is, by its name (``rank3.loader.place``); None: it is the whole world's."""
+    found = _OWNED.match(name)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)

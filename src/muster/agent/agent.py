@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from muster.agent.alone import Alone
 from muster.agent.crew import Crew
 from muster.agent.hostlog import HostLog
 from muster.agent.lifeline import supervisor_address
@@ -33,8 +34,6 @@ from muster.core.ring import inventory
 from muster.core.spec import RunSpec
 from muster.core.wire import read_token
 
-#: Without a supervisor and without work an agent leaves after so long.
-LONELY_S = 120.0
 #: A host that joins a run under way is ready when its standbys are warm, or after so long.
 WARM_S = 10.0
 #: How often the lease is read while a supervisor is connected.
@@ -70,7 +69,7 @@ class Agent:
         self.leaving: str | None = None
         self.failure: dict[str, Any] | None = None
         self.contact_after = time.monotonic()
-        self.lonely_since = time.monotonic()
+        self.alone = Alone(agent=self)
         self.ranks_per_host = self.spec.resources.ranks_per_host or 1
         self.log.write("agent.started", {"pid": os.getpid(), "ranks": self.ranks_per_host})
 
@@ -105,7 +104,7 @@ class Agent:
         keeper = int(os.environ.get("MUSTER_KEEPER", "0"))
         fd = open_pidfd(keeper) if keeper else None
         if fd is not None:
-            self.hub.watch(fd, lambda: self._depart("the keeper is gone"))
+            self.hub.watch(fd, lambda: self.depart("the keeper is gone"))
 
     def _signal(self, number: int) -> None:
         self.noticed(signal.Signals(number).name)
@@ -115,7 +114,7 @@ class Agent:
         grace_s = self.spec.recovery.grace_s
         notice = {"t": "notice", "notice": "preemption", "source": source, "grace_s": grace_s}
         if not self.crew.workers:
-            self._depart(f"got {source}")
+            self.depart(f"got {source}")
         elif self.supervisor is not None and len(self.spec_hosts) > 1:
             self.tell(notice)
         else:
@@ -138,8 +137,7 @@ class Agent:
             except OSError:
                 self.supervisor = None
         if self.supervisor is None:
-            if time.monotonic() - self.lonely_since > LONELY_S and not self.crew.living():
-                self._depart("no supervisor and no work")
+            self.alone.watch()
             return
         self.supervisor.who = "supervisor"
         self.hub.send(self.supervisor, self._hello())
@@ -204,7 +202,7 @@ class Agent:
             self.failure = None
             self.programs.reload()
         elif kind == "shutdown":
-            self._depart(str(message.get("reason", "shutdown")))
+            self.depart(str(message.get("reason", "shutdown")))
 
     # ------------------------------------------------------------ messages from below
 
@@ -278,7 +276,7 @@ class Agent:
     def _gone(self, peer: Peer, reason: str) -> None:
         if peer is self.supervisor:
             self.supervisor = None
-            self.lonely_since = time.monotonic()
+            self.alone.begin()
         elif peer is self.forkserver:
             self.forkserver, self.ready, self.store = None, False, None
             self.tell({"t": "store_lost"})
@@ -292,13 +290,13 @@ class Agent:
     # ------------------------------------------------------------ events and the end
 
     def flushed(self, answer: dict[str, Any], order: Mapping[str, Any]) -> None:
-        """The mover's answer to a flush: the supervisor's to hear, and an event once a checkpoint stands."""
+        """The mover's answer to a flush, for whoever ordered it; and an event once a checkpoint stands."""
         if answer["t"] == "flush_committed" and answer["ok"]:
             detail = {"tier": "disk" if uris.is_local(str(order["uri"])) else "bucket"}
             detail |= {"uri": answer["uri"], "bytes": answer["bytes"]}
             event = {
                 "kind": "checkpoint.committed",
-                "attempt": self.newest_attempt,
+                "attempt": max(self.newest_attempt, self.crew.attempt),
                 "step": answer["step"],
                 "mono_ns": time.monotonic_ns(),
                 "wall_ns": time.time_ns(),
@@ -306,13 +304,17 @@ class Agent:
             }
             self.log.write_rank(event)
             self.tell({"t": "event", "event": event})
-        self.tell(answer)
+        if order.get("alone"):
+            self.alone.answered(answer, order)
+        else:
+            self.tell(answer)
 
     def log_event(self, kind: str, detail: Mapping[str, Any]) -> None:
         """One event of this host."""
         self.log.write(kind, detail)
 
-    def _depart(self, reason: str) -> None:
+    def depart(self, reason: str) -> None:
+        """Leave once the messages at hand are answered."""
         self.leaving = self.leaving or reason
 
     def _leave(self) -> None:

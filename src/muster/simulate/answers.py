@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 def take(cluster: Cluster, name: str, message: Mapping[str, Any]) -> None:
     """A message of the machine reaches a host; one that is not up does not hear it."""
     host = cluster.hosts.get(name)
-    if host is None or not host.up:
+    if host is None or not host.up or not host.linked:
         return
     kind = message["t"]
     if kind == "start" and int(message["attempt"]) > host.attempt:
-        host.attempt = int(message["attempt"])
-        host.ranks = [int(context["rank"]) for context in message["contexts"]]
+        host.begin(int(message["attempt"]), [int(context["rank"]) for context in message["contexts"]])
         cluster.maybe_begin(host.attempt, message)
     elif kind == "end":
         cluster.end_ranks(host, int(message["attempt"]), message.get("keep", ()), reset="reset" in message)
@@ -33,13 +32,32 @@ def take(cluster: Cluster, name: str, message: Mapping[str, Any]) -> None:
 
 
 def obey(cluster: Cluster, order: Mapping[str, Any]) -> None:
-    """Save and leave (or only leave) after the step under way; ranks that hang in their save do not."""
+    """Save and leave (or only leave) after the step under way; ranks that hang in their save do neither."""
     if not cluster.stepping:
         return
     if not cluster.ranks_obey:
         cluster.halt("detect")
         return
-    cluster.leave_after_step(int(order["exit_code"]))
+    cluster.leave_after_step(int(order["exit_code"]), save=bool(order["save"]))
+
+
+def saved(cluster: Cluster, step: int, attempt: int) -> None:
+    """The ranks' last save stands, and the one that puts markers says so."""
+    cluster.disk_step = max(cluster.disk_step, step)
+    detail = {"tier": "disk", "uri": "disk", "bytes": 1}
+    event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
+    first = cluster.running(0)
+    if first is not None:
+        cluster.hear(first, {"t": "event", "event": event})
+
+
+def exit_all(cluster: Cluster, attempt: int, code: int) -> None:
+    """Every rank leaves with ``code``."""
+    for host in list(cluster.hosts.values()):
+        for rank in list(host.ranks) if host.up else []:
+            host.dead.add(rank)
+            cluster.hear(host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}})
+        host.ranks = []
 
 
 def flush(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.simulate import answers
+from muster.simulate import answers, links
 from muster.simulate.hosttime import HostTime, VirtualHost, hold_snapshots
 from muster.simulate.queue import EventQueue
 from muster.simulate.stages import DiskTier, Pace, Stages, Stretch
 from muster.supervise.machine import Machine
-from muster.supervise.state import SECOND_NS, Effect, End, FromHost, HostDown, HostUp, Input, Log, Send, Tick
+from muster.supervise.state import SECOND_NS, Effect, End, HostDown, Input, Log, Send, Tick
 
 
 @dataclass
@@ -70,6 +70,11 @@ class Cluster:
     _job: str = "start"
     _world: frozenset[str] = frozenset()
     _world_size: int = 0
+    written: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
+    """(seconds, host, event) of what the hosts wrote into their own logs."""
+    dies_at_send: bool = False
+    """The supervisor is killed before the next message that it would send."""
+    supervised: bool = True
     _inputs: int = 0
     _ending: tuple[int, float] = (-1, 0.0)
 
@@ -117,6 +122,7 @@ class Cluster:
         if host is None:
             return False
         self._settle_steps()
+        host.dead.add(rank)
         message = {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": code,
                    "step": self._step, "last": dict(last or {})}  # fmt: skip
         self.break_world(host, message, self.stages.detect_exit_s if detect_s is None else detect_s)
@@ -130,8 +136,8 @@ class Cluster:
         self._settle_steps()
         if host.ranks:
             self.halt("detect")
-        host.up = host.joined = False
-        host.ranks, host.snapshots = [], {}
+        host.up = host.joined = host.linked = False
+        host.forget()
         host.boots = boots = host.boots + 1
         why = "silent" if silent else "all its connections closed"
         delay = self.stages.detect_silence_s if silent else self.stages.detect_exit_s
@@ -164,21 +170,21 @@ class Cluster:
         self._from(host.name, message, boots=host.boots)
 
     def replace_supervisor(self, machine: Machine) -> None:
-        """The supervisor died; another one takes over with what the log told it."""
-        self.machine = machine
-        self._tick_ns = None
+        """The supervisor died; another one takes over with what the log told it (``links`` has more of the kind)."""
+        links.replace_supervisor(self, machine)
+
+    def appoint(self, machine: Machine) -> None:
+        """From now on this supervisor acts."""
+        self.supervised, self.machine, self._tick_ns = True, machine, None
         self._effects(machine.start(self.now_ns))
-        for host in self.hosts.values():
-            if host.up:
-                self.join(host.name)
 
     def resume(self, machine: Machine) -> None:
         """The run had ended and is started again, on agents of its own: only the disk tier remembers."""
         self._job, self._world_size = "start", 0
         for host in self.hosts.values():
-            host.attempt, host.ranks, host.snapshots, host.joined = 0, [], {}, False
-        self.machine, self._tick_ns = machine, None
-        self._effects(machine.start(self.now_ns))
+            host.forget()
+            host.attempt, host.joined, host.linked = 0, False, True
+        self.appoint(machine)
         for name, host in self.hosts.items():
             if host.up:
                 self.after(self.draw("agent_start", self.stages.agent_start_s), lambda name=name: self.join(name))  # type: ignore[misc]
@@ -205,17 +211,21 @@ class Cluster:
         if host.up and boots in (None, host.boots):
             host.joined = True
             self._settle_steps()
-            self._give(HostUp(host=name, hello=host.hello(self._step)))
+            links.greet(self, host, self._step)
+            if 0 in host.ranks and self.stepping:  # whoever has just come to supervise hears of the next one
+                self.after(self.step_s, lambda stretch=self._stretch: self._tell_step(stretch, host.attempt))  # type: ignore[misc]
 
-    def _give(self, given: Input) -> None:
-        if self.result is None:
+    def give(self, given: Input) -> None:
+        if self.result is None and self.supervised:
             self._inputs += 1
             self._effects(self.machine.handle(given, self.now_ns))
+
+    _give = give
 
     def _from(self, name: str, message: Mapping[str, Any], *, boots: int) -> None:
         host = self.hosts[name]
         if host.up and host.boots == boots:
-            self._give(FromHost(host=name, message=message))
+            links.say(self, host, message)
 
     def _down(self, name: str, why: str, boots: int) -> None:
         if self.hosts[name].boots == boots and not self.hosts[name].joined:
@@ -233,6 +243,8 @@ class Cluster:
                 self.log.append((self.now_s, effect))
                 self.on_log(effect)
             elif isinstance(effect, Send):
+                if links.cut_off(self):
+                    return
                 answers.take(self, effect.host, effect.message)
             elif self.on_end(effect):
                 self.halt("stopped")
@@ -360,7 +372,7 @@ class Cluster:
         if self._job == "detect":
             self._job = "restart"
         kept = {str(rank): self._step for rank in keep if rank in host.ranks}
-        host.ranks = []
+        host.ranks, host.hung = [], None
         message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory(), "kept": kept}
         if reset:
             message["reset"] = {"ok": self.reset_works, "evidence": "as the test wants it"}
@@ -369,23 +381,18 @@ class Cluster:
             self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))
         self.after(self._ending[1], lambda: self._from(host.name, message, boots=boots))
 
-    def leave_after_step(self, code: int) -> None:
-        """All ranks leave with ``code`` once the step under way is applied."""
+    def leave_after_step(self, code: int, *, save: bool = False) -> None:
+        """All ranks leave with ``code`` once the step under way is applied, and saved."""
         stretch, attempt = self._stretch, self.machine.state.attempt
-        self.after(self.step_s, lambda: self._leave(stretch, attempt, code))
+        self.after(self.step_s, lambda: self._leave(stretch, attempt, code, save=save))
 
-    def _leave(self, stretch: int, attempt: int, code: int) -> None:
+    def _leave(self, stretch: int, attempt: int, code: int, *, save: bool = False) -> None:
         if stretch == self._stretch:
             self._settle_steps()
             self.halt("restart")
-            self._all_exit(attempt, code)
-
-    def _all_exit(self, attempt: int, code: int) -> None:
-        for host in list(self.hosts.values()):
-            for rank in list(host.ranks) if host.up else []:
-                message = {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}}
-                self._from(host.name, message, boots=host.boots)
-            host.ranks = []
+            if save and self.disk_takes:
+                answers.saved(self, self._step, attempt)
+            answers.exit_all(self, attempt, code)
 
     def running(self, rank: int) -> VirtualHost | None:
         return next((host for host in self.hosts.values() if host.up and rank in host.ranks), None)

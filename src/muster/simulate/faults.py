@@ -12,6 +12,7 @@ def hang_rank(cluster: Cluster, rank: int, *, detect_s: float, why: str = "no pr
     if host is None:
         return False
     message = {"t": "rank_hang", "attempt": host.attempt, "rank": rank, "evidence": f"rank {rank}: {why}"}
+    host.hung = message
     cluster.break_world(host, message, detect_s)
     return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,14 @@ class VirtualHost:
     up: bool = True
     attempt: int = 0
     ranks: list[int] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    """Of ``ranks``: their processes are gone, whether or not its agent has noticed."""
+    exits: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Rank -> what its agent reports of its end, to every supervisor that it finds."""
+    hung: Mapping[str, Any] | None = None
+    """What its agent says of a rank that stands still, each time it looks for such."""
+    linked: bool = True
+    """A supervisor hears its agent."""
     snapshots: dict[tuple[str, int, str], tuple[int, int]] = field(default_factory=dict)
     """(layout, rank, tier) -> (step, attempt): the newest version held."""
     boots: int = 0
@@ -60,9 +68,20 @@ class VirtualHost:
     def hello(self, step: int) -> dict[str, Any]:
         """What its agent says first."""
         return {
-            "t": "hello", "attempt": self.attempt, "alive": {str(rank): 1 for rank in self.ranks}, "ready": True,
-            "store": [self.name, 1], "memory": [self.name, 2], "snapshots": self.inventory(), "step": step,
+            "t": "hello", "attempt": self.attempt, "ready": True, "step": step,
+            "alive": {str(rank): 1 for rank in self.ranks if rank not in self.dead}, "exited": sorted(self.exits),
+            "store": [self.name, 1], "memory": [self.name, 2], "snapshots": self.inventory(),
         }  # fmt: skip
+
+    def begin(self, attempt: int, ranks: Sequence[int]) -> None:
+        """It runs ``ranks`` of ``attempt``, and nothing else any more."""
+        self.attempt, self.ranks = attempt, list(ranks)
+        self.dead, self.exits, self.hung = set(), {}, None
+
+    def forget(self) -> None:
+        """All its processes are gone, and its memory with them."""
+        self.begin(self.attempt, [])
+        self.snapshots = {}
 
 
 def hold_snapshots(ring: Sequence[VirtualHost], layout: str, step: int, *, peer_copy: bool) -> None:

@@ -12,12 +12,15 @@ from muster.supervise.context import LEFT, Context
 from muster.supervise.flush import finish, leave
 from muster.supervise.forecast import at_a_notice
 from muster.supervise.held import newest_held
-from muster.supervise.layout import Choice, layout_for, twins_elsewhere
+from muster.supervise.layout import Choice, layout_for, needed_shards, twins_elsewhere
 from muster.supervise.state import SECOND_NS, Host, Phase
 from muster.supervise.survivors import PAUSE_S, hosts_first, keepable, kept_as, pause_s, whole_replicas
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
+UNWATCHED = (
+    "a start of this script that hangs is not noticed: until it has spoken (muster.run), start_timeout_s does not count"
+)
 
 
 def collect(c: Context, *, wait: bool = False) -> None:
@@ -145,7 +148,9 @@ def begin(c: Context) -> None:
     if state.attempt == 1:
         copied = all(peer_of(c, name) or twins_elsewhere(layout, state.ranks, name) for name in hosts)
         c.log("run.note", {"text": at_a_notice(c.settings.spec, num_hosts=len(hosts), copied=copied)})
-    c.deadline(c.settings.spec.recovery.start_timeout_s)
+        if c.settings.spec.command is not None:
+            c.log("run.note", {"text": UNWATCHED})
+    c.await_first_step()
     for name in c.usable():
         if name not in hosts:
             c.log("phase", {"reason": "held for an emergency"}, host=name, phase="spare")
@@ -197,7 +202,7 @@ def start_message(
         standing = state.hosts[name].kept
         lacking = [rank for rank in mine if rank not in kept or standing.get(kept[rank]) != choice.step]
         if choice.layout != state.layout and lacking:
-            lacking = list(range(choice.layout.world_size))
+            lacking = needed_shards(choice, name)
         for rank in lacking:
             held = choice.shards[rank]
             fetch.append(

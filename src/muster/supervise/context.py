@@ -35,6 +35,18 @@ class Context:
         """Wake the machine then, if nothing sets another deadline before."""
         self.state.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
 
+    def await_first_step(self) -> None:
+        """From now on the ranks have ``start_timeout_s`` to step or to say that they are getting there.
+
+        A script of the user's own that has never said a word (``muster.run``) cannot be told from one that hangs: it
+        has all the time there is.
+        """
+        silent = self.settings.spec.command is not None and not self.state.last_applied_step
+        if silent:
+            self.state.deadline_ns = None
+        else:
+            self.deadline(self.settings.spec.recovery.start_timeout_s)
+
     def alarm(self, name: str, seconds: float) -> None:
         """Besides: look at ``name`` then (``Machine`` knows the names)."""
         self.state.alarms[name] = self.now_ns + int(seconds * SECOND_NS)

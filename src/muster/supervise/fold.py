@@ -31,6 +31,7 @@ def recover(events: Iterable[Event]) -> State:
             state.phase = Phase.BOOT if not state.ranks else Phase.ADOPT
         elif event.kind in ("step", "recovered") and event.step is not None:
             state.took(event.detail)
+            state.stepped = state.stepped or event.attempt == state.attempt
             if event.step > state.last_applied_step:
                 state.last_applied_step = event.step
                 state.restarts_without_progress = 0
@@ -72,7 +73,7 @@ def _start(state: State, event: Event) -> None:
         state.restarts_without_progress += 1
     state.attempt = event.attempt
     state.phase = Phase.ADOPT
-    state.exited = {}
+    state.exited, state.stepped = {}, False
     axes = event.detail["layout"]
     state.layout = Layout(
         dp_replicate=int(axes["dp_replicate"]), dp_shard=int(axes["dp_shard"]), tp=int(axes.get("tp", 1))

@@ -217,8 +217,9 @@ def try_adopt(c: Context) -> None:
         return
     alive = {rank for name in state.active for rank in (*state.hosts[name].alive, *state.hosts[name].exited)}
     if set(state.ranks) <= alive and all(state.hosts[name].attempt == state.attempt for name in state.active):
-        state.phase = Phase.RUN
-        state.deadline_ns = None
+        state.phase, state.adopted, state.deadline_ns = Phase.RUN, state.attempt, None
+        if not state.stepped:
+            c.await_first_step()
         state.asked = state.asked or state.stop_before  # the ranks may not have heard of it, and may hang in their save
         c.log("run.note", {"text": f"attempt {state.attempt} goes on under a new supervisor"})
         return

@@ -247,6 +247,15 @@ def ask_to_leave(c: Context) -> None:
         c.send(name, {"t": "order", "order": {"kind": "stop", "save": False, "exit_code": YIELDED}})
 
 
+def go_on_leaving(c: Context) -> None:
+    """Ranks leave so that the world can grow: an earlier supervisor asked them to, and this one takes its place."""
+    state = c.state
+    state.yielding = True
+    others = [name for name in c.usable() if name not in state.active]
+    state.target = [*state.active, *others][: max(c.settings.wanted_hosts, len(state.active))]
+    c.deadline(max(c.settings.spec.recovery.grace_s, YIELD_S))
+
+
 def give_up(c: Context, decision: Decision, incident: Incident) -> None:
     spec = c.settings.spec
     hint = incident.detail.get("hint")

@@ -85,6 +85,15 @@ def twins_of(layout: Layout, rank: int) -> list[int]:
     return [other for other in range(rank % size, layout.world_size, size) if other != rank]
 
 
+def needed_shards(choice: Choice, name: str) -> list[int]:
+    """Ranks whose shards a host needs to form any part of the state: one of each set of twins, one that lies there
+    already where there is one."""
+    return [
+        next((twin for twin in (rank, *twins_of(choice.layout, rank)) if choice.shards[twin].host == name), rank)
+        for rank in range(choice.layout.ranks_per_replica)
+    ]
+
+
 def twins_elsewhere(layout: Layout, ranks: Mapping[int, str], name: str) -> bool:
     """Whether the state of every rank on host ``name`` is on another host too, in another replica."""
     mine = [rank for rank, host in ranks.items() if host == name]

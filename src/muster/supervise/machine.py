@@ -21,20 +21,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from muster.core.nouns import IncidentKind
-from muster.core.ranks import YIELDED
 from muster.policy.situation import Policy
-from muster.supervise import flush, judge, notices, repeats
+from muster.supervise import flush, notices, repeats
 from muster.supervise.attempts import (
     ask_to_save,
     await_answers,
     begin,
-    check_left,
     collect,
     collected_all,
     memory_moved,
     overdue,
 )
-from muster.supervise.context import LEFT, Context
+from muster.supervise.context import Context
+from muster.supervise.exits import rank_exit
 from muster.supervise.flush import finish, leave
 from muster.supervise.hosts import (
     adopt_failed,
@@ -48,6 +47,7 @@ from muster.supervise.hosts import (
 )
 from muster.supervise.incidents import incident
 from muster.supervise.state import (
+    SECOND_NS,
     Effect,
     FromHost,
     HostDown,
@@ -60,6 +60,9 @@ from muster.supervise.state import (
     StopRequest,
     Tick,
 )
+
+#: Reports that say nothing before every host of the attempt has answered a new supervisor.
+JUDGED_LATER = ("rank_exit", "rank_hang", "failed", "health")
 
 
 class Machine:
@@ -93,8 +96,6 @@ class Machine:
             )
         else:
             self._c.deadline(self._c.settings.adopt_timeout_s)
-        if any(host.going_s is not None for host in self._c.state.hosts.values()):
-            self._c.alarm(notices.ALARM, self._c.settings.adopt_timeout_s + self._c.settings.gather_notices_s)
         for host in self._c.state.hosts.values():  # times in a log are not this clock's: what counts begins anew
             host.failures_ns = [now_ns + age_ns for age_ns in host.failures_ns]
             if host.quarantined and host.hold_off_s:
@@ -114,12 +115,27 @@ class Machine:
             RestartRequest: self._restart_request,
             Tick: self._tick,
         }
+        adopting = self._c.state.phase is Phase.ADOPT
         handlers[type(given)](given)
+        if adopting and self._c.state.phase is not Phase.ADOPT:
+            self._catch_up()
         asked = self._c.state.asked
         if asked is not None and self._c.state.phase not in (Phase.ADOPT, Phase.ENDED):
             self._c.state.asked = None
             self._stop_request(asked)
         return self._taken()
+
+    def _catch_up(self) -> None:
+        """It is known whether the attempt goes on: judge what was reported, in its order, before it was."""
+        state = self._c.state
+        deferred, state.deferred = state.deferred, []
+        for given in deferred:
+            if state.phase is not Phase.ENDED:
+                self._from_host(given)
+        if state.phase is Phase.RUN and state.stepped and not state.exited and state.asked is None:
+            look_for_growth(self._c)
+        if state.phase is not Phase.ENDED and any(host.going_s is not None for host in state.hosts.values()):
+            state.alarms.setdefault(notices.ALARM, self._c.now_ns + int(self._c.settings.gather_notices_s * SECOND_NS))
 
     def _from_host(self, given: FromHost) -> None:
         message = given.message
@@ -127,7 +143,9 @@ class Machine:
         if host is None:
             return
         kind = message.get("t")
-        if kind == "ready":
+        if self._c.state.phase is Phase.ADOPT and kind in JUDGED_LATER:
+            self._c.state.deferred.append(given)
+        elif kind == "ready":
             host_ready(self._c, host, message)
         elif kind == "memory":
             memory_moved(self._c, host, (str(message["memory"][0]), int(message["memory"][1])))
@@ -138,7 +156,7 @@ class Machine:
         elif kind == "event":
             self._event(given.host, message["event"])
         elif kind == "rank_exit":
-            self._rank_exit(given.host, message)
+            rank_exit(self._c, given.host, message)
         elif kind == "rank_hang" and message["attempt"] == self._c.state.attempt and self._c.state.phase is Phase.RUN:
             incident(
                 self._c,
@@ -177,7 +195,7 @@ class Machine:
         """Ranks that have not stepped yet are at something long and alive: the time to the first step begins anew."""
         state = self._c.state
         if message["attempt"] == state.attempt and state.phase is Phase.RUN and not state.stepped:
-            self._c.deadline(self._c.settings.spec.recovery.start_timeout_s)
+            self._c.deadline(self._c.settings.spec.recovery.start_timeout_s)  # a script that says so can speak
 
     def _event(self, host: str, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "checkpoint.committed":
@@ -218,50 +236,6 @@ class Machine:
                 step=step,
             )
             state.open = None
-
-    def _rank_exit(self, host: str, message: Mapping[str, Any]) -> None:
-        state = self._c.state
-        if message["attempt"] == state.attempt and state.phase is Phase.COLLECT:
-            self._cause(host, message)
-        if message["attempt"] != state.attempt or state.phase not in (Phase.RUN, Phase.STOPPING):
-            return
-        rank, code = int(message["rank"]), int(message["code"])
-        if rank in state.exited:
-            return
-        state.exited[rank] = code
-        if state.phase is Phase.STOPPING or (state.yielding and code == YIELDED):
-            check_left(self._c)
-        elif code == 0:
-            if len(state.exited) == len(state.ranks) and not any(state.exited.values()):
-                finish(self._c, "succeeded", 0, f"done after step {state.last_applied_step}")
-        elif code in LEFT:
-            state.phase = Phase.STOPPING
-            state.stop = ("stopped", 130) if code == 130 else ("preempted", 75)
-            self._c.deadline(self._c.settings.spec.recovery.grace_s)
-            check_left(self._c)
-        else:
-            self._rank_failed(host, rank, message)
-
-    def _rank_failed(self, host: str, rank: int, message: Mapping[str, Any]) -> None:
-        state = self._c.state
-        kind, evidence, detail = judge.rank_exit(host, message)
-        if detail.get("unreadable") and state.resumed is not None and not state.stepped:
-            state.distrusted.add(state.resumed)
-            detail["distrusted"] = list(state.resumed)
-        step = detail.get("step", message.get("step"))
-        incident(self._c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
-
-    def _cause(self, host: str, message: Mapping[str, Any]) -> None:
-        """A rank's own error, reported after its peer's broken connection: that was the cause, and is judged."""
-        state = self._c.state
-        code = int(message["code"])
-        if state.open is None or not state.open.secondary or code <= 0 or code in LEFT:
-            return
-        kind, _, detail = judge.rank_exit(host, message)
-        if kind is IncidentKind.RANK_EXIT and not detail.get("unreadable"):
-            return
-        state.open.secondary = False
-        self._rank_failed(host, int(message["rank"]), message)
 
     def _start_failed(self, host: str, message: Mapping[str, Any]) -> None:
         """An agent could not prepare: bad data, a missing library, no memory for a fork server."""

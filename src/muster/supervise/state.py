@@ -215,6 +215,10 @@ class State:
     """(step, attempt) of versions in memory that turned out to be unreadable."""
     asked: StopRequest | None = None
     """A stop that came before the hosts had answered this supervisor."""
+    deferred: list[FromHost] = field(default_factory=list)
+    """What hosts reported before all of them had answered: judged once it is known whether the attempt goes on."""
+    adopted: int = 0
+    """The attempt that an earlier supervisor started and this one took over; 0: none."""
 
     def took(self, detail: Mapping[str, Any], *, first: bool = False) -> None:
         """The detail of a ``step`` event. An attempt's ``first`` one warms up: it counts where no other is known."""

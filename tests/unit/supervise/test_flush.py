@@ -191,7 +191,8 @@ def test_a_run_that_was_ending_and_lost_all_its_hosts_is_resumed_where_it_is_sta
 
     def all_gone():
         host = found.hosts["host-0"]
-        host.attempt, host.ranks, host.snapshots, host.boots = 0, [], {}, host.boots + 1
+        host.forget()
+        host.attempt, host.boots = 0, host.boots + 1
         found.replace_supervisor(machine(of, state=recover(events_of(found))))
 
     found.at(12.0, all_gone)
@@ -246,7 +247,8 @@ def test_a_run_that_is_started_again_forgets_the_stop_that_ended_it_badly():
 
     def all_gone():
         host = found.hosts["host-0"]
-        host.attempt, host.ranks, host.snapshots, host.boots = 0, [], {}, host.boots + 1
+        host.forget()
+        host.attempt, host.boots = 0, host.boots + 1
         found.replace_supervisor(machine(of, state=recover(events_of(found))))
 
     found.at(12.0, all_gone)

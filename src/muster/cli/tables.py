@@ -82,4 +82,4 @@ def _age(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"{max(0.0, seconds):.1f} s"  # a writer's clock may be ahead of ours

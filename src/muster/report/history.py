@@ -12,6 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+#: Machines keep their clocks closer together than this; a clock that is off by more was stepped.
+STEP_NS = 1_000_000_000
+#: A supervisor that begins so long before its predecessor's last word has a clock that was set back. (One that was
+#: deposed may act on for a while: that is for I3 to see.)
+BACK_NS = 300 * STEP_NS
+
 Line = dict[str, Any]
 Course = tuple[tuple[int, str], ...]
 """(first step, layout) of each stretch that computed a state, in order."""
@@ -40,7 +46,7 @@ class History:
     files: dict[str, list[Line]]
     """File name -> lines, in the file's order."""
     lines: list[Line]
-    """All of them by wall time."""
+    """All of them by wall time, as if nobody had ever stepped a clock."""
 
     def of(self, *kinds: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] in kinds]
@@ -58,6 +64,7 @@ def load(run_dir: Path, log: Finding) -> History:
     for path in sorted((run_dir / "events").glob("*.jsonl")):
         files[path.name], heads[path.name] = _chain(path, log)
     log.expect(bool(files), f"no events in {run_dir / 'events'}")
+    _straighten(files)
     lines = [line for each in files.values() for line in each]
     lines.sort(key=lambda line: line["wall_ns"])
     history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
@@ -65,6 +72,44 @@ def load(run_dir: Path, log: Finding) -> History:
         for name, head in (line.get("detail", {}).get("heads") or {}).items():
             log.expect(head in heads.get(name, set()), f"a head cited of {name} is not in that file: cut or changed")
     return history
+
+
+def _straighten(files: Mapping[str, list[Line]]) -> None:
+    """Undo what a stepped wall clock did to ``wall_ns``: a second or more off, by the writer's own monotonic clock.
+
+    Supervisors first, in the order of their terms, which follow each other; then the hosts, by the offsets of their
+    monotonic clocks that supervisors measured (docs/events.md, ``clock.offset``).
+    """
+    measured: dict[str, list[int]] = {}
+    ended = None
+    bosses = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
+    for name in bosses:
+        for part in _lives(files[name]):
+            ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
+            if ended is not None and part[0]["wall_ns"] < ended - BACK_NS:
+                ahead = ended - part[0]["mono_ns"]
+            _by_monotonic(part, ahead)
+            ended = part[-1]["wall_ns"]
+            for line in part:
+                if line["kind"] == "clock.offset":
+                    measured.setdefault(line["host"], []).append(ahead + int(line["detail"]["offset_ns"]))
+    for name in files.keys() - set(bosses):
+        for part in _lives(files[name]):
+            ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
+            said = sorted(measured.get(part[0]["host"], [ahead]), key=lambda each: abs(each - ahead))[0]
+            _by_monotonic(part, said if abs(said - ahead) >= STEP_NS else ahead)
+
+
+def _lives(lines: list[Line]) -> list[list[Line]]:
+    """The file's lines by the process that wrote them: a machine may have been booted between two."""
+    begins = [n for n, line in enumerate(lines) if n == 0 or line["kind"] in ("agent.started", "supervisor.started")]
+    return [lines[a:b] for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)]
+
+
+def _by_monotonic(lines: list[Line], ahead: int) -> None:
+    for line in lines:
+        if abs(line["wall_ns"] - line["mono_ns"] - ahead) >= STEP_NS:
+            line["wall_ns"] = line["mono_ns"] + ahead
 
 
 def courses(history: History) -> dict[int, Course]:

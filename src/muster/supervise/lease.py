@@ -133,14 +133,20 @@ class LeaseKeeper:
                 "machine": socket.gethostname(),
                 "boot_id": boot_id(),
                 "expires_wall_ns": self.clock.wall_ns() + int(LEASE_S * 1e9),
+                "expires_mono_ns": self.clock.monotonic_ns() + int(LEASE_S * 1e9),
             }
         ).encode()
 
     def _vacant(self, record: dict[str, Any]) -> bool:
-        if self.clock.wall_ns() >= int(record.get("expires_wall_ns", 0)):
+        """Whether nobody holds it. On the holder's own machine its wall clock has no say: somebody may have set it."""
+        if not int(record.get("expires_wall_ns", 0)):
             return True
-        same_machine = record.get("boot_id") == boot_id() and record.get("machine") == socket.gethostname()
-        return same_machine and not alive(int(record.get("pid", 0)))
+        ran_out = self.clock.wall_ns() >= int(record["expires_wall_ns"])
+        if record.get("boot_id") != boot_id() or record.get("machine") != socket.gethostname():
+            return ran_out
+        if "expires_mono_ns" in record:
+            ran_out = self.clock.monotonic_ns() >= int(record["expires_mono_ns"])
+        return ran_out or not alive(int(record.get("pid", 0)))
 
 
 def alive(pid: int) -> bool:

@@ -59,9 +59,14 @@ class LimitsGuard:
             (price or 0.0) * max(0, wall_ns - bought_ns) / HOUR_NS for bought_ns, price in self._held.values()
         )
 
-    def next(self, wall_ns: int) -> Reached | None:
-        """The limit that is due first as things stand now; None: none is set, or none will be reached like this."""
-        found = [each for each in (self._deadline(), self._hours(), self._dollars(wall_ns)) if each is not None]
+    def next(self, wall_ns: int, *, clock_ns: int | None = None) -> Reached | None:
+        """The limit that is due first as things stand now; None: none is set, or none will be reached like this.
+
+        ``clock_ns``: what the wall clock says, where ``wall_ns`` is by one that is never stepped: a deadline is the
+        wall clock's.
+        """
+        ahead_ns = 0 if clock_ns is None else clock_ns - wall_ns
+        found = [each for each in (self._deadline(ahead_ns), self._hours(), self._dollars(wall_ns)) if each is not None]
         return min(found, key=lambda each: each.at_wall_ns, default=None)
 
     @property
@@ -71,11 +76,12 @@ class LimitsGuard:
             return []
         return sorted(host for host, (_, price) in self._held.items() if price is None)
 
-    def _deadline(self) -> Reached | None:
+    def _deadline(self, ahead_ns: int) -> Reached | None:
         if self.limits.deadline is None:
             return None
         at_ns = int(datetime.fromisoformat(self.limits.deadline).timestamp() * SECOND_NS)
-        return Reached(at_wall_ns=at_ns - int(self.grace_s * SECOND_NS), why=f"limits.deadline {self.limits.deadline}")
+        at_ns -= int(self.grace_s * SECOND_NS) + ahead_ns
+        return Reached(at_wall_ns=at_ns, why=f"limits.deadline {self.limits.deadline}")
 
     def _hours(self) -> Reached | None:
         if self.limits.max_hours is None or self._since_ns is None:

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -79,6 +79,8 @@ class Supervisor:
     """What kept events from the disk."""
     _limited: bool = False
     """A limit of the run file was reached, and the run told so."""
+    _wall_ahead_ns: int | None = None
+    """Of the monotonic clock, when this term began."""
 
     def serve(self) -> int:
         """Block until the run has ended; return its exit code.
@@ -93,10 +95,10 @@ class Supervisor:
         self.hub = Hub(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.hub.listen(self.bind)
-        before = [event for _, event in eventlog.read(self.run_dir / "events")]
+        before = eventlog.on_one_clock(self.run_dir / "events")
         state = recover(before)
         self.guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
-        for event in sorted(before, key=lambda event: event.wall_ns):
+        for event in before:
             self.guard.add(event)
         term = self.lease.take((address[0], int(address[1])))
         self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
@@ -175,14 +177,22 @@ class Supervisor:
 
     def _limit(self) -> int | None:
         """When the run file's next limit is due, on our clock; once it is, the run is asked to save and leave."""
-        found = None if self._limited else self.guard.next(self.clock.wall_ns())
+        now_ns = self._steady_ns()
+        found = None if self._limited else self.guard.next(now_ns, clock_ns=self.clock.wall_ns())
         if found is None:
             return None
-        left_ns = found.at_wall_ns - self.clock.wall_ns()
+        left_ns = found.at_wall_ns - now_ns
         if left_ns <= 0:
             self._limited = True
             self._orders.append(StopRequest(source=found.why, exit_code=130))
         return self.clock.monotonic_ns() + max(0, left_ns)
+
+    def _steady_ns(self) -> int:
+        """Wall time by a clock that nobody steps: hours and dollars are not an hour more when the wall clock is."""
+        now = self.clock.monotonic_ns()
+        if self._wall_ahead_ns is None:
+            self._wall_ahead_ns = self.clock.wall_ns() - now
+        return now + self._wall_ahead_ns
 
     def _farewell(self) -> None:
         """Cite every writer's chain, then leave; agents still need a moment to read their orders."""
@@ -337,7 +347,7 @@ class Supervisor:
     def _append(self, kind: str, detail: Any, **more: Any) -> None:
         attempt = self.machine.state.attempt if hasattr(self, "machine") else 0
         event = self.log.append(kind, detail=detail, attempt=attempt, **more)
-        self.guard.add(event)
+        self.guard.add(replace(event, wall_ns=self._steady_ns()))
         if kind == "host.granted" and len(self.guard.unpriced) == 1:
             name = self.guard.unpriced[0]
             text = f"limits.max_usd cannot be kept: what {name} costs is unknown (resources.usd_per_host_hour says it)"

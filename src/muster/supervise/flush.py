@@ -37,6 +37,18 @@ def finish(c: Context, outcome: str, code: int, reason: str) -> None:
     c.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
 
 
+def done(c: Context) -> None:
+    """Every rank has left after the last step. Where its save failed (a full disk), the hosts write it once more."""
+    state = c.state
+    reason = f"done after step {state.last_applied_step}"
+    if state.save_failed is None or state.committed_step >= state.last_applied_step:
+        finish(c, "succeeded", 0, reason)
+    elif not c.settings.spec.checkpoint.memory_every_steps or not _connected(c):
+        finish(c, "failed", 1, f"{reason}, which could not be saved ({state.save_failed}): {_stands(c)}")
+    else:
+        leave(c, "succeeded", 0, reason)
+
+
 def leave(c: Context, outcome: str, code: int, reason: str) -> None:
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
     state = c.state
@@ -56,7 +68,7 @@ def take_up(c: Context) -> None:
     state, ending = c.state, c.state.ending
     assert ending is not None
     if not _connected(c):
-        finish(c, ending.outcome, ending.exit_code, f"{ending.reason}; no host is left that could write its memory")
+        finish(c, *_verdict(c), f"{ending.reason}; no host is left that could write its memory")
         return
     state.phase, state.yielding, state.open = Phase.FLUSH, False, None
     ending.until_ns = c.now_ns + int(c.settings.spec.recovery.grace_s * SECOND_NS)
@@ -102,7 +114,7 @@ def answered(c: Context, name: str, message: Mapping[str, Any]) -> None:
         newest = max((given_up for given_up, _ in ending.given_up), default=step)
         if newest > step:
             told += f", and step {newest} could not be ({ending.why})"
-        finish(c, ending.outcome, ending.exit_code, told)
+        finish(c, *_verdict(c), told)
     else:
         ending.files += list(message.get("files", ()))
         ending.writers.append(name)
@@ -211,10 +223,23 @@ def _give_up(c: Context) -> None:
     reason = ending.reason
     if ending.why or ending.choice is not None:
         step = ending.choice.step if ending.choice is not None else state.last_applied_step
-        stands = f"step {state.committed_step} on disk stands" if state.committed_step else "no checkpoint stands"
         why = ending.why or "no complete version is left"
-        reason += f"; step {step} lay only in memory and was not written ({why}): {stands}"
-    finish(c, ending.outcome, ending.exit_code, reason)
+        reason += f"; step {step} lay only in memory and was not written ({why}): {_stands(c)}"
+    finish(c, *_verdict(c), reason)
+
+
+def _stands(c: Context) -> str:
+    step = c.state.committed_step
+    return f"step {step} on disk stands" if step else "no checkpoint stands"
+
+
+def _verdict(c: Context) -> tuple[str, int]:
+    """(outcome, exit code). A run whose last step stands nowhere has not succeeded: recovered, it makes up for it."""
+    state, ending = c.state, c.state.ending
+    assert ending is not None
+    if ending.outcome == "succeeded" and state.committed_step < state.last_applied_step:
+        return "failed", 1
+    return ending.outcome, ending.exit_code
 
 
 def _connected(c: Context) -> list[str]:

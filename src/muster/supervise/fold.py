@@ -37,6 +37,8 @@ def recover(events: Iterable[Event]) -> State:
                 state.restarts_without_progress = 0
         elif event.kind == "checkpoint.committed":
             state.committed({"step": event.step, "detail": event.detail})
+        elif event.kind == "checkpoint.failed":
+            state.save_failed = str(event.detail["reason"])
         elif event.kind == "incident":
             _incident(state, event, now_ns)
         elif event.kind == "decision":

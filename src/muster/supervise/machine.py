@@ -200,6 +200,8 @@ class Machine:
     def _event(self, host: str, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "checkpoint.committed":
             self._c.state.committed(event)
+        elif event.get("kind") == "checkpoint.failed":
+            self._c.state.save_failed = str((event.get("detail") or {}).get("reason", ""))
         if event.get("kind") != "step" or event.get("attempt") != self._c.state.attempt:
             return
         step = int(event["step"])

@@ -168,6 +168,8 @@ class State:
     recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """What the last steps took."""
     committed_step: int = 0
+    save_failed: str | None = None
+    """Why the ranks' last save came to nothing; None: it stands, or none was tried."""
     """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
     stepped: bool = False
     """This attempt has taken a step."""
@@ -230,6 +232,7 @@ class State:
         """A ``checkpoint.committed`` event, as a mapping."""
         if (event.get("detail") or {}).get("tier") in ("disk", "bucket"):
             self.committed_step = max(self.committed_step, int(event.get("step") or 0))
+            self.save_failed = None
 
 
 # ---------------------------------------------------------------- inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from muster.supervise.machine import Machine
-from muster.supervise.state import Phase
+from muster.supervise.state import Phase, State
 
 
 def status(machine: Machine) -> dict[str, Any]:
@@ -29,6 +29,14 @@ def status(machine: Machine) -> dict[str, Any]:
     }
 
 
+def _save_failed(state: State) -> str:
+    """The alarm of a full disk or a bucket that is away; training goes on."""
+    if state.save_failed is None:
+        return ""
+    stands = f"step {state.committed_step} stands" if state.committed_step else "none stands"
+    return f"; the last save failed ({state.save_failed[:200]}), {stands}"
+
+
 def sentence(machine: Machine) -> str:
     """Why the run is where it is, for a person."""
     state = machine.state
@@ -38,7 +46,7 @@ def sentence(machine: Machine) -> str:
     sentences = {
         Phase.BOOT: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
         Phase.ADOPT: "a new supervisor waits for the hosts to answer",
-        Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}",
+        Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}",
         Phase.COLLECT: "recovering: ranks are being replaced",
         Phase.WAIT: "waiting for a host to return",
         Phase.STOPPING: "saving before it leaves",

@@ -6,6 +6,7 @@ over; neither the file's ``run_dir`` nor its ``checkpoint.dir`` is touched.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 from muster.app import faults, recover, stop, submit
 from muster.app.fault import Fault
-from muster.app.inject import Network
+from muster.app.inject import Disk, Network
 from muster.app.report import report
 from muster.app.scene import Scene
 from muster.core import runfile
@@ -124,23 +125,25 @@ def drill(
         )
     hosts = loaded.spec.resources.hosts + loaded.spec.resources.spare_hosts
     network = Network(names=[f"host-{number}" for number in range(hosts)]) if chosen.network else None
-    try:
+    with contextlib.ExitStack() as made:
         if network is not None:
+            made.callback(network.down)
             network.up()
         intent = submit.begin(loaded, argv=["muster", "drill", run_file, "--fault", fault])
+        disk = Disk(folder=intent.run.checkpoints) if chosen.disk else None
+        if disk is not None:
+            disk.up()
+            made.callback(disk.down)
         submit.start(intent, _armed(intent.request, network))
         tell(f"run {intent.run.run_id} in {intent.run.path}")
-        scene = Scene(run=intent.run, spec=intent.spec, random=random.Random(seed), network=network)
+        scene = Scene(run=intent.run, spec=intent.spec, random=random.Random(seed), network=network, disk=disk)
         outcome = Outcome(fault=chosen, run=intent.run, seed=seed, overrides=tuple(needed))
         try:
             _ready(scene, chosen, at_step, tell)
             _play(scene, chosen, outcome, tell)
         finally:
             _end(scene, tell)
-    finally:
-        if network is not None:
-            network.down()
-    _judge(scene, outcome)
+        _judge(scene, outcome)
     return outcome
 
 

@@ -43,12 +43,19 @@ class Fault:
     """Only a limit for a step finds it."""
     network: bool = False
     """Each host needs a network namespace of its own: root and iproute2."""
+    disk: bool = False
+    """The checkpoints need a file system of their own, which can be filled: root."""
     settings: tuple[str, ...] = ()
     """Overrides, ``key=value``, whatever the file says."""
     exit_code: int | None = None
     """The run ends with it; None: it trains on."""
     recover: bool = False
     """Nobody is left to heal it: the drill says ``muster recover``, as a user would."""
+
+    @property
+    def needs_root(self) -> bool:
+        """It makes network namespaces, or mounts."""
+        return self.network or self.disk
 
     def overrides(self, spec: RunSpec) -> list[str]:
         """What the run file lacks for this drill."""

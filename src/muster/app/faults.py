@@ -161,6 +161,9 @@ _DISKS = (
     Fault(name="checkpoint-rot", numbers=(33,),
           what="power lost, and a bit of the newest checkpoint has flipped; then muster recover",
           noticed=_NOBODY, done=_NOTHING, redone=None, strike=strikes.rot_checkpoint, checkpoint=True, recover=True),
+    Fault(name="disk-full", numbers=(34,),
+          what="the disk with the checkpoints is full: saves fail, the run trains on; once there is room one stands",
+          noticed=_NOBODY, done=_NOTHING, strike=strikes.fill_disk, checkpoint=True, disk=True),
 )
 _NETWORKS = (
     Fault(name="link-cut", numbers=(14, 22), what="a host's link is cut: silence, no process dies",

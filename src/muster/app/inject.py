@@ -1,7 +1,8 @@
-"""A network that can be broken: each host of a drill in a namespace of its own, joined by a bridge.
+"""A network that can be broken (each host of a drill in a namespace of its own, joined by a bridge), and a disk that
+can be full.
 
-Needs root and iproute2, and says so. Nothing of the machine's own network is touched; everything made here has a name
-that is used once and is removed at the end.
+Both need root, and say so. Nothing of the machine's own network or disks is touched; everything made here has a name
+or a place that is used once and is removed at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
@@ -126,4 +128,45 @@ class Network:
 
     def _run(self, argv: Sequence[str]) -> str | None:
         done = self.shell.run(argv, timeout_s=COMMAND_TIMEOUT_S)
+        return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
+
+
+@dataclass
+class Disk:
+    """A file system in memory on ``folder``, which can be made as small as what lies in it: a full disk."""
+
+    folder: Path
+    shell: Shell = field(default_factory=SystemShell)
+
+    def up(self) -> None:
+        """Mount it.
+
+        Raises:
+            UsageError: not root, or this machine mounts nothing.
+        """
+        if os.geteuid() != 0:
+            raise UsageError("this fault needs root: it mounts a file system", hint="muster drill --list names those")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        problem = self._mount("-t", "tmpfs", "-o", "mode=0700", "muster-drill")
+        if problem is not None:
+            raise UsageError(f"this machine cannot mount a file system on {self.folder}: {problem}")
+
+    def down(self) -> None:
+        """Unmount it, whoever looks into it; one that is not there is no error."""
+        self.shell.run(["umount", "--lazy", str(self.folder)], timeout_s=COMMAND_TIMEOUT_S)
+
+    def fill(self) -> bool:
+        """No room beside what lies there now; False where more came in that moment: try again."""
+        found = os.statvfs(self.folder)
+        used = max(1, found.f_blocks - found.f_bfree) * found.f_frsize
+        return self._mount("-o", f"remount,size={used}") is None
+
+    def free(self) -> None:
+        """As much room as the machine has memory."""
+        problem = self._mount("-o", "remount,size=100%")
+        if problem is not None:
+            raise UsageError(f"the file system on {self.folder} cannot be made larger: {problem}")
+
+    def _mount(self, *words: str) -> str | None:
+        done = self.shell.run(["mount", *words, str(self.folder)], timeout_s=COMMAND_TIMEOUT_S)
         return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")

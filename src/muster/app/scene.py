@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
-from muster.app.inject import Network
+from muster.app.inject import Disk, Network
 from muster.backends.local import processes
 from muster.backends.local.processes import Process
 from muster.core import eventlog
@@ -43,6 +43,8 @@ class Scene:
     """Wall clock of the last blow."""
     network: Network | None = None
     """What joins the hosts, where the fault needs to break it."""
+    disk: Disk | None = None
+    """What the checkpoints lie on, where the fault needs to fill it."""
     _counts: dict[str, int] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
 

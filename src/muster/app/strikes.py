@@ -17,7 +17,7 @@ PAUSE_S = 6.0
 FLAP_DOWN_S, FLAP_UP_S, FLAPS = 0.5, 1.0, 4
 #: How long a network stays split: several heartbeat limits.
 SPLIT_S = 8.0
-#: So many steps further the copies must be before a host whose mover died is lost.
+#: So many steps further the copies must be before a host whose mover died is lost, and the run with a full disk.
 COPIES = 5
 #: Longest that the drill waits for one stage of a blow.
 STAGE_S = 180.0
@@ -234,6 +234,27 @@ def tear_checkpoint(scene: Scene) -> None:
     scene.wait(lambda: len(scene.events("checkpoint.begun")) > before, "checkpoint under way", STAGE_S)
     kill_everything(scene)
     scene.forget_memory()
+
+
+def fill_disk(scene: Scene) -> None:
+    """No room for a checkpoint until one has failed; then room again, and the next one must stand."""
+    disk = scene.disk
+    assert disk is not None, "a fault of the disk has one"
+    scene.struck_ns = time.time_ns()
+
+    def failed() -> bool:
+        disk.fill()  # again and again: a checkpoint that is removed leaves room
+        return any(event.wall_ns > scene.struck_ns for event in scene.events("checkpoint.failed"))
+
+    scene.wait(failed, "checkpoint that finds no room", STAGE_S)
+    step = scene.step()
+    scene.wait(lambda: scene.step() > step + COPIES, "steps without a checkpoint", STAGE_S)
+    disk.free()
+    scene.wait(
+        lambda: any((event.step or 0) > step for event in scene.events("checkpoint.committed")),
+        "checkpoint once there is room",
+        STAGE_S,
+    )
 
 
 # ---------------------------------------------------------------- networks

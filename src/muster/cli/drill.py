@@ -56,7 +56,7 @@ def _print_menu(json: bool) -> None:
         say.as_json([_entry(each) for each in MENU.values()])
         return
     for each in MENU.values():
-        mark = " (needs root)" if each.network else " (not for command:)" if each.own_loop else ""
+        mark = " (needs root)" if each.needs_root else " (not for command:)" if each.own_loop else ""
         say.data(f"{each.name:<22} {each.what}{mark}")
         expected = _entry(each)
         ends = f", then exit code {each.exit_code}" if each.exit_code is not None else ""
@@ -72,7 +72,7 @@ def _entry(fault: Fault) -> dict[str, Any]:
         "done": [list(each) for each in fault.done],
         "redone_steps": fault.redone,
         "exit_code": fault.exit_code,
-        "needs_root": fault.network,
+        "needs_root": fault.needs_root,
         "own_loop_only": fault.own_loop,
     }
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 
 from muster.core import manifest as manifests
+from muster.core.errors import ConflictError
 from muster.core.seams import Store
 
 
 class Claim:
-    """Begins to claim the folder when made; ``wait`` before anything is written there."""
+    """Begins to claim the folder when made; nothing is written there before it has been taken.
+
+    A disk that is full or a bucket that is away ends nobody: ``again`` tries once more. A newer attempt's fence stands.
+    """
 
     def __init__(self, store: Store, directory_uri: str, *, run_id: str, attempt: int) -> None:
         self._error: BaseException | None = None
@@ -20,15 +24,30 @@ class Claim:
             except BaseException as error:  # noqa: BLE001 (a thread's edge: raised again where it is waited for)
                 self._error = error
 
-        self._thread = threading.Thread(target=claim, name="checkpoint-claim", daemon=True)
-        self._thread.start()
+        self._claim = claim
+        self._start()
 
-    def check(self) -> None:
-        """Raise what the claim raised, if it has."""
-        if not self._thread.is_alive() and self._error is not None:
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._claim, name="checkpoint-claim", daemon=True)
+        thread.start()
+        self._thread = thread  # started: somebody may join it at once
+
+    def check(self, *, wait_s: float = 0.0) -> None:
+        """Raise ConflictError where a newer attempt holds the folder, as far as that is known after ``wait_s``."""
+        self._thread.join(wait_s)
+        if not self._thread.is_alive() and isinstance(self._error, ConflictError):
             raise self._error
 
     def wait(self) -> None:
         """Wait for the claim. Raises ConflictError, AccessError, BackendError (see ``manifest.claim``)."""
         self._thread.join()
-        self.check()
+        if self._error is not None:
+            raise self._error
+
+    def again(self) -> None:
+        """Try once more where it could not be taken, and wait. Raises as ``wait`` does."""
+        self._thread.join()
+        if self._error is not None and not isinstance(self._error, ConflictError):
+            self._error = None
+            self._start()
+        self.wait()

@@ -31,6 +31,10 @@ from muster.core.manifest import Manifest, StoredFile
 from muster.core.nouns import Layout
 from muster.core.seams import Store
 from muster.core.shardfile import write_shard
+from muster.core.store import blobs
+
+#: The fence is taken while the ranks restart; a save waits no longer for one that does not come than this.
+FENCE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,8 @@ class _Job:
     result: Saved | None = None
     removed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    waited_for: bool = False
+    """A later save was put off because of it, and somebody told so."""
 
 
 class Saver:
@@ -66,12 +72,13 @@ class Saver:
 
     Rank 0 begins to take the folder's fence when the Saver is made, and no rank writes before it has it.
     ``on_event(kind, step=..., **detail)`` gets the ``checkpoint.*`` events on rank 0, always from the caller's thread
-    (in ``save``, ``poll``, ``finish``). A save that fails is an event, not an exception: training goes on.
+    (in ``save``, ``poll``, ``finish``). A save that fails is an event, not an exception: training goes on. So with a
+    full disk, a bucket that is away, and a fence that can therefore not be taken.
     ``handover``: the host's mover, which writes this rank's files; None: a thread of this process does.
 
     Raises (``save``, ``poll``, ``finish`` and ``claimed``):
         ConflictError: a newer attempt holds the folder (rank 0).
-        AccessError, BackendError: the folder cannot be written (rank 0).
+        AccessError, BackendError: the folder cannot be written (``claimed`` alone, rank 0).
     """
 
     def __init__(
@@ -98,6 +105,8 @@ class Saver:
         self._job: _Job | None = None
         self._committed_step: int | None = None
         self._tidied = False
+        self._failed: list[str] = []
+        """Folders of saves that came to nothing and may lie there in part."""
         self._handover = handover
         self._entered = False
         """Every rank knows that the fence is this attempt's."""
@@ -116,11 +125,14 @@ class Saver:
     def save(self, step: int, state: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         """Save ``state`` as of ``step``; ``extra`` holds small JSON values. Collective.
 
-        Waits for the save before, copies, and returns while the bytes are written (at once when asynchronous,
-        else when committed). The same step again is no work.
+        Waits for the save before (``busy``: it need not be called then), copies, and returns while the bytes are
+        written (at once when asynchronous, else when committed). The same step again is no work.
         """
         begun_ns = time.monotonic_ns()
-        self.finish()  # which also waits for the fence
+        if self._claim is not None:
+            self._claim.check(wait_s=FENCE_WAIT_S)
+        self._join()
+        self._collect()
         if step == self._committed_step:
             return
         job = _Job(step=step, extra=dict(extra), begun_ns=begun_ns)
@@ -149,10 +161,23 @@ class Saver:
 
     def finish(self) -> Saved | None:
         """Wait for the running save and collect it; None where there is none."""
-        self.claimed()
+        self._join()
+        if self._claim is not None:
+            self._claim.check(wait_s=FENCE_WAIT_S)
+        return self._collect()
+
+    def put_off(self, step: int) -> None:
+        """``step`` is due while another save is under way: it will be saved after that one. Said once a save."""
+        job = self._job
+        if self.rank == 0 and job is not None and not job.waited_for:
+            job.waited_for = True
+            under_way_s = (time.monotonic_ns() - job.begun_ns) / 1e9
+            why = f"that of step {job.step} has been under way for {under_way_s:.1f} s"
+            self._on_event("run.note", step=step, text=f"the save of step {step} is put off: {why}")
+
+    def _join(self) -> None:
         if self._job is not None and self._job.thread is not None:
             self._job.thread.join()
-        return self._collect()
 
     def _collect(self) -> Saved | None:
         job = self._job
@@ -205,7 +230,9 @@ class Saver:
     def _write_and_commit(self, job: _Job) -> Saved:
         written: dict[str, Any] = {}
         if not self._entered:
-            exchange.gather(None, self._group)  # rank 0 comes here with the fence in its hands, or not at all
+            problem = exchange.gather(self._fence(), self._group)[0]
+            if problem is not None:
+                return Saved(step=job.step, committed=False, reason=f"the folder could not be claimed: {problem}")
             self._entered = True
         if job.problem is None:
             try:
@@ -229,6 +256,15 @@ class Saver:
             duration_ns=time.monotonic_ns() - job.begun_ns,
             bytes=verdict.get("bytes", 0),
         )
+
+    def _fence(self) -> str | None:
+        """Rank 0: take the fence, or say why it cannot be had; None: it is ours."""
+        try:
+            if self._claim is not None:
+                self._claim.again()
+        except Exception as error:  # noqa: BLE001 (the other ranks wait for the answer, whatever it is)
+            return _words(error)
+        return None
 
     def _write_shard(self, job: _Job) -> dict[str, Any]:
         """This rank's file; nothing where it has nothing to write."""
@@ -256,6 +292,7 @@ class Saver:
         job.notes += [report["note"] for report in reports if "note" in report]
         problems = [report["problem"] for report in reports if report["problem"]]
         if problems:
+            self._leave_behind(job)
             return {"problem": problems[0]}
         assert self._staging is not None
         files = [
@@ -270,7 +307,11 @@ class Saver:
                 if chunks
             ]
         )
-        self._store.put(uris.join(self._uri(job.step), INDEX), index)
+        try:
+            self._store.put(uris.join(self._uri(job.step), INDEX), index)
+        except (MusterError, OSError):
+            self._leave_behind(job)
+            raise
         files.append(StoredFile(name=INDEX, bytes=len(index), crc32=manifests.crc32(index)))
         total = sum(item.bytes for item in files)
         manifests.commit(
@@ -294,6 +335,8 @@ class Saver:
     def _tidy(self, job: _Job) -> None:
         """Rank 0, after a commit: old versions and, once, what older attempts left. A failure is a note."""
         store, folder, run_id, attempt = self._store, self.directory, self.run_id, self.attempt
+        self._failed = [uri for uri in self._failed if uri != self._uri(job.step)]  # tried again, and done
+        self._sweep(job)
         try:
             job.removed += manifests.prune(store, folder, keep_last=self.keep_last, run_id=run_id, attempt=attempt)
             if not self._tidied:
@@ -301,6 +344,20 @@ class Saver:
                 self._tidied = True
         except (MusterError, OSError) as error:
             job.notes.append(f"old checkpoints could not be removed: {_words(error)}")
+
+    def _leave_behind(self, job: _Job) -> None:
+        """Rank 0: a save failed before its marker was tried. What it wrote takes the room that the next one needs."""
+        self._failed.append(self._uri(job.step))
+        if self.tier == "disk":  # a bucket is not full, and may be away: after the next commit
+            self._sweep(job)
+
+    def _sweep(self, job: _Job) -> None:
+        for uri in list(self._failed):
+            try:
+                blobs.remove_tree(uri)
+                self._failed.remove(uri)
+            except (MusterError, OSError) as error:
+                job.notes.append(f"what a save that failed has written could not be removed: {_words(error)}")
 
     def _header(self, step: int, rank: int) -> shards.ShardHeader:
         assert self._staging is not None

@@ -40,7 +40,7 @@ from muster.train.sharding import forget_gradients, reshard
 from muster.train.standing import Standing
 from muster.train.state import TrainState, named_without_wrappers
 from muster.train.state_hash import StateHashes
-from muster.train.trackers import open_trackers
+from muster.train.trackers import guarded, open_trackers
 
 #: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
 #: of its memory.
@@ -129,12 +129,13 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
     announce(link, world, prepared, learner.built, flops, source)
+    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
     log = StepLog(
         link=link,
         rank=world.rank,
         device=device,
         peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else [],
+        trackers=guarded(trackers, lambda text: link.emit("run.note", text=text)),
         track_every_steps=spec.output.log_every_steps,
     )
     evaluator = Evaluator(

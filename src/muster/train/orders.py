@@ -35,7 +35,7 @@ class Orders:
         """Say what this rank has heard, or wants by itself (``save_now``).
 
         ``copy_is_behind``: the last snapshot's copy is not yet on the peer. ``saving``: a save is under way, and a
-        larger world waits for it.
+        larger world or another save waits for it.
         """
         order = self.link.order() or self._waiting
         stop = order is not None and order.kind == "stop"
@@ -65,6 +65,12 @@ class Orders:
         if self._work is not None:
             self._work.wait()
         return not int(self._flags[4])
+
+    def saving_agreed(self) -> bool:
+        """Whether a save was under way on some rank when this step's orders were asked for."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._flags[5])
 
     def agreed(self) -> Order | None:
         """The step ends: what all ranks do now, the same on each. None: go on."""

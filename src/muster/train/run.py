@@ -217,15 +217,26 @@ class Run:
             self.evaluator.run(step, final=final)
 
     def checkpoint_is_due(self, step: int) -> bool:
+        """By the step count, or because a save was put off. The same on every rank: training waits for no save."""
         self.saves.poll()
-        return self.saves.due(step) and step < self.last_step and not self.reference.covers(step)
+        if step >= self.last_step or self.reference.covers(step):
+            return False
+        due = self.saves.due(step)
+        if due and self.orders.saving_agreed():
+            self.saves.put_off(step)
+        return (due or self.saves.owed) and not self.orders.saving_agreed()
 
     def wants_save(self) -> bool:
-        """Rank 0 asks for a save by the clock (``checkpoint.every_steps: auto``)."""
-        return self.world.rank == 0 and not self.reference.covers(self.state.step + 1) and self.saves.due_by_clock()
+        """Rank 0 asks for a save by the clock: ``checkpoint.every_steps: auto``, or the last one failed a while ago."""
+        if self.world.rank != 0 or self.reference.covers(self.state.step + 1):
+            return False
+        return self.saves.due_by_clock() and not self.saves.saver.busy
 
     def save(self, step: int, order: Order | None = None) -> None:
         """Save, where that makes sense: an order may forbid it, or leave no time for it."""
+        if order is not None and order.kind == "save" and step < self.last_step and self.orders.saving_agreed():
+            self.saves.put_off(step)
+            return
         self.settle()
         if order is not None and not self.saves.fits(order, self.world.control):
             return

@@ -26,6 +26,8 @@ from muster.train.state import TrainState
 SHORTEST_INTERVAL_S = 60.0
 #: A save is thought to take as long as the last one and half as long again.
 SAFETY = 1.5
+#: A save that failed is tried again after so long, where none is due before: by the step count it could be an hour.
+RETRY_S = 60.0
 
 
 @dataclass
@@ -45,12 +47,15 @@ class Saves:
     """Share of failures after which only these saves still hold the state."""
     last_saved: int = -1
     """Step of the newest save that was begun or restored."""
+    owed: bool = False
+    """A save was due while the one before was under way."""
     seconds: float = 0.0
     """From the beginning to the commit of this rank's last save; ``committed`` sets it."""
     _stall_s: float = 0.0
     _began: float = field(default_factory=lambda: time.monotonic())
     _since: float = field(default_factory=lambda: time.monotonic())
     _interval_s: float | None = None
+    _failed_at: float | None = None
 
     def due(self, step: int) -> bool:
         """The step count asks for a save."""
@@ -58,7 +63,12 @@ class Saves:
         return isinstance(every, int) and every > 0 and step % every == 0
 
     def due_by_clock(self) -> bool:
-        """``auto``: the optimum of ``core.intervals`` has passed: measured stall and drain, and the failure rate."""
+        """``auto``: the optimum of ``core.intervals`` has passed: measured stall and drain, and the failure rate.
+
+        Whatever the file says: the last save failed a while ago.
+        """
+        if self._failed_at is not None and time.monotonic() - self._failed_at > RETRY_S:
+            return True
         if self.spec.every_steps != "auto":
             return False
         return time.monotonic() - self._since > (self._interval_s or SHORTEST_INTERVAL_S)
@@ -96,7 +106,16 @@ class Saves:
         self.saver.save(step, self.state.sharded(), dict(self.extra))
         self._stall_s = time.monotonic() - began
         self._since = time.monotonic()
-        self.last_saved = step
+        self.last_saved, self.owed, self._failed_at = step, False, None
+
+    def put_off(self, step: int) -> None:
+        """``step`` is due and the save before is under way (a slow disk, a bucket that does not answer): after it."""
+        self.owed = True
+        self.saver.put_off(step)
+
+    def failed(self) -> None:
+        """A save came to nothing."""
+        self._failed_at = time.monotonic()
 
     def committed(self, seconds: float) -> None:
         """A save stands, ``seconds`` after it was begun: what it took decides when the next one is due."""
@@ -131,6 +150,8 @@ def open_saves(
     def on_event(kind: str, *, step: int | None = None, **detail: Any) -> None:
         if kind == "checkpoint.committed" and "duration_ns" in detail:
             saves.committed(detail["duration_ns"] / 1e9)
+        elif kind == "checkpoint.failed":
+            saves.failed()
         if world.rank == 0:
             link.emit(kind, step=step, **detail)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,19 +25,23 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files under the run's ``tensorboard`` folder."""
+    """Event files under the run's ``tensorboard`` folder, made with the first numbers: the disk may be full."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(directory))
+        self._make: Callable[[], Any] = lambda: SummaryWriter(str(directory))
+        self._writer: Any = None
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
+        if self._writer is None:
+            self._writer = self._make()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Service:
@@ -64,6 +68,39 @@ class Service:
             self._module.end_run()
         else:
             self._module.finish()
+
+
+class Guarded:
+    """Another tracker, which ends no training: where it fails (a full disk, a service that is away) it is left out.
+
+    ``say`` hears why, once. TensorBoard raises from its writer's thread, at some later call.
+    """
+
+    def __init__(self, inner: Tracker, say: Callable[[str], None]) -> None:
+        self._inner: Tracker | None = inner
+        self._say = say
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        if self._inner is not None:
+            self._try(lambda tracker: tracker.log(values, step=step))
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._try(lambda tracker: tracker.close())
+
+    def _try(self, call: Callable[[Tracker], None]) -> None:
+        assert self._inner is not None
+        try:
+            call(self._inner)
+        except Exception as error:  # noqa: BLE001 (somebody else's code, which the weights do not need)
+            name = getattr(self._inner, "name", type(self._inner).__name__)
+            self._inner = None
+            self._say(f"{name} failed and gets no more numbers: {error or type(error).__name__}")
+
+
+def guarded(trackers: list[Tracker], say: Callable[[str], None]) -> list[Tracker]:
+    """Each of them, unable to end the training."""
+    return [Guarded(each, say) for each in trackers]
 
 
 def open_trackers(spec: RunSpec, *, run_id: str, run_dir: Path) -> list[Tracker]:

@@ -1,5 +1,7 @@
 """An empty project of the fake cloud's, the places of one run file in it, and what ``up`` needs besides."""
 
+from contextlib import contextmanager
+
 import pytest
 from cases import placement, spec
 
@@ -12,7 +14,7 @@ if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
 from fakes.clock import VirtualClock  # noqa: E402
-from fakes.gcp import FakeGoogleCloud  # noqa: E402
+from fakes.gcp import FakeGoogleCloud, Killed  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
 NAMED = {"name": "kueue", "namespace": "default"}
@@ -27,6 +29,20 @@ DAY = "2026-08-22"
 
 def cloud(**faults):
     return FakeGoogleCloud(DOCUMENTS, **faults)
+
+
+@contextmanager
+def killed(google, number):
+    """The program in this block dies once the cloud has carried out its request ``number``; later ones live."""
+    google.kill_at = number
+    with pytest.raises(Killed):
+        yield
+    google.kill_at = None
+
+
+def asks_for_pool(google):
+    """Number of the first request for a node pool."""
+    return next(n for n, (method, url) in enumerate(google.log, 1) if method == "POST" and url.endswith("/nodePools"))
 
 
 def session(google, **more):

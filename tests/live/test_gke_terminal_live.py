@@ -17,32 +17,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
+from fakes.gke_run import on_gke  # noqa: E402
 from fakes.screen import Screen  # noqa: E402
 
 pytestmark = pytest.mark.live
 CHILD = str(Path(__file__).with_name("upchild.py"))
 COLUMNS, LINES = 100, 16
 LIMIT_S = 240.0
-RUN = """\
-name: tiny
-backend: gke
-model: {source: meta-llama/Llama-3.1-8B}
-data:
-  sources: [{type: text2sql}]
-training: {steps: 10}
-checkpoint: {dir: gs://example-bucket/checkpoints}
-resources:
-  machine: a3-megagpu-8g
-  mode: spot
-  image: registry/image:1
-  project: example-project
-  locations: [us-central1-b]
-"""
 MANIFEST = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: installed}\n"
 NAMES = ("kueue.yaml", "jobset.yaml", "nccl-tcpxo-installer.yaml", "nri-device-injector.yaml")
 
@@ -51,7 +36,7 @@ class Terminal:
     """A program on a pseudo-terminal, and the screen it would be seen on."""
 
     def __init__(self, folder, *arguments):
-        (folder / "run.yaml").write_text(RUN)
+        (folder / "run.yaml").write_text(on_gke("a3-megagpu-8g"))
         manifests = folder / "manifests"
         manifests.mkdir(exist_ok=True)
         for name in NAMES:

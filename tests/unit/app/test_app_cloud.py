@@ -1,7 +1,6 @@
 """``muster up --dry-run`` needs nothing; what is missing is said in one line; tokens are in no output."""
 
-import typer
-from typer.testing import CliRunner
+from fakes.gke_run import invoke, on_gke
 
 from muster.app import cloud
 from muster.cli import cloud as commands
@@ -9,34 +8,11 @@ from muster.cli import render as render_command
 from muster.core.errors import UsageError
 from muster.core.runfile import loads
 
-RUN = """\
-name: tiny
-backend: gke
-model: {source: meta-llama/Llama-3.1-8B}
-data:
-  sources: [{type: text2sql}]
-training: {steps: 10}
-checkpoint: {dir: gs://example-bucket/checkpoints}
-resources:
-  machine: g2-standard-48
-  mode: spot
-  image: registry/image:1
-  project: example-project
-  locations: [us-central1-b]
-"""
-
-
-def invoke(command, tmp_path, *arguments, run=RUN):
-    (tmp_path / "run.yaml").write_text(run)
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [str(tmp_path / "run.yaml"), *arguments])
-
 
 def manifests(tmp_path):
     folder = tmp_path / "manifests"
     folder.mkdir()
-    for name in cloud.wanted_software(cloud.place_of(loads(RUN, (), environment=False).spec)):
+    for name in cloud.wanted_software(cloud.place_of(loads(on_gke(), (), environment=False).spec)):
         (folder / name).write_text(f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\n")
     return str(folder)
 

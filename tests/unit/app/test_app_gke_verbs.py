@@ -1,16 +1,13 @@
 """The shared verbs over GKE: submit, status, logs and down of a run file, with a cluster in memory."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
 from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
+from fakes.gke_run import on_gke  # noqa: E402
 
 from muster.app import logs, stop  # noqa: E402
 from muster.app import status as look  # noqa: E402
@@ -18,22 +15,6 @@ from muster.app import submit as use_case  # noqa: E402
 from muster.backends.gke import jobs as gke  # noqa: E402
 from muster.core.errors import BackendError  # noqa: E402
 from muster.core.runfile import loads  # noqa: E402
-
-RUN = """\
-name: tiny
-backend: gke
-model: {source: meta-llama/Llama-3.1-8B}
-data:
-  sources: [{type: text2sql}]
-training: {steps: 10}
-checkpoint: {dir: gs://example-bucket/checkpoints}
-resources:
-  machine: g2-standard-48
-  mode: flex_start
-  image: registry/image:1
-  project: example-project
-  locations: [us-central1-b]
-"""
 
 
 @pytest.fixture
@@ -48,7 +29,7 @@ def google(tmp_path, monkeypatch):
 
 
 def loaded():
-    return loads(RUN, (), environment=False)
+    return loads(on_gke(mode="flex_start"), (), environment=False)
 
 
 def test_submit_status_logs_down(google):

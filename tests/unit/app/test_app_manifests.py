@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from fakes.gke_run import invoke, on_gke
 from typer.testing import CliRunner
 
 from muster.app import cloud, manifests
@@ -17,25 +18,9 @@ from muster.core.errors import BackendError, UsageError
 from muster.core.runfile import loads
 from muster.core.seams import Lease
 
-RUN = """\
-name: tiny
-backend: gke
-model: {source: meta-llama/Llama-3.1-8B}
-data:
-  sources: [{type: text2sql}]
-training: {steps: 10}
-checkpoint: {dir: gs://example-bucket/checkpoints}
-resources:
-  machine: g2-standard-48
-  mode: spot
-  image: registry/image:1
-  project: example-project
-  locations: [us-central1-b]
-"""
-
 
 def place():
-    return cloud.place_of(loads(RUN, (), environment=False).spec)
+    return cloud.place_of(loads(on_gke(), (), environment=False).spec)
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +31,6 @@ def home(tmp_path, monkeypatch):
 
 def release(url):
     return f"apiVersion: v1\r\nkind: ConfigMap\nmetadata: {{name: {url.rpartition('/')[2].split('.')[0]}}}\n".encode()
-
-
-def invoke(command, tmp_path, *arguments):
-    (tmp_path / "run.yaml").write_text(RUN)
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [str(tmp_path / "run.yaml"), *arguments])
 
 
 def test_fetched_once_and_kept_byte_for_byte(home):

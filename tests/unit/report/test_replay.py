@@ -33,11 +33,11 @@ def test_a_killed_run_is_replayed_as_it_began(book):
     assert found.spec["output"]["peak_tflops"] == 5.0 and found.spec["limits"] == {"max_hours": 1.0}
 
 
-def test_exact_sums_may_be_replayed_after_a_resize_and_on_any_number_of_ranks(book):
+def test_exact_sums_may_be_replayed_after_a_resize_and_on_any_number_of_ranks(book, tmp_path):
     line_of(book, "attempt.started", 1)["detail"]["layout"] = LAYOUT | {"dp_shard": 1}
     refused(book, "it ran on 2 layouts without training.exact")
     with pytest.raises(CannotReplay, match="another number of ranks gives other bits"):
-        plan(sound(book.folder).write(), ranks=3)
+        plan(sound(tmp_path / "other").write(), ranks=3)
     book.spec["training"] = {"exact": True}
     assert plan(book.write()).spec["parallelism"] == LAYOUT
     found = plan(book.write(), ranks=3)

@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from model_cases import CPU, LLAMA, build, process_group, spec_of
+from model_cases import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import UsageError
 from muster.train.batch import make_batch
 from muster.train.loss import loss_sum
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with process_group():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def batch():

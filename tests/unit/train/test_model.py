@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_cases import CPU, LLAMA, build, process_group, spec_of
+from model_cases import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import RunFailed, UsageError
 from muster.core.nouns import Layout
@@ -14,13 +14,9 @@ from muster.train.loss import loss_sum
 from muster.train.mesh import make_meshes
 from muster.train.sharding import decoder_layers
 
+pytestmark = pytest.mark.usefixtures("group")
+
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with process_group():
-        yield
 
 
 def batch(vocab=50):

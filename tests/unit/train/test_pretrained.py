@@ -5,17 +5,13 @@ import os
 
 import pytest
 import torch
-from model_cases import LLAMA, build, process_group, spec_of
+from model_cases import LLAMA, build, spec_of
 from safetensors.torch import load_file, save_file
 
 from muster.core.errors import BackendError, CheckpointError, MusterError, UsageError
 from muster.train.pretrained import fetch, hub_error, open_folder
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with process_group():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture

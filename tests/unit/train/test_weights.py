@@ -11,11 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from muster.train import weights
 from muster.train.weights import local_ranges, normal, uniform
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with process_group():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("draw", [normal, uniform])

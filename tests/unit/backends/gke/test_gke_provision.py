@@ -4,8 +4,7 @@ killed, lost, refused and failing at every single request."""
 import json
 
 import pytest
-from fakes.gcp import Killed
-from fakes.project import INSTALLED, SITES, cloud, everything, session
+from fakes.project import INSTALLED, SITES, asks_for_pool, cloud, everything, killed, session
 
 from muster.backends.gke.provision.up import down, up
 from muster.core.errors import BackendError, CapacityError
@@ -52,10 +51,9 @@ def test_killed_after_every_request_and_run_again(finished, time_passes):
     where_, reference, count = finished
     wanted = everything(reference)
     for number in every(where_, count):
-        google = cloud(kill_at=number)
-        with pytest.raises(Killed):
+        google = cloud()
+        with killed(google, number):
             up(where_, session(google), INSTALLED, workers=1)
-        google.kill_at = None
         if time_passes:
             google.pass_time()
         up(where_, session(google), INSTALLED, workers=1)
@@ -67,10 +65,9 @@ def test_killed_after_every_request_and_run_again(finished, time_passes):
 def test_down_after_any_partial_up_leaves_nothing(finished, time_passes):
     where_, _, count = finished
     for number in every(where_, count):
-        google = cloud(kill_at=number)
-        with pytest.raises(Killed):
+        google = cloud()
+        with killed(google, number):
             up(where_, session(google), INSTALLED, workers=1)
-        google.kill_at = None
         if time_passes:
             google.pass_time()
         result = down(where_, session(google), workers=1)
@@ -86,10 +83,8 @@ def test_down_killed_after_every_request_and_run_again(finished):
     for number in range(start + 1, len(counted.log) + 1, 2):
         google = cloud()
         up(where_, session(google), INSTALLED, workers=1)
-        google.kill_at = number
-        with pytest.raises(Killed):
+        with killed(google, number):
             down(where_, session(google), workers=1)
-        google.kill_at = None
         assert down(where_, session(google), workers=1).clean and google.store == {}, f"killed after request {number}"
 
 
@@ -139,11 +134,8 @@ def test_a_pool_that_broke_while_nobody_looked_is_made_anew():
     google = cloud(fail={"b200": ("GCE_STOCKOUT", "none")}, looks=2)
     counted = cloud(looks=2)
     up(SITES["a4"], session(counted), INSTALLED, workers=1)
-    pool = next(n for n, (method, url) in enumerate(counted.log, 1) if method == "POST" and url.endswith("/nodePools"))
-    google.kill_at = pool
-    with pytest.raises(Killed):
+    with killed(google, asks_for_pool(counted)):
         up(SITES["a4"], session(google), INSTALLED, workers=1)
-    google.kill_at = None
     google.pass_time()
     assert "ERROR" in json.dumps(google.store)
     up(SITES["a4"], session(google), INSTALLED, workers=1)

@@ -1,11 +1,23 @@
 """Several places, quotas, and what is refused before anything is made."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from cases import placement, spec
-from fakes.gcp import Killed
-from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, everything, places, session, where
+from fakes.project import (
+    INSTALLED,
+    PINS,
+    SITES,
+    TEXTS,
+    asks_for_pool,
+    cloud,
+    everything,
+    killed,
+    places,
+    session,
+    where,
+)
 
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.quota import check_quota, quota
@@ -50,29 +62,24 @@ def test_machines_that_do_not_come_move_on_to_the_next_place():
     assert len(cancelled) == 1 and "/locations/us-central1/operations/" in cancelled[0]
 
 
-def test_a_pool_that_somebody_waits_for_since_an_interruption_is_taken_back_too():
-    google = cloud(slow={"b200": 10**9})
-    counted = cloud()
+def cut_off_while_machines_do_not_come():
+    """A cloud without B200s; somebody asked for a pool of them, and died."""
+    google, counted = cloud(slow={"b200": 10**9}), cloud()
     up(places()[1], session(counted), INSTALLED, workers=1)
-    pool = next(n for n, (method, url) in enumerate(counted.log, 1) if method == "POST" and url.endswith("/nodePools"))
-    google.kill_at = pool
-    with pytest.raises(Killed):
+    with killed(google, asks_for_pool(counted)):
         up(places()[1], session(google), INSTALLED, workers=1)
-    google.kill_at = None
+    return google
+
+
+def test_a_pool_that_somebody_waits_for_since_an_interruption_is_taken_back_too():
+    google = cut_off_while_machines_do_not_come()
     with pytest.raises(CapacityError, match="no machines within 30 minutes"):
         up(places()[1], session(google), INSTALLED, workers=1)
     assert not any("b200" in name for name in google.names())
 
 
 def test_down_does_not_wait_for_machines_that_do_not_come():
-    google = cloud(slow={"b200": 10**9})
-    counted = cloud()
-    up(places()[1], session(counted), INSTALLED, workers=1)
-    pool = next(n for n, (method, url) in enumerate(counted.log, 1) if method == "POST" and url.endswith("/nodePools"))
-    google.kill_at = pool
-    with pytest.raises(Killed):
-        up(places()[1], session(google), INSTALLED, workers=1)
-    google.kill_at = None
+    google = cut_off_while_machines_do_not_come()
     leaving = session(google)
     assert down(places()[1], leaving, workers=1).clean and google.store == {} and leaving.clock.now_s < 120
 
@@ -113,31 +120,29 @@ def test_nodes_that_are_there_are_not_lost_to_a_smaller_quota():
     assert where_.zone == "us-central1-b" and set(google.store) == before
 
 
+def moved(killed_after=None):
+    """A cloud in which the first place has no machines and the next one has; moving on may be cut short."""
+    google = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")})
+    with killed(google, killed_after) if killed_after else nullcontext():
+        up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
+    return google
+
+
 def test_killed_while_it_moves_on_and_run_again_is_at_one_place_alone():
-    counted = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")})
-    up_first(places()[1:], session(counted), TEXTS, pins=PINS, workers=1)
     wanted = {}
     for where_ in places()[1:]:
         google = cloud()
         up_first([where_], session(google), TEXTS, pins=PINS, workers=1)
         wanted[where_.zone] = set(google.store)
-    for number in range(1, len(counted.log) + 1, 5):
-        google = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")}, kill_at=number)
-        with pytest.raises(Killed):
-            up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
-        google.kill_at = None
+    for number in range(1, len(moved().log) + 1, 5):
+        google = moved(killed_after=number)
         where_, _ = up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
         assert set(google.store) == wanted[where_.zone], f"killed after request {number}"
 
 
 def test_down_of_every_place_after_any_partial_move_leaves_nothing():
-    counted = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")})
-    up_first(places()[1:], session(counted), TEXTS, pins=PINS, workers=1)
-    for number in range(3, len(counted.log) + 1, 9):
-        google = cloud(fail={"b200": ("GCE_STOCKOUT", "none here")}, kill_at=number)
-        with pytest.raises(Killed):
-            up_first(places()[1:], session(google), TEXTS, pins=PINS, workers=1)
-        google.kill_at = None
+    for number in range(3, len(moved().log) + 1, 9):
+        google = moved(killed_after=number)
         found = down_everywhere(places(), session(google), workers=1)
         assert (google.store, found.troubles, found.leftovers) == ({}, (), ()), f"killed after request {number}"
 

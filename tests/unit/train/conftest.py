@@ -1,0 +1,12 @@
+"""What tests of a model on one rank share."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A world of one for the module."""
+    from model_cases import process_group
+
+    with process_group():
+        yield

@@ -34,8 +34,8 @@ class Survive(transformers.TrainerCallback):
         state.global_step = rows.first_step = muster.restore(self.held)
 
     def on_step_end(self, args, state, control, **_):
-        muster.heartbeat(state.global_step, tokens=ROWS_PER_STEP * LENGTH)
         muster.save(state.global_step, self.held)
+        muster.heartbeat(state.global_step, tokens=ROWS_PER_STEP * LENGTH)
         control.should_training_stop |= muster.should_stop()
 
     def on_train_end(self, args, state, control, **_):

@@ -24,8 +24,8 @@ while step < STEPS and not muster.should_stop():
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    muster.heartbeat(step, tokens=64 * dist.get_world_size(), loss=loss.item())
     muster.save(step, state)
+    muster.heartbeat(step, tokens=64 * dist.get_world_size(), loss=loss.item())
     if dist.get_rank() == 0 and step % 50 == 0:
         print(f"step {step} loss {loss.item():.4f}", flush=True)
 muster.finish(step, state)

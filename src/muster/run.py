@@ -9,54 +9,67 @@
     while step < steps and not muster.should_stop():
         train_one_step()
         step += 1
-        muster.heartbeat(step, tokens=..., loss=...)
         muster.save(step, state)
+        muster.heartbeat(step, tokens=..., loss=...)
     muster.finish(step, state)                       # saves and leaves, where a stop was asked for
 
 Outside Muster (plain torchrun, a notebook) every call does nothing useful and harms nothing:
-``restore`` answers 0, ``should_stop`` False. Calls are collective: every rank makes the same ones.
+``restore`` answers 0, ``should_stop`` False. Calls are collective: every rank makes the same ones, after
+``torch.distributed.init_process_group`` where there are several.
 
 What it gives: in-memory snapshots after every step (a killed rank costs no applied step), checkpoints on
 disk or in a bucket, the step watchdog, the ledger, a stop that saves. Objects with ``state_dict`` and
 ``load_state_dict`` and plain tensors are taken; what is no tensor in them (step counts, flags) goes along
-as JSON.
+as JSON. What differs between ranks goes under names that say whose it is:
+``state[f"rank{dist.get_rank()}.loader"] = loader``.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from muster.core.errors import UsageError
 from muster.core.ranks import YIELDED, Link, Order, RankContext
+from muster.core.shards import owner_of
 from muster.core.spec import RunSpec
+from muster.train.own_state import (
+    State,
+    Stateful,
+    fill_optimizers,
+    first_difference,
+    flatten,
+    local,
+    refuse_difference,
+    take,
+    unflatten,
+)
 
 if TYPE_CHECKING:
-    import torch
+    import torch.distributed as dist
     from torch import Tensor
 
     from muster.train.orders import Orders
     from muster.train.snapshot import Snapshots
 
-PLAIN = "__plain__"
-PLAIN_BYTES = 64 * 1024
-"""Room for the values that are no tensors, as JSON in a tensor of bytes."""
+__all__ = [
+    "State",
+    "Stateful",
+    "context",
+    "enter",
+    "finish",
+    "heartbeat",
+    "progress",
+    "restore",
+    "save",
+    "should_stop",
+]
 
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What torch calls so: models, optimizers, schedulers, data loaders."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
-
-
-State = Mapping[str, "Stateful | Tensor"]
+#: The wait for a save's bytes counts as progress for so long.
+SAVE_LIMIT_S = 1800.0
 
 
 class _Here:
@@ -66,12 +79,21 @@ class _Here:
     link: Link | None = None
     spec: RunSpec | None = None
     step_ns: int | None = None
+    beaten: int = -1
     snapshots: Snapshots | None = None
     orders: Orders | None = None
     order: Order | None = None
+    asking: bool = False
+    """The ranks' agreement was begun, and nobody has looked at its orders yet."""
+    asked_step: int | None = None
     saver: Any = None
-    begun: bool = False
+    saving_group: dist.ProcessGroup | None = None
+    compared: bool = False
+    """What must be the same on every rank was found to be."""
+    differs: bool = False
+    """It was later found not to be, and that was said."""
     saved_step: int = -1
+    owed: bool = False
 
 
 def enter(context: RankContext, link: Link) -> None:
@@ -86,9 +108,13 @@ def context() -> RankContext | None:
 
 
 def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None, **metrics: float) -> None:
-    """Say that ``step`` was applied. ``tokens``: of the global batch, for tokens/s and the ledger."""
+    """Say that ``step`` was applied. ``tokens``: of the global batch, for tokens/s and the ledger.
+
+    Best called after ``save(step, ...)``: what was said to be applied is then held in memory as well.
+    """
     if _Here.link is None or _Here.context is None:
         return
+    _ask(step)
     now = time.monotonic_ns()
     if _Here.step_ns is None:
         _Here.link.emit("phase", phase="train", step=step)
@@ -110,7 +136,7 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
             **detail,
         )
     _Here.step_ns = now
-    _Here.link.beat(step + 1)
+    _beat(step)
 
 
 def progress() -> None:
@@ -123,12 +149,9 @@ def should_stop() -> bool:
     """Whether the run is to end now, the same on every rank: leave the loop, then ``finish`` saves and exits."""
     if _Here.link is None:
         return False
-    orders = _orders()
-    if not _Here.begun:
-        orders.begin(copy_is_behind=_behind(), saving=_saving())
-    _Here.order = orders.agreed() or _Here.order
-    orders.begin(copy_is_behind=_behind(), saving=_saving())
-    _Here.begun = True
+    if not _Here.asking:
+        _ask(None)
+    _answer()
     return _Here.order is not None and _Here.order.kind == "stop"
 
 
@@ -137,72 +160,149 @@ def finish(step: int, state: State) -> None:
     stopping = _Here.order is not None and _Here.order.kind == "stop"
     wanted = stopping and _Here.order is not None and _Here.order.save and _Here.link is not None
     if wanted and _Here.saved_step != step:
-        _saver().save(step, _flatten(state), {})
+        _write(step, flatten(state))
     if stopping and _Here.order is not None and _Here.order.exit_code == YIELDED:
         if _Here.snapshots is not None:  # a larger world goes on from this very step
-            _Here.snapshots.keep(step, {name: _local(tensor) for name, tensor in _flatten(state).items()})
-    elif _Here.saver is not None:
+            _Here.snapshots.keep(step, {name: local(tensor) for name, tensor in flatten(state).items()})
+    elif _Here.saver is not None and _Here.link is not None:
+        _Here.link.progress(for_s=SAVE_LIMIT_S)
         _Here.saver.finish()
+        _Here.link.progress()
     if stopping and _Here.order is not None:
         sys.exit(_Here.order.exit_code)
 
 
 def save(step: int, state: State) -> None:
-    """Snapshot into the host's memory; every ``checkpoint.every_steps`` to disk as well."""
+    """Snapshot into the host's memory; every ``checkpoint.every_steps`` to disk as well.
+
+    Raises:
+        UsageError: at the first call, where ranks hold different things under one name; the same on every rank.
+    """
     if _Here.context is None or _Here.spec is None or _Here.link is None:
         return
-    tensors = _flatten(state)
-    every = _Here.spec.checkpoint.memory_every_steps
-    if _Here.context.snapshot_dir is not None and every and step % every == 0:
-        if _Here.snapshots is None:
-            from muster.train.snapshot import Snapshots
-
-            _Here.snapshots = Snapshots(_Here.context, tensors)
-        if not _Here.begun or _orders().snapshot_agreed():
-            local = {name: _local(tensor) for name, tensor in tensors.items()}
-            _Here.snapshots.save(step, local, agreed=_Here.begun)
-    every_disk = _Here.spec.checkpoint.every_steps
-    if isinstance(every_disk, int) and every_disk and step % every_disk == 0:
-        _saver().save(step, tensors, {})
-        _Here.saved_step = step
-    elif _Here.saver is not None:
-        _Here.saver.poll()
+    tensors = flatten(state)
+    if not _Here.compared:
+        refuse_difference(tensors, _orders().group)
+        _open_snapshots(tensors)
+        _Here.compared = True
+    _ask(step)
+    if _Here.snapshots is not None and step % _Here.spec.checkpoint.memory_every_steps == 0:
+        # Asked for after the whole step: so long the last copy has had to reach the peer.
+        agreed = _orders().snapshot_agreed()
+        _Here.snapshots.save(step, {name: local(tensor) for name, tensor in tensors.items()}, agreed=agreed)
+    _beat(step + 1)  # only now: the mover takes it for the word that the snapshot lies ready
+    _save_to_disk(step, tensors)
 
 
 def restore(state: State) -> int:
     """Bring ``state`` to the newest version, in memory or on disk, and return its step (0: none).
 
+    A rank that was not there when it was written keeps its own (``rank<N>.``) things as they are.
+
     Raises:
         CheckpointError: what is there does not fit this state.
+        UsageError: several ranks, and no process group yet.
     """
     if _Here.context is None or _Here.spec is None or _Here.link is None:
         return 0
-    for part in state.values():
-        _fill_optimizer(part)
-    tensors = _flatten(state)
-    wanted = _Here.context.restore
-    if wanted is not None:
-        from muster.train.snapshot import restored
-
-        found = restored(_Here.context, wanted, tensors)
-        for name, tensor in tensors.items():
-            _local(tensor).copy_(found[name])
-        step, tier, uri = wanted.step, wanted.tier, _Here.context.snapshot_dir or ""
+    began_ns = time.monotonic_ns()
+    fill_optimizers(state)
+    tensors = flatten(state)
+    saver = _saver()  # from here on older attempts lose the folder
+    if _Here.context.restore is not None:
+        step, tier, uri = _from_memory(tensors)
     else:
-        from muster.checkpoint.load import load_into, newest_valid
-        from muster.core.store import open_store
-
-        newest = newest_valid(open_store(), _directory()) if _Here.spec.checkpoint.resume else None
-        if newest is None:
-            return 0
-        load_into(newest, tensors)
-        step, tier, uri = newest.step, "disk", newest.uri
-    _unflatten(state, tensors)
-    _Here.link.emit("checkpoint.restored", step=step, tier=tier, uri=uri)
+        saver.claimed()
+        step, tier, uri = _from_disk(tensors)
+    if tier:
+        left = unflatten(state, tensors)
+        if left:
+            text = f"rank {_Here.context.rank}: {left[0]} was saved and has no place in this state ({len(left)} such)"
+            _Here.link.emit("run.note", step=step, text=text)
+        took_ns = time.monotonic_ns() - began_ns
+        _Here.link.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=took_ns)
+    _beat(step + 1)
     return step
 
 
 # ---------------------------------------------------------------- below
+
+
+def _from_memory(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+    from muster.train.snapshot import restored
+
+    assert _Here.context is not None and _Here.context.restore is not None
+    wanted = _Here.context.restore
+    there = {name: tensor for name, tensor in tensors.items() if (owner_of(name) or 0) < wanted.layout.world_size}
+    take(restored(_Here.context, wanted, there), there, step=wanted.step)
+    return wanted.step, wanted.tier, _Here.context.snapshot_dir or ""
+
+
+def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+    """All ranks take the same version, and each reads what it needs of it. Collective."""
+    from muster.checkpoint.load import load_into, newest_valid
+    from muster.core.store import open_store
+    from muster.core.uris import is_local
+
+    assert _Here.spec is not None and _Here.link is not None
+    link = _Here.link
+
+    def skipped(uri: str, reason: str) -> None:
+        link.emit("checkpoint.skipped", uri=uri, reason=reason)
+
+    if not _Here.spec.checkpoint.resume:
+        return 0, "", ""
+    newest = newest_valid(open_store(), _directory(), skipped, group=_Here.saving_group)
+    if newest is None:
+        return 0, "", ""
+    load_into(newest, tensors)
+    return newest.step, "disk" if is_local(newest.uri) else "bucket", newest.uri
+
+
+def _open_snapshots(tensors: Mapping[str, Tensor]) -> None:
+    """Collective, so that all ranks keep them in the same tiers."""
+    assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
+    if _Here.context.snapshot_dir is None or _Here.spec.checkpoint.memory_every_steps == 0:
+        return
+    from muster.train.tiers import open_together
+
+    link = _Here.link
+    _Here.snapshots = open_together(
+        _Here.context, tensors, group=_orders().group, say=lambda text: link.emit("run.note", text=text)
+    )
+
+
+def _save_to_disk(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Where one is due; while another is under way it is put off, the same on every rank."""
+    assert _Here.spec is not None
+    every = _Here.spec.checkpoint.every_steps
+    due = isinstance(every, int) and bool(every) and step % every == 0
+    if _Here.saver is not None:
+        _Here.saver.poll()
+        if _orders().saving_agreed():
+            if due:
+                _Here.saver.put_off(step)
+            _Here.owed = _Here.owed or due
+            return
+    if due or _Here.owed:
+        _write(step, tensors)
+        _Here.owed = False
+
+
+def _write(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Begin a checkpoint; collective. What ranks no longer hold alike is told of: only one rank's is written."""
+    assert _Here.link is not None
+    if not _Here.differs:
+        few = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
+        found = first_difference(few, _orders().group)
+        if found is not None:
+            _Here.differs = True
+            text = f"{found}: the checkpoint of step {step} holds one of them; rank<N>. names keep what is a rank's own"
+            _Here.link.emit("run.note", step=step, text=text)
+    _Here.link.progress(for_s=SAVE_LIMIT_S)
+    _saver().save(step, tensors, {})
+    _Here.link.progress()
+    _Here.saved_step = step
 
 
 def _directory() -> str:
@@ -212,22 +312,21 @@ def _directory() -> str:
 
 def _saver() -> Any:
     if _Here.saver is None:
-        import torch.distributed as dist
-
         from muster.checkpoint.handover import Handover
         from muster.checkpoint.saver import Saver
         from muster.core.store import open_store
 
         assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
         here, link, directory = _Here.context, _Here.link, _directory()
+        _Here.saving_group = _new_group()
         _Here.saver = Saver(
             directory,
-            run_id=_Here.context.run_id,
-            attempt=_Here.context.attempt,
-            layout=_Here.context.layout,
+            run_id=here.run_id,
+            attempt=here.attempt,
+            layout=here.layout,
             keep_last=_Here.spec.checkpoint.keep_last,
             asynchronous=_Here.spec.checkpoint.asynchronous,
-            group=dist.new_group(backend="gloo") if dist.is_initialized() else None,
+            group=_Here.saving_group,
             store=open_store(),
             on_event=lambda kind, step, **detail: link.emit(kind, step=step, **detail),
             handover=Handover.on_this_host(
@@ -239,89 +338,50 @@ def _saver() -> Any:
 
 def _orders() -> Orders:
     if _Here.orders is None:
-        import torch.distributed as dist
-
         from muster.train.orders import Orders
 
         assert _Here.link is not None
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        _Here.orders = Orders(_Here.link, dist.new_group(backend="gloo") if several else None)
+        _Here.orders = Orders(_Here.link, _new_group())
     return _Here.orders
 
 
-def _saving() -> bool:
-    return _Here.saver is not None and bool(_Here.saver.busy)
+def _new_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks; None at world size 1. Collective."""
+    import torch.distributed as dist
 
-
-def _behind() -> bool:
-    return _Here.snapshots is not None and _Here.snapshots.behind()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _flatten(state: State) -> dict[str, Tensor]:
-    """Dotted name -> tensor that shares storage with the state, plus one tensor of bytes for all the rest."""
-    import torch
-
-    found: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    for name, part in state.items():
-        content = part.state_dict() if isinstance(part, Stateful) else part
-        _walk(name, content, found, plain)
-    text = json.dumps(plain).encode()
-    if len(text) > PLAIN_BYTES:
-        raise UsageError(f"{len(text)} bytes of the state are no tensors; {PLAIN_BYTES} fit")
-    found[PLAIN] = torch.frombuffer(bytearray(text.ljust(PLAIN_BYTES)), dtype=torch.uint8)
+    assert _Here.context is not None
+    if _Here.context.world_size == 1:
+        return None
+    if not dist.is_initialized():
+        raise UsageError(
+            f"{_Here.context.world_size} ranks and no process group: the calls of muster.run are collective",
+            hint='call torch.distributed.init_process_group("gloo") or ("nccl") before the first of them',
+        )
+    found: dist.ProcessGroup = dist.new_group(backend="gloo")
     return found
 
 
-def _walk(name: str, content: Any, found: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    import torch
-
-    if isinstance(content, torch.Tensor):
-        found[name] = content.detach()
-    elif isinstance(content, Mapping):
-        for key, value in content.items():
-            _walk(f"{name}.{key}", value, found, plain)
-    else:
-        plain[name] = content
-
-
-def _fill_optimizer(part: Any) -> None:
-    """Give a fresh optimizer the moments that its first step would make, so that there is a place to restore into.
-
-    A step of learning rate 0 with gradients of 0 makes them and moves nothing; what it counts is restored over.
-    """
-    import torch
-
-    if not isinstance(part, torch.optim.Optimizer) or part.state:
+def _ask(step: int | None) -> None:
+    """Begin to agree with all ranks on orders, saves and copies; once a step, by whichever call comes first."""
+    if step is not None and step == _Here.asked_step:
         return
-    rates = [group["lr"] for group in part.param_groups]
-    for group in part.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    part.step()
-    part.zero_grad(set_to_none=True)
-    for group, rate in zip(part.param_groups, rates, strict=True):
-        group["lr"] = rate
+    if _Here.asking:
+        _answer()
+    behind = _Here.snapshots is not None and _Here.snapshots.behind()
+    saving = _Here.saver is not None and bool(_Here.saver.busy)
+    _orders().begin(copy_is_behind=behind, saving=saving)
+    _Here.asking = True
+    _Here.asked_step = _Here.asked_step if step is None else step
 
 
-def _unflatten(state: State, tensors: Mapping[str, Tensor]) -> None:
-    plain = json.loads(bytes(tensors[PLAIN].numpy()).decode())
-    for name, part in state.items():
-        if isinstance(part, Stateful):
-            part.load_state_dict(_fill(name, part.state_dict(), tensors, plain))
+def _answer() -> None:
+    """Take the orders that the ranks have agreed on."""
+    _Here.order = _orders().agreed() or _Here.order
+    _Here.asking = False
 
 
-def _fill(name: str, content: Any, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> Any:
-    if name in tensors:
-        return tensors[name]
-    if isinstance(content, Mapping):
-        return {key: _fill(f"{name}.{key}", value, tensors, plain) for key, value in content.items()}
-    return plain.get(name, content)
+def _beat(step: int) -> None:
+    """``step`` is under way. Never goes back, in whatever order ``save`` and ``heartbeat`` are called."""
+    assert _Here.link is not None
+    _Here.beaten = max(_Here.beaten, step)
+    _Here.link.beat(_Here.beaten)

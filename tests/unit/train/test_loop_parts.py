@@ -128,8 +128,9 @@ def test_orders() -> None:
     assert agreed() is None
     assert agreed(save_now=True) == Order(kind="save", save=True, exit_code=0)
     assert agreed(Order(kind="save")) == Order(kind="save", save=True, exit_code=0)
-    stop = Order(kind="stop", exit_code=75, deadline_s=2.5)
-    assert agreed(stop) == stop
+    told = agreed(Order(kind="stop", exit_code=75, deadline_s=2.5))
+    assert told is not None and (told.kind, told.save, told.exit_code) == ("stop", True, 75)
+    assert told.deadline_s is not None and 0 < told.deadline_s <= 2.5, "what is left of it"
     assert agreed(Order(kind="stop", save=False, exit_code=130)) == Order(kind="stop", save=False, exit_code=130)
 
 
@@ -351,8 +352,9 @@ def test_a_step_asks_every_rank_whether_a_copy_is_behind_before_it_sums() -> Non
         orders=SimpleNamespace(begin=lambda **words: said.append(words)),
         wants_save=lambda: False,
         copy_is_behind=lambda: True,
+        saves=SimpleNamespace(saver=SimpleNamespace(busy=False)),
     )
     run.ask_ranks = lambda: Run.ask_ranks(run)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
         update(run, SimpleNamespace(step=3, rounds=(), micro_batches=0), 0.1)  # type: ignore[arg-type]
-    assert said == [{"save_now": False, "copy_is_behind": True}, "finish"]
+    assert said == [{"save_now": False, "copy_is_behind": True, "saving": False}, "finish"]

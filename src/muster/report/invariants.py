@@ -3,7 +3,7 @@
 Lines, chains, markers and checksums are read here a second time, from their description (docs/events.md)
 and with the standard library alone, so that a mistake in the writer is not repeated by its judge.
 
-    I1  applied steps form one chain: no step is missing, none has two results
+    I1  applied steps form one chain: no step is missing, none has two results; replicas hold one state
     I2  every step took the same samples each time it was taken, and the batch that the run file names
     I3  attempts and terms rise, one leader a term, one decision an incident, nothing after the end
     I4  the course equals a reference run's, step by step (only with a reference)
@@ -85,6 +85,7 @@ def _course(history: History, one_chain: Finding, samples: Finding) -> set[int]:
             f"attempt {attempt} begins at step {numbers[0]}, {reached} was the last before",
         )
         reached = max(reached, numbers[-1])
+        one_chain.expect(*_one_state(attempt, lines))
         for line in lines:
             taken[int(line["step"])].append(line)
     led = courses(history)
@@ -104,6 +105,16 @@ def _course(history: History, one_chain: Finding, samples: Finding) -> set[int]:
             wanted, whose = _batch_of(step, batch, started)
             samples.expect(rows == wanted, f"step {step} took {rows} sequences, {whose} says {wanted}")
     return silent
+
+
+def _one_state(attempt: int, lines: list[Line]) -> tuple[bool, str]:
+    """Whether the replicas held one state after each step, as far as it was hashed: what sets them apart stays."""
+    apart = [line for line in lines if len(set(line["detail"].get("replica_hashes") or ())) > 1]
+    if not apart:
+        return True, ""
+    hashes = ", ".join(f"{replica}: {each}" for replica, each in enumerate(apart[0]["detail"]["replica_hashes"]))
+    many = f" (and after {len(apart) - 1} more)" if len(apart) > 1 else ""
+    return False, f"attempt {attempt}: after step {apart[0]['step']}{many} the replicas hold two states ({hashes})"
 
 
 def _gaps(numbers: list[int]) -> str:

@@ -220,6 +220,8 @@ class Agent:
             for standby in self.crew.standbys.values():
                 standby.warm = standby.warm or standby.peer is peer
             self.check_ready()
+        elif kind == "unfit":
+            self.crew.unfit(peer)
 
     def _below_hello(self, peer: Peer, message: dict[str, Any]) -> None:
         pid = int(message["pid"])
@@ -233,9 +235,10 @@ class Agent:
             if self.supervisor is not None:
                 self.hub.send(self.supervisor, self._hello())
         else:
-            self.crew.standbys[pid] = Standby(pid=pid, peer=peer)
+            standby = Standby(pid=pid, peer=peer, local_rank=int(message["local_rank"]), bound=bool(message["bound"]))
+            self.crew.standbys[pid] = standby
             self.crew.strays.spoke(pid)
-            self.programs.came()
+            self.programs.came(standby)
             if self._joining():
                 self.hub.send(peer, {"t": "warm"})
             self.check_ready()

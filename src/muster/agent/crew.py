@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.agent import reset as gpu_reset
 from muster.agent.keep import Keep
-from muster.agent.ranks import Standby, Worker, open_pidfd, parent_of
+from muster.agent.ranks import Standby, Worker, open_pidfd, parent_of, standby_for
 from muster.agent.strays import Strays
 from muster.agent.watch import hanging
 from muster.core.channel import Peer
@@ -97,15 +97,18 @@ class Crew:
         """Hand waiting ranks to standbys, once the data is there; fork what is missing."""
         if not self.agent.programs.prepared:
             return
-        while self.queue and self.standbys:
-            context = self.queue.pop(0)
-            standby = self.standbys.pop(next(iter(self.standbys)))
+        for context in list(self.queue):
+            standby = standby_for(int(context["local_rank"]), self.standbys.values())
+            if standby is None:
+                continue
+            self.queue.remove(context)
+            del self.standbys[standby.pid]
             log = self.agent.run_dir / "logs" / f"rank-{context['rank']}.a{context['attempt']}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             self.agent.hub.send(standby.peer, {"t": "run", "context": context, "log": str(log)})
             self.employ(standby.pid, context["rank"], context["attempt"], standby.peer, was_warm=True)
         if self.queue and self.agent.forkserver is not None:
-            self.agent.programs.spawn(len(self.queue) - self.agent.programs.coming)
+            self.agent.programs.spawn(int(context["local_rank"]) for context in self.queue)
 
     def employ(self, pid: int, rank: int, attempt: int, peer: Peer | None, *, was_warm: bool) -> None:
         """From now on ``pid`` is a rank."""
@@ -133,6 +136,9 @@ class Crew:
     def end(self, attempt: int, *, keep: set[int], pause_s: float, reset: list[int]) -> None:
         """End the ranks up to ``attempt``, then reset GPUs; those in ``keep`` have ``pause_s`` to stand still."""
         self.resetting = reset
+        if reset and self.agent.programs.contexts:  # no GPU is reset while any process uses it
+            self.strays.listed(self.standbys)
+            self.standbys.clear()
         self.ending = max(attempt, self.ending or 0)
         self.ended = max(attempt, self.ended)
         self.queue = [context for context in self.queue if context["attempt"] > attempt]
@@ -332,6 +338,12 @@ class Crew:
         for worker in [worker for worker in self.workers.values() if worker.pidfd < 0]:
             self._unknown_end(worker)
             self._settle(worker)
+
+    def unfit(self, peer: Peer) -> None:
+        """A standby could not open a context on its GPU."""
+        for standby in [standby for standby in self.standbys.values() if standby.peer is peer]:
+            del self.standbys[standby.pid]
+            self.agent.programs.unfit(standby)
 
     def standby_gone(self, peer: Peer) -> None:
         """A standby closed its line."""

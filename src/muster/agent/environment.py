@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from muster.core.spec import RunSpec
 
@@ -34,6 +35,16 @@ def fork_server_environment(spec: RunSpec, given: Mapping[str, str], *, cores: i
         "OPENBLAS_NUM_THREADS": "1",  # its pool would be a thread before the fork
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def opens_contexts(spec: RunSpec) -> bool:
+    """Whether standbys are to wait with a CUDA context on the GPU of their place: Muster's own trainer, on GPUs.
+
+    Asked of the device files: neither torch nor the driver is touched here.
+    """
+    device = spec.resources.device
+    on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+    return on_gpus and spec.recovery.standby is True and spec.command is None
 
 
 def survive_aborts(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:

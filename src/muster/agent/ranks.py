@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,21 @@ class Standby:
 
     pid: int
     peer: Peer
+    local_rank: int = 0
+    """The place that it was forked for."""
+    bound: bool = False
+    """It was to open a CUDA context on that place's GPU, so that it can take no other."""
     warm: bool = False
     """It has paid for what a first step costs, or cannot do so in advance."""
+
+
+def standby_for(local_rank: int, standbys: Iterable[Standby]) -> Standby | None:
+    """The one that was forked for this place, else one that fits any; None where neither is there.
+
+    One that holds a context on another GPU would keep that memory for as long as it lives.
+    """
+    mine = [standby for standby in standbys if standby.local_rank == local_rank or not standby.bound]
+    return min(mine, key=lambda standby: standby.local_rank != local_rank, default=None)
 
 
 @dataclass(kw_only=True)

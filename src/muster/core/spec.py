@@ -254,8 +254,9 @@ class Recovery(Section):
     """No step for so long is a hang; default: 10 times the median step, at least 30 s."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Time for ranks to reach their first step."""
-    standby: bool = True
-    """Keep warm processes that take over without imports."""
+    standby: bool | Literal["imports"] = True
+    """Keep warm processes that take over without imports. One that waits takes a tiny model's first steps too; on GPUs
+    with a CUDA context on the device of its place, unless less than 2 GiB of it are free then. ``imports``: neither."""
     hold_s: Annotated[float, Field(ge=0)] = 0.0
     """After the user's own failure the hosts stay warm for so long (``muster restart``)."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0

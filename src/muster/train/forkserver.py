@@ -201,8 +201,8 @@ class Server:
             return
         for message in messages:
             if message["t"] == "spawn":
-                for _ in range(int(message["count"])):
-                    self._fork()
+                for local_rank in message["local_ranks"]:
+                    self._fork(int(local_rank), context=bool(message["contexts"]))
             elif message["t"] == "store":
                 self.store = self._new_store()
                 self._send({"t": "store", "store": list(self.store)})
@@ -210,16 +210,16 @@ class Server:
                 self._end_all()
                 os._exit(0)
 
-    def _fork(self) -> None:
+    def _fork(self, local_rank: int, *, context: bool) -> None:
         _assert_alone()
         pid = os.fork()
         if pid == 0:
-            self._become_standby()
+            self._become_standby(local_rank, context=context)
         fd = os.pidfd_open(pid)
         self.children[fd] = pid
         self._send({"t": "spawned", "pid": pid})
 
-    def _become_standby(self) -> None:
+    def _become_standby(self, local_rank: int, *, context: bool) -> None:
         """In the child; never returns."""
         code = 1
         try:
@@ -232,7 +232,13 @@ class Server:
             ignored = os.environ.get("MUSTER_TERM") == "ignored"  # a scheduler that signals every process of a job
             signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
             code = standby(
-                self.address, self.token, spec=self.spec, orphan_s=self.orphan_s, beat_every_s=self.beat_every_s
+                self.address,
+                self.token,
+                spec=self.spec,
+                local_rank=local_rank,
+                context=context,
+                orphan_s=self.orphan_s,
+                beat_every_s=self.beat_every_s,
             )
         except BaseException:  # noqa: BLE001 (a process's edge: nothing may unwind into the fork server)
             traceback.print_exc()
@@ -254,37 +260,47 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
 
 
-def standby(address: str, token: bytes, *, spec: Mapping[str, Any], orphan_s: float, beat_every_s: float) -> int:
-    """Wait for a rank, run it, return its exit code."""
-    hello = {"t": "hello", "role": "rank", "pid": os.getpid()}
-    while True:
-        try:
-            line = Line(address, token, hello)
-            message = _first(line, spec)
-            break
-        except ConnectionError:
-            # The agent died while we stood by: nobody's work is lost, its successor forks new ones.
-            return 0
+def standby(
+    address: str,
+    token: bytes,
+    *,
+    spec: Mapping[str, Any],
+    local_rank: int,
+    context: bool,
+    orphan_s: float,
+    beat_every_s: float,
+) -> int:
+    """Wait for a rank, run it, return its exit code.
+
+    ``local_rank``: the place that this one is meant for. ``context``: it may wait with a CUDA context on that GPU.
+    """
+    hello: dict[str, Any] = {"t": "hello", "role": "rank", "pid": os.getpid()}
+    try:
+        line = Line(address, token, {**hello, "local_rank": local_rank, "bound": context})
+        message = _first(line, spec, local_rank=local_rank, context=context)
+    except ConnectionError:
+        # The agent died while we stood by: nobody's work is lost, its successor forks new ones.
+        return 0
     if message["t"] != "run":
         return 0
-    context = RankContext.from_json(message["context"])
+    place = RankContext.from_json(message["context"])
     _redirect(message["log"])
-    _environment(context)
-    hello = {**hello, "attempt": context.attempt, "rank": context.rank}
+    _environment(place)
+    hello |= {"attempt": place.attempt, "rank": place.rank}
     link = RankLink(
         line,
         address=address,
         token=token,
         hello=hello,
-        attempt=context.attempt,
-        rank=context.rank,
+        attempt=place.attempt,
+        rank=place.rank,
         beat_every_s=beat_every_s,
         orphan_s=orphan_s,
     )
-    return _run(context, link)
+    return _run(place, link)
 
 
-def _first(line: Line, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _first(line: Line, spec: Mapping[str, Any], *, local_rank: int, context: bool) -> dict[str, Any]:
     """The agent's first message that gives us work. Where it leaves us the time, or asks for it, pay for the first step
     before."""
     with contextlib.suppress(TimeoutError):
@@ -293,9 +309,11 @@ def _first(line: Line, spec: Mapping[str, Any]) -> dict[str, Any]:
                 return message
     from muster.train import warm
 
-    if warm.wanted(spec):
-        warm.warm_up(RunSpec.model_validate(spec))
-    line.send({"t": "warm"})
+    fit = True
+    if warm.wanted(spec, context=context):
+        fit = warm.warm_up(RunSpec.model_validate(spec), gpu=local_rank if context else None) or not context
+    # Where it did not fit the agent ends us, and starts no other like it. One that has been given a rank by then tries.
+    line.send({"t": "warm" if fit else "unfit"})
     while True:
         for message in line.wait(None):
             if message["t"] != "warm":

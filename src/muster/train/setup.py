@@ -65,12 +65,18 @@ def set_numerics(spec: RunSpec, context: RankContext, device: torch.device) -> N
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = not (spec.training.deterministic or spec.training.exact)
         torch.backends.cudnn.benchmark = False
+    fix_workspace(spec)
     if spec.training.deterministic or spec.training.exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: same bits on every stream
         torch.use_deterministic_algorithms(True)
         # Filling costs a pass over every new tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic = True
+
+
+def fix_workspace(spec: RunSpec) -> None:
+    """cuBLAS: the same bits on every stream, where the run file asks for that. Counts only before its first use."""
+    if spec.training.deterministic or spec.training.exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def default_threads(spec: RunSpec, context: RankContext, device: torch.device) -> int:

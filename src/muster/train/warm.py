@@ -1,8 +1,8 @@
 """What a standby pays before it is a rank: everything that the first model and the first step of a process cost.
 
 Lazy imports, dispatch tables, custom operators, the first group: a step of a tiny model of the run's own family, in a
-world of one, leaves them behind in the process, and nothing else. Without it they are paid between a failure and the
-first step after it.
+world of one, leaves them behind in the process, and nothing else. On a GPU there is more: the context, cuBLAS, kernels
+that are loaded when they are first used. Without it all that is paid between a failure and the first step after it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from muster.train.mesh import make_meshes
 from muster.train.model import build_model, read_config
 from muster.train.optimizer import clip_scale, make_optimizer
 from muster.train.reduce import Axes, FloatSums, Sums
+from muster.train.setup import fix_workspace
 from muster.train.snapshot import table_of
 from muster.train.state import TrainState, named_without_wrappers
 
@@ -41,28 +42,43 @@ SMALL = {
 TOKENS = 16
 
 
-def wanted(spec: Mapping[str, Any]) -> bool:
-    """Whether a standby of this run can warm up: Muster's own trainer, on the CPU.
+#: Side of the matrices that cuBLAS is opened with.
+SQUARE = 256
+#: What must be left free on a GPU beside a standby's context: the ranks' own need grows with longer sequences and
+#: fragmentation, and a context (about 0.5 GB, an estimate) that makes them run out of memory is worth nothing.
+SPARE_BYTES = 2 << 30
+CPU = torch.device("cpu")
 
-    On a GPU a standby does not know its device yet, and one context more on every GPU costs memory that the ranks need.
-    """
+
+def wanted(spec: Mapping[str, Any], *, context: bool = False) -> bool:
+    """Whether a standby of this run warms up: Muster's own trainer, on the CPU or with a CUDA ``context``."""
+    if not spec.get("model") or spec.get("command"):
+        return False
+    if (spec.get("recovery") or {}).get("standby") == "imports":
+        return False
     device = (spec.get("resources") or {}).get("device", "auto")
-    on_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
-    return on_cpu and bool(spec.get("model")) and not spec.get("command")
+    return context or device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
-def warm_up(spec: RunSpec) -> bool:
+def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
     """Train a tiny model for two steps and forget it; whether that could be done. Never raises.
 
     Leaves torch without a process group, no socket open, and its threads set to one (a rank sets its own number).
+    ``gpu``: there, with a context, cuBLAS and the first kernels left behind. False then means that this process had
+    better not become a rank: it has no context (a GPU that takes one process only, too little memory), or a broken one.
     """
-    small = smaller(spec)
-    if small is None:
-        return False
     torch.set_num_threads(1)
     try:
+        if gpu is not None:
+            open_context(spec, gpu)
+        small = smaller(spec)
+        if small is None:
+            return gpu is not None
         _join_alone()
-        _train(small)
+        _train(small, CPU if gpu is None else device_of(gpu))
+        if gpu is not None:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.empty_cache()
     except Exception as error:  # noqa: BLE001 (only a head start: the rank's own build says what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False
@@ -70,6 +86,25 @@ def warm_up(spec: RunSpec) -> bool:
         if dist.is_initialized():
             dist.destroy_process_group()
     return True
+
+
+def open_context(spec: RunSpec, gpu: int) -> None:
+    """A CUDA context on this GPU and a matmul in it, as a rank would make them. Raises RuntimeError.
+
+    Never run on a GPU here; the tests put a stand-in in the place of ``torch.cuda``.
+    """
+    assert spec.model is not None
+    fix_workspace(spec)  # cuBLAS reads it once
+    torch.cuda.set_device(gpu)
+    square = torch.ones(SQUARE, SQUARE, device=device_of(gpu), dtype=getattr(torch, spec.model.dtype))
+    (square @ square).sum().item()
+    free, _ = torch.cuda.mem_get_info(gpu)
+    if free < SPARE_BYTES:
+        raise RuntimeError(f"GPU {gpu} has {free / 1e9:.1f} GB left, which the ranks may need")
+
+
+def device_of(gpu: int) -> torch.device:
+    return torch.device("cuda", gpu)
 
 
 def smaller(spec: RunSpec) -> RunSpec | None:
@@ -98,14 +133,14 @@ def _join_alone() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
 
-def _train(spec: RunSpec) -> None:
-    layout, device = Layout(dp_replicate=1, dp_shard=1, tp=1), torch.device("cpu")
+def _train(spec: RunSpec, device: torch.device) -> None:
+    layout = Layout(dp_replicate=1, dp_shard=1, tp=1)
     built = build_model(
         spec,
         layout=layout,
         device=device,
         vocab_size=SMALL["vocab_size"],
-        mesh=make_meshes(layout, "cpu"),
+        mesh=make_meshes(layout, device.type),
         seed=0,
     )
     exact = spec.training.exact

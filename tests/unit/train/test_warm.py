@@ -1,6 +1,7 @@
 """What a restarted rank need not pay again: the first step of a process, first values, the proof of its attention."""
 
 import json
+import os
 
 import psutil
 import pytest
@@ -44,10 +45,81 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
         ({"command": ["train.py"]}, False),
         ({"model": None}, False),
         ({"resources": {"device": "cuda"}}, False),
+        ({"recovery": {"standby": "imports"}}, False),
     ],
 )
 def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):
-    assert warm.wanted({"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}) is expected
+    given = {"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}
+    assert warm.wanted(given) is expected
+    if "resources" not in changes:
+        assert warm.wanted({**given, "resources": {"device": "cuda"}}, context=True) is expected
+
+
+class Cuda:
+    """Stands in for torch.cuda, which has no device here; the tensors lie on the CPU."""
+
+    def __init__(self, *, free=8 << 30, refuses=None):
+        self.free, self.refuses, self.device, self.emptied = free, refuses, None, False
+
+    def set_device(self, device):
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        self.device = device
+
+    def mem_get_info(self, device):
+        assert device == self.device, "the context is where the rank will be"
+        return self.free, 80 << 30
+
+    def synchronize(self, device):
+        assert device == self.device
+
+    def empty_cache(self):
+        self.emptied = True
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    def put(**more):
+        found = Cuda(**more)
+        for name in ("set_device", "mem_get_info", "synchronize", "empty_cache"):
+            monkeypatch.setattr(warm.torch.cuda, name, getattr(found, name))
+        monkeypatch.setattr(warm, "device_of", lambda gpu: CPU)
+        return found
+
+    return put
+
+
+@pytest.mark.parametrize("config", [LLAMA, {"model_type": "no_such"}])
+def test_on_a_gpu_it_leaves_a_context_behind(config, on_gpu):
+    cuda = on_gpu()
+    assert warm.warm_up(spec_of(config), gpu=3), "also where the family has no small model"
+    assert cuda.device == 3 and cuda.emptied == (config is LLAMA) and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [({"refuses": "CUDA-capable device(s) is/are busy or unavailable"}, "busy or unavailable"),
+     ({"free": warm.SPARE_BYTES - 1}, "GPU 1 has 2.1 GB left")],
+)  # fmt: skip
+def test_where_there_is_no_context_or_no_room_for_one_it_is_not_fit(trouble, said, on_gpu, capsys, monkeypatch):
+    on_gpu(**trouble)
+    monkeypatch.setattr(warm, "build_model", lambda *_, **__: pytest.fail("nothing more is tried"))
+    assert not warm.warm_up(spec_of(), gpu=1)
+    assert said in capsys.readouterr().err
+
+
+def test_a_kernel_that_fails_in_it_makes_it_unfit(on_gpu, monkeypatch):
+    on_gpu()
+    monkeypatch.setattr(warm, "build_model", lambda *_, **__: 1 / 0)
+    assert not warm.warm_up(spec_of(), gpu=1) and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("training", [{"deterministic": True}, {"exact": True}, {}])
+def test_cublas_is_opened_as_the_rank_would_open_it(training, on_gpu, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    on_gpu()
+    warm.open_context(spec_of(training=training), 0)
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == bool(training)
 
 
 def again(spec, proof, *, restored):

@@ -19,12 +19,8 @@ def test_a_rotten_snapshot_is_not_written_at_the_end(tmp_path):
         run.start()
         run.wait_for_step(8)
         pids = [pid for pid, _ in run.ranks().values()]
-        run.kill_rank(0, signal.SIGSTOP)  # its peer comes to wait for it
-        time.sleep(0.2)
-        run.wait_until(lambda: newest(run)[1] is not None, "the seal of the newest version that both hold")
-        run.kill_rank(1, signal.SIGSTOP)
-        ring, seal, rotten = newest(run)
-        assert seal is not None
+        run.wait_until(lambda: stopped_with_two_versions(run), "a moment at which both ranks hold two versions")
+        ring, rotten = sealed(run)[:2]
         ring.slot(rotten.slot)[1000] ^= 0x10
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -37,9 +33,21 @@ def test_a_rotten_snapshot_is_not_written_at_the_end(tmp_path):
         assert "is not what was sealed" in finished.detail["reason"]
 
 
-def newest(run):
-    """(rank 1's ring, the seal of the newest version that both ranks hold, that version)."""
+def stopped_with_two_versions(run):
+    """Whether both ranks stand stopped, and hold a sealed version and an older one; else they go on."""
+    run.kill_rank(0, signal.SIGSTOP)  # its peer comes to wait for it
+    time.sleep(0.2)
+    run.kill_rank(1, signal.SIGSTOP)
+    if sealed(run) and sealed(run)[2]:
+        return True
+    for rank in (1, 0):
+        run.kill_rank(rank, signal.SIGCONT)
+    return False
+
+
+def sealed(run):
+    """(rank 1's ring, the newest version that both ranks hold, whether they hold an older one); None: no seal yet."""
     folder = memory_dir(run.dir, RUN_ID, "host-0")
     other, ring = (Ring.open(folder / file_name("own", "r1s2t1", rank), writable=True) for rank in (0, 1))
-    version = next(each for each in ring.versions() if other.find(each.step, each.attempt))
-    return ring, ring.sealed(version), version
+    both = [each for each in ring.versions() if other.find(each.step, each.attempt)]
+    return (ring, both[0], len(both) > 1) if both and ring.sealed(both[0]) is not None else None

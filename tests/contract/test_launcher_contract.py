@@ -14,12 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from launcher_cases import CASES, SLEEP, Case
+from waiting import eventually
 
 from muster.backends.local import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError
@@ -46,13 +47,6 @@ def _case(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         if folder.is_dir():
             handle = JobHandle(run_id=folder.name, backend=name, job_id="", run_dir=str(folder))
             found.launcher.cancel(handle)
-
-
-def eventually(what: Callable[[], object], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
 
 
 # ---------------------------------------------------------------- render

@@ -14,8 +14,8 @@ from muster.report.invariants import broken, check
 
 RECOMPUTE = Path(__file__).parents[2] / "tools" / "recompute_goodput.py"
 
-#: A script as a user would bring it: 40 steps over gloo, and one misdeed at step 12 on rank 1 (``evaluate``: no
-#: misdeed, 3 s of something else on both). ``once`` is a file that remembers that it was done.
+#: A script as a user would bring it: 40 steps over gloo, and misdeeds at steps 12, 18, 24... on rank 1 (``evaluate``:
+#: no misdeed, 3 s of something else on both). A file remembers each that was done; only ``always`` is done again.
 SCRIPT = """
 import ctypes, resource, sys, time
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import muster.run
 
-how, once = sys.argv[1], Path(sys.argv[2])
+deeds, done = dict(zip(range(12, 40, 6), sys.argv[1].split(","))), Path(sys.argv[2])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 weights = torch.zeros(8, dtype=torch.float64)
@@ -36,12 +36,12 @@ def evaluate():
         muster.run.progress()
 
 
-def misbehave():
+def misbehave(how):
     if how == "always":
         raise ValueError("bad row 17")
-    if once.exists():
+    if (done / how).exists():
         return
-    once.touch()
+    (done / how).touch()
     if how == "once":
         raise ValueError("a passing trouble")
     if how == "gil":
@@ -59,10 +59,10 @@ while step < 40:
     if muster.run.should_stop():
         break
     step += 1
-    if step == 12 and how == "evaluate":
+    if deeds.get(step) == "evaluate":
         evaluate()
-    elif step == 12 and rank == 1:
-        misbehave()
+    elif step in deeds and rank == 1:
+        misbehave(deeds[step])
     gradient = torch.full((8,), float(step * (rank + 1)), dtype=torch.float64)
     dist.all_reduce(gradient)
     weights += gradient * 0.01
@@ -76,13 +76,14 @@ muster.run.finish(step, {"weights": weights})
 SCRIPT_LOSS = 8 * 0.01 * 3 * 820
 
 
-def script_spec(folder: Path, how: str, **recovery) -> RunSpec:
+def script_spec(folder: Path, *deeds: str, **recovery) -> RunSpec:
     """A run of ``SCRIPT`` on two ranks."""
     (folder / "script.py").write_text(SCRIPT)
+    (folder / "done").mkdir()
     return RunSpec.model_validate(
         {
             "name": "script",
-            "command": [str(folder / "script.py"), how, str(folder / "once")],
+            "command": [str(folder / "script.py"), ",".join(deeds), str(folder / "done")],
             "resources": {"ranks_per_host": 2, "device": "cpu", "threads_per_rank": 1},
             "recovery": {"heartbeat_timeout_s": 2.0, "grace_s": 20.0, **recovery},
             "checkpoint": {"every_steps": 0},
@@ -138,15 +139,19 @@ class Judged(LiveRun):
 
 
 class References:
-    """Final hash and losses of unfailed runs, made once a session."""
+    """Final hash, losses and folder of unfailed runs, each made once.
+
+    Always on one host: neither the number of hosts nor saves may change a bit, and every test that has several hosts,
+    or saves, and compares with these proves it.
+    """
 
     def __init__(self, factory):
         self._factory, self._found = factory, {}
 
     def __call__(self, hosts, per_host, **changes):
-        key = (hosts, per_host, tuple(sorted(changes.items())))
+        key = (hosts * per_host, tuple(sorted(changes.items())))
         if key not in self._found:
-            spec = spec_of(**{"resources.hosts": hosts, "resources.ranks_per_host": per_host, **changes})
+            spec = spec_of(**{**changes, "resources.hosts": 1, "resources.ranks_per_host": hosts * per_host})
             with Judged(self._factory.mktemp("reference"), spec) as run:
                 run.start()
                 run.ended(timeout_s=600)

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import psutil
+from watched import Watched
 
-from muster.core import eventlog
 from muster.core.places import memory_dir
 from muster.core.spec import RunSpec
 
@@ -59,11 +59,12 @@ def spec_of(**changes):
     return RunSpec.model_validate(found)
 
 
-class LiveRun:
+class LiveRun(Watched):
     """One run in ``directory``; use as a context manager, which leaves no process behind."""
 
     def __init__(self, directory: Path, spec: RunSpec, *, netns: bool = False, extra_hosts: int = 0):
-        self.dir, self.spec, self.netns = Path(directory), spec, netns
+        super().__init__(directory)
+        self.spec, self.netns = spec, netns
         self.names = [f"host-{n}" for n in range(spec.resources.hosts + spec.resources.spare_hosts + extra_hosts)]
         self.agents: dict[str, subprocess.Popen] = {}
         self.supervisor: subprocess.Popen | None = None
@@ -102,6 +103,12 @@ class LiveRun:
         for name in names or self.names:
             self.start_agent(name)
 
+    def under_way(self, step=10):
+        """Start everything; return when ``step`` has been taken and every spare is there."""
+        self.start()
+        self.wait_for_step(step)
+        self.wait_until(lambda: len(self.spares()) >= self.spec.resources.spare_hosts, "every spare")
+
     def start_supervisor(self):
         bind = self.network.bridge if self.network else "127.0.0.1"
         code = (
@@ -137,18 +144,11 @@ class LiveRun:
 
     # ------------------------------------------------------------ looking
 
-    def events(self, kind=None):
-        found = eventlog.merged(self.dir / "events")
-        return [event for event in found if kind is None or event.kind == kind]
-
-    def step(self):
-        return max((event.step for event in self.events("step")), default=0)
-
     def wait_for_step(self, step, timeout_s=90):
         self.wait_until(lambda: self.step() >= step, f"step {step}", timeout_s)
 
     def wait_for_spare(self):
-        self.wait_until(lambda: any(event.phase == "spare" for event in self.events("phase")), "a spare")
+        self.wait_until(self.spares, "a spare")
 
     def wait_until(self, condition, what, timeout_s=90):
         until = time.monotonic() + timeout_s
@@ -159,19 +159,6 @@ class LiveRun:
                 )
             assert time.monotonic() < until, f"no {what} within {timeout_s} s:\n{self.story()}"
             time.sleep(0.01)
-
-    def ranks(self):
-        """Rank -> (pid, host) of the newest attempt."""
-        started = self.events("rank.started")
-        newest = max((event.attempt for event in started), default=0)
-        return {event.rank: (event.detail["pid"], event.host) for event in started if event.attempt == newest}
-
-    def losses(self):
-        """Step -> loss as hex, the last word on each step."""
-        return {event.step: float(event.detail["loss"]).hex() for event in self.events("step")}
-
-    def actions(self):
-        return [event.detail["action"] for event in self.events("decision")]
 
     def story(self):
         """What happened, for a failing test's message."""

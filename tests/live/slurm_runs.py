@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_cluster import SlurmCluster
-
-from muster.core import eventlog
-from muster.core.events import Event
+from watched import Watched
 
 MUSTER = (sys.executable, "-P", "-m", "muster.cli.main")
 
@@ -81,41 +79,18 @@ class User:
             self.muster("down", path.name, code=None)
 
 
-class Run:
+class Run(Watched):
     """A run that was submitted."""
 
     def __init__(self, user: User, run_id: str) -> None:
+        super().__init__(user.home / "runs" / run_id)
         self.user, self.cluster, self.id = user, user.cluster, run_id
-        self.dir = user.home / "runs" / run_id
 
     # ------------------------------------------------------------ looking
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.user.muster("status", self.id, "--json").stdout)
         return found
-
-    def events(self, kind: str | None = None) -> list[Event]:
-        return [event for event in eventlog.merged(self.dir / "events") if kind is None or event.kind == kind]
-
-    def step(self) -> int:
-        return max((event.step or 0 for event in self.events("step")), default=0)
-
-    def losses(self) -> dict[int, str]:
-        """Step -> loss as hex, the last word on each step."""
-        return {event.step: float(event.detail["loss"]).hex() for event in self.events("step") if event.step}
-
-    def ranks(self) -> dict[int, tuple[int, str]]:
-        """Rank -> (pid, host) of the newest attempt."""
-        started = self.events("rank.started")
-        newest = max((event.attempt for event in started), default=0)
-        return {
-            event.rank: (event.detail["pid"], event.host)
-            for event in started
-            if event.attempt == newest and event.rank is not None
-        }
-
-    def actions(self) -> list[str]:
-        return [event.detail["action"] for event in self.events("decision")]
 
     def jobs(self) -> list[tuple[str, str]]:
         """(id, state) of the run's jobs, oldest first."""
@@ -133,9 +108,6 @@ class Run:
         """The node whose address the lease names."""
         address = json.loads((self.dir / "lease.json").read_text())["address"][0]
         return next(name for name in self.cluster.names if self.cluster.address(name) == address)
-
-    def spares(self) -> set[str]:
-        return {event.host for event in self.events("phase") if event.phase == "spare"}
 
     # ------------------------------------------------------------ waiting
 

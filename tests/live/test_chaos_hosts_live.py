@@ -9,16 +9,14 @@ import subprocess
 import time
 
 import pytest
-from chaos import Judged, References
+from chaos import Judged
 from cluster import namespaces_work, spec_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+#: Two hosts of one rank each, and one more that waits. 60 steps: faults come after ten.
+SPARED = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1}
+LONGER = {"training.steps": 120}
 needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2 for network namespaces")
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    return References(tmp_path_factory)
 
 
 # ---------------------------------------------------------------- hosts
@@ -26,28 +24,21 @@ def reference(tmp_path_factory):
 
 def test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing(tmp_path, reference):
     """Fault 8: declared lost while stopped, replaced, then continued: fenced."""
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 200,
-               "recovery.heartbeat_timeout_s": 1.0}  # fmt: skip
-    with Judged(tmp_path, spec_of(**changes)) as run:
-        run.start()
-        run.wait_for_step(10)
-        run.wait_for_spare()
+    with Judged(tmp_path, spec_of(**SPARED, **LONGER, **{"recovery.heartbeat_timeout_s": 1.0})) as run:
+        run.under_way()
         name = run.ranks()[1][1]
         run.signal_host(name, signal.SIGSTOP)
         run.wait_until(lambda: run.events("recovered"), "recovery")
         run.signal_host(name, signal.SIGCONT)
         run.ended()
         assert run.actions()[0] == "swap" and set(run.actions()[1:]) <= {"ignore"}, run.story()
-        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+        assert run.final_hash() == reference(2, 1, **LONGER)[0]
 
 
 def test_a_preemption_notice_swaps_the_host_before_it_goes(tmp_path, reference):
     """Fault 38: SIGTERM to one host of two, as a scheduler would send it. No crash is counted."""
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 200}
-    with Judged(tmp_path, spec_of(**changes)) as run:
-        run.start()
-        run.wait_for_step(10)
-        run.wait_for_spare()
+    with Judged(tmp_path, spec_of(**SPARED)) as run:
+        run.under_way()
         name = run.ranks()[1][1]
         run.agents[name].send_signal(signal.SIGTERM)
         run.ended()
@@ -56,7 +47,7 @@ def test_a_preemption_notice_swaps_the_host_before_it_goes(tmp_path, reference):
         assert run.events("notice")
         assert name not in {host for _, host in run.ranks().values()}
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
-        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+        assert run.final_hash() == reference(2, 1)[0]
 
 
 def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp_path, monkeypatch):
@@ -88,11 +79,8 @@ def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp
 @pytest.mark.soak
 def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_is_left_out(tmp_path, reference):
     """Faults 43 (a false alarm) and 39 (one host's rank dies three times, each time after a new step)."""
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "training.steps": 200}
-    with Judged(tmp_path, spec_of(**changes, **{"resources.spare_hosts": 2})) as run:
-        run.start()
-        run.wait_for_step(10)
-        run.wait_until(lambda: len({e.host for e in run.events("phase") if e.phase == "spare"}) == 2, "two spares")
+    with Judged(tmp_path, spec_of(**{**SPARED, "resources.spare_hosts": 2, "training.steps": 200})) as run:
+        run.under_way()
         accused = run.ranks()[1][1]
         run.tell({"t": "health", "host": accused, "evidence": "a detector that errs", "resettable": []})
         run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery from the false alarm")
@@ -110,17 +98,14 @@ def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_
 
 def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
     """Fault 16: the recovery begins once more, with the spare, and converges."""
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 200}
-    with Judged(tmp_path, spec_of(**changes)) as run:
-        run.start()
-        run.wait_for_step(10)
-        run.wait_for_spare()
+    with Judged(tmp_path, spec_of(**SPARED)) as run:
+        run.under_way()
         run.kill_rank(0)
         run.wait_until(lambda: run.events("incident"), "the first incident")
         run.signal_host(run.ranks()[1][1])
         run.ended()
         assert run.actions() in (["restart", "swap"], ["swap"]), run.story()
-        assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
+        assert run.final_hash() == reference(2, 1)[0]
 
 
 @pytest.mark.soak
@@ -146,8 +131,7 @@ def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
 @needs_namespaces
 def test_a_flapping_link_below_the_limit_disturbs_nobody(tmp_path, reference):
     """Fault 24: half a second down, four times; the limit is two seconds."""
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 100}
-    with Judged(tmp_path, spec_of(**changes, **{"recovery.heartbeat_timeout_s": 2.5}), netns=True) as run:
+    with Judged(tmp_path, spec_of(**SPARED, **LONGER, **{"recovery.heartbeat_timeout_s": 2.5}), netns=True) as run:
         run.start()
         run.wait_for_step(10)
         for _ in range(4):
@@ -157,24 +141,21 @@ def test_a_flapping_link_below_the_limit_disturbs_nobody(tmp_path, reference):
             time.sleep(1.0)
         run.ended()
         assert run.actions() == [], run.story()
-        assert run.final_hash() == reference(2, 1, **{"training.steps": 100})[0]
+        assert run.final_hash() == reference(2, 1, **LONGER)[0]
 
 
 @needs_namespaces
 def test_a_one_way_partition_is_silence_too(tmp_path, reference):
     """Fault 22: a host hears everybody and nobody hears it."""
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 100}
-    with Judged(tmp_path, spec_of(**changes, **{"recovery.heartbeat_timeout_s": 0.8}), netns=True) as run:
-        run.start()
-        run.wait_for_step(10)
-        run.wait_for_spare()
+    with Judged(tmp_path, spec_of(**SPARED, **{"recovery.heartbeat_timeout_s": 0.8}), netns=True) as run:
+        run.under_way()
         name = run.ranks()[1][1]
         if not drop_everything_from(run.network, name):
             pytest.skip("this kernel has no token bucket (tc tbf)")
         run.ended()
         assert run.actions()[0] == "swap", run.story()
         assert "silent" in run.events("host.lost")[0].detail["evidence"]
-        assert run.final_hash() == reference(2, 1, **{"training.steps": 100})[0]
+        assert run.final_hash() == reference(2, 1)[0]
 
 
 def drop_everything_from(network, name):

@@ -10,23 +10,11 @@ import signal
 import time
 
 import pytest
-from chaos import Judged, References
+from chaos import Judged
 from cluster import ip, namespaces_work, spec_of
 
 pytestmark = [pytest.mark.soak]
 needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2 for network namespaces")
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    return References(tmp_path_factory)
-
-
-@pytest.fixture
-def seed():
-    found = int(os.environ.get("MUSTER_CHAOS_SEED", "20261121"))
-    print(f"MUSTER_CHAOS_SEED={found}")
-    return found
 
 
 @pytest.mark.timeout(900)

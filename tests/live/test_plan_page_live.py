@@ -3,7 +3,6 @@
 from datetime import UTC, datetime
 
 import pytest
-from browser import Browser
 
 from muster.app import plan as use_case
 from muster.app import plan_page
@@ -29,13 +28,6 @@ for (let i = 0; i < d.length; i += 4) {
   n += d[i + 3] > 100 && Math.max(...rgb) - Math.min(...rgb) > 60;
 }
 return n"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    opened = Browser(tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def put_nvidia_smi(folder: Path, monkeypatch, code: int) -> Path:
 @pytest.mark.parametrize("code, expected", [(0, ["reset"]), (1, ["reset", "swap"])], ids=["heals", "fails"])
 def test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap(tmp_path, monkeypatch, code, expected):
     note = put_nvidia_smi(tmp_path, monkeypatch, code)
-    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 80}
+    changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 40}
     with Judged(tmp_path / "run", spec_of(**changes)) as run:
         run.start()
         run.wait_for_spare()
@@ -60,7 +60,7 @@ def adjust(world):
 
 def test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world(tmp_path):
     (tmp_path / "policy.py").write_text(POLICY)
-    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, "training.steps": 60,
+    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, "training.steps": 40,
                "recovery.policy": str(tmp_path / "policy.py"), "training.optimizer.schedule": "constant",
                "training.optimizer.warmup_steps": 0}  # fmt: skip
     with Judged(tmp_path / "run", spec_of(**changes)) as run:
@@ -74,7 +74,7 @@ def test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world(tmp_path):
         assert {steps[step]["rows"] for step in steps if step < first} == {12}
         assert {steps[step]["rows"] for step in steps if step >= first} == {8}
         assert steps[first - 1]["learning_rate"] == pytest.approx(rate)
-        assert steps[60]["learning_rate"] == pytest.approx(rate * 2 / 3)
+        assert steps[40]["learning_rate"] == pytest.approx(rate * 2 / 3)
 
 
 def test_the_clouds_notice_saves_and_leaves_with_75(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from browser import Browser
 
 pytestmark = pytest.mark.live
 
@@ -20,19 +19,17 @@ resources: {hosts: 8, spare_hosts: 1, min_hosts: 7}
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory):
+def opened(browser, tmp_path_factory):
     place = tmp_path_factory.mktemp("rehearsal")
     (place / "run.yaml").write_text(RUN)
     command = [sys.executable, "-m", "muster.cli.main", "simulate", "run.yaml", "--failures-per-day", "24",
                "--hours", "6", "--seeds", "3", "--paired", "0", "--html", "page.html"]  # fmt: skip
     told = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
-    browser = Browser(tmp_path_factory.mktemp("profile"))
     browser.size(1280, 900)
     browser.open(place / "page.html")
     browser.wait("document.documentElement.dataset.ready")
-    yield browser
-    browser.close()
+    return browser
 
 
 def test_it_draws_without_an_error_and_says_what_it_is(opened):

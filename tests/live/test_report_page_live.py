@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import Browser
 
 from muster.report import api
 from muster.report.page import render
@@ -21,13 +20,6 @@ def made_up_run(directory: Path) -> Path:
     spec.loader.exec_module(module)
     module.write(directory / "events")
     return directory
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    opened = Browser(tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

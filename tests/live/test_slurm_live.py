@@ -42,9 +42,9 @@ def user(cluster, tmp_path):
 
 @pytest.fixture(scope="module")
 def beside(cluster, tmp_path_factory):
-    """A run on one node that nothing happens to. Sums are exact, so every other run has to have its losses."""
+    """A run of one rank that nothing happens to. Sums are exact, so every other run has to have its losses."""
     user = User(cluster, tmp_path_factory.mktemp("beside"))
-    yield user.submit(run_file(name="beside", resources__hosts=1))
+    yield user.submit(run_file(name="beside", resources__hosts=1, resources__ranks_per_host=1))
     user.end_all()
 
 
@@ -64,8 +64,8 @@ def same_losses(run: Run, beside: Run, *, beyond: int) -> None:
 
 
 def test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on(cluster, user, beside):
-    """Three nodes of two ranks and a spare: first a link is cut, then it heals, then the batch node loses its power."""
-    run = user.submit(run_file(resources__spare_hosts=1, slurm__time_limit="30"))
+    """Two nodes of two ranks and a spare: first a link is cut, then it heals, then the batch node loses its power."""
+    run = user.submit(run_file(resources__hosts=2, resources__spare_hosts=1, slurm__time_limit="30"))
     run.wait_for_step(8)
     run.wait_until(run.spares, "a spare")
     assert run.status()["state"] == "running"

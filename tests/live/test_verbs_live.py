@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import eventually
+from watched import Watched
 
 from muster.backends.local import processes
 
@@ -61,8 +63,10 @@ class Shell:
     def status(self, run: str) -> dict:
         return json.loads(self.run("status", run, "--json").stdout)
 
-    def wait_for_step(self, run: str, step: int) -> None:
-        eventually(lambda: (self.status(run)["step"] or 0) >= step, 90)
+    def wait_for_step(self, step: int) -> None:
+        """Of the run in ``there``: a command for every look would slow down what is waited for."""
+        seen = Watched(self.folder / "there")
+        eventually(lambda: seen.step() >= step, 90)
 
     def left(self, run_id: str) -> list[processes.Process]:
         return processes.labelled(run_id)
@@ -77,13 +81,6 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         subprocess.run(
             [*MUSTER, "down", str(folder.parent)], cwd=tmp_path, env=found.env, capture_output=True, check=False
         )
-
-
-def eventually(what: Callable[[], object], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.1)
 
 
 def loss_of(shell: Shell, run: str) -> dict[int, float]:
@@ -102,7 +99,7 @@ def test_a_detached_run_from_submit_to_down(shell: Shell) -> None:
     assert submit.wait(60) == 0
     os.close(primary)  # the terminal is gone
     run_id = (shell.folder / "there" / "run_id").read_text().strip()
-    shell.wait_for_step(run_id, 3)
+    shell.wait_for_step(3)
     assert shell.status(run_id)["state"] == "running"
     assert run_id in shell.run("status").stdout
     followed = shell.start("logs", "-f", run_id)
@@ -123,7 +120,7 @@ def test_a_detached_run_from_submit_to_down(shell: Shell) -> None:
     assert [each["step"] for each in committed] == [stopped["step"]]
 
     assert shell.run("recover", run_id).stdout.strip() == run_id
-    shell.wait_for_step(run_id, stopped["step"] + 2)
+    shell.wait_for_step(stopped["step"] + 2)
     assert shell.status(run_id)["attempt"] == 2
     assert "is down" in shell.run("down", run_id).stderr
     assert shell.left(run_id) == []
@@ -135,7 +132,7 @@ def test_a_detached_run_from_submit_to_down(shell: Shell) -> None:
 def test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit(shell: Shell) -> None:
     train = shell.start("train", "run.yaml", "run_dir=there")
     eventually(lambda: (shell.folder / "there" / "run_id").exists())
-    shell.wait_for_step("there", 5)
+    shell.wait_for_step(5)
     os.kill(train.pid, signal.SIGINT)
     out, err = train.communicate(timeout=60)
     assert train.returncode == 130, err
@@ -169,7 +166,7 @@ def test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit(shell: Shell) -
 def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) -> None:
     train = shell.start("train", "run.yaml", "run_dir=there")
     eventually(lambda: (shell.folder / "there" / "run_id").exists())
-    shell.wait_for_step("there", 2)
+    shell.wait_for_step(2)
     os.kill(train.pid, signal.SIGTERM)
     assert train.wait(60) == 75
     assert shell.status("there")["state"] == "preempted"
@@ -194,13 +191,13 @@ def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) 
 
 def test_a_killed_supervisor_is_replaced_and_the_agents_go_on(shell: Shell) -> None:
     run_id = shell.run("submit", "run.yaml", "run_dir=there").stdout.strip()
-    shell.wait_for_step(run_id, 3)
+    shell.wait_for_step(3)
     record = json.loads((shell.folder / "there" / "job.json").read_text())
     os.kill(record["tasks"]["supervisor"]["pid"], signal.SIGKILL)
     eventually(lambda: "the supervisor is gone" in shell.status(run_id)["reason"])
     step = shell.status(run_id)["step"]
     shell.run("recover", run_id)
-    shell.wait_for_step(run_id, step + 3)
+    shell.wait_for_step(step + 3)
     assert shell.status(run_id)["attempt"] == 1, "no rank was restarted"
     assert "a supervisor holds" in shell.run("recover", run_id, code=1).stderr
     shell.run("stop", run_id)

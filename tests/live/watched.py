@@ -1,0 +1,54 @@
+"""What live tests see of a run: its events, read as they are written, and what follows from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from muster.core import eventlog
+from muster.core.events import Event
+
+
+class Watched:
+    """A run's folder, looked at.
+
+    Tests look up to a hundred times a second, beside the run that they wait for: no line is parsed twice.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = Path(directory)
+        self._read: dict[str, int] = {}
+        self._events: list[tuple[int, str, int, Event]] = []
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """By wall time."""
+        new = list(eventlog.read(self.dir / "events", after=self._read))
+        for name, event in new:
+            self._read[name] = self._read.get(name, 0) + 1
+            self._events.append((event.wall_ns, name, event.seq, event))
+        if new:
+            self._events.sort(key=lambda item: item[:3])
+        return [event for *_, event in self._events if kind is None or event.kind == kind]
+
+    def step(self) -> int:
+        return max((event.step or 0 for event in self.events("step")), default=0)
+
+    def losses(self) -> dict[int, str]:
+        """Step -> loss as hex, the last word on each step."""
+        return {event.step: float(event.detail["loss"]).hex() for event in self.events("step") if event.step}
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """Rank -> (pid, host) of the newest attempt."""
+        started = self.events("rank.started")
+        newest = max((event.attempt for event in started), default=0)
+        return {
+            event.rank: (event.detail["pid"], event.host)
+            for event in started
+            if event.attempt == newest and event.rank is not None
+        }
+
+    def actions(self) -> list[str]:
+        return [event.detail["action"] for event in self.events("decision")]
+
+    def spares(self) -> set[str]:
+        """Hosts that were ever held as spares."""
+        return {event.host for event in self.events("phase") if event.phase == "spare"}

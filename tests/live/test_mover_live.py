@@ -41,8 +41,7 @@ def movers(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         mover = Mover(memory=tmp_path / name, token=TOKEN, bind="127.0.0.1")
-        for target in (mover.serve, mover.push_loop):
-            threading.Thread(target=target, daemon=True).start()
+        threading.Thread(target=mover.serve, daemon=True).start()
         found.append(mover)
     return found
 
@@ -51,7 +50,7 @@ def write(mover, rank, step, byte, size=3_000_000):
     ring = Ring.create(mover.memory / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=size)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * size
-    ring.commit(slot, step=step, attempt=1)
+    ring.order(ring.commit(slot, step=step, attempt=1))
     return ring
 
 
@@ -65,7 +64,7 @@ def versions(path):
 def test_each_step_is_copied_to_the_peer_and_acknowledged(movers):
     a, b = movers
     ring = write(a, 0, 5, 7)
-    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0]})
+    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
     a.obey({"do": "copy", "step": 5})
     copy = b.memory / file_name("peer", KEY, 0)
     eventually(lambda: versions(copy) == [(5, 1)])
@@ -95,7 +94,7 @@ def test_a_copy_that_is_not_whole_is_not_committed(movers, said, wrong):
     sock = socket.create_connection(tuple(b.address))
     stream = Stream(sock, TOKEN, server=False)
     stream.send({"t": "push", "file": file_name("peer", KEY, 0), "header": "{}", "slot_bytes": ring.slot_bytes,
-                 "step": 5, "attempt": 1})  # fmt: skip
+                 "step": 5, "attempt": 1, "world": 1})  # fmt: skip
     assert stream.receive()["t"] == "go"
     crc = stream.send_bytes(ring.slot(ring.versions()[0].slot))
     stream.receive()
@@ -254,7 +253,7 @@ def test_a_save_outlives_its_mover_and_a_new_mover_takes_the_next(agent, tmp_pat
 
 def test_a_new_mover_knows_where_copies_go(agent, movers):
     a, _ = movers
-    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0])
+    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
     before = agent.pid
     os.kill(before, signal.SIGKILL)
     agent.until(lambda: bool(agent.said))
@@ -268,9 +267,9 @@ def test_a_mover_that_stands_still_does_not_hold_the_agent(agent, movers):
     a, b = movers
     os.kill(agent.pid, signal.SIGSTOP)
     for number in range(3000):  # more than a pipe holds
-        agent.mover.peers(peer=b.address, layout=KEY, ranks=[0, number])
+        agent.mover.peers(peer=b.address, layout=KEY, ranks=[0, number], world=1)
         agent.mover.copy(number)
-    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0])
+    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
     os.kill(agent.pid, signal.SIGCONT)
     agent.until(lambda: not agent.mover._unsaid)
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
@@ -281,7 +280,7 @@ def test_a_mover_that_stands_still_does_not_hold_the_agent(agent, movers):
 def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, movers):
     """The agent died, its ranks train on: nobody tells its successor's mover."""
     a, _ = movers
-    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0])
+    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
     address = agent.mover.address
     agent.mover.end()  # as its stdin's end would
     agent.mover = MoverChild(agent=agent)

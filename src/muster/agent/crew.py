@@ -276,6 +276,7 @@ class Crew:
         if step != worker.step:
             if worker.first_step is None:
                 worker.first_step = step
+                self.agent.programs.mover.copy(step - 1)  # what the world starts from
             elif step > worker.first_step:
                 worker.stepped = True
                 self.agent.programs.stepped(worker, step)

@@ -4,16 +4,18 @@ A program of its own (``python -m muster.agent.mover``), one a host: it copies s
 writes checkpoints to the disk or the bucket (``persist``: those that ranks hand over; ``flush``: those made of
 snapshots, which need no rank). It imports no torch. Orders come from the agent as JSON lines on stdin:
 
-* ``peers``: which host's mover gets a copy of which ranks' snapshots from now on;
-* ``copy``: a step was taken, send its snapshot to the peer;
+* ``peers``: which host's mover gets a copy of which ranks' snapshots from now on, in which attempt;
+* ``copy``: a step was taken, look what its ranks want copied (``Pusher``);
 * ``fetch``: get one version from another host for a restore;
 * ``flush``, ``flush_commit``: write one version as a checkpoint (see ``flush``).
 
-Answers are JSON lines on stdout: first the address where other movers reach this one, then what was flushed.
+Answers are JSON lines on stdout: first the address where other movers reach this one, then what was flushed, and notes
+for the run's log.
 
 Between movers: the authenticated handshake of ``core.wire``, a request frame, a header frame with the
 sizes, the raw bytes, and a frame with their checksum. A version that tears while it is read (the rank
-overwrote the slot) is refused by its stamp, a damaged one by its checksum; neither is ever committed.
+overwrote the slot) is refused by its stamp, a damaged one by its checksum; neither is ever committed. A ring that
+copies arrive in has one writer, the newest attempt's (``Arrivals``).
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ import argparse
 import contextlib
 import json
 import os
-import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from muster.agent.copies import Arrivals, Pusher
 from muster.agent.flush import commit_flushed, flush
 from muster.agent.persist import Shares, answer_each, complain
-from muster.core.errors import CheckpointError, MusterError
-from muster.core.ring import Ring, file_name, refuse
+from muster.core.errors import CheckpointError, ConflictError, MusterError
+from muster.core.ring import FETCHED_SLOTS, PEER_SLOTS, NoRoom, Ring, file_name, refuse
 from muster.core.stream import TIMEOUT_S, Stream
 from muster.core.wire import read_token
 
@@ -46,12 +48,28 @@ _FLUSH = {"flush": ("flushed", flush), "flush_commit": ("flush_committed", commi
 
 
 def write_version(
-    directory: Path, name: str, header: bytes, slot_bytes: int, stream: Stream, found: Mapping[str, Any]
+    directory: Path,
+    name: str,
+    header: bytes,
+    slot_bytes: int,
+    stream: Stream,
+    found: Mapping[str, Any],
+    *,
+    slots: int = FETCHED_SLOTS,
 ) -> None:
-    """Take one version from ``stream`` into ``directory/name`` and commit it if its checksum fits."""
-    ring = Ring.create(directory / name, header=header, slot_bytes=slot_bytes)
+    """Take one version from ``stream`` into ``directory/name`` and commit it if its checksum fits.
+
+    ``found``: its step and attempt, and ``keep``, a step whose slot is not written to. What is newer was given up.
+    Raises NoRoom.
+    """
+    ring = Ring.create(directory / name, header=header, slot_bytes=slot_bytes, slots=slots)
     try:
-        slot = ring.begin()
+        step, attempt = int(found["step"]), int(found["attempt"])
+        ring.forget_after(step, attempt=attempt)
+        if ring.find(step, attempt) is not None:
+            stream.send({"t": "held"})
+            return
+        slot = ring.begin(spare=(int(found.get("keep", -1)),))
         stream.send({"t": "go"})
         crc = stream.receive_bytes(ring.slot(slot))
         stream.send({"t": "got"})
@@ -59,8 +77,8 @@ def write_version(
         if end.get("t") != "whole":
             return
         if end["crc"] != crc:
-            raise CheckpointError(f"{name} of step {found['step']} arrived damaged or torn")
-        version = ring.commit(slot, step=int(found["step"]), attempt=int(found["attempt"]))
+            raise CheckpointError(f"{name} of step {step} arrived damaged or torn")
+        version = ring.commit(slot, step=step, attempt=attempt)
         ring.seal(version, end.get("seal"))
         stream.send({"t": "held"})
     finally:
@@ -85,18 +103,15 @@ def read_version(ring: Ring, step: int, attempt: int, stream: Stream) -> None:
 
 
 class Mover:
-    """Serves and fetches; one thread per connection, one for pushes."""
+    """Serves, fetches and pushes; one thread per connection, and one for each rank whose snapshots are copied."""
 
     def __init__(self, *, memory: Path, token: bytes, bind: str, port: int = 0) -> None:
         """``port``: a dead predecessor's, so that the others need no new address; any where it is taken."""
         self.memory, self.token = memory, token
         self.listener = _listen(bind, port)
         self.address = list(self.listener.getsockname()[:2])
-        self.peer: list[Any] | None = None
-        self.layout = ""
-        self.ranks: list[int] = []
-        self.pushes: queue.Queue[int] = queue.Queue(maxsize=1)
-        self.pushed: dict[int, tuple[int, int]] = {}
+        self.arrivals = Arrivals()
+        self.pushers: list[Pusher] = []
         self._saying = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -112,8 +127,16 @@ class Mover:
                 read_version(ring, int(request["step"]), int(request["attempt"]), stream)
                 ring.close()
             elif request["t"] == "push":
-                header, size = str(request["header"]).encode(), int(request["slot_bytes"])
-                write_version(self.memory, name, header, size, stream, request)
+                self._take(name, request, stream)
+
+    def _take(self, name: str, request: Mapping[str, Any], stream: Stream) -> None:
+        """A copy comes. Refused where a newer attempt writes to that ring, or there is no room."""
+        header, size = str(request["header"]).encode(), int(request["slot_bytes"])
+        try:
+            with self.arrivals.writer(name, int(request["world"]), stream.sock):
+                write_version(self.memory, name, header, size, stream, request, slots=PEER_SLOTS)
+        except (NoRoom, ConflictError) as error:
+            stream.send({"t": "refused", "reason": str(error), "no_room": isinstance(error, NoRoom)})
 
     def fetch(self, order: Mapping[str, Any]) -> None:
         """Get one version; the target appears under its final name when it is whole."""
@@ -128,66 +151,31 @@ class Mover:
             write_version(self.memory, part, str(found["header"]).encode(), int(found["slot_bytes"]), stream, found)
             os.rename(self.memory / part, self.memory / order["target"])
 
-    def push_loop(self) -> None:
-        """Copy the newest version of every rank to the peer; a slow peer skips steps, never queues them."""
-        stream: Stream | None = None
-        connected: list[Any] | None = None
-        while True:
-            self.pushes.get()
-            peer = self.peer
-            if peer is None:
-                continue
-            try:
-                if stream is None or connected != peer:
-                    stream = Stream(socket.create_connection(tuple(peer), timeout=TIMEOUT_S), self.token, server=False)
-                    connected = peer
-                for rank in self.ranks:
-                    self._push(stream, rank)
-            except (OSError, MusterError, ValueError) as error:
-                complain(f"copying to the peer {peer}: {error}")
-                stream = None
-
-    def _push(self, stream: Stream, rank: int) -> None:
-        ring = Ring.open(self.memory / file_name("own", self.layout, rank), writable=True)
-        try:
-            version = next(iter(ring.versions()), None)
-            if version is None or self.pushed.get(rank) == (version.step, version.attempt):
-                return
-            stream.send(
-                {
-                    "t": "push",
-                    "file": file_name("peer", self.layout, rank),
-                    "header": ring.header.decode(),
-                    "slot_bytes": ring.slot_bytes,
-                    "step": version.step,
-                    "attempt": version.attempt,
-                }
-            )
-            if stream.receive().get("t") != "go":
-                raise ConnectionError("the peer refused a copy")
-            crc = stream.send_bytes(ring.slot(version.slot))
-            stream.receive()
-            seal, whole = ring.sealed(version), ring.find(version.step, version.attempt) == version
-            stream.send({"t": "whole" if whole else "torn", "crc": crc, "seal": seal})
-            if whole and stream.receive().get("t") == "held":
-                self.pushed[rank] = (version.step, version.attempt)
-                ring.note_copied(version)
-        finally:
-            ring.close()
-
     def obey(self, order: Mapping[str, Any]) -> None:
         if order["do"] == "peers":
-            self.peer, self.layout, self.ranks = order["peer"], order["layout"], order["ranks"]
-            self.pushed.clear()
+            self._copy_to(order["peer"], str(order["layout"]), order["ranks"], int(order["world"]))
         elif order["do"] == "copy":
-            try:
-                self.pushes.put_nowait(int(order["step"]))
-            except queue.Full:
-                pass
+            for pusher in self.pushers:
+                pusher.wake()
         elif order["do"] == "fetch":
             threading.Thread(target=self._fetch, args=(dict(order),), daemon=True).start()
         elif order["do"] in _FLUSH:
             threading.Thread(target=self._flush, args=(dict(order),), daemon=True).start()
+
+    def _copy_to(self, peer: list[Any] | None, layout: str, ranks: Iterable[int], world: int) -> None:
+        for pusher in self.pushers:
+            pusher.stop()
+        self.arrivals.expect(world)
+        self.pushers = []
+        for rank in ranks if peer is not None else ():
+            own, there = file_name("own", layout, rank), file_name("peer", layout, rank)
+            pusher = Pusher(self.memory / own, there, peer=tuple(peer or ()), world=world, token=self.token)
+            pusher.say = self._note
+            self.pushers.append(pusher)
+            threading.Thread(target=pusher.run, name=f"push {own}", daemon=True).start()
+
+    def _note(self, text: str) -> None:
+        self.say({"t": "note", "text": text})
 
     def _fetch(self, order: Mapping[str, Any]) -> None:
         try:
@@ -249,7 +237,7 @@ def main() -> None:
     mover = Mover(memory=arguments.memory, token=token, bind=arguments.bind, port=arguments.port)
     shares = Shares(memory=arguments.memory, token=token)
     mover.say({"t": "address", "address": mover.address})
-    for target in (mover.serve, mover.push_loop, shares.serve):
+    for target in (mover.serve, shares.serve):
         threading.Thread(target=target, daemon=True).start()
     for line in sys.stdin:
         mover.obey(json.loads(line))

@@ -117,9 +117,9 @@ class MoverChild:
 
     # ------------------------------------------------------------ orders
 
-    def peers(self, *, peer: list[Any] | None, layout: str, ranks: list[int]) -> None:
-        """From now on these ranks' snapshots are copied to ``peer``; what was fetched before is forgotten."""
-        self._peers = {"do": "peers", "peer": peer, "layout": layout, "ranks": ranks}
+    def peers(self, *, peer: list[Any] | None, layout: str, ranks: list[int], world: int) -> None:
+        """In attempt ``world`` these ranks' snapshots are copied to ``peer``; what was fetched before is forgotten."""
+        self._peers = {"do": "peers", "peer": peer, "layout": layout, "ranks": ranks, "world": world}
         self._fetches.clear()
         self._note()
         self._tell(self._peers)
@@ -135,6 +135,10 @@ class MoverChild:
         """A snapshot lies ready. Left out where the mover does not keep up: the next one comes soon."""
         if not self._unsaid:
             self._tell({"do": "copy", "step": step})
+
+    def served(self) -> None:
+        """The world steps: what was fetched for its start has served, and is not fetched again."""
+        self._fetches.clear()
 
     def fetch(self, order: dict[str, Any]) -> None:
         """Get one version from another host."""
@@ -184,6 +188,8 @@ class MoverChild:
             found = json.loads(line)
             if found["t"] == "address":
                 self._came(found["address"])
+            elif found["t"] == "note":
+                self.agent.log_event("run.note", {"text": found["text"]})
             else:
                 self._answer(found)
         return True

@@ -257,6 +257,7 @@ class Programs:
             self._last_step_s = now
             self.refill()
             self._tidy(worker.attempt)
+        self.mover.served()
         self.mover.copy(step - 1)
 
     def _tidy(self, attempt: int) -> None:
@@ -324,7 +325,9 @@ class Programs:
         self._layout = Layout(**contexts[0]["layout"]).key
         self._ranks = [int(context["rank"]) for context in contexts]
         self._peer_copy = message.get("peer") is not None
-        self.mover.peers(peer=message.get("peer"), layout=self._layout, ranks=self._ranks)
+        self.mover.peers(
+            peer=message.get("peer"), layout=self._layout, ranks=self._ranks, world=int(message["attempt"])
+        )
         restore = contexts[0].get("restore")
         if restore is None:
             held.begin_course(self.agent.memory, layout=self._layout, origin=None, step=-1, attempt=0)

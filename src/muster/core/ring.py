@@ -6,28 +6,42 @@ change and set after they are whole, so a rank killed in mid-copy leaves a slot 
 
 A version gets a seal, a sum over its bytes, a moment after it is whole; whoever restores it compares.
 
-Layout of the file: fixed header, the copy's stamp (what a peer holds for certain), one stamp per slot (step,
-attempt, seal, step of the seal; int64 each, step -1: no version, no seal), the shard header (JSON: what the bytes
-are, see ``core.shards``), then the slots, page-aligned.
+Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four int64 each), the shard header (JSON: what
+the bytes are, see ``core.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt, seal and step of
+the seal (step -1: no version, no seal). The marks are versions too: the one that the rank wants copied to the peer
+next (``order``), the one that the peer last said it holds (``note_copied``), and the step that every rank's peer
+holds (``agree``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.core.errors import CheckpointError
 
-MAGIC = b"MUSTRNG2"
-SLOTS = 3
-"""One being written, one complete, one that a peer may still be reading."""
-_FIXED = struct.Struct("<8sIIQ")  # magic, slots, bytes of the shard header, bytes of a slot
+MAGIC = b"MUSTRNG3"
+#: Slots of a rank's own ring where no copy is made: one being written, one whole.
+OWN_SLOTS = 2
+#: With copies: what is being copied, the newest, and one being written. While copies take longer than a step, a fourth
+#: for the version that all peers hold (see ``train.snapshot``); it is reserved when that first happens.
+COPIED_SLOTS = 3
+MAX_SLOTS = 4
+#: A peer's: the version that all peers hold, and the one that arrives.
+PEER_SLOTS = 2
+FETCHED_SLOTS = 1
+_FIXED = struct.Struct("<8sIIQ")  # magic, reserved slots, bytes of the shard header, bytes of a slot
+_ORDERED, _COPIED, _AGREED, _MARKS = 0, 1, 2, 3
 _STAMP = struct.Struct("<qqqq")  # step, attempt, seal, step of the seal
+_HEADER_AT = _FIXED.size + (_MARKS + MAX_SLOTS) * _STAMP.size
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _PAGE = 4096
 _NAME = re.compile(r"^(?P<tier>own|peer|fetched)\.(?P<layout>r\d+s\d+t\d+)\.(?P<rank>\d+)\.ring$")
 
@@ -60,6 +74,17 @@ def _refusal_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.failed")
 
 
+class NoRoom(CheckpointError):
+    """The memory for snapshots is not there; what lies in memory is as sound as before."""
+
+    def __init__(self, wanted: int, free: int, folder: Path) -> None:
+        super().__init__(
+            f"no room for snapshots in memory: {_size(wanted)} wanted, {_size(free)} free in {folder}",
+            hint="checkpoint.peer_copy: false needs less, checkpoint.memory_every_steps: 0 none",
+        )
+        self.wanted, self.free = wanted, free
+
+
 @dataclass(frozen=True, kw_only=True)
 class Version:
     """A whole version in a ring."""
@@ -86,48 +111,46 @@ class Ring:
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path = path
         self.mapped = mapped
-        magic, self.slots, header_bytes, self.slot_bytes = _FIXED.unpack_from(mapped)
+        magic, _, header_bytes, self.slot_bytes = _FIXED.unpack_from(mapped)
         if magic != MAGIC:
             raise CheckpointError(f"{path} is no snapshot ring")
-        start = _FIXED.size + (1 + self.slots) * _STAMP.size
-        self.header = bytes(mapped[start : start + header_bytes])
-        self._data = _aligned(start + header_bytes)
-        if len(mapped) < self._data + self.slots * self.slot_bytes:
+        self.header = bytes(mapped[_HEADER_AT : _HEADER_AT + header_bytes])
+        self._data = _aligned(_HEADER_AT + header_bytes)
+        if len(mapped) < self._data + MAX_SLOTS * self.slot_bytes:
             raise CheckpointError(f"{path} is truncated: {len(mapped)} bytes")
 
     @classmethod
-    def create(cls, path: Path, *, header: bytes, slot_bytes: int, slots: int = SLOTS) -> Ring:
-        """A ring of this shape. One of the same shape that exists is kept, versions and all.
+    def create(cls, path: Path, *, header: bytes, slot_bytes: int, slots: int = COPIED_SLOTS) -> Ring:
+        """A ring of this shape with at least ``slots`` slots. One of this shape that exists is kept, versions and all.
 
         Raises:
-            CheckpointError: no room in memory for it (checked now, not by SIGBUS at the first write).
+            NoRoom: no memory for it (found out now, not by SIGBUS at the first write). What existed is untouched.
         """
         if path.exists():
             try:
                 found = cls.open(path, writable=True)
-                if (found.header, found.slot_bytes, found.slots) == (header, slot_bytes, slots):
-                    return found
             except CheckpointError:
-                pass
-        start = _FIXED.size + (1 + slots) * _STAMP.size
-        size = _aligned(start + len(header)) + slots * slot_bytes
+                found = None
+            if found is not None and (found.header, found.slot_bytes) == (header, slot_bytes):
+                found.grow(slots)
+                return found
+        data = _aligned(_HEADER_AT + len(header))
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            os.pwrite(fd, _FIXED.pack(MAGIC, slots, len(header), slot_bytes), 0)
-            os.pwrite(fd, _STAMP.pack(-1, -1, 0, -1) * (1 + slots), _FIXED.size)
-            os.pwrite(fd, header, start)
-            os.rename(temporary, path)
-            return cls(path, mmap.mmap(fd, size))
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"no room for in-memory snapshots: {size} bytes in {path.parent}: {error.strerror}",
-                hint="checkpoint.memory_every_steps=0 turns them off",
-            ) from error
-        finally:
-            os.close(fd)
+        with _room(path.parent, data + slots * slot_bytes):
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, data + slots * slot_bytes)
+                os.ftruncate(fd, data + MAX_SLOTS * slot_bytes)
+                os.pwrite(fd, _FIXED.pack(MAGIC, slots, len(header), slot_bytes), 0)
+                os.pwrite(fd, _STAMP.pack(-1, -1, 0, -1) * (_MARKS + MAX_SLOTS), _FIXED.size)
+                os.pwrite(fd, header, _HEADER_AT)
+                os.rename(temporary, path)
+                return cls(path, mmap.mmap(fd, 0))
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
 
     @classmethod
     def open(cls, path: Path, *, writable: bool = False) -> Ring:
@@ -143,11 +166,30 @@ class Ring:
         finally:
             os.close(fd)
 
+    @property
+    def slots(self) -> int:
+        """Slots that have memory."""
+        return int(_FIXED.unpack_from(self.mapped)[1])
+
+    def grow(self, slots: int) -> None:
+        """Reserve memory for so many slots; never fewer than there are. Raises NoRoom."""
+        has = self.slots
+        if slots <= has:
+            return
+        size = (slots - has) * self.slot_bytes
+        with _room(self.path.parent, size):
+            fd = os.open(self.path, os.O_RDWR)
+            try:
+                os.posix_fallocate(fd, self._data + has * self.slot_bytes, size)
+            finally:
+                os.close(fd)
+        _FIXED.pack_into(self.mapped, 0, MAGIC, slots, len(self.header), self.slot_bytes)
+
     def versions(self) -> list[Version]:
         """Whole versions, newest first."""
         found = []
         for slot in range(self.slots):
-            step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _FIXED.size + (1 + slot) * _STAMP.size)
+            step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _at(_MARKS + slot))
             if step >= 0:
                 found.append(Version(step=step, attempt=attempt, slot=slot))
         return sorted(found, key=lambda version: (version.step, version.attempt), reverse=True)
@@ -160,17 +202,26 @@ class Ring:
         start = self._data + index * self.slot_bytes
         return memoryview(self.mapped)[start : start + self.slot_bytes]
 
-    def begin(self) -> int:
-        """The slot to write next (a free one, else the oldest), its stamp cleared."""
+    def next_slot(self, *, spare: Collection[int] = ()) -> int | None:
+        """A free slot, else that of the oldest version whose step is not in ``spare``; None where all are spared."""
         taken = {version.slot: (version.step, version.attempt) for version in self.versions()}
         free = [slot for slot in range(self.slots) if slot not in taken]
-        slot = free[0] if free else min(taken, key=lambda index: taken[index])
-        self._stamp(slot, -1, -1)
+        if free:
+            return free[0]
+        left = [slot for slot, (step, _) in taken.items() if step not in spare]
+        return min(left, key=lambda slot: taken[slot]) if left else None
+
+    def begin(self, *, spare: Collection[int] = ()) -> int:
+        """The slot to write next (``next_slot``), its stamp cleared. Raises CheckpointError where all are spared."""
+        slot = self.next_slot(spare=spare)
+        if slot is None:
+            raise CheckpointError(f"{self.path.name}: each of its {self.slots} slots is spared")
+        self._stamp(_MARKS + slot, -1, -1)
         return slot
 
     def commit(self, slot: int, *, step: int, attempt: int) -> Version:
         """The slot's bytes are whole: it is now the version ``step``, not sealed yet."""
-        self._stamp(slot, step, attempt)
+        self._stamp(_MARKS + slot, step, attempt)
         return Version(step=step, attempt=attempt, slot=slot)
 
     def seal(self, version: Version, seal: int | None) -> None:
@@ -179,7 +230,7 @@ class Ring:
         May come from another thread: a seal of a version that is overwritten meanwhile names its own step, and so
         seals nothing.
         """
-        at = _FIXED.size + (1 + version.slot) * _STAMP.size
+        at = _at(_MARKS + version.slot)
         self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
         if seal is not None:
             self.mapped[at + 16 : at + 24] = struct.pack("<q", seal)
@@ -187,7 +238,7 @@ class Ring:
 
     def sealed(self, version: Version) -> int | None:
         """What ``seal`` noted about it; None where it was not sealed (yet)."""
-        step, attempt, seal, of = _STAMP.unpack_from(self.mapped, _FIXED.size + (1 + version.slot) * _STAMP.size)
+        step, attempt, seal, of = _STAMP.unpack_from(self.mapped, _at(_MARKS + version.slot))
         return seal if (step, attempt, of) == (version.step, version.attempt, version.step) else None
 
     def forget_after(self, step: int, *, attempt: int | None = None) -> None:
@@ -195,28 +246,50 @@ class Ring:
         for version in self.versions():
             other = version.step == step and attempt is not None and version.attempt != attempt
             if version.step > step or other:
-                self._stamp(version.slot, -1, -1)
+                self._stamp(_MARKS + version.slot, -1, -1)
 
-    def copied(self) -> tuple[int, int]:
-        """(step, attempt) of the newest version that a peer holds whole; (-1, -1): none."""
-        step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _FIXED.size)
-        return step, attempt
+    def order(self, version: Version | None) -> None:
+        """What the peer is to get next: the rank's word to the mover. None: nothing."""
+        self._stamp(_ORDERED, *((version.step, version.attempt) if version else (-1, -1)))
 
-    def note_copied(self, version: Version) -> None:
-        """The peer said that it holds ``version`` (the mover's word to the rank)."""
-        self._stamp(-1, version.step, version.attempt)
+    def ordered(self) -> tuple[int, int]:
+        """(step, attempt) of what the peer is to get; (-1, -1): nothing."""
+        return self._mark(_ORDERED)[:2]
+
+    def note_copied(self, version: Version, *, world: int = -1) -> None:
+        """The peer that attempt ``world`` copies to said that it holds ``version``: the mover's word to the rank."""
+        self._stamp(_COPIED, version.step, version.attempt, world)
+
+    def copied(self, *, world: int | None = None) -> tuple[int, int]:
+        """(step, attempt) of the newest version that a peer holds whole, or that of attempt ``world``; (-1, -1):
+        none."""
+        step, attempt, of = self._mark(_COPIED)
+        return (step, attempt) if world in (None, of) else (-1, -1)
+
+    def agree(self, step: int) -> None:
+        """Every rank's peer holds ``step`` (-1: none): here and at the peer it is spared until the next one is."""
+        self._stamp(_AGREED, step, -1)
+
+    def agreed(self) -> int:
+        """What ``agree`` noted."""
+        return self._mark(_AGREED)[0]
 
     def close(self) -> None:
-        self.mapped.close()
+        """Let go of the mapping; where somebody still looks at its bytes, when they have done."""
+        with contextlib.suppress(BufferError):
+            self.mapped.close()
 
-    def _stamp(self, slot: int, step: int, attempt: int) -> None:
-        # The step goes in last: a reader that sees it sees the attempt that belongs to it.
-        at = _FIXED.size + (1 + slot) * _STAMP.size
+    def _mark(self, index: int) -> tuple[int, int, int]:
+        step, attempt, world, _ = _STAMP.unpack_from(self.mapped, _at(index))
+        return step, attempt, world
+
+    def _stamp(self, index: int, step: int, attempt: int, world: int = 0) -> None:
+        # The step goes in last, and out first: a reader that sees it sees what belongs to it.
+        at = _at(index)
+        self.mapped[at : at + 8] = struct.pack("<q", -1)
         if step < 0:
-            self.mapped[at : at + 8] = struct.pack("<q", -1)
             return
-        self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
-        self.mapped[at + 8 : at + 16] = struct.pack("<q", attempt)
+        self.mapped[at + 8 : at + 32] = struct.pack("<qqq", attempt, world, -1)
         self.mapped[at : at + 8] = struct.pack("<q", step)
 
 
@@ -239,6 +312,34 @@ def inventory(directory: Path) -> Iterator[Held]:
                 attempt=version.attempt,
             )
         ring.close()
+
+
+@contextlib.contextmanager
+def _room(folder: Path, wanted: int) -> Iterator[None]:
+    """Raise NoRoom where ``wanted`` bytes are not free in ``folder``, or were not when it came to it."""
+    try:
+        free = _free(folder)
+        if wanted > free:  # asked first: a reservation that fails half-way takes what others need meanwhile
+            raise NoRoom(wanted, free, folder)
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoRoom(wanted, _free(folder), folder) from error
+        raise CheckpointError(f"no snapshots in {folder}: {error.strerror}") from error
+
+
+def _free(folder: Path) -> int:
+    there = os.statvfs(folder)
+    return there.f_bavail * there.f_frsize
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def _at(index: int) -> int:
+    """Where a mark or a stamp lies in the file."""
+    return _FIXED.size + index * _STAMP.size
 
 
 def _aligned(size: int) -> int:

@@ -166,7 +166,7 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         phases=phases,
         evaluator=evaluator,
         saves=saves,
-        snapshots=open_snapshots(spec, context, state, extra=saves.extra),
+        snapshots=open_snapshots(spec, context, state, world, link, extra=saves.extra),
         hashes=hashes_of(learner, world),
         reference=ReferenceWindow.planned(
             spec.recovery.reference_steps, resumed_at=state.step, world_size=context.world_size

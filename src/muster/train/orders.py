@@ -61,7 +61,7 @@ class Orders:
             self._work = all_reduce(self._flags, self.group, op=dist.ReduceOp.MAX)
 
     def snapshot_agreed(self) -> bool:
-        """Whether every rank's last snapshot is where it should be, so that all take the next one."""
+        """Whether every rank's peer holds what was ordered, so that the next snapshot is copied too."""
         if self._work is not None:
             self._work.wait()
         return not int(self._flags[4])

@@ -15,8 +15,9 @@ from muster.core.uris import is_local
 from muster.train.run import Snapshot
 from muster.train.saving import Saves
 from muster.train.setup import World
-from muster.train.snapshot import Snapshots, restored
+from muster.train.snapshot import restored
 from muster.train.state import TrainState
+from muster.train.tiers import open_together
 
 
 def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves, world: World, link: Link) -> None:
@@ -64,12 +65,21 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
 
 
 def open_snapshots(
-    spec: RunSpec, context: RankContext, state: TrainState, *, extra: Mapping[str, Any] | None = None
+    spec: RunSpec, context: RankContext, state: TrainState, world: World, link: Link, *, extra: Mapping[str, Any]
 ) -> Snapshot | None:
-    """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint."""
+    """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint.
+
+    Collective: where one rank's host has no room for them, all go on with fewer tiers, and a note says so.
+    """
     if context.snapshot_dir is None or spec.checkpoint.memory_every_steps == 0:
         return None
-    return Snapshots(context, state.sharded(), extra=extra)
+    return open_together(
+        context,
+        state.sharded(),
+        extra=extra,
+        group=world.control,
+        say=lambda text: link.emit("run.note", text=text),
+    )
 
 
 def same_data(saves: Saves, found: Manifest) -> None:

@@ -41,12 +41,12 @@ class Paused(Exception):
 class Snapshot(Protocol):
     """Where in-memory snapshots go."""
 
-    def save(self, step: int, local_tensors: dict[str, Tensor]) -> object:
-        """Copy the tensors; returns when they may change again."""
+    def save(self, step: int, local_tensors: dict[str, Tensor], *, agreed: bool = False) -> object:
+        """Copy the tensors; returns when they may change again. ``agreed``: no rank was behind."""
         ...
 
     def behind(self) -> bool:
-        """Whether another host's copy of the last snapshot is still missing."""
+        """Whether another host still lacks the snapshot that was ordered last."""
         ...
 
     def keep(self, step: int, local_tensors: dict[str, Tensor]) -> None:
@@ -128,9 +128,10 @@ class Run:
         if not wanted and self.device.type == "cuda" and work.step < self.last_step:
             return
         self._check(applied)
-        if wanted and self.snapshots is not None and self.orders.snapshot_agreed():
+        if wanted and self.snapshots is not None:
+            agreed = self.orders.snapshot_agreed()
             began = time.monotonic_ns()
-            self.snapshots.save(work.step, self.state.local_tensors())
+            self.snapshots.save(work.step, self.state.local_tensors(), agreed=agreed)
             self.times.stall_ns = time.monotonic_ns() - began
         self.settle()
 
@@ -203,7 +204,7 @@ class Run:
         )
 
     def copy_is_behind(self) -> bool:
-        """Whether this rank's last snapshot is not yet where a lost host's successor would look."""
+        """Whether the snapshot that was ordered last is not yet where a lost host's successor would look."""
         return self.snapshots is not None and self.snapshots.behind()
 
     def evaluation_is_due(self, step: int) -> bool:

@@ -8,11 +8,12 @@ slices of it.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +23,104 @@ from torch.distributed.tensor import DTensor
 
 from muster.core.errors import CheckpointError
 from muster.core.ranks import RankContext, Restore
-from muster.core.ring import Ring, Version, file_name, refusal
+from muster.core.ring import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS, NoRoom, Ring, Version, file_name, refusal
 from muster.core.seals import check_seal, seal_of
 
 _ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
 _FETCH_TIMEOUT_S = 60.0
-#: So long a snapshot waits for the copy of the one before to reach the peer.
+#: A copy that takes longer is said.
 COPY_PATIENCE_S = 60.0
 
 
+def own_path(context: RankContext) -> Path:
+    """Where this rank's ring lies."""
+    assert context.snapshot_dir is not None
+    return Path(context.snapshot_dir) / file_name("own", context.layout.key, context.rank)
+
+
 class Snapshots:
-    """The writing end, one per rank and attempt."""
+    """The writing end, one per rank and attempt.
+
+    **Which versions live.** Each step's snapshot is taken, however slow copies are: the newest local version is what a
+    lost rank costs nothing with. Copies go one at a time: the ranks agree each step whether every peer holds the
+    version that was ordered last, and where it does, the snapshot just taken is the next one, on all ranks alike. So
+    three versions are spared when a slot is chosen: the one that all peers hold (*agreed*), the one under way
+    (*ordered*), and the newest. A peer keeps the agreed one while the ordered one arrives. Whichever host is lost, the
+    agreed version is whole: in the others' own memory and, of the lost ranks, at their peer.
+
+    With three slots that leaves one to write to unless a copy takes longer than a step. Then a fourth is reserved;
+    where there is no room for it the newest is written over, and a rank that is killed in mid-copy costs the steps
+    since the ordered version.
+    """
 
     def __init__(
-        self, context: RankContext, sharded: Mapping[str, Tensor], *, extra: Mapping[str, Any] | None = None
+        self,
+        context: RankContext,
+        sharded: Mapping[str, Tensor],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``extra``: small values that a checkpoint made of these snapshots carries.
+        """``extra``: small values that a checkpoint made of these snapshots carries. ``say``: to the run's log.
 
-        Raises CheckpointError when the memory for the ring is not there.
+        Raises NoRoom when there is no memory even without copies.
         """
         assert context.snapshot_dir is not None
         table, slot_bytes = table_of(sharded)
-        known = {"rank": context.rank, "layout": context.layout.key, "extra": dict(extra or {}), "tensors": table}
+        known = {"layout": context.layout.key, "extra": dict(extra or {}), "tensors": table}
         header = json.dumps(known, separators=(",", ":")).encode()
-        path = Path(context.snapshot_dir) / file_name("own", context.layout.key, context.rank)
-        self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes)
-        # A version newer than the step we start from belongs to a course that was given up.
-        if context.restore is not None and context.restore.layout == context.layout:
-            self._ring.forget_after(context.restore.step, attempt=context.restore.attempt)
-        else:
-            self._ring.forget_after(-1)
+        path = own_path(context)
+        self.no_room: NoRoom | None = None
+        """Why this rank takes no part in copies."""
+        slots = COPIED_SLOTS if context.peer_copy else OWN_SLOTS
+        try:
+            self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=slots)
+        except NoRoom as error:
+            if not context.peer_copy:
+                raise
+            self.no_room = error
+            self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=OWN_SLOTS)
         self._attempt = context.attempt
-        self._peer_copy = context.peer_copy
-        self._last, self._saved_s = -1, 0.0
-        self._copied = -1
+        self._say = say if context.local_rank == 0 else lambda text: None
+        self._said = False
+        self._table = table
+        self._views: dict[int, dict[str, Tensor]] = {}
+        self._copies = context.peer_copy and self.no_room is None
+        self._cramped = False
         self._sealer = Sealer(self._ring)
-        self._views = [_views(self._ring, slot, table) for slot in range(self._ring.slots)]
+        self._begin_course(context.restore if context.restore and context.restore.layout == context.layout else None)
 
-    def save(self, step: int, local_tensors: Mapping[str, Tensor], *, agreed: bool = True) -> None:
+    def _begin_course(self, restore: Restore | None) -> None:
+        """Versions newer than what this attempt starts from belong to a course that was given up."""
+        ring = self._ring
+        ring.forget_after(restore.step if restore else -1, attempt=restore.attempt if restore else None)
+        there = {version.step for version in ring.versions()}
+        self.reached = max({ring.agreed(), ring.copied()[0]} & there, default=-1)
+        """In the attempts before: the newest step that this rank's peer held; -1: none, or not known here."""
+        self._newest = ring.find(restore.step, restore.attempt) if restore else None
+        self._last = self._copied = -1
+        self._agree(-1)
+        self._order(None)
+
+    def begin(self, *, copies: bool, reached: int) -> None:
+        """What the ranks found together: whether copies are made, and the oldest step that one of them had ``reached``,
+        which is spared until this attempt's first copy is everywhere. That is of the state it starts from."""
+        self._copies = self._copies and copies
+        self._agree(reached if any(version.step == reached for version in self._ring.versions()) else -1)
+        self._order(self._newest if self._copies else None)
+
+    def save(self, step: int, local_tensors: Mapping[str, Tensor], *, agreed: bool = False) -> None:
         """Copy; returns when the tensors may change again. A kill at any point leaves whole versions only.
 
-        ``agreed``: no rank was ``behind``, so that every peer holds the version before.
+        ``agreed``: no rank was ``behind`` when all were asked, so that every peer holds what was ordered.
         """
-        if agreed and self._peer_copy and self._copy_came():
-            self._copied = self._last
-        slot = self._ring.begin()
+        next_one = agreed and self._asked and self._copies
+        if next_one and self._ordered is not None:
+            self._copied = self._ordered.step
+            self._agree(self._ordered.step)
+        slot = self._ring.begin(spare=self._spared())
+        if slot not in self._views:
+            self._views[slot] = _views(self._ring, slot, self._table)
         views = self._views[slot]
         for name, tensor in local_tensors.items():
             views[name].copy_(tensor, non_blocking=True)
@@ -74,7 +128,14 @@ class Snapshots:
             torch.cuda.current_stream().synchronize()
         version = self._ring.commit(slot, step=step, attempt=self._attempt)
         self._sealer.seal(version)
-        self._last, self._saved_s = step, time.monotonic()
+        self._last, self._newest = step, version
+        if next_one:
+            self._order(version)
+
+    def let_go(self) -> None:
+        """No rank takes snapshots in this attempt: a ring that holds nothing gives its memory back."""
+        if not self._ring.versions():
+            self._ring.path.unlink(missing_ok=True)
 
     def held(self) -> dict[str, int]:
         """For the ``step`` event: the newest step in the hosts' own memory, and in another host's."""
@@ -87,19 +148,47 @@ class Snapshots:
             self.save(step, local_tensors)
 
     def behind(self) -> bool:
-        """Whether the peer does not hold the last snapshot yet.
+        """Whether this rank's peer does not hold yet what was ordered: while any rank's does not, no other copy is.
 
-        A new one is taken only when no rank is behind (the ranks agree on that at each step): so the last
-        version that every peer holds is still in every ring, however slow a network is, and a lost host
-        never leaves ranks without a common step. After ``COPY_PATIENCE_S`` nobody waits any more: no copy comes
-        (a mover that gave up), and a snapshot in the hosts' own memory is better than none.
+        Nothing waits for it. A copy that does not come for ``COPY_PATIENCE_S`` is said, once until one comes.
         """
-        if not self._peer_copy or self._last < 0 or self._copy_came():
+        self._asked = True
+        if self._ordered is None:
             return False
-        return time.monotonic() - self._saved_s < COPY_PATIENCE_S
+        if self._ring.copied(world=self._attempt) == (self._ordered.step, self._ordered.attempt):
+            self._said = False
+            return False
+        if not self._said and time.monotonic() - self._ordered_s > COPY_PATIENCE_S:
+            self._said = True
+            since = f"it has {self._copied}" if self._copied >= 0 else "none came before it"
+            self._say(
+                f"the copy of step {self._ordered.step} has not reached the other host for {COPY_PATIENCE_S:.0f} s "
+                f"({since}): snapshots in the host's own memory go on, a lost host costs more"
+            )
+        return True
 
-    def _copy_came(self) -> bool:
-        return self._ring.copied() == (self._last, self._attempt)
+    def _order(self, version: Version | None) -> None:
+        self._ring.order(version)
+        self._ordered, self._ordered_s = version, time.monotonic()
+        self._asked = False  # an agreement that was begun before is about what was ordered before
+
+    def _agree(self, step: int) -> None:
+        self._agreed = step
+        self._ring.agree(step)
+
+    def _spared(self) -> set[int]:
+        """Steps whose slots are not written to now; the fourth slot is reserved when it is first needed."""
+        kept = {self._newest.step} if self._newest is not None else set()
+        copied = {self._agreed} | ({self._ordered.step} if self._ordered is not None else set())
+        if not self._copies:
+            return kept
+        if self._ring.next_slot(spare=kept | copied) is None and not self._cramped:
+            try:
+                self._ring.grow(MAX_SLOTS)
+            except CheckpointError:
+                self._cramped = True
+        wishes: tuple[set[int], ...] = (kept | copied, copied, {self._agreed})
+        return next((spare for spare in wishes if self._ring.next_slot(spare=spare) is not None), set())
 
 
 class Sealer:
@@ -215,7 +304,10 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
 
 def restore_same_layout(context: RankContext, restore: Restore) -> dict[str, Tensor]:
     """This rank's own parts, as ``TrainState.load`` takes them: views into the ring, nothing copied yet."""
-    ring, table, slot = open_shard(Path(restore.shards[str(context.rank)]), restore)
+    path = Path(restore.shards[str(context.rank)])
+    ring, table, slot = open_shard(path, restore)
+    if path.name.startswith("fetched."):  # from now on this host's own, before any step is taken
+        os.rename(path, own_path(context))
     return _views(ring, slot, table)
 
 

@@ -41,7 +41,9 @@ class Constants:
     overlap: float = 0.8
     """Share of arithmetic during which FSDP's collectives can run hidden."""
     device_to_host_bytes_per_s: float = 20e9
-    """Snapshots and staged checkpoints leave the GPU at this rate (PCIe 5, pinned; modelled)."""
+    """Snapshots and staged checkpoints leave the GPU at this rate: PCIe 5 into pinned memory, which the trainer's rings
+    are from a run's first snapshots on (modelled). Into pageable memory, where CUDA refuses to register a ring and the
+    rank's log says so, it is a few GB/s (estimated): that is not planned with."""
     store_bytes_per_s_per_node: float = 1e9
     """A machine's rate to and from a bucket (modelled)."""
     host_s_per_layer: float = 0.6e-3

@@ -31,8 +31,10 @@ from muster.train.reduce import local
 if TYPE_CHECKING:
     from muster.train.run import Run
 
+#: What only a GPU can do to a rank; ``benchmarks/recovery_gpu.py`` orders them, no drill does.
+ON_DEVICE = ("device-memory", "device-assert")
 #: Moment -> the deeds that happen there.
-AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader", "slow")
+AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader", "slow", *ON_DEVICE)
 AT_REDUCE = ("kill-reduce",)
 AT_UPDATE = ("kill-voted",)
 AFTER_UPDATE = ("kill-updated",)
@@ -122,6 +124,8 @@ class _Reader(_Stand):
                 time.sleep(0.01)
         if deed == "memory":
             _run_out_of_memory()
+        if deed in ON_DEVICE:
+            _break_device(deed)
         if deed == "not-finite":
             first, *rest = work.rounds
             return replace(work, rounds=(replace(first, scale=float("nan")), *rest))
@@ -155,6 +159,14 @@ def flip_a_bit(named: Mapping[str, torch.Tensor]) -> None:
 
 def _unreadable(step: int) -> StepWork:
     raise OSError(f"the data of step {step} cannot be read")
+
+
+def _break_device(deed: str) -> None:
+    """Ask a GPU for more than any has, or make a kernel fail, which its context does not survive."""
+    if deed == "device-memory":
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    index = torch.full((1,), 1 << 20, device="cuda")
+    torch.zeros(1, device="cuda")[index].sum().item()  # out of bounds: "device-side assert triggered"
 
 
 def _run_out_of_memory() -> None:

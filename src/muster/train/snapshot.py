@@ -7,6 +7,7 @@ slices of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -215,6 +216,8 @@ class Sealer:
 
 
 def _seal_all(ring: Ring, wanted: queue.SimpleQueue[Version | None]) -> None:
+    with contextlib.suppress(OSError):  # Linux: of this thread alone. Where no core is free, training comes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     going = True
     while going:
         waiting = [wanted.get()]

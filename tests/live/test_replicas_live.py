@@ -108,7 +108,7 @@ def test_ranks_in_the_middle_of_a_long_step_keep_their_processes(tmp_path, monke
 def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
     """Nothing fails, the loss goes on falling: two copies of the model are no longer one."""
     monkeypatch.setenv("MUSTER_DRILL", "1")
-    changes = replicated(2, **{"training.steps": 150, "training.state_hash_every_steps": 1})
+    changes = replicated(2, **{"training.steps": 80, "training.state_hash_every_steps": 1})
     with LiveRun(tmp_path, spec_of(**changes)) as run:
         run.start()
         run.wait_for_step(5)
@@ -116,7 +116,7 @@ def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
         assert run.wait() == 0, run.story()
         steps = {event.step: event.detail for event in run.events("step")}
         apart = [step for step, detail in steps.items() if "replica_hashes" in detail]
-        assert flipped > 5 and apart == list(range(flipped, 151)), run.story()
+        assert flipped > 5 and apart == list(range(flipped, 81)), run.story()
         assert len(set(steps[flipped]["replica_hashes"])) == 2
         (note,) = [event for event in run.events("run.note") if "replica_hashes" in event.detail]
         assert note.step == flipped and "the replicas do not hold one state" in note.detail["text"]

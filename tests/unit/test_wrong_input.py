@@ -77,6 +77,7 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     "no such run to recover": ({}, ["recover", "nope"], 2, "no run 'nope'"),
     "a folder without a run": ({}, ["status", "."], 2, "holds no run"),
     "no such kind of event": ({}, ["events", "x", "--kind", "stepp"], 2, "did you mean step?"),
+    "nothing to give back": ({}, ["down", "run.yaml"], 2, "muster down RUN ends a run"),
     "a run file for a run": ({}, ["status", "run.yaml"], 2, "it is a file"),
     "a name longer than any": ({}, ["status", "x" * 400], 2, "no run 'xxx"),
     "nobody's home": ({}, ["status", "~nobody-of-that-name/run"], 2, "no run '~nobody"),

@@ -59,10 +59,10 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
             f"a supervisor holds {run.run_id} ({status.tasks['supervisor']})", hint=f"muster logs -f {run.run_id}"
         )
     if status.state is JobState.SUCCEEDED and not overrides:
-        raise UsageError(
-            f"{run.run_id} is done: {status.reason}",
-            hint=f"muster recover {run.run_id} training.steps=... goes further",
-        )
+        further = f"muster recover {run.run_id} training.steps=... goes further"
+        if spec_of(run).command is not None:
+            further = f"change the script, then muster submit with run_dir={run.path} goes further"
+        raise UsageError(f"{run.run_id} is done: {status.reason}", hint=further)
     if overrides and not status.state.ended:
         raise ConflictError(f"agents of {run.run_id} still run with the old file", hint=f"muster down {run.run_id}")
     spec = spec_of(run)

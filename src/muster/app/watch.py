@@ -117,7 +117,8 @@ class Watcher:
         self.view = View(run=self.run, total_steps=self.spec.training.steps)
         self._counts: dict[str, int] = {}
         self._applied_ns: dict[int, int] = {}
-        self._durable: dict[int, int] = {}
+        self._durable: dict[str, tuple[int, int]] = {}
+        """URI -> step and wall clock of its commit."""
         self._account_due_ns = 0
 
     def look(self) -> View:
@@ -164,9 +165,9 @@ class Watcher:
         elif event.kind == "phase":
             self._fold_phase(event)
         elif event.kind == "checkpoint.committed" and event.step is not None:
-            self._durable[event.step] = event.wall_ns
-        elif event.kind == "checkpoint.removed" and event.step is not None:
-            self._durable.pop(event.step, None)
+            self._durable[str(detail["uri"])] = (event.step, event.wall_ns)
+        elif event.kind == "checkpoint.removed":  # its step is that of the save that made it one too many
+            self._durable.pop(str(detail["uri"]), None)
 
     def _fold_phase(self, event: Event) -> None:
         host = self.view.hosts.get(event.host)
@@ -197,11 +198,11 @@ class Watcher:
             step = _complete([each for each in held if each.tier == tier], self.view.world_size)
             at = self._applied_ns.get(step) if step is not None else None
             yield TierView(tier=tier, step=step, age_s=None if at is None else (now_ns - at) / 1e9)
-        newest = max(self._durable, default=None)
+        newest, committed_ns = max(self._durable.values(), default=(None, 0))
         yield TierView(
             tier="disk" if not (self.spec.checkpoint.dir or "").partition("://")[1] else "bucket",
             step=newest,
-            age_s=None if newest is None else (now_ns - self._durable[newest]) / 1e9,
+            age_s=None if newest is None else (now_ns - committed_ns) / 1e9,
         )
 
     def _memory(self, host: str) -> Path:

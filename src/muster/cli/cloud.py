@@ -89,8 +89,15 @@ def give_back(
     from muster.cli import say
     from muster.cli.tree import watched
     from muster.core import runfile
+    from muster.core.errors import UsageError
 
-    places = cloud.places_of(runfile.load(run_file, overrides or [], environment=False).spec, zone=zone)
+    spec = runfile.load(run_file, overrides or [], environment=False).spec
+    if spec.backend != "gke":
+        raise UsageError(
+            f"{run_file} is a run file for {spec.backend}, where muster up makes nothing that could be given back",
+            hint="muster down RUN ends a run; muster status lists the runs of this machine",
+        )
+    places = cloud.places_of(spec, zone=zone)
     where = places[0]
     found = watched(
         lambda progress: cloud.give_back(places, keep_data=keep_data, progress=progress),

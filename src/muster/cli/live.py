@@ -95,7 +95,7 @@ class LiveDisplay(Display):
             )
             return
         words = {
-            "agent.started": "preparing data, importing torch",
+            "host.granted": "preparing data, importing torch",
             "attempt.started": "starting ranks",
             "model.ready": "first step",
             "incident": "recovering",

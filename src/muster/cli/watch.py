@@ -70,11 +70,16 @@ def _lines(views: Any) -> None:
 def summary(view: View) -> str:
     """The run in one line."""
     words = [f"step {view.step}" + (f"/{view.total_steps}" if view.total_steps else ""), f"attempt {view.attempt}"]
-    words.append(f"{view.world_size} ranks on {sum(host.state == 'training' for host in view.hosts.values())} hosts")
+    hosts = sum(host.state == "training" for host in view.hosts.values())
+    words.append(f"{_counted(view.world_size, 'rank')} on {_counted(hosts, 'host')}")
     words += [f"{tier.tier} step {tier.step}" for tier in view.tiers if tier.step is not None]
     if view.account is not None and view.account.goodput_active is not None:
         words.append(f"goodput {view.account.goodput_active:.1%}")
     return "  ".join([*words, view.sentence])
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _render(view: View) -> Group:
@@ -85,7 +90,7 @@ def _render(view: View) -> Group:
     head = Text(f"{view.run.run_id}  ", style="bold")
     head.append(f"{view.state}: {view.sentence}", style="red" if view.state == "failed" else "")
     step = Text(f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else ""), style="bold green")
-    step.append(f"  attempt {view.attempt}  {view.world_size} ranks ({axes})", style="")
+    step.append(f"  attempt {view.attempt}  {_counted(view.world_size, 'rank')} ({axes})", style="")
     step.append(f"  {_numbers(view)}", style="")
     parts: list[Any] = [head, step, *([Text(text)] if (text := account(view)) else []), _hosts(view), _tiers(view)]
     if view.incidents:

@@ -45,7 +45,7 @@ def _files(spec: RunSpec) -> Iterator[Problem]:
     if isinstance(tokenizer, str) and looks_local(tokenizer) and not _exists(tokenizer):
         yield Problem(key="model.tokenizer", message=f"no folder {tokenizer}", value=tokenizer)
     if spec.command and spec.command[0] != "-m" and not os.path.isfile(os.path.expanduser(spec.command[0])):
-        hint = 'it begins with the script itself: ["train.py", "--flag"], or with ["-m", "module"]'
+        hint = 'paths start where you are; it begins with the script itself: ["train.py", "--flag"] or ["-m", "module"]'
         yield Problem(key="command", message=f"no file {spec.command[0]}", value=spec.command[0], hint=hint)
     if spec.recovery.policy.endswith(".py") and not _exists(spec.recovery.policy):
         yield Problem(key="recovery.policy", message=f"no file {spec.recovery.policy}", value=spec.recovery.policy)

@@ -166,3 +166,12 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
     monkeypatch.setattr("muster.app.status.backends.load", lambda name: Elsewhere())
     texts = [event.detail["text"] for view in watch(run.run_id, every_s=0.1, clock=Clock()) for event in view.news]
     assert texts == ["look 0", "look 1", "look 2"] and slept == [2.0, 2.0]
+
+
+def test_a_checkpoint_beyond_keep_last_takes_the_removed_one_away_not_the_new_one(run):
+    log = log_of(run, "host-0", 1)
+    for step in (10, 20, 30):
+        log.append("checkpoint.committed", rank=0, step=step, detail={"tier": "disk", "uri": f"/c/{step}", "bytes": 1})
+        if step == 30:  # as the saver says it: the step of the save that made one too many
+            log.append("checkpoint.removed", rank=0, step=30, detail={"uri": "/c/10"})
+    assert [tier.step for tier in Watcher(run).look().tiers if tier.tier == "disk"] == [30]

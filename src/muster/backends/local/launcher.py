@@ -266,7 +266,8 @@ def _judge(
     if alive == 0:
         return JobState.FAILED, "its processes ended without a verdict; the logs say why", None
     if living.get("supervisor") is False:
-        return JobState.RUNNING, f"the supervisor is gone, {alive} agents are left; muster recover takes over", None
+        left = f"{alive} agents are" if alive != 1 else "1 agent is"
+        return JobState.RUNNING, f"the supervisor is gone, {left} left; muster recover takes over", None
     return JobState.RUNNING, f"{alive} of {len(living)} processes run", None
 
 

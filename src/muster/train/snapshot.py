@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import queue
 import threading
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muster.checkpoint.pinned import pin_soon
 from muster.core.errors import CheckpointError
 from muster.core.ranks import RankContext, Restore
 from muster.core.ring import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS, NoRoom, Ring, Version, file_name, refusal
@@ -88,6 +90,8 @@ class Snapshots:
         self._views: dict[int, dict[str, Tensor]] = {}
         self._copies = context.peer_copy and self.no_room is None
         self._cramped = False
+        self._pinned = 0
+        """Slots that are registered with CUDA, or soon will be, or were refused."""
         self._sealer = Sealer(self._ring)
         self._begin_course(context.restore if context.restore and context.restore.layout == context.layout else None)
 
@@ -132,6 +136,15 @@ class Snapshots:
         self._last, self._newest = step, version
         if next_one:
             self._order(version)
+        self._pin(local_tensors)
+
+    def _pin(self, local_tensors: Mapping[str, Tensor]) -> None:
+        """Have the slots registered with CUDA, now that one snapshot is taken: no restart waits for that."""
+        gpu = next((tensor.device for tensor in local_tensors.values() if tensor.is_cuda), None)
+        if gpu is not None and self._pinned < self._ring.slots:
+            new, self._pinned = range(self._pinned, self._ring.slots), self._ring.slots
+            memory = [torch.frombuffer(self._ring.slot(slot), dtype=torch.uint8) for slot in new]
+            pin_soon(self, memory, gpu, what="memory for snapshots")
 
     def let_go(self) -> None:
         """No rank takes snapshots in this attempt: a ring that holds nothing gives its memory back."""
@@ -248,7 +261,7 @@ def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:
             }
         )
         at += -(-local.numel() * local.element_size() // _ALIGN) * _ALIGN
-    return table, max(at, _ALIGN)
+    return table, -(-max(at, 1) // mmap.PAGESIZE) * mmap.PAGESIZE  # slots share no page: CUDA pins whole ones
 
 
 def _place(tensor: Tensor) -> tuple[Tensor, list[int]]:

@@ -4,6 +4,7 @@ No GPU is here: ``torch.cuda`` is a stand-in that keeps a thread's last error, a
 """
 
 import gc
+import mmap
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,10 @@ torch = pytest.importorskip("torch")
 
 from muster.checkpoint import pinned  # noqa: E402
 from muster.checkpoint.staging import Staging  # noqa: E402
+from muster.core.nouns import Layout  # noqa: E402
+from muster.core.ranks import RankContext  # noqa: E402
+from muster.core.ring import Ring, file_name  # noqa: E402
+from muster.train.snapshot import Snapshots  # noqa: E402
 
 GPU = torch.device("cuda", 3)
 TRUE = torch.cuda
@@ -115,6 +120,41 @@ def test_what_cuda_raises_stays_in_the_thread(cuda: Cuda, capsys: pytest.Capture
     cuda.answer = RuntimeError("no CUDA-capable device")
     pinned.pin_soon(Owner(), [torch.zeros(1)], GPU, what="memory").join(10)
     assert "no CUDA-capable device" in capsys.readouterr().err
+
+
+def place(folder: Any) -> RankContext:
+    return RankContext(
+        run_id="r", run_dir=str(folder), attempt=1, host="host-0", rank=0, local_rank=0, world_size=1,
+        local_world_size=1, layout=Layout(), master_addr="", master_port=0, snapshot_dir=str(folder),
+    )  # fmt: skip
+
+
+def test_a_ring_is_pinned_slot_by_slot_after_its_first_snapshot(tmp_path: Any, cuda: Cuda) -> None:
+    state = {"w": torch.arange(8.0)}
+    taken = Snapshots(place(tmp_path), state)
+    on_gpu = {name: tensor.as_subclass(OnGpu) for name, tensor in state.items()}
+    wait_for_pins()
+    assert not cuda.registered, "a restart would wait for it"
+    for step in (1, 2, 3):
+        taken.save(step, on_gpu)
+        wait_for_pins()
+    ring = Ring.open(tmp_path / file_name("own", Layout().key, 0))
+    assert list(cuda.registered.values()) == [ring.slot_bytes] * ring.slots, "each slot that has memory, once"
+    assert all(address % mmap.PAGESIZE == 0 for address in cuda.registered) and ring.slot_bytes % mmap.PAGESIZE == 0
+    taken._ring.grow(ring.slots + 1)
+    taken.save(4, on_gpu)
+    wait_for_pins()
+    assert len(cuda.registered) == ring.slots, "and one that got memory later"
+    ring.close()
+    del taken
+    gc.collect()
+    assert not cuda.registered, "the mapping is gone, and so must the registration"
+
+
+def test_snapshots_of_a_cpu_are_left_alone(tmp_path: Any, cuda: Cuda) -> None:
+    Snapshots(place(tmp_path), {"w": torch.ones(2)}).save(1, {"w": torch.ones(2)})
+    wait_for_pins()
+    assert not cuda.registered
 
 
 @pytest.mark.parametrize("shared", [True, False])

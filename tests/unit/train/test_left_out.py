@@ -83,7 +83,8 @@ def a_run(*skip_steps: int) -> tuple[Any, Link]:
     state = TrainState(named, optimizer)
     quiet: Any = SimpleNamespace(
         begin=nothing, end=nothing, step=nothing, poll=nothing, prepare=nothing, close=nothing, agreed=nothing,
-        due=lambda step: False, due_by_clock=lambda: False, snapshot_agreed=lambda: True,
+        due=lambda step: False, due_by_clock=lambda: False, snapshot_agreed=lambda: True, owed=False,
+        saving_agreed=lambda: False, saver=SimpleNamespace(busy=False),
     )  # fmt: skip
     hashes = StateHashes(state, every_steps=1, replica=0, shard_rank=0, tp_rank=0, group=None)
     reader: Any = Reader()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from muster.core.nouns import Layout
 from muster.core.spec import Parallelism
-from muster.supervise.layout import Snapshot, layout_for, newest_complete
+from muster.supervise.layout import Choice, Snapshot, layout_for, needed_shards, newest_complete
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,16 @@ def test_a_choice_is_complete_and_none_is_newer(snapshots):
         assert (found.step, found.attempt) == max(complete)
         for rank, held in found.shards.items():
             assert held.rank == rank and held in snapshots
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"), [("host-0", [0, 1]), ("host-1", [2, 3]), ("host-2", [0, 5]), ("host-3", [0, 1])]
+)
+def test_another_layout_needs_one_replica_and_what_lies_there_is_not_fetched(name, needed):
+    layout = Layout(dp_replicate=3, dp_shard=2)
+    hosts = ["host-0", "host-0", "host-1", "host-1", "host-0", "host-2"]
+    shards = {
+        rank: Snapshot(step=7, attempt=1, rank=rank, layout=layout.key, host=host, tier="memory")
+        for rank, host in enumerate(hosts)
+    }
+    assert needed_shards(Choice(step=7, attempt=1, layout=layout, shards=shards), name) == needed

@@ -215,22 +215,27 @@ def test_hosts_that_never_come_are_a_capacity_incident():
 
 
 def events_of(found):
-    """What a new supervisor would read: the machine's own log plus the steps."""
+    """What a new supervisor would read: the machine's own log, and what the hosts wrote into theirs."""
+    own = [
+        (at, log.host or "supervisor", number_of_attempt(found, index), vars(log))
+        for index, (at, log) in enumerate(found.log)
+    ]
+    theirs = [(at, host, event["attempt"], event) for at, host, event in found.written]
     return [
         Event(
             run_id="r",
-            attempt=number_of_attempt(found, index),
+            attempt=attempt,
             seq=index,
             mono_ns=int(at * 1e9),
             wall_ns=int(at * 1e9),
-            host=log.host or "supervisor",
-            kind=log.kind,
-            rank=log.rank,
-            step=log.step,
-            phase=log.phase,
-            detail=log.detail,
+            host=host,
+            kind=said["kind"],
+            rank=said.get("rank"),
+            step=said.get("step"),
+            phase=said.get("phase"),
+            detail=said["detail"],
         )
-        for index, (at, log) in enumerate(found.log)
+        for index, (at, host, attempt, said) in enumerate([*own, *theirs])
     ]
 
 

@@ -1,10 +1,14 @@
 """Random sequences of everything that can happen, in virtual time: a run ends, once, and takes nothing with it."""
 
+import re
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_machine import check_invariants, cluster, events_of, kinds, machine, spec
 
 from muster.policy.shipped import SHIPPED
+from muster.simulate import faults as broken
+from muster.simulate import links
 from muster.simulate.cluster import Stages
 from muster.supervise.fold import recover
 from muster.supervise.layout import Snapshot, newest_complete
@@ -16,10 +20,18 @@ WORDS = {
     "nan": {"exception": "NotFinite", "message": "step 20: loss is nan", "not_finite": True},
     "unreadable": {"exception": "CheckpointError", "message": "fetched.r1s2t1.0 is truncated"},
 }
-DEEDS = ["rank", "host", "silent", "return", "notice", "everybody", "stop", "supervisor", "agent", "flap", *WORDS]
+DEEDS = ["rank", "host", "silent", "return", "notice", "everybody", "stop", "supervisor", "gap", "midway", "agent"]
+DEEDS += ["hang", "flap", *WORDS]
+#: Who may end a run before it is done, and who cannot.
+ASKED = {"stop", "notice", "everybody"}
 FAULTS = st.lists(
-    st.tuples(st.sampled_from(DEEDS), st.one_of(st.floats(0, 60), st.floats(9, 12)), st.integers(0, 4)), max_size=10
+    st.tuples(st.sampled_from(DEEDS), st.one_of(st.floats(0, 70), st.floats(9, 12)), st.integers(0, 4)), max_size=10
 )
+
+
+def replace(found, of, policy, apart_s=0.0):
+    if found.machine.state.phase is not Phase.ENDED:
+        links.replace_supervisor(found, machine(of, SHIPPED[policy], recover(events_of(found))), apart_s=apart_s)
 
 
 def do(found, of, policy, deed, index):
@@ -45,10 +57,17 @@ def do(found, of, policy, deed, index):
     elif deed == "stop":
         found._give(StopRequest(source="SIGTERM", exit_code=75))
     elif deed == "supervisor":
-        found.replace_supervisor(machine(of, SHIPPED[policy], recover(events_of(found))))
-    elif deed == "agent" and host.up and not host.ranks:
-        host.boots += 1
-        found.join(name)
+        replace(found, of, policy)
+    elif deed in ("gap", "midway"):
+        if deed == "gap":
+            links.lose_supervisor(found)
+        else:
+            found.dies_at_send = True
+        found.after(index * 0.7 + 0.05, lambda: replace(found, of, policy, apart_s=index * 0.3))
+    elif deed == "agent":
+        links.restart_agent(found, name)
+    elif deed == "hang":
+        broken.hang_rank(found, index, detect_s=0.5)
     elif deed == "flap":
         found.kill_host(name, silent=True)
         found.after(5.0, lambda: found.return_host(name))
@@ -63,16 +82,24 @@ def do(found, of, policy, deed, index):
     hold_s=st.sampled_from([0.0, 20.0]),
     every=st.sampled_from([1, 7]),
     end_ranks_s=st.sampled_from([0.03, 1.5]),
+    steps=st.sampled_from([20, 200]),
 )
-def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, hold_s, every, end_ranks_s):
+def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, hold_s, every, end_ranks_s, steps):
     of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1, recovery={"hold_s": hold_s, "bad_sample": "skip"})
-    found = cluster(of, steps=200, policy=SHIPPED[policy], stages=Stages(end_ranks_s=end_ranks_s))
+    found = cluster(of, steps=steps, policy=SHIPPED[policy], stages=Stages(end_ranks_s=end_ranks_s))
     found.snapshot_every_steps = every
     for deed, at, index in faults:
         found.at(at, lambda deed=deed, index=index: do(found, of, policy, deed, index))
     end = found.run(until_s=30_000)
     assert end is not None, found.machine.state
     check_invariants(found)
+    deeds = {deed for deed, _, _ in faults}
+    evidence = [log.detail["evidence"] for _, log in kinds(found, "incident")]
+    if not ASKED & deeds:
+        assert not re.search("left after|left, but", end.reason), "nobody asked for that"
+    if deeds <= {"supervisor", "gap"}:
+        assert end.outcome == "succeeded" and not evidence and len(kinds(found, "attempt.started")) == 1
+    assert not [text for text in evidence if "no step within" in text], "every fault has somebody who tells of it"
     state = found.machine.state
     stops = sum(deed == "stop" for deed, _, _ in faults)
     if end.outcome == "succeeded" or "saved and left" in end.reason or stops > 1 or "was not written" in end.reason:

@@ -45,7 +45,9 @@ def two_by_two(stand_s=0.0, *, of=None, step_s=STEP_S, **resources):
     of = of or replicated(4, 2, 2, **resources)
     machine = Machine(settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"])
     names = [f"host-{number}" for number in range(4)]
-    found = Standing(machine=machine, names=names, total_steps=int(1200 / step_s), stages=Stages(step_s=step_s), peer_copy=True)
+    found = Standing(
+        machine=machine, names=names, total_steps=int(1200 / step_s), stages=Stages(step_s=step_s), peer_copy=True
+    )
     found.stand_s = stand_s
     found.at(BLOW_S, lambda: found.kill_rank(0))
     return found

@@ -1,0 +1,181 @@
+"""A supervisor dies while something happens: its successor hears of it, and of what was under way. In virtual time."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_machine import actions, check_invariants, cluster, events_of, kinds, machine, spec
+
+from muster.simulate import faults, links
+from muster.simulate.cluster import Stages
+from muster.supervise.exits import rank_exit
+from muster.supervise.fold import recover
+from muster.supervise.state import Phase
+
+OWN = {"exception": "ValueError", "message": "bad row 17"}
+
+
+def replaced(found, of, apart_s=0.5):
+    """A new supervisor, which the hosts find one after the other."""
+    links.replace_supervisor(found, machine(of, state=recover(events_of(found))), apart_s=apart_s)
+
+
+def without_supervisor(found, of, at, until):
+    found.at(at, lambda: links.lose_supervisor(found))
+    found.at(until, lambda: replaced(found, of))
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.5])
+def test_a_run_that_ended_while_nobody_supervised_has_succeeded(apart_s):
+    of = spec(hosts=3)
+    found = cluster(of)
+    found.at(10.0, lambda: links.lose_supervisor(found))
+    found.at(60.0, lambda: replaced(found, of, apart_s))
+    end = found.run(until_s=1000.0)
+    assert end is not None and (end.exit_code, end.outcome) == (0, "succeeded")
+    assert len(kinds(found, "attempt.started")) == 1 and actions(found) == []
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_failed_while_nobody_supervised_is_judged_by_its_words(rank):
+    of = spec(hosts=3)
+    found = cluster(of)
+    without_supervisor(found, of, 10.0, 15.0)
+    found.at(12.0, lambda: found.kill_rank(rank, code=1, last=OWN))
+    assert found.run(until_s=1000.0).exit_code == 0
+    ((_, seen),) = kinds(found, "incident")
+    assert seen.detail["incident"] == "rank_exception" and "bad row 17" in seen.detail["evidence"]
+    assert seen.rank == rank and actions(found) == ["restart"]
+
+
+@pytest.mark.parametrize("at", [12.0, 15.1])
+def test_a_hang_is_told_to_the_supervisor_that_comes(at):
+    """Noticed while there was none, and while it waited for the other hosts."""
+    of = spec(hosts=3)
+    found = cluster(of)
+    without_supervisor(found, of, 10.0, 15.0)
+    found.at(at, lambda: faults.hang_rank(found, 0, detect_s=0.1))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert [log.detail["incident"] for _, log in kinds(found, "incident")] == ["rank_hang"]
+
+
+def test_a_notice_that_comes_while_hosts_are_awaited_counts():
+    of = spec(hosts=3, min_hosts=2)
+    found = cluster(of)
+    notice = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
+    found.at(10.0, lambda: replaced(found, of))
+    found.at(10.2, lambda: found.hear(found.hosts["host-0"], notice))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert actions(found) == ["shrink"] and 11.0 < kinds(found, "decision")[0][0] < 12.0
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 2.0])
+def test_a_growth_outlives_the_supervisor_that_began_it(gap_s):
+    """Its ranks leave so that the world can grow: nobody was preempted."""
+    of = spec(hosts=3, min_hosts=2)
+    found = cluster(of, steps=400)
+    found.at(10.0, lambda: found.kill_host("host-2"))
+    found.at(20.0, lambda: found.return_host("host-2"))
+    found.at(25.1, lambda: links.lose_supervisor(found))
+    found.at(25.1 + gap_s, lambda: replaced(found, of, 0.0))
+    asked = []
+    found.at(25.09, lambda: asked.append(found.machine.state.yielding))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert asked == [True] and set(actions(found)) == {"shrink", "grow"}
+    worlds = [log.detail["world_size"] for _, log in kinds(found, "attempt.started")]
+    assert worlds[:2] == [3, 2] and worlds[-1] == 3 and len(worlds) <= 4
+    assert all(log.detail["redone_steps"] == 0 for _, log in kinds(found, "recovered"))
+    check_invariants(found)
+
+
+def test_a_rank_that_leaves_with_that_code_by_itself_grows_nothing():
+    of = spec(hosts=1)
+    found = cluster(of)
+    found.at(10.0, lambda: found.kill_rank(0, code=76))
+    assert found.run(until_s=1000.0).exit_code == 75
+
+
+def test_a_killed_supervisor_between_its_word_and_its_deed():
+    of = spec(hosts=3, min_hosts=2)
+    found = cluster(of, steps=300)
+    found.at(10.0, lambda: (setattr(found, "dies_at_send", True), found.kill_rank(1)))
+    found.at(13.0, lambda: replaced(found, of))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert len(kinds(found, "attempt.started")) == 2
+    check_invariants(found)
+
+
+def test_a_start_that_hangs_is_noticed_by_the_next_supervisor_too():
+    of = spec(hosts=2)
+    found = cluster(of, stages=Stages(start_s=10**6))
+    found.at(20.0, lambda: replaced(found, of, 0.0))
+    found.at(21.0, lambda: setattr(found, "stages", Stages()))
+    assert found.run(until_s=1000.0).exit_code == 0
+    ((at, seen),) = kinds(found, "incident")
+    assert "no step within" in seen.detail["evidence"] and at == pytest.approx(80.0)
+
+
+def test_a_host_that_waits_is_taken_in_by_the_supervisor_that_finds_ranks_stepping():
+    """It has answered before them: nothing else that it says will remind anybody of it."""
+    of = spec(hosts=3, min_hosts=2)
+    found = cluster(of, steps=400)
+    found.at(10.0, lambda: found.kill_host("host-0"))
+    found.at(21.0, lambda: links.lose_supervisor(found))
+    found.at(22.0, lambda: found.return_host("host-0"))
+    found.at(30.0, lambda: replaced(found, of))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert actions(found) == ["shrink", "grow"]
+
+
+def script(**more):
+    of = spec(hosts=2, **more)
+    return of.model_copy(update={"command": ["train.py"], "model": None, "data": None, "training": None})
+
+
+def test_a_script_that_never_speaks_is_not_ended_for_a_slow_start():
+    of = script()
+    found = cluster(of, stages=Stages(start_s=10**6))
+    found.at(500.0, lambda: replaced(found, of, 0.0))
+    found.at(900.0, lambda: [rank_done(found, rank) for rank in (0, 1)])
+    assert found.run(until_s=10_000.0).exit_code == 0
+    assert actions(found) == [] and found.now_s == pytest.approx(900.0)
+    assert any("start_timeout_s does not count" in log.detail["text"] for _, log in kinds(found, "run.note"))
+
+
+def rank_done(found, rank):
+    host = found.running(rank)
+    found.hear(host, {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": 0, "last": {}})
+
+
+@pytest.mark.parametrize("how", ["it stepped before", "it says that it is at something long"])
+def test_one_that_speaks_is(how):
+    found = cluster(script())
+
+    def speak():
+        found.hear(found.hosts["host-0"], {"t": "progress", "attempt": found.machine.state.attempt})
+
+    if how == "it stepped before":
+        found.at(10.0, lambda: (setattr(found, "stages", Stages(start_s=10**6)), found.kill_rank(0)))
+    else:
+        found.stages = Stages(start_s=10**6)
+        found.at(10.0, speak)
+    found.at(60.0, lambda: setattr(found, "stages", Stages()))
+    assert found.run(until_s=10_000.0).exit_code == 0
+    assert "no step within" in kinds(found, "incident")[-1][1].detail["evidence"]
+    assert kinds(found, "incident")[-1][0] == pytest.approx(70.0, abs=1.0)
+
+
+def test_what_was_deferred_says_nothing_once_the_run_is_over():
+    """The first of the two ends it."""
+    of = spec(hosts=2)
+    found = cluster(of)
+    without_supervisor(found, of, 10.0, 60.0)
+    notice = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
+    found.at(60.2, lambda: found.hear(found.hosts["host-0"], notice))
+    assert found.run(until_s=1000.0).outcome == "succeeded"
+    assert found.log[-1][1].kind == "host.released"
+
+
+def test_an_exit_of_another_attempt_changes_nothing():
+    state = SimpleNamespace(attempt=3, phase=Phase.RUN)
+    rank_exit(SimpleNamespace(state=state), "host-0", {"attempt": 2, "rank": 0, "code": 1})
+    assert not hasattr(state, "exited")

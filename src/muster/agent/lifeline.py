@@ -67,7 +67,9 @@ class Lifeline:
             limit_ms = max(1000, int(self.every_s * 6000))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             self._session = Session(self.token, server=False)
-            self._session.send({"t": "hello", "role": "beat", "host": self.host, "pid": os.getpid()})
+            self._session.send(
+                {"t": "hello", "role": "beat", "host": self.host, "pid": os.getpid(), "every_s": self.every_s}
+            )
         except OSError:
             self._drop()
 

@@ -16,7 +16,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -201,21 +201,42 @@ def merged(directory: str | Path) -> list[Event]:
 
     Good enough for showing; the ledger uses the logged clock offsets instead.
     """
-    return [event for _, _, event in _in_order(directory)]
-
-
-def on_one_clock(directory: str | Path) -> list[Event]:
-    """``merged``, with wall times by a clock that is never stepped: for durations between events."""
-    return [
-        event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in _in_order(directory)
-    ]
-
-
-def _in_order(directory: str | Path) -> list[tuple[int, str, Event]]:
     files: dict[str, list[Event]] = {}
     for name, event in read(directory):
         files.setdefault(name, []).append(event)
-    return steady(files)
+    return [event for _, _, event in steady(files)]
+
+
+def on_one_clock(files: Mapping[str, Sequence[Event]]) -> list[Event]:
+    """The events of several files in the order in which they happened, with wall times by a clock that is never
+    stepped: for durations between events."""
+    return [event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in steady(files)]
+
+
+def heads(directory: str | Path, *, run_id: str) -> dict[str, str]:
+    """What the next line of every file would cite: file name -> SHA-256 of its last whole line. Reads no other."""
+    found = {}
+    for path in sorted(Path(directory).glob("*.jsonl")):
+        if _NAME.match(path.name):
+            last = _last_line(path)
+            found[path.name] = hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
+    return found
+
+
+def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:
+    """With its end; empty where there is none. What follows it was torn."""
+    with open(path, "rb") as file:
+        at, tail = file.seek(0, os.SEEK_END), b""
+        while at > 0:
+            step = min(block, at)
+            at -= step
+            file.seek(at)
+            tail = file.read(step) + tail
+            end = tail.rfind(b"\n")
+            start = tail.rfind(b"\n", 0, max(end, 0))
+            if start >= 0:
+                return tail[start + 1 : end + 1]
+    return tail[: tail.rfind(b"\n") + 1]
 
 
 def check_directory(directory: str | Path, *, run_id: str) -> dict[str, Verdict]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 SECOND_NS = 1_000_000_000
 #: Time a dead agent's successor gets to come back while its keeper beats.
 AGENT_RETURN_S = 8.0
+#: Silence is none before so many beats are missing: a limit may be lowered while keepers beat as they did.
+BEATS = 3
 
 
 @dataclass
@@ -21,6 +23,8 @@ class Signs:
     agent: bool = False
     keeper: bool = False
     keeper_seen_ns: int = 0
+    every_s: float = 0.0
+    """How often its keeper beats; 0: it has not said so."""
     agent_gone_ns: int | None = None
     keeper_gone_ns: int | None = None
     up: bool = False
@@ -42,8 +46,9 @@ class Presence:
         signs = self.hosts[host]
         signs.agent, signs.agent_gone_ns = False, now_ns
 
-    def keeper_came(self, host: str, now_ns: int) -> None:
+    def keeper_came(self, host: str, now_ns: int, *, every_s: float = 0.0) -> None:
         signs = self.hosts.setdefault(host, Signs())
+        signs.every_s = every_s
         signs.keeper, signs.keeper_seen_ns, signs.keeper_gone_ns = True, now_ns, None
 
     def keeper_went(self, host: str, now_ns: int) -> None:
@@ -52,6 +57,11 @@ class Presence:
 
     def beat(self, host: str, now_ns: int) -> None:
         self.hosts[host].keeper_seen_ns = now_ns
+
+    @property
+    def least_s(self) -> float:
+        """No limit below it can be kept for every host."""
+        return max((BEATS * signs.every_s for signs in self.hosts.values()), default=0.0)
 
     def excuse(self, late_ns: int, now_ns: int) -> None:
         """The supervisor itself was not run for so long after it should have been: silence in that time says nothing.
@@ -93,20 +103,24 @@ class Presence:
     def _limits(self, signs: Signs) -> list[int]:
         found = []
         if signs.keeper or signs.agent:
-            found.append(signs.keeper_seen_ns + int(self.timeout_s * SECOND_NS))
+            found.append(signs.keeper_seen_ns + int(self._limit_s(signs) * SECOND_NS))
         if not signs.agent and signs.agent_gone_ns is not None:
             found.append(signs.agent_gone_ns + int(AGENT_RETURN_S * SECOND_NS))
         return found
 
+    def _limit_s(self, signs: Signs) -> float:
+        return max(self.timeout_s, BEATS * signs.every_s)
+
     def _why_down(self, signs: Signs, now_ns: int) -> str | None:
+        limit_s = self._limit_s(signs)
         silent_s = (now_ns - signs.keeper_seen_ns) / SECOND_NS
         if not signs.agent and not signs.keeper:
             return "all its connections closed"
-        if silent_s >= self.timeout_s:
+        if silent_s >= limit_s:
             if signs.keeper_seen_ns == 0 or (not signs.keeper and signs.keeper_gone_ns is None):
                 # The keeper has not spoken yet: a starting host, watched by its agent's connection.
-                return None if silent_s < 10 * self.timeout_s else f"no heartbeat for {silent_s:.2f} s"
-            return f"silent for {silent_s:.2f} s (limit {self.timeout_s:g} s)"
+                return None if silent_s < 10 * limit_s else f"no heartbeat for {silent_s:.2f} s"
+            return f"silent for {silent_s:.2f} s (limit {limit_s:g} s)"
         if not signs.agent and signs.agent_gone_ns is not None:
             away_s = (now_ns - signs.agent_gone_ns) / SECOND_NS
             if away_s >= AGENT_RETURN_S:

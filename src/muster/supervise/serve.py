@@ -7,16 +7,13 @@ is in the log or on the hosts, so it may be killed between any two lines.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from muster.core import eventlog
@@ -29,11 +26,15 @@ from muster.core.spec import RunSpec
 from muster.core.store import open_store
 from muster.core.wire import read_token
 from muster.policy.load import load_policy
+from muster.supervise.callers import UNUSABLE, health_of, introduced, stop_of
+from muster.supervise.clocks import Clocks
 from muster.supervise.fold import recover
 from muster.supervise.lease import LEASE_S, LeaseKeeper
 from muster.supervise.limits import LimitsGuard
 from muster.supervise.machine import Machine
+from muster.supervise.past import Past
 from muster.supervise.presence import Presence
+from muster.supervise.signals import caught
 from muster.supervise.state import (
     Effect,
     End,
@@ -56,14 +57,6 @@ OFFSET_EVERY_S = 30.0
 RETRY_S = 1.0
 
 
-@dataclass(frozen=True)
-class Who:
-    """Who is at the other end of a connection."""
-
-    role: str
-    host: str = ""
-
-
 @dataclass
 class Supervisor:
     """One term of one run's supervisor."""
@@ -79,6 +72,8 @@ class Supervisor:
     """What kept events from the disk."""
     _limited: bool = False
     """A limit of the run file was reached, and the run told so."""
+    _least_told_s: float = 0.0
+    """Which limit of silence the run was told to be the least possible."""
     _wall_ahead_ns: int | None = None
     """Of the monotonic clock, when this term began."""
 
@@ -95,21 +90,25 @@ class Supervisor:
         self.hub = Hub(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.hub.listen(self.bind)
-        before = eventlog.on_one_clock(self.run_dir / "events")
+        past = Past(self.run_dir / "events")
+        past.read_on()
+        term = self.lease.take((address[0], int(address[1])))
+        past.read_on()
+        before = past.in_order()
         state = recover(before)
         self.guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
         for event in before:
             self.guard.add(event)
-        term = self.lease.take((address[0], int(address[1])))
+        del past, before  # the events of weeks
         self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
         self.presence = Presence(timeout_s=spec.recovery.heartbeat_timeout_s)
         self.agents: dict[str, Peer] = {}
         self.keepers: dict[str, Peer] = {}
-        self.pings: dict[int, tuple[str, int]] = {}
+        self.clocks = Clocks()
         self.machine = Machine(settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state)
         self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
         try:
-            with self._signals():
+            with caught(self.hub, self._on_signal, leaving=self._leaving):
                 self._loop()
         except ConflictError:  # deposed: what still waits to be sent must not be
             for peer in list(self.hub.peers):
@@ -199,40 +198,21 @@ class Supervisor:
         until = time.monotonic() + 5.0
         while self.agents and time.monotonic() < until:
             self.hub.run_once(0.1)
-        verdicts = eventlog.check_directory(self.run_dir / "events", run_id=self.run_id)
-        self._append("log.heads", {"heads": {name: v.head for name, v in verdicts.items() if name != self.log.name}})
+        heads = eventlog.heads(self.run_dir / "events", run_id=self.run_id)
+        self._append("log.heads", {"heads": {name: head for name, head in heads.items() if name != self.log.name}})
         self._append("supervisor.ended", {"reason": self.result.outcome if self.result else ""})
         self.log.sync()
         self.lease.give_back()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _on_signal(self, number: int) -> None:
         """Ctrl-C is the user's stop (130), SIGTERM a preemption (75); a second one leaves at once."""
-        wake_r, wake_w = socket.socketpair()
-        wake_w.setblocking(False)
-        self.hub.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
-        try:
-            before = {
-                number: signal.signal(number, self._on_signal)
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            }
-            old_fd = signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
-        except ValueError:  # not the main thread: a test drives us
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(old_fd)
-            for number, handler in before.items():
-                if self.result is None or self.result.exit_code not in (75, 130):
-                    signal.signal(number, handler)  # else: on the way out a late second Ctrl-C must not kill
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGTERM and self.ignore_term:
             return
         code = 75 if number == signal.SIGTERM else 130
         self._orders.append(StopRequest(source=signal.Signals(number).name, exit_code=code))
+
+    def _leaving(self) -> bool:
+        return self.result is not None and self.result.exit_code in (75, 130)
 
     def _judge_presence(self) -> None:
         now = self.clock.monotonic_ns()
@@ -243,6 +223,7 @@ class Supervisor:
                 if peer is not None:
                     self.hub.close(peer)
             self.presence.forget(host)
+            self.clocks.forget(host)
             self._give(HostDown(host=host, why=why, silent_s=silent_s))
 
     # ------------------------------------------------------------ inputs
@@ -256,26 +237,46 @@ class Supervisor:
         who = peer.who
         if who is None:
             self._hello(peer, message, now)
+        elif who.role == "client":
+            self._from_client(peer, message)
         elif who.role == "beat" and self.keepers.get(who.host) is peer:
             self.presence.beat(who.host, now)
         elif who.role == "agent":
             self._from_agent(who.host, message, now)
-        elif who.role == "client":
-            self._from_client(peer, message)
 
     def _hello(self, peer: Peer, message: dict[str, Any], now: int) -> None:
         if message.get("t") != "hello":
             self.hub.close(peer)
             return
-        peer.who = Who(role=str(message["role"]), host=str(message.get("host", "")))
+        try:
+            peer.who = introduced(message)
+        except UNUSABLE as error:
+            self._refuse(peer, error)
+            return
         if peer.who.role == "beat":
             self.keepers[peer.who.host] = peer
-            self.presence.keeper_came(peer.who.host, now)
+            self.presence.keeper_came(peer.who.host, now, every_s=float(message.get("every_s", 0.0)))
+            self._tell_least()
         elif peer.who.role == "agent":
             self.agents[peer.who.host] = peer
             self.presence.agent_came(peer.who.host, now)
             self._give(HostUp(host=peer.who.host, hello=message))
             self._ping(peer.who.host)
+
+    def _refuse(self, peer: Peer, error: Exception) -> None:
+        """Somebody with the token sends what cannot be used: that ends the connection, not the run."""
+        text = f"a connection was closed: a message on it cannot be used ({type(error).__name__}: {str(error)[:200]})"
+        self._append("run.note", {"text": text})
+        self.hub.close(peer)
+
+    def _tell_least(self) -> None:
+        """A corrected file may ask for a shorter limit of silence than hosts beat that were started with another."""
+        least_s = self.presence.least_s
+        if least_s > max(self.presence.timeout_s, self._least_told_s):
+            self._least_told_s = least_s
+            wanted = f"heartbeat_timeout_s={self.presence.timeout_s:g}"
+            text = f"{wanted} counts as {least_s:g} s: that is three beats of hosts that were started with another"
+            self._append("run.note", {"text": text})
 
     def _from_agent(self, host: str, message: dict[str, Any], now: int) -> None:
         if message.get("t") == "pong":
@@ -290,14 +291,13 @@ class Supervisor:
         """A verb of another terminal: stop, restart, status."""
         kind = message.get("t")
         if kind == "stop":
-            self._orders.append(
-                StopRequest(source=str(message.get("source", "muster stop")), save=bool(message.get("save", True)),
-                            exit_code=75 if message.get("again") else 130, force=bool(message.get("force", False)))
-            )  # fmt: skip
-        elif kind == "health":  # a check's verdict; the check itself runs wherever it likes
-            gpus = [int(gpu) for gpu in message.get("resettable", ())]
-            verdict = {"t": "health", "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
-            self._orders.append(FromHost(host=str(message.get("host", "")), message=verdict))
+            self._orders.append(stop_of(message))
+        elif kind == "health":
+            try:
+                self._orders.append(health_of(message))
+            except UNUSABLE as error:
+                self._refuse(peer, error)
+                return
         elif kind == "restart":
             self._restart()
         self.hub.send(peer, {"t": "status", **status(self.machine)})
@@ -313,6 +313,8 @@ class Supervisor:
             self._append("run.note", {"text": f"not restarted: {str(error)[:500]}"})
             return
         self.presence.timeout_s = spec.recovery.heartbeat_timeout_s
+        self._least_told_s = 0.0
+        self._tell_least()
         self.guard.limits, self.guard.grace_s, self._limited = spec.limits, spec.recovery.grace_s, False
         self._orders.append(RestartRequest(settings=self._settings(spec), policy=policy))
 
@@ -322,6 +324,7 @@ class Supervisor:
             return
         if who.role == "agent" and self.agents.get(who.host) is peer:
             del self.agents[who.host]
+            self.clocks.forget(who.host)
             self.presence.agent_went(who.host, now)
         elif who.role == "beat" and self.keepers.get(who.host) is peer:
             del self.keepers[who.host]
@@ -359,18 +362,13 @@ class Supervisor:
 
     def _ping(self, host: str | None = None) -> None:
         for name in [host] if host else list(self.agents):
-            number = len(self.pings) + 1
-            self.pings[number] = (name, self.clock.monotonic_ns())
-            self.hub.send(self.agents[name], {"t": "ping", "id": number})
+            self.hub.send(self.agents[name], self.clocks.ping(name, self.clock.monotonic_ns()))
 
     def _offset(self, message: dict[str, Any], now: int) -> None:
-        """Half the round trip is the most that the offset can be wrong (Cristian 1989)."""
-        name, sent = self.pings.get(int(message["id"]), ("", 0))
-        if name:
-            half = (now - sent) // 2
-            self._append(
-                "clock.offset", {"offset_ns": sent + half - int(message["mono_ns"]), "error_ns": half}, host=name
-            )
+        found = self.clocks.pong(message, now)
+        if found is not None:
+            host, offset = found
+            self._append("clock.offset", {"offset_ns": offset.offset_ns, "error_ns": offset.error_ns}, host=host)
 
 
 def serve(
@@ -388,10 +386,6 @@ def serve(
     """
     supervisor = Supervisor(run_dir=Path(run_dir).resolve(), on_event=on_event, bind=bind, ignore_term=ignore_term)
     return supervisor.serve()
-
-
-def _empty(sock: socket.socket) -> None:
-    sock.recv(256)
 
 
 __all__ = ["ConflictError", "Phase", "Supervisor", "serve"]

@@ -110,7 +110,8 @@ def test_a_run_is_read_in_order_and_as_it_was_written(tmp_path):
     assert [event.wall_ns for event in eventlog.merged(tmp_path)] == [
         WALL, WALL + SECOND, WALL + HOUR + 2 * SECOND, WALL + HOUR + 3 * SECOND,
     ]  # fmt: skip
-    assert [event.wall_ns - WALL for event in eventlog.on_one_clock(tmp_path)] == [0, SECOND, 2 * SECOND, 3 * SECOND]
+    files = {name: [event for _, event in eventlog.read(tmp_path)] for name, _ in eventlog.read(tmp_path)}
+    assert [event.wall_ns - WALL for event in eventlog.on_one_clock(files)] == [0, SECOND, 2 * SECOND, 3 * SECOND]
 
 
 def test_what_is_not_bent_stays_as_it_is():

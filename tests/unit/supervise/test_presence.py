@@ -73,3 +73,15 @@ def test_being_late_never_makes_a_host_seen_in_the_future():
     found.beat("a", 5 * S)
     found.excuse(3 * S, 5 * S)
     assert len(found.down(5 * S + int(found.timeout_s * S))) == 1
+
+
+def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
+    """It beats as it was started: with a sixth of another limit."""
+    found = Presence(timeout_s=0.3)
+    found.agent_came("a", 1 * S)
+    found.keeper_came("a", 1 * S, every_s=0.5)
+    for tenths in range(15, 60, 5):
+        found.beat("a", tenths * S // 10)
+        assert found.down(tenths * S // 10 + int(0.9 * S)) == []
+    assert found.least_s == 1.5 and found.deadline_ns() == int(7.0 * S)
+    assert found.down(7 * S) == [("a", "silent for 1.50 s (limit 1.5 s)")]

@@ -1,0 +1,45 @@
+"""What a supervisor reads before it holds the lease, and what its predecessor still writes until then."""
+
+from muster.core.eventlog import EventLog, check_directory, heads
+from muster.supervise.past import Past
+
+
+def note(log, text):
+    log.append("run.note", detail={"text": text})
+
+
+def texts(past):
+    return [event.detail["text"] for event in past.in_order()]
+
+
+def test_what_was_written_meanwhile_is_read_once(tmp_path):
+    boss, host = EventLog("r", tmp_path, "supervisor", 1), EventLog("r", tmp_path, "host-0", 0)
+    note(boss, "one")
+    note(host, "two")
+    past = Past(tmp_path)
+    past.read_on()
+    note(boss, "three")
+    late = EventLog("r", tmp_path, "host-1", 0)
+    note(late, "four")
+    past.read_on()
+    past.read_on()
+    assert texts(past) == ["one", "two", "three", "four"]
+
+
+def test_a_run_without_events(tmp_path):
+    past = Past(tmp_path / "events")
+    past.read_on()
+    assert past.in_order() == []
+
+
+def test_heads_are_those_of_a_check_that_reads_everything(tmp_path):
+    for name, count, length in (("supervisor", 0, 1), ("host-0", 1, 10), ("host-1", 500, 300), ("host-2", 3, 70_000)):
+        log = EventLog("r", tmp_path, name, 1)
+        for number in range(count):
+            note(log, f"{number} " + "x" * length)
+        log.close()
+    torn = tmp_path / "host-1.1.jsonl"
+    torn.write_bytes(torn.read_bytes() + b'{"half')
+    (tmp_path / "host-3.1.jsonl").write_bytes(b'{"half')
+    checked = {name: verdict.head for name, verdict in check_directory(tmp_path, run_id="r").items()}
+    assert len(checked) == 5 and heads(tmp_path, run_id="r") == checked

@@ -1,4 +1,4 @@
-"""``benchmarks/recovery_gpu.py`` runs at all, on a tiny model and the CPU; nobody has seen yet what it says of a GPU."""
+"""``benchmarks/recovery_gpu.py`` runs at all, on a tiny model and the CPU; what it says of a GPU nobody has seen."""
 
 import json
 import os

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -127,13 +129,13 @@ def drill(
     network = Network(names=[f"host-{number}" for number in range(hosts)]) if chosen.network else None
     with contextlib.ExitStack() as made:
         if network is not None:
-            made.callback(network.down)
+            made.callback(_undisturbed, network.down)
             network.up()
         intent = submit.begin(loaded, argv=["muster", "drill", run_file, "--fault", fault])
         disk = Disk(folder=intent.run.checkpoints) if chosen.disk else None
         if disk is not None:
             disk.up()
-            made.callback(disk.down)
+            made.callback(_undisturbed, disk.down)
         submit.start(intent, _armed(intent.request, network))
         tell(f"run {intent.run.run_id} in {intent.run.path}")
         scene = Scene(run=intent.run, spec=intent.spec, random=random.Random(seed), network=network, disk=disk)
@@ -244,15 +246,30 @@ def _wall(event: Event) -> int:
 
 
 def _end(scene: Scene, tell: Callable[[str], None]) -> None:
-    """Let the run end as a user would; what does not end by itself is made to."""
+    """Let the run end as a user would; what does not end by itself is made to. Ctrl-C shortens it, no more."""
+    tell("ending the run")
     try:
         stop.stop(scene.run.run_id, save=False)
     except MusterError as error:
         tell(f"it could not be stopped ({error}); ending its processes")
+    except KeyboardInterrupt:
+        tell("ending its processes")
     try:
-        stop.down(scene.run.run_id)
+        _undisturbed(lambda: stop.down(scene.run.run_id))
     except BackendError as error:
         tell(f"error: {error}")
+
+
+def _undisturbed(remove: Callable[[], object]) -> None:
+    """Call it without Ctrl-C for these seconds: what was begun here must not be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        remove()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        remove()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _judge(scene: Scene, outcome: Outcome) -> None:

@@ -28,7 +28,7 @@ def drill(
     listed: bool = typer.Option(False, "--list", help="Print the menu of faults."),
     json: bool = JSON,
 ) -> None:
-    """Break a run of this file on purpose, and compare what happened with what had to happen."""
+    """Break a run of this file on purpose, here, and compare what happened with what had to happen (minutes)."""
     from muster.app import drill as use_case
     from muster.app.faults import MENU
     from muster.cli import say
@@ -37,8 +37,12 @@ def drill(
     if listed:
         _print_menu(json)
         return
-    if run_file is None or fault is None:
-        raise UsageError("a run file and --fault NAME are needed", hint=f"one of: {', '.join(MENU)}")
+    if run_file is None:
+        raise UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(MENU))}")
+    if fault is None:
+        raise UsageError(
+            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
+        )
     outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=say.talk)
     if json:
         say.as_json(outcome.to_json())

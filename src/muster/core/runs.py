@@ -139,6 +139,8 @@ def find(reference: str) -> RunDir:
     Raises:
         UsageError: none, or several.
     """
+    if not reference:
+        raise UsageError("no run named", hint="a run is named by its id, its folder, or `last`")
     as_path = Path(os.path.expanduser(reference))
     is_folder = os.path.isdir(as_path)  # as_path.is_dir() raises for a name that is too long
     if is_folder and (run_id := existing_id(as_path.absolute())):

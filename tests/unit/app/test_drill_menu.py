@@ -124,3 +124,27 @@ def test_the_command_lists_and_refuses(capsys):
     assert run(["drill", "--fault", "rank-kill"]) == 2
     assert run(["drill", "nowhere.yaml", "--fault", "meteor"]) == 2
     assert "meteor" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_leaves_nothing_of_the_drills_run_behind(monkeypatch):
+    import os
+    import signal
+    from types import SimpleNamespace
+
+    from muster.app import drill as module
+
+    told, ended = [], []
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    def down(run_id):
+        os.kill(os.getpid(), signal.SIGINT)  # and a third one
+        ended.append(run_id)
+
+    monkeypatch.setattr(module.stop, "stop", interrupted)
+    monkeypatch.setattr(module.stop, "down", down)
+    before = signal.getsignal(signal.SIGINT)
+    module._end(SimpleNamespace(run=SimpleNamespace(run_id="d-1")), told.append)
+    assert ended == ["d-1"] and "ending its processes" in told
+    assert signal.getsignal(signal.SIGINT) is before

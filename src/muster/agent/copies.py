@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -180,6 +181,8 @@ class _File:
 
 
 def _shut(sock: socket.socket | None) -> None:
+    """End a connection under whoever uses it; its close resets it, or a sender might wait at a full window."""
     if sock is not None:
         with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.shutdown(socket.SHUT_RDWR)

@@ -204,7 +204,7 @@ def start_message(
         if choice.layout != state.layout and lacking:
             lacking = needed_shards(choice, name)
         for rank in lacking:
-            held = choice.shards[rank]
+            held = choice.nearest(rank, name)
             fetch.append(
                 {
                     "rank": rank,

@@ -30,6 +30,8 @@ _DEVICE = re.compile(
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
 #: A snapshot that could not be read, by the name of its ring (``core.ring.file_name``) or in words.
 _SNAPSHOT = re.compile(r"\b(own|peer|fetched)\.r\d+s\d+t\d+|snapshot", re.IGNORECASE)
+#: No memory for a snapshot (``core.ring.NoRoom``): nothing is wrong with the snapshot.
+_NO_ROOM = re.compile(r"\bno room for snapshots\b")
 
 #: How the trainer's guard begins (``train.guard``).
 _STEP = re.compile(r"step (\d+):")
@@ -70,6 +72,8 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str,
         return IncidentKind.RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
     if _NCCL_SYSTEM.search(text):
         return IncidentKind.HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
+    if _NO_ROOM.search(text):
+        return IncidentKind.RANK_EXCEPTION, f"{where}, its host's memory: {first_line}", detail
     if kind == "CheckpointError" and _SNAPSHOT.search(text):
         return IncidentKind.RANK_EXIT, f"{where} could not read its snapshot: {first_line}", {"unreadable": True}
     name = f"{kind}: " if kind and kind not in ("MusterError",) else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from muster.core.nouns import Layout
 from muster.core.spec import Parallelism
@@ -51,6 +51,13 @@ class Choice:
     layout: Layout
     shards: Mapping[int, Snapshot]
     """Rank of that world -> where its state lies; with replicas perhaps under a twin's rank."""
+    holders: Mapping[int, Sequence[Snapshot]] = field(default_factory=dict)
+    """All places of each."""
+
+    def nearest(self, rank: int, host: str) -> Snapshot:
+        """Where ``host`` takes a rank's state from: its own memory before any other host's, a peer's copy included."""
+        here = (held for held in self.holders.get(rank, ()) if held.host == host)
+        return next(here, self.shards[rank])
 
 
 def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
@@ -64,7 +71,7 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
         versions.setdefault((found.step, found.attempt, found.layout), {}).setdefault(found.rank, []).append(found)
     for (step, attempt, key), ranks in sorted(versions.items(), reverse=True):
         layout = Layout.from_key(key)
-        shards: dict[int, Snapshot] = {}
+        places: dict[int, list[Snapshot]] = {}
         for rank in range(layout.world_size):
             holders = [
                 held
@@ -73,9 +80,10 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
             ]
             if not holders:
                 break
-            shards[rank] = holders[0]
+            places[rank] = holders
         else:
-            return Choice(step=step, attempt=attempt, layout=layout, shards=shards)
+            shards = {rank: holders[0] for rank, holders in places.items()}
+            return Choice(step=step, attempt=attempt, layout=layout, shards=shards, holders=places)
     return None
 
 

@@ -69,6 +69,18 @@ def test_words_that_only_look_so_are_not(text, kind):
 ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"}
 
 
+def test_no_room_for_snapshots_distrusts_none_of_them():
+    for text in (
+        "no room for snapshots in memory: 52.5 GB wanted, 8.1 GB free in /dev/shm/muster",
+        "fetched.r1s2t1.0.ring of step 9 could not be fetched: no room for snapshots in memory: 52.5 GB wanted, 8.1 GB "
+        "free in /dev/shm/muster",
+    ):
+        message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
+        kind, evidence, detail = judge.rank_exit("host-1", message)
+        assert kind is IncidentKind.RANK_EXCEPTION and "unreadable" not in detail
+        assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
+
+
 def test_a_broken_device_costs_a_swap_and_no_verdict():
     found = cluster(spec(hosts=2, spare_hosts=1))
     fails_at(found, 20, last=ECC, host="host-1")

@@ -104,3 +104,18 @@ def test_another_layout_needs_one_replica_and_what_lies_there_is_not_fetched(nam
         for rank, host in enumerate(hosts)
     }
     assert needed_shards(Choice(step=7, attempt=1, layout=layout, shards=shards), name) == needed
+
+
+def test_a_host_takes_what_a_peers_copy_in_its_own_memory_holds_before_anybody_elses():
+    held = [
+        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1", host="host-0", tier="memory"),
+        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1", host="host-1", tier="peer"),
+        Snapshot(step=7, attempt=1, rank=1, layout="r1s2t1", host="host-1", tier="memory"),
+    ]
+    choice = newest_complete(held)
+    assert choice.nearest(0, "host-1").tier == "peer" and choice.nearest(0, "host-0").tier == "memory"
+    assert choice.nearest(0, "host-2").host == "host-0" and choice.nearest(1, "host-0").host == "host-1"
+    twins = newest_complete(
+        [Snapshot(step=7, attempt=1, rank=rank, layout="r2s1t1", host=f"host-{rank}", tier="memory") for rank in (0, 1)]
+    )
+    assert twins.nearest(0, "host-1").rank == 1, "a replica's twin that lies here serves as well"

@@ -79,9 +79,11 @@ def test_where_the_fourth_slot_finds_no_room_the_newest_is_written_over(tmp_path
     taken(found, 1)
     copied(tmp_path)
     taken(found, 2)
-    monkeypatch.setattr(
-        snapshot.Ring, "grow", lambda self, slots: (_ for _ in ()).throw(snapshot.NoRoom(1, 0, tmp_path))
-    )
+
+    def full(ring, slots):
+        raise NoRoom(1, 0, tmp_path)
+
+    monkeypatch.setattr(Ring, "grow", full)
     taken(found, 3, 4, 5)
     assert steps(tmp_path) == [1, 2, 5], "what a lost host would cost comes before what a lost rank would"
 

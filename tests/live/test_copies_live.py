@@ -1,0 +1,212 @@
+"""Copies in another host's memory: over a slow link, without room, and from a host that wakes up too late."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+
+import pytest
+from cluster import LiveRun, namespaces_work
+from waiting import eventually
+
+pytest.importorskip("torch")
+
+from muster.agent.mover import Mover
+from muster.core.ring import PEER_SLOTS, Ring, file_name
+from muster.core.spec import RunSpec
+from muster.core.stream import Stream
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+
+TOKEN = b"t" * 64
+KEY = "r1s2t1"
+SIZE = 3_000_000
+
+#: A loop whose state is far larger than what its steps send: copies lag behind them. Rank 1 dies once, at rest.
+LOOP = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import muster.run
+
+once = Path(sys.argv[1])
+dist.init_process_group("gloo")
+state = {"weights": torch.zeros(8, dtype=torch.float64), "ballast": torch.ones(1_000_000)}
+step = muster.run.restore(state)
+while step < 40 and not muster.run.should_stop():
+    step += 1
+    if step == 30 and dist.get_rank() == 1 and not once.exists():
+        once.touch()
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    gradient = torch.full((8,), float(step), dtype=torch.float64)
+    dist.all_reduce(gradient)
+    state["weights"] += gradient * 0.01
+    time.sleep(0.02)
+    muster.run.save(step, state)
+    muster.run.heartbeat(step, loss=float(state["weights"].sum()), tokens=16)
+muster.run.finish(step, state)
+"""
+
+
+@pytest.mark.skipif(not namespaces_work(), reason="needs root and network namespaces")
+def test_a_lost_rank_costs_no_step_however_far_copies_lag(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    spec = RunSpec.model_validate(
+        {
+            "name": "lags",
+            "command": [str(tmp_path / "loop.py"), str(tmp_path / "once")],
+            "resources": {"hosts": 2, "ranks_per_host": 1, "device": "cpu", "threads_per_rank": 1},
+            "recovery": {"heartbeat_timeout_s": 5.0, "grace_s": 20.0},
+            "checkpoint": {"every_steps": 0},
+        }
+    )
+    with LiveRun(tmp_path, spec, netns=True) as run:
+        if not all(slow(run.network, name) for name in run.names):
+            pytest.skip("this kernel has no token bucket (tc tbf)")
+        run.start()
+        assert run.wait() == 0, run.story()
+        first, second = run.events("attempt.started")
+        assert second.detail["resume_step"] == 29, run.story()
+        copied = [event.detail.get("peer_step", 0) for event in run.events("step") if event.attempt == first.attempt]
+        assert max(copied) < 20, "a copy takes many steps, and holds none up"
+        steps = [event.step for event in run.events("step")]
+        assert sorted(steps) == list(range(1, 41)), "each was applied once"
+
+
+def slow(network, name):
+    """8 Mbit/s on the way out: a copy takes 4 s, a step's few bytes wait 30 ms behind it."""
+    bucket = ["tbf", "rate", "8mbit", "burst", "16kb", "limit", "32kb"]
+    command = ["tc", "-n", network.namespace(name), "qdisc", "add", "dev", "eth0", "root", *bucket]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+# ---------------------------------------------------------------- movers over real sockets
+
+
+def mover(folder):
+    folder.mkdir(exist_ok=True)
+    made = Mover(memory=folder, token=TOKEN, bind="127.0.0.1")
+    threading.Thread(target=made.serve, daemon=True).start()
+    return made
+
+
+def take(folder, rank, step, byte):
+    """A rank's snapshot that it wants copied."""
+    ring = Ring.create(folder / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=SIZE)
+    slot = ring.begin()
+    ring.slot(slot)[:] = bytes([byte]) * SIZE
+    ring.order(ring.commit(slot, step=step, attempt=1))
+    return ring
+
+
+def versions(path):
+    return {version.step: bytes(Ring.open(path).slot(version.slot)[:1]) for version in Ring.open(path).versions()}
+
+
+def push(to, step, world):
+    """A pusher's first words; the answer."""
+    stream = Stream(socket.create_connection(tuple(to.address)), TOKEN, server=False)
+    stream.send({"t": "push", "file": file_name("peer", KEY, 0), "header": '{"tensors":[]}', "slot_bytes": SIZE,
+                 "step": step, "attempt": 1, "world": world, "keep": -1})  # fmt: skip
+    return stream, stream.receive()
+
+
+def finish(stream, byte):
+    crc = stream.send_bytes(memoryview(bytes([byte]) * SIZE))
+    stream.receive()
+    stream.send({"t": "whole", "crc": crc, "seal": None})
+    return stream.receive()
+
+
+def test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did(tmp_path):
+    here = mover(tmp_path / "c")
+    path = here.memory / file_name("peer", KEY, 0)
+    late, answer = push(here, 5, world=1)
+    assert answer["t"] == "go"
+    late.sock.sendall(b"\x01" * (SIZE // 2))  # and here its host stood still
+    new, answer = push(here, 6, world=2)
+    assert answer["t"] == "go"
+    assert finish(new, 2)["t"] == "held"
+    with pytest.raises(OSError):  # it wakes up: its connection is gone
+        for _ in range(100):
+            late.sock.sendall(b"\x01" * SIZE)
+    _, answer = push(here, 7, world=1)
+    assert answer["t"] == "refused" and "attempt 2" in answer["reason"]
+    assert versions(path) == {6: b"\x02"}
+    ring = Ring.open(path)
+    assert bytes(ring.slot(ring.find(6, 1).slot)) == b"\x02" * SIZE
+
+
+def test_what_this_hosts_own_attempt_left_behind_is_refused(tmp_path):
+    here = mover(tmp_path / "c")
+    here.obey({"do": "peers", "peer": None, "layout": KEY, "ranks": [0], "world": 3})
+    assert push(here, 5, world=2)[1]["t"] == "refused" and push(here, 5, world=4)[1]["t"] == "go"
+
+
+def test_one_slow_rank_does_not_hold_up_the_others_copies(tmp_path):
+    a, b = mover(tmp_path / "a"), mover(tmp_path / "b")
+    for rank in range(4):
+        take(a.memory, rank, 5, rank + 1)
+    stuck, answer = push(b, 5, world=9)  # somebody newer writes to rank 0's ring, and stands still
+    assert answer["t"] == "go"
+    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0, 1, 2, 3], "world": 1})
+    a.obey({"do": "copy", "step": 5})
+    for rank in (1, 2, 3):
+        eventually(lambda rank=rank: Ring.open(a.memory / file_name("own", KEY, rank)).copied(world=1) == (5, 1))
+    assert Ring.open(a.memory / file_name("own", KEY, 0)).copied() == (-1, -1)
+    stuck.close()
+
+
+def test_the_copied_version_is_the_ordered_one_not_the_newest(tmp_path):
+    a, b = mover(tmp_path / "a"), mover(tmp_path / "b")
+    ring = take(a.memory, 0, 5, 1)
+    slot = ring.begin(spare=(5,))
+    ring.commit(slot, step=6, attempt=1)
+    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
+    a.obey({"do": "copy", "step": 6})
+    eventually(lambda: ring.copied(world=1) == (5, 1))
+    held = Ring.open(b.memory / file_name("peer", KEY, 0))
+    assert versions(held.path) == {5: b"\x01"} and held.slots == PEER_SLOTS
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A tmpfs of 4 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], check=False).returncode
+    ):
+        pytest.skip("needs root to mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=False)
+
+
+def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_path, small, capfd):
+    a, b = mover(tmp_path / "a"), mover(small)
+    ring = take(a.memory, 0, 5, 1)
+    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
+    for _ in range(3):
+        a.obey({"do": "copy", "step": 5})
+    said = []
+    eventually(lambda: said.extend(capfd.readouterr().out.splitlines()) or said)
+    (note,) = [json.loads(line)["text"] for line in said]
+    assert "6.00 MB wanted" in note and "free in" in note and "checkpoint.peer_copy: false" in note
+    assert ring.copied() == (-1, -1) and list(small.iterdir()) == []
+
+
+def test_a_fetch_without_room_is_refused_at_once_and_leaves_nothing(tmp_path, small):
+    a, b = mover(tmp_path / "a"), mover(small)
+    take(a.memory, 1, 9, 3)
+    ring = Ring.create(small / file_name("peer", KEY, 0), header=b"{}", slot_bytes=1_500_000, slots=1)
+    target = file_name("fetched", KEY, 1)
+    order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1), "target": target, "step": 9,
+             "attempt": 1}  # fmt: skip
+    b.obey(order)
+    eventually(lambda: (small / f"{target}.failed").exists())
+    assert "no room" in (small / f"{target}.failed").read_text()
+    assert sorted(path.name for path in small.iterdir()) == [f"{target}.failed", ring.path.name]

@@ -249,8 +249,7 @@ def _node_volumes(mounts: tuple[Mount, ...]) -> list[Manifest]:
 
 
 def _shared_memory(placement: Placement) -> Manifest:
-    # 250Gi is Google's own figure for the 8-GPU hosts; smaller ones get a quarter of their memory.
-    limit = "250Gi" if placement.machine.memory_gb >= 1000 else f"{max(1, placement.machine.memory_gb // 4)}Gi"
+    limit = f"{placement.machine.shared_memory_gib}Gi"
     return {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
 
 

@@ -17,6 +17,9 @@ from typing import Any
 from muster.core.errors import UsageError
 
 QUEUED = "flex_start_queued"
+#: Share of a machine's memory that ``/dev/shm`` may take: a full training's snapshots fill it, and what is left holds
+#: one staged save (a third of three snapshots), the ranks and the node's own.
+SHARED_MEMORY_PERCENT = 65
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,11 @@ class Machine:
     memory_gb: int
     modes: tuple[str, ...]
     fabric: Fabric
+
+    @property
+    def shared_memory_gib(self) -> int:
+        """The limit of a host's ``/dev/shm``, where snapshots lie: the rest is for processes and staged saves."""
+        return max(1, self.memory_gb * SHARED_MEMORY_PERCENT // 100)
 
 
 @dataclass(frozen=True, kw_only=True)

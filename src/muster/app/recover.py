@@ -9,11 +9,12 @@ from muster.app import submit, train
 from muster.app.status import job, spec_of
 from muster.app.submit import SUBMISSION, Intent, Submitted
 from muster.app.train import Ended
-from muster.core import runfile, runs
+from muster.core import eventlog, runfile, runs
 from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
 from muster.core.nouns import JobState
 from muster.core.runs import RunDir
+from muster.core.wire import read_token
 
 
 def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:
@@ -68,6 +69,8 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
     spec = spec_of(run)
     if overrides:
         spec = runfile.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
+    if not getattr(launcher, "folder_is_remote", False):
+        _check_folder(run)
     resolved = spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, spec, resolved, argv)
     runs.replace_text(run.resolved, resolved)
@@ -75,3 +78,15 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
     number = submit.submission(run) + 1
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
     return Intent(run=run, spec=spec, launcher=launcher, request=request, new=False)
+
+
+def _check_folder(run: RunDir) -> None:
+    """What a supervisor reads first: a damaged log or a lost token is said here, not in a log that nobody looks at.
+
+    Raises:
+        MusterError: an event file holds what is no event.
+        AccessError: the token is gone, or others can read it.
+    """
+    for _ in eventlog.read(run.events):
+        pass
+    read_token(str(run.token))

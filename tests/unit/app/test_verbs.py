@@ -13,7 +13,7 @@ import pytest
 from muster.app import contact, lines, logs, recover, status, stop, submit
 from muster.app.summary import summarise
 from muster.core import eventlog, runfile, runs
-from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
+from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.eventlog import EventLog
 from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 
@@ -374,3 +374,22 @@ def test_a_line_that_is_no_event_is_named(paper: Paper):
         status.status(run.run_id)
     seen: list[str] = []
     assert status.all_runs(on_unreadable=lambda run_id, why: seen.append(run_id)) == [] and seen == [run.run_id]
+
+
+def test_recover_says_what_its_supervisor_would_stumble_over(paper: Paper):
+    run = submitted().run
+    paper.state = JobState.STOPPED
+    damaged = run.events / "host-0.1.jsonl"
+    damaged.write_text("garbage\n")
+    with pytest.raises(MusterError, match=r"host-0\.1\.jsonl:1"):
+        recover.recover(run.run_id)
+    damaged.unlink()
+    token = run.token.read_text()
+    run.token.unlink()
+    with pytest.raises(AccessError, match="token"):
+        recover.recover(run.run_id)
+    assert len(paper.told) == 1, "nothing was started"
+    run.token.write_text(token)
+    run.token.chmod(0o600)
+    recover.recover(run.run_id)
+    assert len(paper.told) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,9 +111,9 @@ def proven_before(module: TrainedModel, device: torch.device, kept: Path) -> Pro
 
 
 def keep_proof(module: TrainedModel, device: torch.device, proof: Proof, kept: Path) -> None:
-    """Leave the proof for ranks that take another's place (one rank does)."""
+    """Leave the proof for ranks that take another's place (one rank of each replica does)."""
     text = json.dumps({"of": subject(module, device), "proof": asdict(proof)})
-    part = kept.with_suffix(".part")
+    part = kept.with_suffix(f".{secrets.token_hex(4)}.part")  # of each replica, perhaps at once
     part.write_text(text)
     part.replace(kept)
 

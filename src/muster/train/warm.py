@@ -74,6 +74,8 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
         small = smaller(spec)
         if small is None:
             return gpu is not None
+        if gpu is not None and small.training.compile:  # it would be busy for long with code that no rank uses
+            small = small.model_copy(update={"training": small.training.model_copy(update={"compile": False})})
         _join_alone()
         _train(small, CPU if gpu is None else device_of(gpu))
         if gpu is not None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from model_cases import CPU, LLAMA, build, process_group, spec_of
 
 from muster.core.nouns import Layout
+from muster.train import attention_test as proofs
 from muster.train import model as models
 from muster.train import warm
 from muster.train.mesh import make_meshes
@@ -96,6 +97,15 @@ def test_on_a_gpu_it_leaves_a_context_behind(config, on_gpu):
     assert cuda.device == 3 and cuda.emptied == (config is LLAMA) and not dist.is_initialized()
 
 
+def test_on_a_gpu_nothing_is_compiled(on_gpu, monkeypatch):
+    on_gpu()
+    asked = []
+    true = warm.build_model
+    monkeypatch.setattr(warm, "build_model", lambda spec, **more: asked.append(spec) or true(spec, **more))
+    assert warm.warm_up(spec_of(training={"compile": True}), gpu=0)
+    assert [spec.training.compile for spec in asked] == [False]
+
+
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [({"refuses": "CUDA-capable device(s) is/are busy or unavailable"}, "busy or unavailable"),
@@ -158,6 +168,22 @@ def test_a_restored_rank_takes_the_proof_of_the_first(tmp_path, given):
                 mine.copy_(theirs)
         for (name, mine), (_, theirs) in zip(second.module.named_buffers(), first.module.named_buffers(), strict=True):
             assert torch.equal(mine, theirs), name
+
+
+def test_replicas_that_leave_their_proofs_at_once_do_not_meet(tmp_path, monkeypatch):
+    kept, proof = tmp_path / "attention_proof.json", proofs.Proof(leak=0.0, control=1.0, own_head=True)
+    monkeypatch.setattr(proofs, "subject", lambda *_: "the model")
+    true, others = proofs.Path.write_text, [lambda: proofs.keep_proof(None, CPU, proof, kept)]
+
+    def write(self, text):
+        written = true(self, text)
+        if others:
+            others.pop()()  # another replica's first rank does all of it between this one's write and its rename
+        return written
+
+    monkeypatch.setattr(proofs.Path, "write_text", write)
+    proofs.keep_proof(None, CPU, proof, kept)
+    assert json.loads(kept.read_text())["of"] == "the model" and list(tmp_path.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize("damage", ["absent", "torn", "another model", "keys"])

@@ -79,6 +79,18 @@ def _memory(chosen: Mapping[str, Any]) -> Iterator[str]:
     yield f"  memory   {words.gigabytes(total)} of {words.gigabytes(have)} a GPU at its peak ({moment})"
     for name, count in sorted(chosen["memory_bytes_by_item"].items(), key=lambda item: -item[1]):
         yield f"    {name:<22} {count / 1e9:8.2f} GB"
+    yield from _host_memory(chosen)
+
+
+def _host_memory(chosen: Mapping[str, Any]) -> Iterator[str]:
+    items, limit = chosen["host_memory_bytes_by_item"], chosen["host_memory_limit_bytes"]
+    if items:
+        room = f" (/dev/shm, for snapshots: {limit / 1e9:,.0f} GB)" if limit else ""
+        yield f"  host     {sum(items.values()) / 1e9:,.2f} GB of a machine's own memory{room}"
+    for name, count in items.items():
+        yield f"    {name:<22} {count / 1e9:8.2f} GB"
+    if chosen["host_memory_warning"]:
+        yield f"    warning: {chosen['host_memory_warning']}"
 
 
 def _row(each: Mapping[str, Any]) -> str:

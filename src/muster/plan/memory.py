@@ -104,7 +104,8 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
                                         "gathered parameters": gathered.root + gathered.embedding + gathered.backward},
         "end of backward": {"gradients": before_root + gathered.root_gradient, "gathered parameters": gathered.root},
         "update": {"gradients": static["gradients"]},
-        "save": {"gradients": static["gradients"], "staged copy": static["saved"] if device.stages_here else 0},
+        "save": {"gradients": static["gradients"], "whole moments": static["whole moments"],
+                 "staged copy": static["saved"] if device.stages_here else 0},
     }  # fmt: skip
     base = {"weights": static["weights"], "optimizer state": static["optimizer"]}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -177,6 +178,7 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     if work.exact:
         gradients += trained * 8  # the fixed-point totals
     state = trained * (2 + 2 * 4 / 256) if work.optimizer == "adamw_8bit" else trained * 2 * work.master_bytes
+    whole_moments = trained * 2 * 4 if work.optimizer == "adamw_8bit" else 0.0  # as snapshots and saves hold them
     return {
         "weights": weights,
         "gradients": gradients,
@@ -184,7 +186,8 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         "embedding gradient": units.embedding * share,
         "whole gradients": whole,
         "optimizer": state,
-        "saved": (trained * work.master_bytes + state) / layout.dp_replicate,  # replicas share a save
+        "whole moments": whole_moments if work.snapshot_every or work.checkpoint_every != 0 else 0.0,
+        "saved": (trained * work.master_bytes + (whole_moments or state)) / layout.dp_replicate,  # replicas share it
     }
 
 

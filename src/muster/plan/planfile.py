@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.core.errors import UsageError
+from muster.plan.hostmemory import host_memory
 from muster.plan.search import Candidate, Outcome, Rejection
 from muster.plan.timing import achieved_tflops, tokens_per_second_per_gpu
 from muster.plan.workload import Workload
@@ -144,6 +145,9 @@ def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
     """Everything that is predicted about one candidate, units in the names."""
     offer, setting, option = candidate.option.offer, candidate.setting, candidate.option
     good, price, cost = candidate.goodput, candidate.option.price, candidate.cost
+    host = host_memory(
+        work, setting, machine=offer.machine, gpus_per_node=offer.gpus_per_node, num_nodes=candidate.num_nodes
+    )
     return {
         "title": candidate.title,
         "machine": offer.machine,
@@ -167,6 +171,9 @@ def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
         "gpu_memory_bytes": offer.gpu_memory_bytes,
         "memory_bytes_by_item": dict(candidate.memory.items),
         "memory_peak_moment": candidate.memory.moment,
+        "host_memory_bytes_by_item": dict(host.items),
+        "host_memory_limit_bytes": host.limit_bytes,
+        "host_memory_warning": host.warning,
         "step_s": candidate.time.seconds,
         "step_s_by_item": {name: value for name, value in candidate.time.parts.items() if value},
         "mfu": candidate.time.mfu,

@@ -277,8 +277,8 @@ def _optimizer(work: Workload, setting: Setting, option: Option) -> float:
 
 
 def local_state_bytes(work: Workload, setting: Setting) -> float:
-    """What a rank must save: its weights (trained ones) and moments."""
-    moments = 2 if work.optimizer == "adamw_8bit" else 2 * work.master_bytes
+    """What a rank must save: its weights (trained ones) and moments; 8-bit ones as float32, as the trainer does."""
+    moments = 2 * 4 if work.optimizer == "adamw_8bit" else 2 * work.master_bytes
     return trained_here(work, setting) * (work.master_bytes + moments)
 
 

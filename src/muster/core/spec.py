@@ -253,7 +253,7 @@ class Recovery(Section):
     step_timeout_s: Annotated[float, Field(gt=0)] | None = None
     """No step for so long is a hang; default: 10 times the median step, at least 30 s."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Time for ranks to reach their first step."""
+    """Time for ranks to reach their first step. A script (`command`) has all it needs until it has spoken once."""
     standby: bool | Literal["imports"] = True
     """Keep warm processes that take over without imports. One that waits takes a tiny model's first steps too; on GPUs
     with a CUDA context on the device of its place, unless less than 2 GiB of it are free then. ``imports``: neither."""

@@ -7,7 +7,7 @@ import subprocess
 import threading
 
 import pytest
-from cluster import LiveRun, namespaces_work
+from cluster import LiveRun, namespaces_work, spec_of
 from waiting import eventually
 
 pytest.importorskip("torch")
@@ -210,3 +210,15 @@ def test_a_fetch_without_room_is_refused_at_once_and_leaves_nothing(tmp_path, sm
     eventually(lambda: (small / f"{target}.failed").exists())
     assert "no room" in (small / f"{target}.failed").read_text()
     assert sorted(path.name for path in small.iterdir()) == [f"{target}.failed", ring.path.name]
+
+
+def test_a_run_whose_host_has_no_room_goes_on_without_snapshots_and_says_so_once(tmp_path, small, monkeypatch):
+    monkeypatch.setenv("MUSTER_MEMORY_DIR", str(small))
+    subprocess.run(["mount", "-o", "remount,size=1m", small], check=True)
+    with LiveRun(tmp_path, spec_of(**{"training.steps": 8})) as run:
+        run.start()
+        assert run.wait() == 0, run.story()
+        assert len(run.events("attempt.started")) == 1 and run.events("incident") == [], run.story()
+        notes = [event.detail["text"] for event in run.events("run.note") if "no room" in event.detail["text"]]
+        assert len(notes) == 1 and "wanted" in notes[0] and "checkpoint.memory_every_steps: 0" in notes[0], notes
+        assert not any("snapshot_step" in event.detail for event in run.events("step"))

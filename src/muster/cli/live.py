@@ -66,7 +66,8 @@ class Display:
         if found.outcome == "succeeded":
             say.talk(f"done: {found.reason}")
             say.talk(f"  folder       {run.path}")
-            say.talk(f"  hint: muster report {run.run_id}, muster export {run.run_id}")
+            own = self.spec.command is not None  # its model is known to the script alone
+            say.talk(f"  hint: muster report {run.run_id}" + ("" if own else f", muster export {run.run_id}"))
             return None
         if found.outcome in ("stopped", "preempted"):
             return f"{found.outcome}: {found.reason}\nhint: muster recover --watch {run.run_id} goes on from here"
@@ -99,6 +100,7 @@ class LiveDisplay(Display):
             "attempt.started": "starting ranks",
             "model.ready": "first step",
             "incident": "recovering",
+            "phase": "held; Ctrl-C ends it" if event.phase == "hold" else None,
             "notice": "saving",
         }.get(event.kind)
         if words is not None:

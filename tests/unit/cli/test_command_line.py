@@ -223,3 +223,38 @@ def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
         monkeypatch.setattr(f"muster.app.{place}", interrupted)
         code, out, err = run(capsys, verb, "x")
         assert (code, out) == (130, "") and "the run itself is left as it is" in err, verb
+
+
+def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    import io
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from muster.cli.live import Display, LiveDisplay
+    from muster.core.events import Event
+    from muster.core.runs import RunDir
+    from muster.core.spec import RunSpec
+
+    def event(kind: str, phase: str | None = None, **detail: object) -> Event:
+        return Event(
+            run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=0, host="h", kind=kind, phase=phase, detail=detail
+        )
+
+    own = RunSpec(name="own", command=["train.py"])
+    progress = Progress(console=Console(file=io.StringIO()))
+    live = LiveDisplay(own, progress)
+    for given, words in (
+        (event("host.granted", gpus=1, role="active"), "preparing data, importing torch"),
+        (event("phase", phase="restore"), "preparing data, importing torch"),
+        (event("phase", phase="hold", reason="x"), "held; Ctrl-C ends it"),
+    ):
+        live.event(given)
+        assert progress.tasks[0].description == words
+    for spec, has in ((own, False), (own.model_copy(update={"command": None}), True)):
+        display = Display(spec)
+        display.event(event("run.finished", outcome="succeeded", exit_code=0, reason="done"))
+        assert display.finish(RunDir(path=tmp_path, run_id="r")) is None
+        assert ("muster export" in capsys.readouterr().err) is has

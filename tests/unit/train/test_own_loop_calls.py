@@ -11,7 +11,7 @@ from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.core.errors import ConflictError, UsageError  # noqa: E402
 from muster.core.manifest import committed  # noqa: E402
 from muster.core.nouns import Layout  # noqa: E402
-from muster.core.ranks import Order, RankContext  # noqa: E402
+from muster.core.ranks import Order, RankContext, Restore  # noqa: E402
 from muster.core.ring import Ring, file_name  # noqa: E402
 from muster.core.spec import RunSpec  # noqa: E402
 from muster.core.store import open_store  # noqa: E402
@@ -127,6 +127,23 @@ def test_a_restore_from_disk_takes_the_folder_first(place):
     assert muster.restore(state) == 4 and state["w"].eq(1).all()
     newer.save(5, muster.flatten({"w": torch.ones(2)}), {})
     assert [manifest.step for manifest in committed(open_store(), folder)] == [4], "the older attempt's is no more"
+
+
+def test_in_a_world_of_another_size_a_rank_takes_its_own_or_keeps_what_it_has(place, tmp_path):
+    from muster.train.snapshot import Snapshots
+
+    before, shards = Layout(dp_shard=2), {}
+    for rank in (0, 1):
+        place(rank=rank, world_size=2, layout=before)
+        tensors = muster.flatten({"w": torch.full((2,), 7.0), f"rank{rank}.own": torch.full((2,), 1.0 + rank)})
+        Snapshots(muster._Here.context, tensors).save(7, tensors)
+        shards[str(rank)] = str(tmp_path / file_name("own", before.key, rank))
+    restore = Restore(step=7, attempt=1, layout=before, shards=shards)
+    for rank, own in ((0, 1.0), (1, 2.0), (2, -1.0)):
+        place(rank=rank, world_size=3, layout=Layout(dp_shard=3), restore=restore, attempt=2)
+        state = {"w": torch.zeros(2), f"rank{rank}.own": torch.full((2,), -1.0)}
+        assert muster._from_memory(muster.flatten(state))[0] == 7
+        assert state["w"].eq(7).all() and state[f"rank{rank}.own"].eq(own).all()
 
 
 def test_several_ranks_need_a_process_group(place):

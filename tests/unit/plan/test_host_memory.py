@@ -26,7 +26,7 @@ def test_two_hosts_hold_three_of_their_own_and_two_of_each_others_halves():
 
 
 def test_too_little_memory_is_said_with_numbers_and_the_key_that_helps():
-    found = of("70B", nodes=2)  # 423 GB a host: 2,117 GB of 2,057 GB
+    found = of("70B", nodes=2)  # 423 GB a host: 2,117 GB of 2,059 GB
     assert found.snapshot_bytes > found.limit_bytes > found.without_copies_bytes
     assert "2,117 GB" in found.warning and "checkpoint.peer_copy: false" in found.warning
     assert of("70B", nodes=4).warning is None

@@ -134,6 +134,9 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     "run_dir is a file": ({"there": ""}, [*TRAIN, "run_dir=there"], 2, "is a file, not a folder"),
     "run_dir below a file": ({"there": ""}, [*TRAIN, "run_dir=there/run"], 2, "run_dir: "),
     "run_dir holds other things": ({"there/x": ""}, [*TRAIN, "run_dir=there"], 2, "is not empty and holds no run"),
+    "a policy that cannot be imported": (
+        {"mine.py": "import nosuch\n"}, ["submit", "run.yaml", "recovery.policy=mine.py"], 2, "failed to import",
+    ),
     "a policy not there": ({}, [*TRAIN, "recovery.policy=mine.py"], 2, "no file mine.py"),
     # -------- data
     "an empty file": ({"rows.jsonl": ""}, [*DATA, file_source("rows.jsonl")], 2, "has no rows"),

@@ -15,6 +15,7 @@ from muster.core.events import Event
 from muster.core.nouns import JobState
 from muster.core.runs import RunDir
 from muster.core.wire import read_token
+from muster.policy.load import load_policy
 
 
 def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:
@@ -71,6 +72,7 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
         spec = runfile.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
     if not getattr(launcher, "folder_is_remote", False):
         _check_folder(run)
+        load_policy(spec.recovery.policy)
     resolved = spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, spec, resolved, argv)
     runs.replace_text(run.resolved, resolved)

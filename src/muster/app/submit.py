@@ -22,6 +22,7 @@ from muster.core.runfile import Loaded
 from muster.core.runs import RunDir
 from muster.core.seams import Launcher
 from muster.core.spec import RunSpec
+from muster.policy.load import load_policy
 
 #: Label that tells one submission of a run from the next.
 SUBMISSION = "submission"
@@ -136,10 +137,12 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
 
     Raises:
         RunFileError: the layout does not fit the ranks that the machine gives.
+        UsageError: ``recovery.policy`` is no policy.
     """
     if launcher.name != "local":
         machine_decides = getattr(launcher, "resolve", None)
         return priced(machine_decides(spec) if machine_decides is not None else spec)
+    load_policy(spec.recovery.policy)  # a file that cannot be taken: said now, not by a supervisor in the background
     offer = launcher.offers(spec)[0]
     device = spec.resources.device
     if device == "auto":

@@ -281,7 +281,7 @@ class Ring:
 
     def _mark(self, index: int) -> tuple[int, int, int]:
         step, attempt, world, _ = _STAMP.unpack_from(self.mapped, _at(index))
-        return step, attempt, world
+        return (step, attempt, world) if step >= 0 else (-1, -1, -1)
 
     def _stamp(self, index: int, step: int, attempt: int, world: int = 0) -> None:
         # The step goes in last, and out first: a reader that sees it sees what belongs to it.

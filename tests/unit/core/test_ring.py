@@ -3,7 +3,7 @@
 import pytest
 
 from muster.core.errors import CheckpointError
-from muster.core.ring import Held, Ring, file_name, inventory
+from muster.core.ring import Held, NoRoom, Ring, file_name, inventory
 
 
 def write(ring, step, attempt, byte):
@@ -87,3 +87,43 @@ def test_a_seal_belongs_to_one_version_of_a_slot(tmp_path):
     assert ring.sealed(fourth) == 0
     ring.seal(fourth, None)
     assert ring.sealed(fourth) is None
+
+
+def test_a_ring_grows_and_keeps_what_it_holds_and_takes_memory_for_no_more(tmp_path):
+    path = tmp_path / "own.r1s1t1.0.ring"
+    ring = Ring.create(path, header=b"{}", slot_bytes=1 << 20, slots=1)
+    write(ring, 5, 1, 7)
+    assert ring.slots == 1 and path.stat().st_blocks * 512 < 2 << 20
+    with pytest.raises(CheckpointError, match="spared"):
+        ring.begin(spare=(5,))
+    again = Ring.create(path, header=b"{}", slot_bytes=1 << 20, slots=2)
+    assert again.slots == ring.slots == 2, "those who mapped it before see it too"
+    write(again, 6, 1, 8)
+    assert versions(ring) == [(6, 1), (5, 1)] and path.stat().st_blocks * 512 < 3 << 20
+    ring.grow(1)
+    assert ring.slots == 2
+    assert again.next_slot(spare=(5, 6)) is None and again.next_slot(spare=(5,)) == 1
+
+
+def test_growing_without_room_leaves_everything_as_it_is(tmp_path):
+    path = tmp_path / "own.r1s1t1.0.ring"
+    ring = Ring.create(path, header=b"{}", slot_bytes=1 << 40, slots=0)
+    with pytest.raises(NoRoom, match=r"no room for snapshots in memory: 2199\.0 GB wanted"):
+        Ring.create(path, header=b"{}", slot_bytes=1 << 40, slots=2)
+    assert ring.slots == 0 and path.exists()
+
+
+def test_marks_outlive_the_one_who_set_them(tmp_path):
+    path = tmp_path / "own.r1s1t1.0.ring"
+    ring = Ring.create(path, header=b"{}", slot_bytes=10)
+    write(ring, 5, 1, 1)
+    version = ring.find(5, 1)
+    assert (ring.ordered(), ring.copied(), ring.agreed()) == ((-1, -1), (-1, -1), -1)
+    ring.order(version)
+    ring.note_copied(version, world=3)
+    ring.agree(5)
+    other = Ring.open(path)
+    assert other.ordered() == other.copied() == other.copied(world=3) == (5, 1) and other.agreed() == 5
+    assert other.copied(world=4) == (-1, -1), "another attempt's peer may be another host"
+    ring.order(None)
+    assert other.ordered() == (-1, -1)

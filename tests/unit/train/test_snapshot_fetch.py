@@ -7,10 +7,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from muster.core.errors import CheckpointError
-from muster.core.ranks import Restore
-from muster.core.ring import Ring, forget_refusal, refusal, refuse
-from muster.train.snapshot import open_shard
+from muster.core.nouns import Layout
+from muster.core.ranks import RankContext, Restore
+from muster.core.ring import Ring, file_name, forget_refusal, inventory, refusal, refuse
+from muster.train.snapshot import Snapshots, open_shard, restored
 
 WANTED = Restore(step=9, attempt=1)
 
@@ -39,3 +42,28 @@ def test_a_version_that_came_counts_for_more_than_a_refusal(tmp_path):
 def test_what_should_lie_here_and_does_not_is_an_error_at_once(tmp_path):
     with pytest.raises(CheckpointError, match="no snapshot ring"):
         open_shard(tmp_path / "own.r1s2t1.1.ring", WANTED)
+
+
+def test_what_was_fetched_for_the_same_place_is_the_ranks_own_from_then_on(tmp_path):
+    """Even a twin's: a swapped-in host counts as holding the state before it has taken a step."""
+    (tmp_path / "twin").mkdir()
+    state = {"w": torch.arange(4.0)}
+    layout = Layout(dp_replicate=2)
+    twin = Snapshots(context(tmp_path / "twin", layout=layout, rank=1), state)
+    twin.save(9, state)
+    fetched = tmp_path / file_name("fetched", layout.key, 0)
+    (tmp_path / "twin" / file_name("own", layout.key, 1)).rename(fetched)
+    restore = Restore(step=9, attempt=1, shards={"0": str(fetched)}, layout=layout)
+    here = context(tmp_path, layout=layout, rank=0, attempt=2, restore=restore)
+    assert restored(here, restore, state)["w"].tolist() == [0, 1, 2, 3]
+    assert [(held.tier, held.rank, held.step) for held in inventory(tmp_path)] == [("memory", 0, 9)]
+    Snapshots(here, state).save(10, state)
+    assert [held.step for held in inventory(tmp_path)] == [10, 9]
+
+
+def context(folder, **changes):
+    given = {"attempt": 1, "restore": None, **changes}
+    return RankContext(
+        run_id="r", run_dir=".", host="h", local_rank=0, world_size=2, local_world_size=1, master_addr="",
+        master_port=1, snapshot_dir=str(folder), **given,
+    )  # fmt: skip

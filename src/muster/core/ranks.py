@@ -54,7 +54,7 @@ class RankContext:
     """Folder in memory (tmpfs) for this rank's snapshots; None: take none."""
     restore: Restore | None = None
     peer_copy: bool = False
-    """Another host gets a copy of each snapshot: take the next one only when it holds the last."""
+    """Another host gets copies of snapshots, the next one when all ranks' hosts hold the one before."""
     course: Sequence[Mapping[str, Any]] = ()
     """Changes of batch and rate on the way (``core.course.Stretch``)."""
     kept_rank: int | None = None

@@ -34,7 +34,7 @@ class Orders:
     def begin(self, *, save_now: bool = False, copy_is_behind: bool = False, saving: bool = False) -> None:
         """Say what this rank has heard, or wants by itself (``save_now``).
 
-        ``copy_is_behind``: the last snapshot's copy is not yet on the peer. ``saving``: a save is under way, and a
+        ``copy_is_behind``: what was ordered is not yet on the peer. ``saving``: a save is under way, and a
         larger world or another save waits for it.
         """
         order = self.link.order() or self._waiting

@@ -195,7 +195,7 @@ class Run:
         return step
 
     def ask_ranks(self) -> None:
-        """Begin to agree with all ranks on orders, saves, and whether every copy of the last snapshot has arrived.
+        """Begin to agree with all ranks on orders, saves, and whether every copy that was ordered has arrived.
 
         Called once a step, when its micro-batches are done: a copy has had that long to travel.
         """

@@ -16,7 +16,7 @@ from muster.supervise.flush import leave
 from muster.supervise.state import SECOND_NS, OpenIncident, Phase
 from muster.supervise.survivors import keepable
 
-#: Ranks that were asked to leave for a larger world have so long: a save that is under way may end first.
+#: Ranks that were asked to leave for a larger world and step on, since a save is under way, have so long.
 YIELD_S = 300.0
 #: Says nothing against the host it happened on.
 _NOT_THE_HOSTS = (
@@ -237,12 +237,13 @@ def retire(c: Context, name: str | None, incident: Incident, key: str | None) ->
 def ask_to_leave(c: Context) -> None:
     """Ask the ranks to leave after the step they are in; nothing is recomputed.
 
-    They train on until a save that is under way stands, so that growing costs no checkpoint.
+    They train on until a save that is under way stands, so that growing costs no checkpoint. Each step gives them
+    ``grace_s`` again (``still_leaving``); one that takes longer is not worth its wait, the larger world is faster.
     """
     if c.state.yielding:
         return
-    c.state.yielding = True
-    c.deadline(max(c.settings.spec.recovery.grace_s, YIELD_S))
+    c.state.yielding, c.state.yield_until_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
+    c.deadline(c.settings.spec.recovery.grace_s)
     for name in c.state.active:
         c.send(name, {"t": "order", "order": {"kind": "stop", "save": False, "exit_code": YIELDED}})
 
@@ -250,10 +251,16 @@ def ask_to_leave(c: Context) -> None:
 def go_on_leaving(c: Context) -> None:
     """Ranks leave so that the world can grow: an earlier supervisor asked them to, and this one takes its place."""
     state = c.state
-    state.yielding = True
+    state.yielding, state.yield_until_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
     others = [name for name in c.usable() if name not in state.active]
     state.target = [*state.active, *others][: max(c.settings.wanted_hosts, len(state.active))]
-    c.deadline(max(c.settings.spec.recovery.grace_s, YIELD_S))
+    c.deadline(c.settings.spec.recovery.grace_s)
+
+
+def still_leaving(c: Context) -> None:
+    """Ranks that were asked to leave have taken another step."""
+    if c.now_ns < c.state.yield_until_ns:
+        c.deadline(c.settings.spec.recovery.grace_s)
 
 
 def give_up(c: Context, decision: Decision, incident: Incident) -> None:

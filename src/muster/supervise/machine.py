@@ -45,7 +45,7 @@ from muster.supervise.hosts import (
     look_for_growth,
     start_failed_aside,
 )
-from muster.supervise.incidents import incident
+from muster.supervise.incidents import incident, still_leaving
 from muster.supervise.state import (
     SECOND_NS,
     Effect,
@@ -210,6 +210,8 @@ class Machine:
         state.took(event.get("detail") or {}, first=first)
         if state.phase is Phase.RUN and not state.yielding:
             state.deadline_ns = None
+        elif state.phase is Phase.RUN:
+            still_leaving(self._c)
         if step > state.last_applied_step:
             self._advanced(step)
         if first and state.phase is Phase.RUN:

@@ -211,6 +211,8 @@ class State:
     """What an earlier supervisor was asked and had not done: found in the log."""
     yielding: bool = False
     """The ranks were asked to leave after their step so that the world can grow."""
+    yield_until_ns: int = 0
+    """Ranks that step on meanwhile, since a save is under way, are let to until then."""
     verdict: tuple[int, str] | None = None
     ending: Ending | None = None
     distrusted: set[tuple[int, int]] = field(default_factory=set)

@@ -371,6 +371,12 @@ def _environment(context: RankContext) -> None:
             "LOCAL_RANK": str(context.local_rank),
             "WORLD_SIZE": str(context.world_size),
             "LOCAL_WORLD_SIZE": str(context.local_world_size),
+            "GROUP_RANK": str(context.rank // context.local_world_size),  # hosts have equally many ranks
+            "GROUP_WORLD_SIZE": str(context.world_size // context.local_world_size),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(context.rank),
+            "ROLE_WORLD_SIZE": str(context.world_size),
+            "TORCHELASTIC_MAX_RESTARTS": "0",  # of a launcher's count there is none: the policy decides
             "MASTER_ADDR": context.master_addr,
             "MASTER_PORT": str(context.master_port),
             "TORCHELASTIC_RUN_ID": context.run_id,

@@ -87,7 +87,7 @@ class Agent:
         self.hub.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
         self._watch_keeper()
         self.programs.start()
-        tick_s = min(0.25, self.spec.recovery.heartbeat_timeout_s / 6)
+        tick_s = min(0.25, self.spec.recovery.heartbeat_timeout_s / 4)
         while self.leaving is None:
             self.hub.run_once(tick_s)
             self._leave_deposed()

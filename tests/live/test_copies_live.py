@@ -4,7 +4,9 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 from cluster import LiveRun, namespaces_work, spec_of
@@ -173,10 +175,9 @@ def test_the_copied_version_is_the_ordered_one_not_the_newest(tmp_path):
 
 
 @pytest.fixture
-def small(tmp_path):
-    """A tmpfs of 4 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
+def small():
+    """A tmpfs of 4 MB, at a short path: sockets lie in it."""
+    folder = Path(tempfile.mkdtemp(prefix="small-"))
     if (
         os.geteuid()
         or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], check=False).returncode
@@ -184,6 +185,7 @@ def small(tmp_path):
         pytest.skip("needs root to mount a small tmpfs")
     yield folder
     subprocess.run(["umount", "-l", folder], check=False)
+    folder.rmdir()
 
 
 def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_path, small, capfd):

@@ -4,6 +4,7 @@ Tolerances are float32's: another order of summation moves a loss near 5 by a fe
 here: at most 4e-7 in the loss, 1e-6 in the gradient norm).
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -133,6 +134,14 @@ def test_compiled_layers_agree_with_the_plain_loop(tmp_path: Path, references: A
     compare(done, references(False, True), 2)
 
 
+def cpu_model() -> str:
+    """All by which libraries choose kernels and block sizes: AVX512 alone names several kinds that round otherwise."""
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size", "siblings", "flags")
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    found = [value.strip() for key, _colon, value in lines if key.strip() in wanted]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("one-rank", 1), ("two-ranks", 2), ("exact", 2)])
 def test_golden_losses(tmp_path: Path, name: str, ranks: int) -> None:
     """``MUSTER_REGENERATE=1 pytest tests/live/test_train_equivalence_live.py -k golden`` writes them anew.
@@ -142,7 +151,7 @@ def test_golden_losses(tmp_path: Path, name: str, ranks: int) -> None:
     spec = small(tmp_path / "cache", training__steps=STEPS, training__exact=name == "exact")
     done = run_attempt(tmp_path / "run", spec, ranks=ranks)
     assert done.codes == [0] * ranks, done.errors[0]
-    machine = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    machine = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "model": cpu_model()}
     found = {
         "machine": machine,
         "loss": [value.hex() for value in done.losses.values()],

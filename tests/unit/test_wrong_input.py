@@ -228,6 +228,15 @@ def test_a_folder_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixt
     assert err.count("error: ") == 1
 
 
+def test_a_memory_folder_whose_path_is_too_long_for_a_socket(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_MEMORY_DIR", str(place / ("long" * 20)))
+    code, out, told = refused([*TRAIN], capsys)
+    assert (code, out) == (2, "")
+    assert "bytes too many for the sockets" in told and "shorter path" in told and told.count("error: ") == 1
+
+
 def test_no_space_for_the_run(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

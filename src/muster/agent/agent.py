@@ -29,7 +29,7 @@ from muster.agent.ranks import Standby, Worker, open_pidfd
 from muster.core import uris
 from muster.core.channel import Hub, Peer
 from muster.core.errors import MusterError
-from muster.core.places import memory_dir
+from muster.core.places import check_memory_dir, memory_dir
 from muster.core.ring import inventory
 from muster.core.spec import RunSpec
 from muster.core.wire import read_token
@@ -48,6 +48,7 @@ class Agent:
         self.spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
         self.token = read_token(str(run_dir / "token"))
         self.memory = memory_dir(run_dir, run_id, host)
+        check_memory_dir(self.memory)
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.hub = Hub(token=self.token, on_message=self._message, on_gone=self._gone)
         self.socket_path = self.memory / "agent.sock"

@@ -9,14 +9,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from muster.core.errors import Problem
+from muster.core.errors import Problem, UsageError
+from muster.core.places import check_memory_dir, memory_dir
 from muster.core.rules import config_problems, is_remote, looks_local
 from muster.core.spec import FileSource, HubSource, RunSpec
 
 
 def problems(spec: RunSpec) -> list[Problem]:
     """What is missing here. Looks, changes nothing."""
-    found = [*_files(spec), *_folders(spec), *_packages(spec)]
+    found = [*_files(spec), *_folders(spec), *_packages(spec), *_memory(spec)]
     if spec.backend == "local" and spec.resources.device == "cuda" and not has_gpu():
         found.append(
             Problem(key="resources.device", message="cuda: there is no NVIDIA GPU on this machine", hint="device: auto")
@@ -93,6 +94,15 @@ def _folders(spec: RunSpec) -> Iterator[Problem]:
         parent = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             yield Problem(key=key, message=f"cannot write in {parent}", value=place, hint="choose another folder")
+
+
+def _memory(spec: RunSpec) -> Iterator[Problem]:
+    if spec.backend != "local":
+        return
+    try:
+        check_memory_dir(memory_dir(".", "", f"host-{spec.resources.hosts}"))
+    except UsageError as error:
+        yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint="take a folder on tmpfs with a shorter path")
 
 
 def _packages(spec: RunSpec) -> Iterator[Problem]:

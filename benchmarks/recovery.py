@@ -44,6 +44,7 @@ MODEL = {
 #: Tokens of a sequence; ``calibrate`` sets it.
 LENGTH = 128
 GOAL_STEP_S = 0.3
+PHASES = itertools.count()
 
 
 def calibrate():
@@ -79,7 +80,7 @@ def measure(run, inject, *, settle_steps=6):
     """Inject a fault into a stepping run; returns (L seconds, applied steps lost)."""
     at = run.step() + settle_steps
     run.wait_for_step(at)
-    time.sleep(0.37 * (os.getpid() + at) % 0.3)  # anywhere within a step
+    time.sleep(next(PHASES) * 0.37 % 1 * GOAL_STEP_S)  # spread over a step: a copy takes part of one
     began = time.monotonic_ns()
     inject()
     run.wait_until(lambda: new_step(run, began) is not None, "a new step", 60)

@@ -133,6 +133,8 @@ class Run:
             began = time.monotonic_ns()
             self.snapshots.save(work.step, self.state.local_tensors(), agreed=agreed)
             self.times.stall_ns = time.monotonic_ns() - began
+            if work.step < self.last_step:
+                self.link.beat(work.step + 1)  # a copy sets out now, not with the next step's first micro-batch
         self.settle()
 
     def settle(self) -> None:

@@ -102,7 +102,7 @@ def _memory(spec: RunSpec) -> Iterator[Problem]:
     try:
         check_memory_dir(memory_dir(".", "", f"host-{spec.resources.hosts}"))
     except UsageError as error:
-        yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint="take a folder on tmpfs with a shorter path")
+        yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint=error.hint)
 
 
 def _packages(spec: RunSpec) -> Iterator[Problem]:

@@ -242,8 +242,7 @@ def ask_to_leave(c: Context) -> None:
     """
     if c.state.yielding:
         return
-    c.state.yielding, c.state.yield_until_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
-    c.deadline(c.settings.spec.recovery.grace_s)
+    _leaving(c)
     for name in c.state.active:
         c.send(name, {"t": "order", "order": {"kind": "stop", "save": False, "exit_code": YIELDED}})
 
@@ -251,14 +250,18 @@ def ask_to_leave(c: Context) -> None:
 def go_on_leaving(c: Context) -> None:
     """Ranks leave so that the world can grow: an earlier supervisor asked them to, and this one takes its place."""
     state = c.state
-    state.yielding, state.yield_until_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
     others = [name for name in c.usable() if name not in state.active]
     state.target = [*state.active, *others][: max(c.settings.wanted_hosts, len(state.active))]
-    c.deadline(c.settings.spec.recovery.grace_s)
+    _leaving(c)
+
+
+def _leaving(c: Context) -> None:
+    c.state.yielding, c.state.yield_until_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
+    still_leaving(c)
 
 
 def still_leaving(c: Context) -> None:
-    """Ranks that were asked to leave have taken another step."""
+    """Ranks were asked to leave just now, or have taken another step since."""
     if c.now_ns < c.state.yield_until_ns:
         c.deadline(c.settings.spec.recovery.grace_s)
 

@@ -55,6 +55,13 @@ def hold(memory, tier, rank, *steps):
     ring.close()
 
 
+def left_alone(memory, now):
+    """Its wait is over."""
+    host = Host(memory)
+    now[0] += LONELY_S + 1
+    return host
+
+
 def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
     host = Host(tmp_path)
     host.ranks = ["one"]
@@ -86,8 +93,7 @@ def test_hold_s_is_kept_where_it_is_longer(tmp_path, now):
 def test_a_whole_version_is_written_before_it_leaves(tmp_path, now):
     hold(tmp_path, "own", 0, 8, 9)
     hold(tmp_path, "peer", 1, 8)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     host.alone.watch()
     host.alone.watch()
     (order,) = host.orders
@@ -103,8 +109,7 @@ def test_a_whole_version_is_written_before_it_leaves(tmp_path, now):
 def test_what_stands_on_the_disk_is_not_written_again(tmp_path, now):
     hold(tmp_path, "own", 0, 8)
     hold(tmp_path, "own", 1, 8)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     host.alone.watch()
     host.answer(files=[])
     assert [order["t"] for order in host.orders] == ["flush"] and host.left == REASON
@@ -113,8 +118,7 @@ def test_what_stands_on_the_disk_is_not_written_again(tmp_path, now):
 def test_a_version_that_cannot_be_written_gives_way_to_an_older_one(tmp_path, now):
     hold(tmp_path, "own", 0, 8, 9)
     hold(tmp_path, "own", 1, 8, 9)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     for step in (9, 8):
         host.alone.watch()
         assert host.orders[-1]["step"] == step
@@ -126,8 +130,7 @@ def test_a_version_that_cannot_be_written_gives_way_to_an_older_one(tmp_path, no
 def test_a_mover_that_does_not_answer_holds_nobody_for_ever(tmp_path, now):
     hold(tmp_path, "own", 0, 8)
     hold(tmp_path, "own", 1, 8)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     host.alone.watch()
     now[0] += LONELY_S + 1
     host.alone.watch()
@@ -136,8 +139,7 @@ def test_a_mover_that_does_not_answer_holds_nobody_for_ever(tmp_path, now):
 
 def test_a_part_of_the_state_is_said_to_be_lost(tmp_path, now):
     hold(tmp_path, "own", 1, 8, 9)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     host.alone.watch()
     assert host.left == REASON and host.orders == []
     assert "step 9 of rank 1 (of 2), not the whole state" in host.notes[0]
@@ -146,8 +148,7 @@ def test_a_part_of_the_state_is_said_to_be_lost(tmp_path, now):
 def test_the_host_of_rank_0_writes_first(tmp_path, now):
     hold(tmp_path, "own", 1, 9)
     hold(tmp_path, "peer", 0, 9)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     host.alone.watch()
     assert host.orders == [] and host.left is None
     now[0] += 30
@@ -158,8 +159,7 @@ def test_the_host_of_rank_0_writes_first(tmp_path, now):
 def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
     hold(tmp_path, "own", 0, 8)
     hold(tmp_path, "own", 1, 8)
-    host = Host(tmp_path)
-    now[0] += LONELY_S + 1
+    host = left_alone(tmp_path, now)
     host.alone.watch()
     host.alone.begin()
     host.answer(files=[{"rank": 0}])

@@ -4,23 +4,11 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from fakes.told import Told
 
 from muster.app.faults import MENU
 from muster.app.inject import Disk
 from muster.core.errors import UsageError
-from muster.core.seams import Completed
-
-
-class Told:
-    """A shell that only remembers; ``fails``: what it cannot do."""
-
-    def __init__(self, fails=()):
-        self.said, self.fails = [], fails
-
-    def run(self, argv, **_):
-        self.said.append(" ".join(argv))
-        failed = any(word in self.said[-1] for word in self.fails)
-        return Completed(argv=tuple(argv), returncode=int(failed), stdout="", stderr="not permitted" if failed else "")
 
 
 def test_it_is_as_large_as_what_lies_in_it_and_then_large_again(tmp_path, monkeypatch):

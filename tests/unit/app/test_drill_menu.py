@@ -1,6 +1,7 @@
 """The fault menu: every entry can be asked for, says what it needs, and expects something that can fail."""
 
 import pytest
+from fakes.told import Told
 
 from muster.app import faults
 from muster.app.drill import drill
@@ -9,7 +10,6 @@ from muster.app.inject import Network
 from muster.cli.main import run
 from muster.core.errors import UsageError
 from muster.core.nouns import Action, IncidentKind, JobRequest, TaskSpec
-from muster.core.seams import Completed
 from muster.core.spec import RunSpec
 
 
@@ -60,18 +60,6 @@ def test_a_wrong_name_gets_a_near_one():
     with pytest.raises(UsageError) as caught:
         faults.find("rank-kil")
     assert "rank-kill" in caught.value.hint
-
-
-class Told:
-    """A shell that only remembers; ``fails``: what it cannot do."""
-
-    def __init__(self, fails=()):
-        self.said, self.fails = [], fails
-
-    def run(self, argv, **_):
-        self.said.append(" ".join(argv))
-        failed = any(word in self.said[-1] for word in self.fails)
-        return Completed(argv=tuple(argv), returncode=int(failed), stdout="", stderr="not permitted" if failed else "")
 
 
 def test_a_network_that_can_be_broken_leaves_nothing_behind(monkeypatch):

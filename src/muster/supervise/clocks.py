@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SECOND_NS = 1_000_000_000
+from muster.supervise.state import SECOND_NS
+
 #: An offset that did not move is said again after so long.
 AGAIN_S = 600.0
 

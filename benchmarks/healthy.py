@@ -126,14 +126,14 @@ def with_everything(spec: Any, folder: Path) -> Steps:
 def the_loop_alone(spec: Any, folder: Path, ranks: int) -> Steps:
     import job
 
-    from muster.core import eventlog
+    from muster.core import event_log
 
     folder.mkdir()
     (folder / "resolved.json").write_text(spec.model_dump_json())
-    program = ["-m", "muster.train.worker", "--run-dir", str(folder)]
+    program = ["-m", "muster.rank.worker", "--run-dir", str(folder)]
     command, more = job.start_command(sys.executable, ranks, program)
     job.run(command, {**job.environment(ranks, "cpu"), **more}, folder / "log", limit_s(spec))
-    return steps_of(eventlog.merged(folder / "events"))
+    return steps_of(event_log.merged(folder / "events"))
 
 
 def limit_s(spec: Any) -> float:

@@ -6,7 +6,7 @@ python benchmarks/plan_anchors.py
 from __future__ import annotations
 
 from muster.catalog import rows
-from muster.plan.anchors import checks, median_error
+from muster.plan.published_runs import checks, median_error
 
 
 def table() -> str:

@@ -1,6 +1,6 @@
 """Predicted against measured peak memory of the real trainer's ranks on CPU, over layouts and options.
 
-Each configuration is trained for a few steps by ``muster.train.worker.run_rank``, one process a rank. Measured is the
+Each configuration is trained for a few steps by ``muster.rank.worker.run_rank``, one process a rank. Measured is the
 growth of the resident set's high-water mark above the process after its imports (the largest over the ranks);
 predicted is the closed form of ``muster.plan.memory`` with the CPU's overheads.
 
@@ -121,8 +121,8 @@ def spec_of(changes: dict[str, Any]) -> dict[str, Any]:
 def predicted(raw: dict[str, Any], layout: dict[str, int], ranks: int) -> Any:
     """The closed form for one rank of this configuration on this machine's CPU."""
     from muster.core.flops import ModelShape
-    from muster.core.nouns import Layout
-    from muster.core.spec import RunSpec
+    from muster.core.types import Layout
+    from muster.config.spec import RunSpec
     from muster.plan.memory import cpu_overhead, memory
     from muster.plan.workload import Setting, workload
 
@@ -143,7 +143,7 @@ def measured(raw: dict[str, Any], layout: dict[str, int], ranks: int) -> tuple[i
     Raises:
         RuntimeError: a rank failed; the message is the end of its log.
     """
-    from muster.core.spec import RunSpec
+    from muster.config.spec import RunSpec
     from muster.data.prepare import prepare
 
     context = multiprocessing.get_context("spawn")
@@ -184,10 +184,10 @@ def rank_main(folder: str, rank: int, ranks: int, layout: dict[str, int], port: 
 
     import torch.distributed.fsdp  # noqa: F401
 
-    from muster.core.nouns import Layout
-    from muster.core.ranks import RankContext
-    from muster.train import worker
-    from muster.train.links import FileLink
+    from muster.core.types import Layout
+    from muster.protocol.ranks import RankContext
+    from muster.rank import worker
+    from muster.rank.standalone_link import FileLink
 
     family = config["model_type"]
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")

@@ -11,11 +11,11 @@ import sys
 from statistics import median
 from typing import Any
 
-from muster.app.memory_trace import BARE
+from muster.app.planning.memory_trace import BARE
 from muster.catalog import rows
 from muster.core.flops import ModelShape
-from muster.core.nouns import Layout
-from muster.core.spec import RunSpec
+from muster.core.types import Layout
+from muster.config.spec import RunSpec
 from muster.plan.memory import memory
 from muster.plan.workload import Setting, Workload
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from muster.catalog import offers, rows
 from muster.catalog.offers import Option
 from muster.core.flops import Convention
-from muster.core.nouns import Layout
+from muster.core.types import Layout
 from muster.plan.calibrate import calibrate
 from muster.plan.layouts import Pins
 from muster.plan.memory import memory
 from muster.plan.search import Problem, search
-from muster.plan.timing import DEFAULT, Constants, StepTime, achieved_tflops, step_time
+from muster.plan.step_time import DEFAULT, Constants, StepTime, achieved_tflops, step_time
 from muster.plan.workload import Setting, Workload
 
 PUBLISHED_STEP_S = 14.5

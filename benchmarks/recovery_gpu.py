@@ -28,8 +28,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "tests" /
 from cluster import RUN_ID, LiveRun, spec_of  # noqa: E402
 from loops.job import machine  # noqa: E402
 
-from muster.core.places import memory_dir  # noqa: E402
-from muster.core.ring import Ring  # noqa: E402
+from muster.storage.paths import memory_dir  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring  # noqa: E402
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
 #: State in memory is 12 bytes a parameter; a ring holds it more than once.
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1b": {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
            "num_attention_heads": 32, "num_key_value_heads": 8},
 }  # fmt: skip
-#: Case -> (deed of muster.train.misdeeds on a GPU, on the CPU); None: SIGKILL.
+#: Case -> (deed of muster.rank.fault_injection on a GPU, on the CPU); None: SIGKILL.
 CASES: dict[str, tuple[str | None, str | None]] = {
     "rank_kill": (None, None),
     "out_of_memory": ("device-memory", "memory"),

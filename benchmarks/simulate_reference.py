@@ -10,10 +10,10 @@ import sys
 from statistics import fmean, stdev
 from typing import Any
 
-from muster.simulate.hosttime import RECOVERY
-from muster.simulate.profile import constant
+from muster.simulate.host_time import RECOVERY
+from muster.simulate.stage_times import constant
 from muster.simulate.rehearsal import spec_for
-from muster.simulate.runs import PATIENCE_S, many
+from muster.simulate.ensembles import PATIENCE_S, many
 from muster.simulate.scenario import Saves, Scenario
 
 #: name -> (the reference's goodput in percent at 5 a day, what changes against the row above)

@@ -194,7 +194,7 @@ def prepare_muster(bench: Bench, one: dict[str, Any]) -> tuple[int, float]:
     spec = jobs.muster_spec(one, place / "cache", ranks=1)
     (place / "spec.json").write_text(json.dumps(spec))
     code = (
-        "import json, sys, time; from pathlib import Path; from muster.core.spec import RunSpec; "
+        "import json, sys, time; from pathlib import Path; from muster.config.spec import RunSpec; "
         "from muster.data.prepare import prepare; import muster.data.tokenise, tokenizers, numpy; "
         "place = Path(sys.argv[1]); spec = RunSpec.model_validate(json.loads((place / 'spec.json').read_text()))\n"
         "if __name__ == '__main__':\n"
@@ -259,7 +259,7 @@ def trl_of(bench: Bench, one: dict[str, Any], ranks: int, tokenizer: Path) -> di
 
 def text2sql_rows(bench: Bench, count: int) -> tuple[Path, Path]:
     """A JSONL of the generator's rows (level 2), and the folder of a tokenizer trained on them; made once."""
-    from muster.core.spec import RunSpec, Text2SqlSource
+    from muster.config.spec import RunSpec, Text2SqlSource
     from muster.data.prepare import prepare as prepare_data
     from muster.data.sources import open_source
 
@@ -277,7 +277,7 @@ def text2sql_rows(bench: Bench, count: int) -> tuple[Path, Path]:
 
 def rows_per_sequence(bench: Bench, one: dict[str, Any]) -> float:
     """Documents in a packed sequence, on average."""
-    from muster.core.spec import RunSpec
+    from muster.config.spec import RunSpec
     from muster.data.prepare import prepare as prepare_data
 
     spec = RunSpec.model_validate(jobs.muster_spec(one, bench.folder / "cache", ranks=1))

@@ -1,6 +1,6 @@
 """Check the invariants I1-I8 in recorded runs: ``python tools/check_invariants.py [--json] RUN_DIR...``.
 
-The checks are in ``muster.report.invariants``, which shares no code with what wrote the history. I4 wants a run to
+The checks are in ``muster.report.audit.invariants``, which shares no code with what wrote the history. I4 wants a run to
 compare with: ``--reference RUN_DIR`` names one, ``--replay`` makes it from the recorded run file (``tools/replay.py``:
 plain processes without supervisor or agent, in a folder that is removed unless the two differ).
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from replay import CannotReplay, Replay, plan, replay
 
-from muster.report.history import Finding
-from muster.report.invariants import broken, check, to_json, words
+from muster.report.audit.history import Finding
+from muster.report.audit.invariants import broken, check, to_json, words
 
 
 def main(argv: Sequence[str], say: Callable[[str], None] = print, tell: Callable[[str], None] | None = None) -> int:

@@ -1,8 +1,8 @@
 """The run that a recorded one has to equal: its run file once more from step 1, and nothing goes wrong.
 
 Neither supervisor nor agent takes part: ``python -m muster.data`` prepares the data, and each rank is a plain process
-(``python -m muster.train.worker``, in the environment that torchrun would give). It is ended at the last step that the
-recorded run applied. What is read of the record is read as ``muster.report.history`` reads it.
+(``python -m muster.rank.worker``, in the environment that torchrun would give). It is ended at the last step that the
+recorded run applied. What is read of the record is read as ``muster.report.audit.history`` reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.report.history import Finding, History, load
+from muster.report.audit.history import Finding, History, load
 
 LOOK_EVERY_S = 0.1
 
@@ -175,7 +175,7 @@ def _start(wanted: Replay, folder: Path, rank: int, address: tuple[str, int]) ->
     }  # fmt: skip
     with open(folder / f"rank-{rank}.log", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "muster.train.worker", "--run-dir", str(folder)],
+            [sys.executable, "-m", "muster.rank.worker", "--run-dir", str(folder)],
             env=_environment() | {name: str(value) for name, value in place.items()},
             stdin=subprocess.DEVNULL,
             stdout=log,

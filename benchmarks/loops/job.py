@@ -168,8 +168,8 @@ def run_muster(spec: dict[str, Any], folder: Path, *, ranks: int, how: str = "tr
     ``how``: ``train`` is `muster train`, with supervisor, agent, fork server and snapshots, as users have it;
     ``worker`` is a rank alone (under torchrun from two on), which needs no more than this repository's src.
     """
-    from muster.core import eventlog
-    from muster.core.spec import RunSpec
+    from muster.core import event_log
+    from muster.config.spec import RunSpec
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -183,10 +183,10 @@ def run_muster(spec: dict[str, Any], folder: Path, *, ranks: int, how: str = "tr
     else:
         run_dir.mkdir()
         (run_dir / "resolved.json").write_text(RunSpec.model_validate(spec).model_dump_json())
-        program = ["-m", "muster.train.worker", "--run-dir", str(run_dir)]
+        program = ["-m", "muster.rank.worker", "--run-dir", str(run_dir)]
         command, more = start_command(sys.executable, ranks, program)
     began = run(command, {**env, **more}, folder / "log", timeout_s)
-    return [event for _, event in eventlog.read(run_dir / "events")], began
+    return [event for _, event in event_log.read(run_dir / "events")], began
 
 
 def steps_of(events: list[Any]) -> dict[str, Any]:

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.core.errors import UsageError
-from muster.core.ranks import YIELDED, Link, Order, RankContext
-from muster.core.shards import owner_of
-from muster.core.spec import RunSpec
-from muster.train.own_state import (
+from muster.protocol.ranks import YIELDED, Link, Order, RankContext
+from muster.checkpoint_format.shards import owner_of
+from muster.config.spec import RunSpec
+from muster.train.user_state import (
     State,
     Stateful,
     fill_optimizers,
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from muster.train.orders import Orders
-    from muster.train.snapshot import Snapshots
+    from muster.train.commands import Orders
+    from muster.train.state.snapshot import Snapshots
 
 __all__ = [
     "State",
@@ -229,7 +229,7 @@ def restore(state: State) -> int:
 
 
 def _from_memory(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
-    from muster.train.snapshot import restored
+    from muster.train.state.snapshot import restored
 
     assert _Here.context is not None and _Here.context.restore is not None
     wanted = _Here.context.restore
@@ -241,8 +241,8 @@ def _from_memory(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
 def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
     """All ranks take the same version, and each reads what it needs of it. Collective."""
     from muster.checkpoint.load import load_into, newest_valid
-    from muster.core.store import open_store
-    from muster.core.uris import is_local
+    from muster.storage.store import open_store
+    from muster.storage.uris import is_local
 
     assert _Here.spec is not None and _Here.link is not None
     link = _Here.link
@@ -264,7 +264,7 @@ def _open_snapshots(tensors: Mapping[str, Tensor]) -> None:
     assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
     if _Here.context.snapshot_dir is None or _Here.spec.checkpoint.memory_every_steps == 0:
         return
-    from muster.train.tiers import open_together
+    from muster.train.state.snapshot_tiers import open_together
 
     link = _Here.link
     _Here.snapshots = open_together(
@@ -314,7 +314,7 @@ def _saver() -> Any:
     if _Here.saver is None:
         from muster.checkpoint.handover import Handover
         from muster.checkpoint.saver import Saver
-        from muster.core.store import open_store
+        from muster.storage.store import open_store
 
         assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
         here, link, directory = _Here.context, _Here.link, _directory()
@@ -338,7 +338,7 @@ def _saver() -> Any:
 
 def _orders() -> Orders:
     if _Here.orders is None:
-        from muster.train.orders import Orders
+        from muster.train.commands import Orders
 
         assert _Here.link is not None
         _Here.orders = Orders(_Here.link, _new_group())

@@ -12,12 +12,12 @@ from fakes.slurm import FakeSlurm
 
 from muster.backends.local import LocalLauncher, processes
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.jobs import SlurmLauncher
+from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.script import SCRIPT
-from muster.core import runs
+from muster.storage import run_registry
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
-from muster.core.nouns import JobRequest, TaskSpec
-from muster.core.spec import RunSpec
+from muster.core.types import JobRequest, TaskSpec
+from muster.config.spec import RunSpec
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 #: What sbatch says before the reason.
@@ -50,7 +50,7 @@ class LocalCase:
         return RunSpec.model_validate({"name": name, "command": ["true"], "resources": {"hosts": hosts}})
 
     def request(self, *argvs: tuple[str, ...], name: str = "contract") -> JobRequest:
-        run_id = runs.new_run_id(name)
+        run_id = run_registry.new_run_id(name)
         rendered = self.launcher.render(self.spec(name), run_id=run_id, run_dir=str(self.folder / run_id))
         tasks = tuple(TaskSpec(name=f"task{index}", argv=argv) for index, argv in enumerate(argvs or (SLEEP,)))
         return dataclasses.replace(rendered, tasks=tasks)
@@ -94,7 +94,7 @@ class SlurmCase:
         return RunSpec.model_validate({"name": name, "backend": "slurm", "command": ["true"], "resources": resources})
 
     def request(self, *argvs: tuple[str, ...], name: str = "contract") -> JobRequest:
-        run_id = runs.new_run_id(name)
+        run_id = run_registry.new_run_id(name)
         rendered = self.launcher.render(self.spec(name), run_id=run_id, run_dir=str(self.folder / run_id))
         lines = [f"export MUSTER_RUN_ID={run_id}", *(f"{shlex.join(argv)} &" for argv in argvs or (SLEEP,)), "wait"]
         return dataclasses.replace(rendered, files={SCRIPT: "\n".join(["#!/bin/bash", *lines, ""])})

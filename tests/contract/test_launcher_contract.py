@@ -24,8 +24,8 @@ from waiting import eventually
 
 from muster.backends.local import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError
-from muster.core.nouns import JobHandle, JobState, TaskSpec
-from muster.core.spec import RunSpec
+from muster.core.types import JobHandle, JobState, TaskSpec
+from muster.config.spec import RunSpec
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -142,7 +142,7 @@ def test_a_submit_killed_half_way_is_completed_by_the_next(local: Case) -> None:
     program = (
         "import json, os, sys\n"
         "from muster.backends.local import LocalLauncher, processes\n"
-        "from muster.core.nouns import JobRequest, TaskSpec\n"
+        "from muster.core.types import JobRequest, TaskSpec\n"
         "given = json.loads(sys.argv[1])\n"
         "given['tasks'] = tuple(TaskSpec(name=t['name'], argv=tuple(t['argv'])) for t in given['tasks'])\n"
         "start = processes.start\n"

@@ -12,9 +12,9 @@ import uuid
 
 import pytest
 
-from muster.core import uris
+from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, ConflictError
-from muster.core.store import blobs, open_store
+from muster.storage.store import blobs, open_store
 
 WRITERS = 16
 
@@ -145,7 +145,7 @@ def race(root, rounds, body):
     if uris.is_local(root):
         # Not "fork": this process has threads by now.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["muster.core.store", "pytest"])
+        context.set_forkserver_preload(["muster.storage.store", "pytest"])
         with context.Manager() as shared:
             return _race(root, rounds, body, context.Process, shared.Barrier(WRITERS), shared.Queue())
     return _race(root, rounds, body, threading.Thread, threading.Barrier(WRITERS), queue.Queue())
@@ -275,7 +275,7 @@ def test_a_killed_writer_leaves_no_torn_file(store, tmp_path):
     size = 2_000_000
     store.put(uri, b"a" * size)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["muster.core.store", "pytest"])
+    context.set_forkserver_preload(["muster.storage.store", "pytest"])
     for turn in range(8):
         beginning, end = context.Pipe(duplex=False)
         process = context.Process(target=_write_for_ever, args=(uri, size, end), daemon=True)

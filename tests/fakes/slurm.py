@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from muster.core.seams import Completed
+from muster.core.protocols import Completed
 
 NODES = (
     ("n1", "main", "idle", "gpu:h100:8(S:0-1)", "208", "1900000", "a3mega,ib4", "7-00:00:00", "up", "1-infinite"),

@@ -1,6 +1,6 @@
 """A shell for tests of what is said to one."""
 
-from muster.core.seams import Completed
+from muster.core.protocols import Completed
 
 
 class Told:

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from cluster import LiveRun, spec_of
 
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 from muster.report import api
-from muster.report.invariants import broken, check
+from muster.report.audit.invariants import broken, check
 
 RECOMPUTE = Path(__file__).parents[2] / "tools" / "recompute_goodput.py"
 

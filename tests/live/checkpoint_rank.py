@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from muster.checkpoint.load import load_into, newest_valid
 from muster.checkpoint.saver import Saver
-from muster.core.nouns import Layout
-from muster.core.store import open_store
+from muster.core.types import Layout
+from muster.storage.store import open_store
 
 #: Sizes that 2, 3, 4 and 5 ranks do not divide, a dimension smaller than the ranks, a scalar, an odd dtype.
 SHAPES = {

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 from watched import Watched
 
-from muster.core.places import memory_dir
-from muster.core.spec import RunSpec
+from muster.storage.paths import memory_dir
+from muster.config.spec import RunSpec
 
 RUN_ID = "live"
 
@@ -112,7 +112,7 @@ class LiveRun(Watched):
     def start_supervisor(self):
         bind = self.network.bridge if self.network else "127.0.0.1"
         code = (
-            "import sys; from pathlib import Path; from muster.supervise.serve import serve; "
+            "import sys; from pathlib import Path; from muster.supervise.process.server import serve; "
             "sys.exit(serve(Path(sys.argv[1]), bind=sys.argv[2]))"
         )
         log = open(self.dir / "logs" / "supervisor.log", "a")  # noqa: SIM115 (the child's)
@@ -208,7 +208,7 @@ class LiveRun(Watched):
         """Speak to the supervisor as a client; returns its answer."""
         import socket
 
-        from muster.core.wire import Session, read_token
+        from muster.transport.secure_session import Session, read_token
 
         address = json.loads((self.dir / "lease.json").read_text())["address"]
         with socket.create_connection((address[0], address[1]), timeout=5) as sock:
@@ -233,7 +233,7 @@ def checkpoint_hash(directory):
     from muster.checkpoint.load import newest_valid
     from muster.checkpoint.reader import open_checkpoint
     from muster.checkpoint.shards import ShardReader, read_tensor
-    from muster.core.store import open_store
+    from muster.storage.store import open_store
 
     manifest = newest_valid(open_store(), str(directory))
     assert manifest is not None, f"no checkpoint in {directory}"

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 from muster.data.prepare import open_prepared
 from muster.data.schedule import plan_step
-from muster.train import weights
-from muster.train.schedule_lr import learning_rate
+from muster.train.model import weights
+from muster.train.optim.learning_rate import learning_rate
 
 
 def reference_losses(spec: RunSpec, run_dir: Path, steps: int) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ import pytest
 from chaos import SCRIPT_LOSS, Judged, script_spec
 from cluster import LiveRun, spec_of
 
-from muster.app.scene import has_line, listening
+from muster.chaos.target import has_line, listening
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 from checkpoint_rank import sha256, whole  # noqa: E402
 
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.core.manifest import committed  # noqa: E402
-from muster.core.nouns import Layout  # noqa: E402
-from muster.core.store import open_store  # noqa: E402
+from muster.checkpoint_format.manifest import committed  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
+from muster.storage.store import open_store  # noqa: E402
 
 pytestmark = pytest.mark.live
 RANK = Path(__file__).with_name("checkpoint_rank.py")

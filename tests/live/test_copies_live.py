@@ -14,10 +14,10 @@ from waiting import eventually
 
 pytest.importorskip("torch")
 
-from muster.agent.mover import Mover
-from muster.core.ring import PEER_SLOTS, Ring, file_name
-from muster.core.spec import RunSpec
-from muster.core.stream import Stream
+from muster.agent.replicator.main import Mover
+from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name
+from muster.config.spec import RunSpec
+from muster.transport.stream import Stream
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from muster.core.errors import BackendError
-from muster.core.spec import HubSource, RunSpec
+from muster.config.spec import HubSource, RunSpec
 from muster.data.prepare import open_prepared, prepare
-from muster.data.questions import heldout_questions, majority_baseline
+from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 from muster.data.tokenizer import Encoder
 
 pytestmark = pytest.mark.live
@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from muster.core.errors import MusterError
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 from muster.data.prepare import prepare
 
 def main():

@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 
 from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.core.errors import CheckpointError, UsageError  # noqa: E402
-from muster.core.nouns import Layout  # noqa: E402
-from muster.core.spec import RunSpec  # noqa: E402
-from muster.core.store import open_store  # noqa: E402
-from muster.train import export as exporting  # noqa: E402
-from muster.train import lora, weights  # noqa: E402
-from muster.train.model import on_meta, read_config  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
+from muster.config.spec import RunSpec  # noqa: E402
+from muster.storage.store import open_store  # noqa: E402
+from muster.train.export import hf_folder as exporting  # noqa: E402
+from muster.train.model import lora, weights  # noqa: E402
+from muster.train.model.causal_lm import on_meta, read_config  # noqa: E402
 
 pytestmark = pytest.mark.live
 TINY = {
@@ -83,7 +83,7 @@ def save(run_dir, step, state):
 
 def program(*argv):
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "muster.train.export", *map(str, argv)],
+        [sys.executable, "-P", "-m", "muster.train.export.hf_folder", *map(str, argv)],
         capture_output=True,
         text=True,
         timeout=200,
@@ -197,8 +197,8 @@ def test_the_check_can_fail(tmp_path):
     from safetensors.torch import load_file, save_file
 
     from muster.core.clock import SystemShell
-    from muster.train import verify_export
-    from muster.train.export_parts import open_parts, read_spec, reference_model
+    from muster.train.export import verification
+    from muster.train.export.sources import open_parts, read_spec, reference_model
 
     make_run(tmp_path / "run", {"config": TINY, "dtype": "float32"})
     folder = exporting.export(tmp_path / "run", tmp_path / "out", verify=False).folder
@@ -211,8 +211,8 @@ def test_the_check_can_fail(tmp_path):
     stored[name] = stored[name] + 0.01
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="differ from the training state"):
-        verify_export.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())
+        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())
     del stored[name]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="missing"):
-        verify_export.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())
+        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())

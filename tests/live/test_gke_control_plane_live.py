@@ -21,18 +21,18 @@ from cluster import SMALL, Network, namespaces_work  # noqa: E402
 from controllers import JOBSETS, WORKLOADS, Controllers  # noqa: E402
 from plane import Plane, programs  # noqa: E402
 
-from muster.backends.gke.jobs import GkeLauncher  # noqa: E402
-from muster.backends.gke.options import Options  # noqa: E402
-from muster.backends.gke.placement import place  # noqa: E402
-from muster.backends.gke.provision.http import Unreachable  # noqa: E402
-from muster.backends.gke.provision.kubeconfig import connect  # noqa: E402
-from muster.backends.gke.queue import account_objects, queue_objects  # noqa: E402
-from muster.core import runs  # noqa: E402
+from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
+from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
+from muster.backends.gke.manifests.placement import place  # noqa: E402
+from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
+from muster.backends.gke.kubernetes.kubeconfig import connect  # noqa: E402
+from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects  # noqa: E402
+from muster.storage import run_registry  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
 from muster.core.errors import BackendError  # noqa: E402
 from muster.core.events import Event  # noqa: E402
-from muster.core.nouns import JobState  # noqa: E402
-from muster.core.spec import RunSpec  # noqa: E402
+from muster.core.types import JobState  # noqa: E402
+from muster.config.spec import RunSpec  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -228,8 +228,8 @@ def test_what_up_puts_on_a_cluster_is_taken_by_a_real_server(plane):
 def test_submit_is_one_jobset_however_often_and_whatever_is_lost(plane, home):
     launcher = GkeLauncher()
     spec = RunSpec.model_validate(document(plane, "twice"))
-    run_id = runs.new_run_id("twice")
-    run = runs.create(run_id, runs.place(run_id, None), run_file="x", resolved=spec.model_dump_json())
+    run_id = run_registry.new_run_id("twice")
+    run = run_registry.create(run_id, run_registry.place(run_id, None), run_file="x", resolved=spec.model_dump_json())
     request = launcher.render(spec, run_id=run_id, run_dir=str(run.path))
     assert launcher.find(run_id) is None and launcher.poll(handle_of(run_id)).state is JobState.ABSENT
     first = launcher.submit(request)
@@ -246,7 +246,7 @@ def test_submit_is_one_jobset_however_often_and_whatever_is_lost(plane, home):
 
 
 def handle_of(run_id):
-    from muster.core.nouns import JobHandle
+    from muster.core.types import JobHandle
 
     return JobHandle(run_id=run_id, backend="gke", job_id="", run_dir="/nowhere")
 
@@ -362,7 +362,7 @@ def test_the_rest_of_a_run_goes_on_in_another_allocation(plane, played, home):
     played.hold = True
     (first,) = plane.items(f"{JOBSETS}/jobsets")
     name = first["metadata"]["name"]
-    queue = f"from muster.backends.gke.pod import _requeue as queue; print(queue('default/{name}', 0))"
+    queue = f"from muster.backends.gke.pod.main import _requeue as queue; print(queue('default/{name}', 0))"
     made = {run.muster("exec", run.id, "--host", "0", "--", "python", "-c", queue).stdout for _ in range(2)}
     assert made == {f"default/{name}-c2\n"} or len(made) == 1, made
     run.muster("stop", run.id, "--no-wait")

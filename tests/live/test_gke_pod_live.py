@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.backends.gke.pod import AGAIN, BACK_END_FAULT, LONELY, Pod, left_lonely, named_after_its_pod
+from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, LONELY, Pod, left_lonely, named_after_its_pod
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
 
@@ -21,7 +21,7 @@ PATIENT = HANDLED.format("sys.exit(0)")
 
 
 def start(role, run_dir, program, *options):
-    argv = [sys.executable, "-m", "muster.backends.gke.pod", role, "--run-dir", str(run_dir), *options, "--"]
+    argv = [sys.executable, "-m", "muster.backends.gke.pod.main", role, "--run-dir", str(run_dir), *options, "--"]
     return subprocess.Popen(
         [*argv, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -95,7 +95,7 @@ def test_a_run_that_saved_is_queued_again_unless_it_lived_too_short(monkeypatch,
     saved = [sys.executable, "-c", f"raise SystemExit({AGAIN})"]
     assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == BACK_END_FAULT
     assert not made and "too short a life" in capsys.readouterr().err
-    monkeypatch.setattr("muster.backends.gke.pod.SHORTEST_RUN_S", 0.0)
+    monkeypatch.setattr("muster.backends.gke.pod.main.SHORTEST_RUN_S", 0.0)
     assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == 0
     assert made == [1] and "queued to go on: ns/x" in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
         "events.write(json.dumps({'kind': 'rank.started', 'rank': 0, 'attempt': 1}) + chr(10)); "
         "sys.stdin.readline(); log.write('second\\nhalf'); print('agent ends')"
     )
-    argv = [sys.executable, "-m", "muster.backends.gke.pod", "host", "--run-dir", str(tmp_path), "--host", "host-0"]
+    argv = [sys.executable, "-m", "muster.backends.gke.pod.main", "host", "--run-dir", str(tmp_path), "--host", "host-0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     pod = subprocess.Popen([*argv, "--", sys.executable, "-c", program], **pipes)
     assert pod.stdout.readline() == "rank-0.a1 | first\n", "while the rank still writes"
@@ -163,7 +163,7 @@ def test_process_1_collects_what_its_children_leave(tmp_path):
         subprocess.run([*unshare, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("pid namespaces need root")
-    argv = [*unshare, sys.executable, "-m", "muster.backends.gke.pod", "host", "--run-dir", str(tmp_path), "--"]
+    argv = [*unshare, sys.executable, "-m", "muster.backends.gke.pod.main", "host", "--run-dir", str(tmp_path), "--"]
     began = time.monotonic()
     assert subprocess.run([*argv, sys.executable, "-c", program], timeout=60, env=dict(os.environ)).returncode == 0
     assert time.monotonic() - began < 60

@@ -195,11 +195,11 @@ def test_a_real_model_has_its_known_loss_on_a_real_text():
     from tokenizers import Tokenizer
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from muster.core.nouns import Layout
-    from muster.train.batch import make_batch
-    from muster.train.loss import loss_sum
-    from muster.train.mesh import make_meshes
-    from muster.train.model import build_model
+    from muster.core.types import Layout
+    from muster.train.data_feed.batch import make_batch
+    from muster.train.model.loss import loss_sum
+    from muster.train.distributed.device_mesh import make_meshes
+    from muster.train.model.causal_lm import build_model
 
     cpu, length, rows = torch.device("cpu"), 256, 16
     tokens = Tokenizer.from_file(str(STORIES / "tokenizer.json")).encode(text.read_text()[:20_000]).ids

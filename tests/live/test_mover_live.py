@@ -16,18 +16,18 @@ from waiting import eventually
 
 torch = pytest.importorskip("torch")
 
-from muster.agent import persist  # noqa: E402
-from muster.agent.mover import Mover  # noqa: E402
-from muster.agent.mover_child import MoverChild  # noqa: E402
+from muster.agent.replicator import checkpoint_writer  # noqa: E402
+from muster.agent.replicator.main import Mover  # noqa: E402
+from muster.agent.replicator.replicator_process import MoverChild  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.core.channel import Hub  # noqa: E402
+from muster.transport.connections import Hub  # noqa: E402
 from muster.core.errors import AccessError, CheckpointError  # noqa: E402
-from muster.core.nouns import Layout  # noqa: E402
-from muster.core.ring import Ring, file_name, refusal  # noqa: E402
-from muster.core.store import open_store  # noqa: E402
-from muster.core.stream import MOVER_SOCKET, Stream  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # noqa: E402
+from muster.storage.store import open_store  # noqa: E402
+from muster.transport.stream import MOVER_SOCKET, Stream  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
@@ -331,9 +331,9 @@ def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
         dropped.set()
         raise CheckpointError("nobody waits for it any more")
 
-    monkeypatch.setattr(persist, "write_shard", slow)
-    monkeypatch.setattr(persist, "BUSY_S", 0.05)
-    shares = persist.Shares(memory=tmp_path, token=TOKEN)
+    monkeypatch.setattr(checkpoint_writer, "write_shard", slow)
+    monkeypatch.setattr(checkpoint_writer, "BUSY_S", 0.05)
+    shares = checkpoint_writer.Shares(memory=tmp_path, token=TOKEN)
     threading.Thread(target=shares.serve, daemon=True).start()
     fd = os.memfd_create("share")
     os.pwrite(fd, b"x" * 4096, 0)
@@ -382,7 +382,7 @@ def test_a_run_loses_its_movers_and_trains_on_and_copies_go_on(tmp_path):
         run.wait_for_step(8)
         for process in psutil.process_iter(["cmdline"]):
             command = " ".join(process.info["cmdline"] or [])
-            if "muster.agent.mover" in command and str(tmp_path) in command:
+            if "muster.agent.replicator.main" in command and str(tmp_path) in command:
                 process.kill()
         at = run.step()
         assert run.wait() == 0, run.story()

@@ -40,7 +40,7 @@ def test_the_trace_agrees_with_the_closed_form():
     """8B on 8 ranks without weights: within 5 %."""
     plan_trace = benchmark("plan_trace")
     from muster.catalog import rows
-    from muster.core.nouns import Layout
+    from muster.core.types import Layout
     from muster.plan.workload import Setting
 
     shape = rows.find_model("meta-llama/Llama-3.1-8B").shape

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 #: Stands in for NVIDIA's tool, which needs a GPU: notes what it was asked, and answers as told.
 NVIDIA_SMI = """#!/bin/sh
 echo "$@" >> "{note}"
-pgrep -f "muster.train.forkserver" > /dev/null && echo "GPU 00000000:0F:00.0 was successfully reset."
+pgrep -f "muster.rank.fork_server" > /dev/null && echo "GPU 00000000:0F:00.0 was successfully reset."
 exit {code}
 """
 
@@ -47,7 +47,7 @@ def test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap(tmp_path, mon
 
 
 POLICY = """
-from muster.policy.shipped import SHIPPED
+from muster.policy.builtin import SHIPPED
 
 decide = SHIPPED["default"].decide
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.core import runfile
+from muster.config import load
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -74,7 +74,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_run_files_in_the_readme_hold() -> None:
     for text in blocks("yaml"):
-        assert runfile.loads(text).warnings == ()
+        assert load.loads(text).warnings == ()
 
 
 def test_extras_in_the_readme_exist() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cluster import LiveRun
 
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(280)]
 

@@ -8,7 +8,7 @@ import pytest
 from chaos import Judged, References
 from cluster import LiveRun, spec_of
 
-from muster.report.invariants import broken, check
+from muster.report.audit.invariants import broken, check
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 

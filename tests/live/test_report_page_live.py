@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from muster.report import api
-from muster.report.page import render
+from muster.report.render.page import render
 
 pytestmark = pytest.mark.live
 UNIT = Path(__file__).parents[1] / "unit" / "report"

@@ -7,12 +7,12 @@ from statistics import median
 import pytest
 from cluster import LiveRun, spec_of
 
-from muster.app.simulate import KINDS, measure
+from muster.app.planning.simulate import KINDS, measure
 from muster.report import api
-from muster.simulate.profile import Stage
+from muster.simulate.stage_times import Stage
 from muster.simulate.rehearsal import Play
 from muster.simulate.scenario import Scenario
-from muster.simulate.schedule import Fault
+from muster.simulate.fault_schedule import Fault
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 STEPS = 240

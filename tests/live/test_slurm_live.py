@@ -79,7 +79,7 @@ def test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on(clus
     assert run.actions() == ["swap"] and first_again <= 2, run.story()
     assert cluster.states().count("down") == 0, "Slurm itself has not noticed: nothing waited for it"
     _cannot_commit(cluster, run, lost)
-    run.wait_until(lambda: not cluster.processes(lost, "muster.train.forkserver"), "the end of the cut-off ranks")
+    run.wait_until(lambda: not cluster.processes(lost, "muster.rank.fork_server"), "the end of the cut-off ranks")
     healed_ns = time.time_ns()
     cluster.heal(lost)
     run.wait_until(lambda: _spare_again(run, lost_host, healed_ns), "the return of the healed node")
@@ -112,7 +112,7 @@ def _spare_again(run: Run, host: str, since_ns: int) -> bool:
 def _cannot_commit(cluster: SlurmCluster, run: Run, node: str) -> None:
     """What still runs on the cut-off node, if it reached the disk, would be refused: its attempt is fenced off."""
     code = (
-        "import sys; from muster.core import fences; from muster.core.store import open_store\n"
+        "import sys; from muster.core import fences; from muster.storage.store import open_store\n"
         "fences.check(open_store(), sys.argv[1], run_id=sys.argv[2], attempt=1)"
     )
     space = f"/run/netns/{cluster.space(node)}"

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from cluster import LiveRun, spec_of
 
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 

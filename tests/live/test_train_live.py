@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from trainranks import free_port, prepared_run, run_attempt, small
 
-from muster.core import eventlog
+from muster.core import event_log
 
 pytestmark = pytest.mark.live
 
@@ -69,7 +69,7 @@ def torchrun(run_dir: Path) -> subprocess.Popen[Any]:
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-            "-m", "muster.train.worker", "--run-dir", str(run_dir),
+            "-m", "muster.rank.worker", "--run-dir", str(run_dir),
         ],
         env=environment,
         stdout=subprocess.PIPE,
@@ -79,7 +79,7 @@ def torchrun(run_dir: Path) -> subprocess.Popen[Any]:
 
 
 def steps_in(run_dir: Path) -> list[int]:
-    return [event.step for _, event in eventlog.read(run_dir / "events") if event.kind == "step" and event.step]
+    return [event.step for _, event in event_log.read(run_dir / "events") if event.kind == "step" and event.step]
 
 
 def test_under_torchrun_a_sigterm_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_under_torchrun_a_sigterm_saves_and_the_next_start_goes_on(tmp_path: Pat
         time.sleep(0.1)
     first.send_signal(signal.SIGTERM)
     output, _ = first.communicate(timeout=60)
-    saved = [event for _, event in eventlog.read(run_dir / "events") if event.kind == "checkpoint.committed"]
+    saved = [event for _, event in event_log.read(run_dir / "events") if event.kind == "checkpoint.committed"]
     assert len(saved) == 1, output
     stopped = max(steps_in(run_dir))
     assert saved[0].step == stopped < 400

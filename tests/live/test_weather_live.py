@@ -16,10 +16,10 @@ from chaos import Judged
 from cluster import checkpoint_hash, spec_of
 from weather import HOUR_S, Weather, build
 
-from muster.app.inject import Disk
+from muster.chaos.network import Disk
 from muster.core.errors import ConflictError, UsageError
-from muster.core.store import open_store
-from muster.supervise.lease import LeaseKeeper
+from muster.storage.store import open_store
+from muster.supervise.process.lease import LeaseKeeper
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

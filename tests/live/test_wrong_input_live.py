@@ -59,7 +59,7 @@ def train(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
 
 
 def _of(folder: Path, name: str) -> bool:
-    from muster.core.places import memory_prefix
+    from muster.storage.paths import memory_prefix
 
     runs = [path.parent for path in folder.rglob("run_id")]
     return any(name.startswith(memory_prefix(run, (run / "run_id").read_text().strip())) for run in runs)

@@ -20,11 +20,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from muster.core import eventlog
+from muster.core import event_log
 from muster.core.events import Event
-from muster.core.nouns import Layout
-from muster.core.ranks import Order, RankContext, Restore
-from muster.core.spec import RunSpec
+from muster.core.types import Layout
+from muster.protocol.ranks import Order, RankContext, Restore
+from muster.config.spec import RunSpec
 
 TIMEOUT_S = 120.0
 
@@ -168,7 +168,7 @@ def run_attempt(
     logs = [(run_dir / f"rank-{rank}.a{attempt}.log").read_text() for rank in range(ranks)]
     return Outcome(
         codes=[process.exitcode for process in processes],
-        events=[event for name, event in eventlog.read(run_dir / "events") if name == f"h0.{attempt}.jsonl"],
+        events=[event for name, event in event_log.read(run_dir / "events") if name == f"h0.{attempt}.jsonl"],
         state_hash=json.loads(hashes.read_text())["hash"] if hashes.exists() else None,
         errors=logs,
     )
@@ -197,7 +197,8 @@ def _rank(context: RankContext, script: Script) -> None:
     os.dup2(log, 2)
     code = 1
     try:
-        from muster.train import learner, worker
+        from muster.rank import worker
+        from muster.train import learner
 
         _install(learner, worker, context, script)
         code = worker.run_rank(context, _link(context, script))
@@ -216,9 +217,9 @@ def _install(learner: Any, worker: Any, context: RankContext, script: Script) ->
     if script.reduce_every_round:
         learner.LOCAL_GRADIENTS_SHARE = 0.0
     if script.exact_range_bits is not None:
-        from muster.train import exact
+        from muster.train.distributed import fixed_point
 
-        exact.RANGE_BITS = script.exact_range_bits
+        fixed_point.RANGE_BITS = script.exact_range_bits
     fulfil = worker.fulfil
 
     def and_hash(run: Any) -> Any:
@@ -261,7 +262,7 @@ def _die() -> None:
 
 
 def _link(context: RankContext, script: Script) -> Any:
-    from muster.train.links import FileLink
+    from muster.rank.standalone_link import FileLink
 
     class ScriptedLink(FileLink):
         beats = 0
@@ -309,7 +310,7 @@ def server() -> Any:
     """The fork server, with everything imported that a rank needs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["muster.train.worker", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "peft"]
+        ["muster.rank.worker", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "peft"]
     )
     for_ranks = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     before = {name: os.environ.get(name) for name in for_ranks}

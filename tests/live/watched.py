@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from muster.core import eventlog
+from muster.core import event_log
 from muster.core.events import Event
 
 
@@ -21,7 +21,7 @@ class Watched:
 
     def events(self, kind: str | None = None) -> list[Event]:
         """By wall time."""
-        new = list(eventlog.read(self.dir / "events", after=self._read))
+        new = list(event_log.read(self.dir / "events", after=self._read))
         for name, event in new:
             self._read[name] = self._read.get(name, 0) + 1
             self._events.append((event.wall_ns, name, event.seq, event))

@@ -6,13 +6,13 @@ is injected, and only the answer is tested.
 
 import pytest
 
-from muster.core.nouns import Action, Decision, IncidentKind
-from muster.core.spec import RunSpec
-from muster.policy.shipped import SHIPPED
+from muster.core.types import Action, Decision, IncidentKind
+from muster.config.spec import RunSpec
+from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.incidents import incident
-from muster.supervise.machine import Machine
-from muster.supervise.state import FromHost, HostUp, Phase, Settings, StopRequest
+from muster.supervise.recovery.incidents import incident
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
 
 
 def spec_of(**resources):
@@ -393,8 +393,8 @@ def test_a_policy_of_ones_own_decides():
 
 def test_a_spare_that_flaps_is_the_last_resort():
     """24 and 17: of two spares the sound one is taken; with enough hosts left a flapping one is not taken at all."""
-    from muster.core.nouns import Incident
-    from muster.policy.situation import Situation
+    from muster.core.types import Incident
+    from muster.policy.cluster_state import Situation
 
     lost = Incident(incident_id="i9", kind=IncidentKind.HOST_LOST, attempt=1, host="host-0", evidence="gone")
 

@@ -19,18 +19,19 @@ from cases import spec  # noqa: E402
 from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
-from muster.app import cloud, submit  # noqa: E402
-from muster.app import inside as pod_side  # noqa: E402
-from muster.app import status as status_app  # noqa: E402
-from muster.app import stop as stop_app  # noqa: E402
-from muster.backends.gke.continuation import queue_the_rest  # noqa: E402
-from muster.backends.gke.jobs import GkeLauncher  # noqa: E402
-from muster.backends.gke.provision.http import Unreachable  # noqa: E402
+from muster.app.cluster import up_down  # noqa: E402
+from muster.app.run import submit  # noqa: E402
+from muster.app import remote_entrypoint as pod_side  # noqa: E402
+from muster.app.inspect import status as status_app  # noqa: E402
+from muster.app.run import stop as stop_app  # noqa: E402
+from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
+from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
+from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
-from muster.core import runs  # noqa: E402
-from muster.core.nouns import JobState  # noqa: E402
-from muster.core.runfile import Loaded  # noqa: E402
-from muster.core.store import MemoryStore  # noqa: E402
+from muster.storage import run_registry  # noqa: E402
+from muster.core.types import JobState  # noqa: E402
+from muster.config.load import Loaded  # noqa: E402
+from muster.storage.store import MemoryStore  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
 ZONES = ["us-central1-b", "europe-west1-b"]
@@ -102,7 +103,7 @@ def world(tmp_path, monkeypatch):
     launcher = GkeLauncher(http=world.google, clock=world.clock, store=MemoryStore())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
     monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": world.phase, "step": 7})
-    run = runs.RunDir(path=tmp_path / "in-pod", run_id="r")
+    run = run_registry.RunDir(path=tmp_path / "in-pod", run_id="r")
     run.events.mkdir(parents=True)
 
     def command(_pod, _argv, line):
@@ -116,7 +117,7 @@ def world(tmp_path, monkeypatch):
 def manifests(tmp_path):
     folder = tmp_path / "manifests"
     folder.mkdir()
-    for name in wanted_software(cloud.place_of(SPEC)):
+    for name in wanted_software(up_down.place_of(SPEC)):
         (folder / name).write_text(f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\n")
     return folder
 
@@ -126,8 +127,8 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     # Up: the first place has no machines, the second has; killed requests and lost answers have tests of their own.
     google.fail["b200"] = ("GCE_STOCKOUT", "no room")
     google.refuse[25] = (503, "backendError")
-    cloud.pin(cloud.place_of(SPEC), manifests)
-    where, _ = cloud.bring_up(cloud.places_of(SPEC), manifests, http=google, clock=clock)
+    up_down.pin(up_down.place_of(SPEC), manifests)
+    where, _ = up_down.bring_up(up_down.places_of(SPEC), manifests, http=google, clock=clock)
     assert where.zone == "europe-west1-b" and clock.now_s > 0
 
     # Submit: the answer to one of its requests is lost; the same again finds what was made.
@@ -190,5 +191,5 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     # Down: the run's objects, then everything of ours in both places; an audit that finds nothing.
     stop_app.down(run.run_id)
     assert not world.jobsets()
-    found = cloud.give_back(cloud.places_of(SPEC), http=google, clock=clock)
+    found = up_down.give_back(up_down.places_of(SPEC), http=google, clock=clock)
     assert found.clean and found.leftovers == () and google.store == {}

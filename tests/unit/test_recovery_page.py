@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 
-from muster.app.faults import MENU
-from muster.core.spec import RunSpec
+from muster.chaos.catalog import MENU
+from muster.config.spec import RunSpec
 from muster.policy.load import load_policy
 from muster.simulate.cluster import Cluster
-from muster.supervise.machine import Machine
-from muster.supervise.state import Settings
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
 

@@ -241,7 +241,7 @@ def test_no_space_for_the_run(place: Path, capsys: pytest.CaptureFixture[str], m
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("muster.core.runs.replace_text", full)
+    monkeypatch.setattr("muster.storage.run_registry.replace_text", full)
     code, out, err = refused([*TRAIN, "run_dir=there"], capsys)
     assert (code, out) == (2, "")
     assert "No space left on device" in err and err.count("error: ") == 1
@@ -276,7 +276,7 @@ def test_an_unexpected_exception_is_one_line_and_a_file(
     def bug(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oops hf_abcdefghijklmnopqrstuv")
 
-    monkeypatch.setattr("muster.core.runfile.load", bug)
+    monkeypatch.setattr("muster.config.load.load", bug)
     code, out, err = refused(TRAIN, capsys)
     assert (code, out) == (1, "")
     assert "unexpected ZeroDivisionError: oops ***" in err

@@ -16,17 +16,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.app import faults, recover, stop, submit
-from muster.app.fault import Fault
-from muster.app.inject import Disk, Network
-from muster.app.report import report
-from muster.app.scene import Scene
-from muster.core import runfile
+from muster.app.run import recover, stop, submit
+from muster.chaos import catalog
+from muster.chaos.fault import Fault
+from muster.chaos.network import Disk, Network
+from muster.app.inspect.report import report
+from muster.chaos.target import Scene
+from muster.config import load
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
-from muster.core.nouns import JobRequest
-from muster.core.runs import RunDir
-from muster.report.invariants import broken, check
+from muster.core.types import JobRequest
+from muster.storage.run_registry import RunDir
+from muster.report.audit.invariants import broken, check
 
 #: Steps beyond the fault that count as "it trains on".
 SETTLE_STEPS = 5
@@ -114,12 +115,12 @@ def drill(
         UsageError, RunFileError: no such fault; the file does not hold; the fault needs root, or Muster's own loop.
         MusterError: the run never came to the step, or never came back.
     """
-    chosen = faults.find(fault)
-    spec = runfile.load(run_file, [*overrides, *OWN]).spec
+    chosen = catalog.find(fault)
+    spec = load.load(run_file, [*overrides, *OWN]).spec
     needed = chosen.overrides(spec)
     for each in needed:
         tell(f"this drill sets {each}")
-    loaded = runfile.load(run_file, [*overrides, *OWN, *needed])
+    loaded = load.load(run_file, [*overrides, *OWN, *needed])
     if chosen.own_loop and loaded.spec.command is not None:
         raise UsageError(
             f"{fault} happens inside Muster's training loop, and this file runs a command",
@@ -150,7 +151,7 @@ def drill(
 
 
 def _armed(request: JobRequest, network: Network | None) -> JobRequest:
-    """The job with ranks that obey ``muster.train.misdeeds``, and its hosts in a network that can be broken."""
+    """The job with ranks that obey ``muster.rank.fault_injection``, and its hosts in a network that can be broken."""
     tasks = tuple(dataclasses.replace(task, env={**task.env, "MUSTER_DRILL": "1"}) for task in request.tasks)
     request = dataclasses.replace(request, tasks=tasks)
     return request if network is None else network.place(request)

@@ -7,10 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from muster.app.lines import line
+from muster.app.inspect.event_format import line
 from muster.core.errors import MusterError
 from muster.core.events import Event
-from muster.supervise.serve import serve
+from muster.supervise.process.server import serve
 
 
 def main() -> None:

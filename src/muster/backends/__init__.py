@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 
 from muster.core.errors import UsageError
-from muster.core.seams import Launcher
+from muster.backends.protocols import Launcher
 
 NAMES = ("local", "slurm", "gke", "vertex", "gce")
 

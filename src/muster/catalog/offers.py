@@ -12,7 +12,7 @@ from statistics import median
 
 from muster.catalog import rows
 from muster.catalog.rows import Accelerator, Machine, Mode, Price
-from muster.core.nouns import Offer
+from muster.core.types import Offer
 
 #: Machines of one type that a plan may take at most: beyond it neither prices nor failure rates are known to hold.
 MAX_NODES = 128

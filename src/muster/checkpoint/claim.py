@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from muster.core import manifest as manifests
+from muster.checkpoint_format import manifest as manifests
 from muster.core.errors import ConflictError
-from muster.core.seams import Store
+from muster.core.protocols import Store
 
 
 class Claim:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from muster.core import shards, uris
+from muster.checkpoint_format import shards
+from muster.storage import uris
 from muster.core.errors import CheckpointError
-from muster.core.index import decode_index, index_file
-from muster.core.manifest import Manifest
-from muster.core.store import blobs
+from muster.checkpoint_format.tensor_index import decode_index, index_file
+from muster.checkpoint_format.manifest import Manifest
+from muster.storage.store import blobs
 
 
 class Source(Protocol):

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from muster.checkpoint.reader import Shard
 from muster.core.errors import CheckpointError, MusterError
-from muster.core.shards import ITEM_BYTES, Chunk, owner_of
+from muster.checkpoint_format.shards import ITEM_BYTES, Chunk, owner_of
 
 _PIECE_BYTES = 64 << 20
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.checkpoint import exchange
 from muster.checkpoint.pinned import pin_soon
-from muster.core import shards
+from muster.checkpoint_format import shards
 from muster.core.errors import CheckpointError
 
 Box = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from muster.cli.acting import OVERRIDES
-from muster.cli.reading import JSON
+from muster.cli.run_commands import OVERRIDES
+from muster.cli.inspect_commands import JSON
 
 if TYPE_CHECKING:
     from muster.app.drill import Outcome
-    from muster.app.fault import Fault
+    from muster.chaos.fault import Fault
 
 
 def register(app: typer.Typer) -> None:
@@ -30,8 +30,8 @@ def drill(
 ) -> None:
     """Break a run of this file on purpose, here, and compare what happened with what had to happen (minutes)."""
     from muster.app import drill as use_case
-    from muster.app.faults import MENU
-    from muster.cli import say
+    from muster.chaos.catalog import MENU
+    from muster.cli import output
     from muster.core.errors import UsageError
 
     if listed:
@@ -43,9 +43,9 @@ def drill(
         raise UsageError(
             "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
         )
-    outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=say.talk)
+    outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.talk)
     if json:
-        say.as_json(outcome.to_json())
+        output.as_json(outcome.to_json())
     else:
         _print(outcome)
     if not outcome.as_expected:
@@ -53,18 +53,18 @@ def drill(
 
 
 def _print_menu(json: bool) -> None:
-    from muster.app.faults import MENU
-    from muster.cli import say
+    from muster.chaos.catalog import MENU
+    from muster.cli import output
 
     if json:
-        say.as_json([_entry(each) for each in MENU.values()])
+        output.as_json([_entry(each) for each in MENU.values()])
         return
     for each in MENU.values():
         mark = " (needs root)" if each.needs_root else " (not for command:)" if each.own_loop else ""
-        say.data(f"{each.name:<22} {each.what}{mark}")
+        output.data(f"{each.name:<22} {each.what}{mark}")
         expected = _entry(each)
         ends = f", then exit code {each.exit_code}" if each.exit_code is not None else ""
-        say.data(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(each.redone)}")
+        output.data(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(each.redone)}")
 
 
 def _entry(fault: Fault) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def _again(limit: int | None) -> str:
 
 
 def _print(outcome: Outcome) -> None:
-    from muster.cli import say
+    from muster.cli import output
 
     found = outcome.to_json()
     expected, seen = found["expected"], found["seen"]
-    say.data(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
-    say.data(f"{'':<12}{'expected':<44}seen")
+    output.data(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
+    output.data(f"{'':<12}{'expected':<44}seen")
     rows = [
         ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
         ("done", _either(expected["done"]), ", ".join(seen["done"]) or "nothing"),
@@ -106,12 +106,12 @@ def _print(outcome: Outcome) -> None:
         ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
     ]
     for name, wanted, was in rows:
-        say.data(f"{name:<12}{wanted!s:<44}{was}")
+        output.data(f"{name:<12}{wanted!s:<44}{was}")
     for text in outcome.sentences:
-        say.data(f"  {text}")
+        output.data(f"  {text}")
     for text in outcome.failures:
-        say.data(f"NOT AS EXPECTED: {text}")
-    say.data("as expected" if outcome.as_expected else f"the run's folder: {outcome.run.path}")
+        output.data(f"NOT AS EXPECTED: {text}")
+    output.data("as expected" if outcome.as_expected else f"the run's folder: {outcome.run.path}")
 
 
 def _none(code: int | None) -> str:

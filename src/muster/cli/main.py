@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from muster import __version__
-from muster.cli import acting, cloud, drill, image, plan, preflight, reading, render, simulate, watch
+from muster.cli import run_commands, cloud, drill, image, plan, preflight, inspect_commands, render, simulate, watch
 from muster.cli import exec as exec_
 
 app = typer.Typer(
@@ -24,8 +24,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-acting.register(app)
-reading.register(app)
+run_commands.register(app)
+inspect_commands.register(app)
 drill.register(app)
 watch.register(app)
 plan.register(app)
@@ -68,17 +68,17 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line; return the exit code. Every error has been printed."""
-    from muster.cli import say
+    from muster.cli import output
     from muster.core.errors import MusterError
 
     try:
         found: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
         return found if isinstance(found, int) else 0
     except MusterError as error:
-        say.error(error)
+        output.error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        say.talk("stopped")
+        output.talk("stopped")
         return 130
     except BrokenPipeError:  # `muster events | head`
         _forget_stdout()
@@ -91,14 +91,14 @@ def run(argv: Sequence[str]) -> int:
 
 def _wrong_words(error: Any) -> int:
     """The command line cannot be parsed (an exception of the parser's)."""
-    from muster.cli import say
+    from muster.cli import output
 
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", "muster")
     message = error.format_message()
     if message:  # none: the help was printed, for want of a command
-        say.talk(f"error: {message}")
-        say.talk(f"hint: {command} --help")
+        output.talk(f"error: {message}")
+        output.talk(f"hint: {command} --help")
     return 2
 
 
@@ -107,17 +107,17 @@ def _unexpected(error: Exception) -> int:
     import tempfile
     import traceback
 
-    from muster.cli import say
+    from muster.cli import output
     from muster.core.redact import redact
 
     if type(error).__name__ == "Abort":
-        say.talk("stopped")
+        output.talk("stopped")
         return 130
     with tempfile.NamedTemporaryFile("w", prefix="muster-crash-", suffix=".txt", delete=False) as file:
         file.write(redact("".join(traceback.format_exception(error))))
     first = (str(error).splitlines() or [""])[0]
-    say.talk(redact(f"error: unexpected {type(error).__name__}: {first}"))
-    say.talk(f"hint: this is a bug in Muster; the traceback is in {file.name}")
+    output.talk(redact(f"error: unexpected {type(error).__name__}: {first}"))
+    output.talk(f"hint: this is a bug in Muster; the traceback is in {file.name}")
     return 1
 
 

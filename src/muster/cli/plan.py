@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from muster.cli.acting import OVERRIDES, RUN_FILE
-from muster.cli.reading import JSON
+from muster.cli.run_commands import OVERRIDES, RUN_FILE
+from muster.cli.inspect_commands import JSON
 
 prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.", no_args_is_help=True)
 
@@ -34,8 +34,8 @@ def plan(
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
 ) -> None:
     """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
-    from muster.app import plan as use_case
-    from muster.cli import plan_table, say
+    from muster.app.planning import plan as use_case
+    from muster.cli import plan_table, output
     from muster.core.errors import UsageError
 
     if out is not None and not out.endswith(".json"):
@@ -43,65 +43,65 @@ def plan(
     found = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
     answer: dict[str, Any] = found.plan.to_json()
     if trace:
-        from muster.app.memory_trace import compare
+        from muster.app.planning.memory_trace import compare
 
         answer["trace"] = compare(found)
     if out is not None:
         _write(out, answer)
-        say.talk(f"plan written to {out}; muster train {out} runs it")
+        output.talk(f"plan written to {out}; muster train {out} runs it")
     if html is not None:
-        from muster.app import plan_page
+        from muster.app.planning import plan_page
 
-        say.talk(f"page: {plan_page.write(found, html)}")
+        output.talk(f"page: {plan_page.write(found, html)}")
     if json:
-        say.as_json(answer)
+        output.as_json(answer)
         return
     for line in plan_table.lines(found, every=all_offers):
-        say.data(line)
+        output.data(line)
     for sentence in found.plan.why if why else ():
-        say.data(f"* {sentence}")
+        output.data(f"* {sentence}")
     if trace:
         for line in plan_table.trace_lines(answer["trace"]):
-            say.data(line)
+            output.data(line)
 
 
 def calibrate(
     run_dir: str = typer.Argument(..., metavar="RUN", help="A run or its folder."), json: bool = JSON
 ) -> None:
     """Fit the plan's constant to a measured run, and say how far the model was off."""
-    from muster.app.calibrate import calibrate_run
-    from muster.cli import say
-    from muster.core import runs
+    from muster.app.planning.calibrate import calibrate_run
+    from muster.cli import output
+    from muster.storage import run_registry
 
     path = Path(run_dir)
-    found = calibrate_run(path if path.is_dir() else runs.find(run_dir).path)
+    found = calibrate_run(path if path.is_dir() else run_registry.find(run_dir).path)
     if json:
-        say.as_json(found.to_json())
+        output.as_json(found.to_json())
         return
     fit = found.calibration
-    say.data(
+    output.data(
         f"{found.run_id} on {found.accelerator}: {fit.measured_step_s:.4g} s a step ({fit.steps} steps, spread "
         f"{fit.spread:.1%}); the model said {fit.predicted_step_s:.4g} s ({fit.off:+.0%}); "
         f"efficiency {fit.efficiency:.3f}"
     )
-    say.talk(f"kept in {found.path}")
+    output.talk(f"kept in {found.path}")
 
 
 @prices_app.command()
 def update(json: bool = JSON) -> None:
     """Fetch Google's list prices with your credentials; without them nothing changes."""
-    from muster.app.prices import update as use_case
-    from muster.cli import say
+    from muster.app.planning.prices import update as use_case
+    from muster.cli import output
 
     found = use_case()
     if json:
-        say.as_json(
+        output.as_json(
             {"path": str(found.path), "prices": len(found.prices), "skus": found.skus, "missing": found.missing}
         )
         return
-    say.data(f"{len(found.prices)} prices of {found.skus} SKUs in {found.path}")
+    output.data(f"{len(found.prices)} prices of {found.skus} SKUs in {found.path}")
     if found.missing:
-        say.talk("not found: " + ", ".join(found.missing))
+        output.talk("not found: " + ", ".join(found.missing))
 
 
 @prices_app.command(name="list")
@@ -109,16 +109,16 @@ def list_prices(json: bool = JSON) -> None:
     """Show every price a plan would use, with its date and source."""
     from dataclasses import asdict
 
-    from muster.app.prices import all_prices
-    from muster.cli import say
+    from muster.app.planning.prices import all_prices
+    from muster.cli import output
 
     found = all_prices()
     if json:
-        say.as_json([asdict(each) for each in found])
+        output.as_json([asdict(each) for each in found])
         return
     for each in found:
         spread = "" if each.low == each.high else f" ({each.low:g}-{each.high:g})"
-        say.data(
+        output.data(
             f"{each.machine:<20} {each.mode:<12} {each.region:<16} ${each.usd_per_gpu_hour:<8.4g}{spread:<18} "
             f"{each.date:<11} {each.reliability:<12} {each.source}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from muster.app.plan import Planned, words
+from muster.app.planning.plan import Planned, words
 
 REJECTED_SHOWN = 8
 

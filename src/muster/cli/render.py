@@ -39,8 +39,8 @@ def render(
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
     """Render a run for GKE or Slurm, offline: no project, no credentials."""
-    from muster.app import render as use_case
-    from muster.core import runfile
+    from muster.app.cluster import render as use_case
+    from muster.config import load
     from muster.core.errors import UsageError
 
     if format is Format.HELM and output is None:
@@ -48,7 +48,7 @@ def render(
     options = use_case.Options(
         namespace=namespace, network=network.value, nccl=nccl.value, kueue=kueue, run_claim=run_claim
     )
-    spec = runfile.load(run_file, overrides or [], environment=False).spec
+    spec = load.load(run_file, overrides or [], environment=False).spec
     rendered = use_case.render(spec, format=format.value, options=options)
     for warning in rendered.warnings:
         print(f"warning: {warning.key}: {warning.message}: {warning.reason}", file=sys.stderr)

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from muster.cli.acting import OVERRIDES, RUN_FILE
-from muster.cli.reading import JSON
+from muster.cli.run_commands import OVERRIDES, RUN_FILE
+from muster.cli.inspect_commands import JSON
 
 
 def register(app: typer.Typer) -> None:
@@ -43,8 +43,8 @@ def simulate(
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write one rehearsal as the report's page."),
 ) -> None:
     """Rehearse this run on virtual hosts with faults: goodput, where the time goes, what would be better."""
-    from muster.app import simulate as use_case
-    from muster.cli import say
+    from muster.app.planning import simulate as use_case
+    from muster.cli import output
 
     asked = use_case.Asked(
         hosts=hosts, spares=spares, min_hosts=min_hosts, hours=hours, failures_per_day=failures_per_day,
@@ -57,13 +57,13 @@ def simulate(
     study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=_bar if sys.stderr.isatty() else None)
     found = use_case.to_json(study)
     if json:
-        say.as_json(found)
+        output.as_json(found)
     else:
         _print(found)
     if html is not None:
-        from muster.app.rehearsal_page import write_page
+        from muster.app.planning.rehearsal_page import write_page
 
-        say.talk(f"page: {write_page(study, html)}")
+        output.talk(f"page: {write_page(study, html)}")
 
 
 def _bar(done: int, total: int) -> None:
@@ -75,46 +75,46 @@ def _bar(done: int, total: int) -> None:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from muster.cli import say
+    from muster.cli import output
 
     world = found["scenario"]
     rate = f"{world['failures_per_day']:g} failures a day" if world["trace"] is None else f"trace {world['trace']}"
     every = world["checkpoint_every_s"]
-    say.data(
+    output.data(
         f"{world['hosts']} hosts ({world['gpus']} GPUs), {world['spares']} spares, {world['hours']:g} h, {rate}, "
         f"policy {world['policy']}, saves {'never' if every is None else f'every {every:.0f} s'}, "
         f"stage times {found['profile']['name']}, {found['seeds']} seeds"
     )
-    say.data(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
+    output.data(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
     for key, words in (("goodput_active", "of active hosts"), ("goodput_purchased", "of purchased hosts")):
         row = found[key]
-        say.data(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
-    say.data(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
+        output.data(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
+    output.data(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
     for name, row in found["categories"].items():
         if row["share"] > 5e-6:
-            say.data(f"  {name:<22}{row['share'] * 100:>8.3f}%{row['host_s'] / 3600:>12,.1f}")
+            output.data(f"  {name:<22}{row['share'] * 100:>8.3f}%{row['host_s'] / 3600:>12,.1f}")
     if found["lost_s"]:
-        say.data(f"{'lost per interruption':<24}{'count':>9}{'p50':>10}{'p95':>10}")
+        output.data(f"{'lost per interruption':<24}{'count':>9}{'p50':>10}{'p95':>10}")
         for kind, row in found["lost_s"].items():
-            say.data(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
+            output.data(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
     _choices("without", found["contributions"], None)
     for title, key, which in (("spares", "spares", "spares"), ("saves every", "intervals", "interval"),
                               ("policy", "policies", "policy")):  # fmt: skip
         _choices(title, found[key], found["best"][which])
     if found["gave_up"]:
-        say.data(f"the run ended by its own decision {found['gave_up']:.2f} times a rehearsal, and was started again")
-    say.talk(found["note"])
+        output.data(f"the run ended by its own decision {found['gave_up']:.2f} times a rehearsal, and was started again")
+    output.talk(found["note"])
 
 
 def _choices(title: str, rows: list[dict[str, Any]], best: str | None) -> None:
-    from muster.cli import say
+    from muster.cli import output
 
     if not rows:
         return
-    say.data(f"{title:<24}{'active':>9}{'purchased':>11}{'points':>9}{'±':>7}")
+    output.data(f"{title:<24}{'active':>9}{'purchased':>11}{'points':>9}{'±':>7}")
     for row in rows:
         mark = "  <- most of what is paid for" if row["name"] == best else ""
-        say.data(
+        output.data(
             f"  {row['name']:<22}{row['active'] * 100:>8.2f}%{row['purchased'] * 100:>10.2f}%"
             f"{row['change_active'] * 100:>+9.2f}{row['error'] * 100:>7.2f}  {row['about']}{mark}"
         )

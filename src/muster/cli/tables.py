@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from muster.app.checkpoints import Catalogue, Version
-from muster.app.lines import one_line
-from muster.app.summary import Summary
+from muster.app.inspect.checkpoints import Catalogue, Version
+from muster.app.inspect.event_format import one_line
+from muster.app.inspect.run_summary import Summary
 
 SHOWN_SAMPLES = 5
 #: Key of an ``eval`` event -> its words and format.

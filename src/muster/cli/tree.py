@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
 
-from muster.cli.growing import Growing, cut, grows, plain
+from muster.cli.live_region import Growing, cut, grows, plain
 
 if TYPE_CHECKING:
-    from muster.app.cloud import Event, Progress, Row, Tree
+    from muster.app.cluster.up_down import Event, Progress, Row, Tree
 
 REDRAWN_EVERY_S = 0.5
 COLOURS = {"active": "33", "trouble": "31", "done": "32", "pending": "2"}
@@ -69,7 +69,7 @@ class PlainTree:
     """Prints a line for each change that is news."""
 
     def __init__(self) -> None:
-        from muster.app.cloud import Tree
+        from muster.app.cluster.up_down import Tree
 
         self.tree: Tree = Tree()
         self.started_s = time.monotonic()
@@ -77,7 +77,7 @@ class PlainTree:
 
     def take(self, event: Event) -> None:
         """Fold one event, and show it."""
-        from muster.app.cloud import Began, Changed, Said
+        from muster.app.cluster.up_down import Began, Changed, Said
 
         self.tree.take(event, time.monotonic())
         if isinstance(event, Said):
@@ -112,7 +112,7 @@ class LiveTree(PlainTree):
         self._drawn_s = float("-inf")
 
     def take(self, event: Event) -> None:
-        from muster.app.cloud import Began, Said
+        from muster.app.cluster.up_down import Began, Said
 
         if isinstance(event, Began):
             self.close()  # the last picture stays as it ended
@@ -219,19 +219,19 @@ def _counts(rows: Sequence[Row]) -> dict[str, int]:
 
 def _interrupted(display: PlainTree, again: str, undo: str | None) -> None:
     """Say how things stand, and how to go on."""
-    from muster.cli import say
+    from muster.cli import output
 
     bills, making = display.tree.bills(), display.tree.making
     display.close()
-    say.talk("stopped by you; what Google has begun goes on there")
+    output.talk("stopped by you; what Google has begun goes on there")
     for one in bills:
         price = "its price is not known" if one.usd_per_hour is None else f"about ${one.usd_per_hour:.2f} an hour"
-        say.talk(f"it bills: {one.key} ({one.bills}), {price}")
+        output.talk(f"it bills: {one.key} ({one.bills}), {price}")
     if making and not bills:
-        say.talk("nothing that bills by the hour was made by then, as far as this command saw")
-    say.talk(f"hint: {again} goes on where this stopped")
+        output.talk("nothing that bills by the hour was made by then, as far as this command saw")
+    output.talk(f"hint: {again} goes on where this stopped")
     if undo is not None:
-        say.talk(f"hint: {undo} removes what was made")
+        output.talk(f"hint: {undo} removes what was made")
 
 
 def _length(seconds: float) -> str:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from muster.cli.acting import RUN
+from muster.cli.run_commands import RUN
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from muster.app.watch import HostView, View
+    from muster.app.inspect.watch import HostView, View
 
 #: In a pipe, a line about where the run is at most so often (seconds), besides what happens.
 LINE_EVERY_S = 5.0
@@ -31,10 +31,10 @@ def register(app: typer.Typer) -> None:
 
 def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
     """Show a run live: hosts, ranks, step, checkpoint tiers, incidents. Ctrl-C leaves it running."""
-    from muster.app.watch import watch as use_case
-    from muster.cli import say
+    from muster.app.inspect.watch import watch as use_case
+    from muster.cli import output
 
-    with say.looking():
+    with output.looking():
         (_live if sys.stdout.isatty() else _lines)(use_case(run, every_s=every))
 
 
@@ -48,8 +48,8 @@ def _live(views: Any) -> None:
 
 def _lines(views: Any) -> None:
     """What happens, and now and then where the run is."""
-    from muster.app.lines import line
-    from muster.cli import say
+    from muster.app.inspect.event_format import line
+    from muster.cli import output
 
     said, since_s = "", LINE_EVERY_S
     before_ns = None
@@ -57,13 +57,13 @@ def _lines(views: Any) -> None:
         for event in view.news:
             text = line(event) if event.kind in _SHOWN else None
             if text is not None:
-                say.data(text)
+                output.data(text)
         now_ns = max((event.wall_ns for event in view.news), default=before_ns)
         since_s += (now_ns - before_ns) / 1e9 if now_ns and before_ns else 0.0
         before_ns = now_ns
         text = summary(view)
         if text != said and (since_s >= LINE_EVERY_S or view.ended):
-            say.data(text)
+            output.data(text)
             said, since_s = text, 0.0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.core.errors import BackendError
-from muster.core.seams import Completed
+from muster.core.protocols import Completed
 
 
 @dataclass(frozen=True)

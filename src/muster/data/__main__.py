@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from muster.core.errors import MusterError
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 from muster.data.prepare import prepare
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from muster.core.errors import UsageError
-from muster.core.spec import Data, RandomSource, RunSpec
-from muster.data import answers, mixture
+from muster.config.spec import Data, RandomSource, RunSpec
+from muster.data import mixture
+from muster.tasks.text2sql import answers
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order

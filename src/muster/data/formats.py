@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from muster.core.errors import UsageError
-from muster.core.spec import AnySource, PromptTemplate
+from muster.config.spec import AnySource, PromptTemplate
 
 Format = Literal["chat", "prompt_completion", "text"]
 RenderChat = Callable[[Sequence[dict[str, Any]], bool], str]

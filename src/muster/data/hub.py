@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
-from muster.core.spec import HubSource
+from muster.config.spec import HubSource
 
 _READABLE = re.compile(r"\.(parquet|jsonl|json|txt)(\.gz)?$")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.core.course import Course
+from muster.core.batch_schedule import Course
 
 #: Up to this many sequences an epoch's permutation is materialised (8 MiB); above it indices are computed one by
 #: one through a Feistel network, so that a trillion sequences need no memory.

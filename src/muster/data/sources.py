@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from muster.core.errors import AccessError, UsageError
-from muster.core.spec import AnySource, FileSource, HubSource, RandomSource, Text2SqlSource
-from muster.data import hub, text2sql
+from muster.config.spec import AnySource, FileSource, HubSource, RandomSource, Text2SqlSource
+from muster.data import hub
+from muster.tasks.text2sql import generator
 
 Row = dict[str, Any]
 
@@ -132,7 +133,7 @@ def _open_text2sql(source: Text2SqlSource) -> OpenedSource:
     kept: list[Row] = []
 
     def made(count: int, *, heldout: bool, start: int = 0) -> Iterator[Row]:
-        found = text2sql.examples(source.level, count - start, source.seed, heldout=heldout, start=start)
+        found = generator.examples(source.level, count - start, source.seed, heldout=heldout, start=start)
         for index, each in enumerate(found, start=start):
             yield {**each.row(), "_index": index, "_shape": each.shape}
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from muster.core.errors import MusterError, UsageError
-from muster.core.spec import PromptTemplate
+from muster.config.spec import PromptTemplate
 from muster.data.formats import Document, Format, document
 from muster.data.tokenizer import Encoder
 

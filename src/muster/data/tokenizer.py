@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.core.errors import UsageError
-from muster.core.spec import Model, TrainedTokenizer
+from muster.config.spec import Model, TrainedTokenizer
 from muster.data import hub
 
 FILES = (

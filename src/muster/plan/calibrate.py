@@ -12,7 +12,7 @@ from statistics import median
 
 from muster.catalog.offers import Option
 from muster.core.errors import UsageError
-from muster.plan.timing import Constants, step_time
+from muster.plan.step_time import Constants, step_time
 from muster.plan.workload import Setting, Workload
 
 #: Steps at the beginning that are not used: compile, caches, first allocation.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from muster.catalog.offers import Option
-from muster.core.nouns import Layout
+from muster.core.types import Layout
 from muster.plan.workload import Setting, Workload
 
 

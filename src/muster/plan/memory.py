@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muster.core.nouns import Layout
+from muster.core.types import Layout
 from muster.plan.activations import kept_per_token, working_per_token
 from muster.plan.workload import Setting, Workload
 

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from muster.core.errors import UsageError
 from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor, step_flops
-from muster.core.nouns import Layout
-from muster.core.spec import RunSpec
+from muster.core.types import Layout
+from muster.config.spec import RunSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

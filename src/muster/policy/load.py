@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import cast
 
 from muster.core.errors import UsageError
-from muster.policy.shipped import SHIPPED
-from muster.policy.situation import Policy
+from muster.policy.builtin import SHIPPED
+from muster.policy.cluster_state import Policy
 
 
 def load_policy(name: str) -> Policy:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from muster.core.errors import MusterError, UsageError
-from muster.core.eventlog import Verdict, check_directory, genesis
+from muster.core.event_log import Verdict, check_directory, genesis
 from muster.core.events import KINDS, Event
-from muster.report import compare as comparing
-from muster.report import google, page, table
-from muster.report.document import document
-from muster.report.ledger import Ledger, fold
+from muster.report.render import compare as comparing
+from muster.report import resiliency_log
+from muster.report.render import page, table
+from muster.report.render.document import document
+from muster.report.ledger.fold import Ledger, fold
 
 __all__ = ["Report", "compare", "import_google", "load", "render_comparison", "render_html", "render_table", "report"]
 
@@ -101,7 +102,7 @@ def import_google(log: str | Path, step_time_s: float) -> dict[str, Any]:
         lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {log}: {error.strerror}") from error
-    return google.measure(google.parse(lines), step_time_s)
+    return resiliency_log.measure(resiliency_log.parse(lines), step_time_s)
 
 
 def _cited(

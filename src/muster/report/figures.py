@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from muster.report.categories import CATEGORIES
-from muster.report.ledger import Ledger
-from muster.report.rate import clean_steps, tax
-from muster.report.versions import Version, versions
+from muster.report.ledger.categories import CATEGORIES
+from muster.report.ledger.fold import Ledger
+from muster.report.ledger.reference_rate import clean_steps, tax
+from muster.report.ledger.restorable_versions import Version, versions
 
 _HOUR_NS = 3_600_000_000_000
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.simulate import answers, links
-from muster.simulate.hosttime import HostTime, VirtualHost, hold_snapshots
-from muster.simulate.queue import EventQueue
-from muster.simulate.stages import DiskTier, Pace, Stages, Stretch
-from muster.supervise.machine import Machine
-from muster.supervise.state import SECOND_NS, Effect, End, HostDown, Input, Log, Send, Tick
+from muster.simulate import agent_model, connectivity
+from muster.simulate.host_time import HostTime, VirtualHost, hold_snapshots
+from muster.simulate.event_queue import EventQueue
+from muster.simulate.stage_arithmetic import DiskTier, Pace, Stages, Stretch
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import SECOND_NS, Effect, End, HostDown, Input, Log, Send, Tick
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Cluster:
 
     def replace_supervisor(self, machine: Machine) -> None:
         """The supervisor died; another one takes over with what the log told it (``links`` has more of the kind)."""
-        links.replace_supervisor(self, machine)
+        connectivity.replace_supervisor(self, machine)
 
     def appoint(self, machine: Machine) -> None:
         """From now on this supervisor acts."""
@@ -211,7 +211,7 @@ class Cluster:
         if host.up and boots in (None, host.boots):
             host.joined = True
             self._settle_steps()
-            links.greet(self, host, self._step)
+            connectivity.greet(self, host, self._step)
             if 0 in host.ranks and self.stepping:  # whoever has just come to supervise hears of the next one
                 self.after(self.step_s, lambda stretch=self._stretch: self._tell_step(stretch, host.attempt))  # type: ignore[misc]
 
@@ -225,7 +225,7 @@ class Cluster:
     def _from(self, name: str, message: Mapping[str, Any], *, boots: int) -> None:
         host = self.hosts[name]
         if host.up and host.boots == boots:
-            links.say(self, host, message)
+            connectivity.say(self, host, message)
 
     def _down(self, name: str, why: str, boots: int) -> None:
         if self.hosts[name].boots == boots and not self.hosts[name].joined:
@@ -243,9 +243,9 @@ class Cluster:
                 self.log.append((self.now_s, effect))
                 self.on_log(effect)
             elif isinstance(effect, Send):
-                if links.cut_off(self):
+                if connectivity.cut_off(self):
                     return
-                answers.take(self, effect.host, effect.message)
+                agent_model.take(self, effect.host, effect.message)
             elif self.on_end(effect):
                 self.halt("stopped")
                 self._job = "stopped"
@@ -391,8 +391,8 @@ class Cluster:
             self._settle_steps()
             self.halt("restart")
             if save and self.disk_takes:
-                answers.saved(self, self._step, attempt)
-            answers.exit_all(self, attempt, code)
+                agent_model.saved(self, self._step, attempt)
+            agent_model.exit_all(self, attempt, code)
 
     def running(self, rank: int) -> VirtualHost | None:
         return next((host for host in self.hosts.values() if host.up and rank in host.ranks), None)

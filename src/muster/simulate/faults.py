@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from muster.simulate.cluster import Cluster
-from muster.supervise.state import SECOND_NS
+from muster.supervise.recovery.state import SECOND_NS
 
 
 def hang_rank(cluster: Cluster, rank: int, *, detect_s: float, why: str = "no progress") -> bool:

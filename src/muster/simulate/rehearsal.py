@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.policy.load import load_policy
-from muster.policy.shipped import ConservativePolicy, DefaultPolicy
-from muster.policy.situation import Policy
+from muster.policy.builtin import ConservativePolicy, DefaultPolicy
+from muster.policy.cluster_state import Policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
-from muster.simulate.hosttime import RECOVERY
+from muster.simulate.host_time import RECOVERY
 from muster.simulate.scenario import HOUR_S, Scenario
-from muster.simulate.schedule import Fault, schedule
-from muster.simulate.stages import DiskTier, Stages
-from muster.supervise.machine import Machine
-from muster.supervise.state import End, Log, Phase, Settings, State
+from muster.simulate.fault_schedule import Fault, schedule
+from muster.simulate.stage_arithmetic import DiskTier, Stages
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import End, Log, Phase, Settings, State
 
 #: Beyond every horizon: a rehearsal ends by the clock.
 ENDLESS_STEPS = 10**12
@@ -334,7 +334,7 @@ def disk_of(scenario: Scenario) -> DiskTier | None:
 
 def spec_for(name: str = "rehearsal", **recovery: Any) -> Any:
     """A run file with nothing but the supervisor's settings, where a rehearsal has no run file."""
-    from muster.core.spec import RunSpec
+    from muster.config.spec import RunSpec
 
     return RunSpec.model_validate(
         {

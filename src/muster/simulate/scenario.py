@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from muster.core import intervals
-from muster.core.spec import RunSpec
-from muster.simulate.profile import Profile, shipped
-from muster.simulate.trace import Trace
+from muster.config.spec import RunSpec
+from muster.simulate.stage_times import Profile, shipped
+from muster.simulate.capacity_trace import Trace
 
 DAY_S = 86400.0
 HOUR_S = 3600.0

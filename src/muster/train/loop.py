@@ -6,13 +6,13 @@ import time
 
 import torch
 
-from muster.core.ranks import Order
-from muster.train.guard import must_skip
-from muster.train.loss import loss_sum
-from muster.train.optimizer import clip_scale
-from muster.train.reader import StepWork
-from muster.train.run import Run
-from muster.train.schedule_lr import learning_rate
+from muster.protocol.ranks import Order
+from muster.train.optim.nonfinite import must_skip
+from muster.train.model.loss import loss_sum
+from muster.train.optim.adamw import clip_scale
+from muster.train.data_feed.batch_reader import StepWork
+from muster.train.training_run import Run
+from muster.train.optim.learning_rate import learning_rate
 
 
 def train(run: Run) -> Order | None:

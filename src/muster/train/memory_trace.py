@@ -32,18 +32,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muster.core.nouns import Layout
-from muster.core.spec import RunSpec
-from muster.train import lora, model
-from muster.train.attention import choose_attention, needs_of
-from muster.train.batch import Batch
-from muster.train.loss import loss_sum
-from muster.train.mesh import make_meshes
-from muster.train.optimizer import make_optimizer
-from muster.train.reduce import Axes, FloatSums, local
-from muster.train.sharding import shard
-from muster.train.state import named_without_wrappers
-from muster.train.trained import TrainedModel
+from muster.core.types import Layout
+from muster.config.spec import RunSpec
+from muster.train.model import lora, causal_lm
+from muster.train.model.attention import choose_attention, needs_of
+from muster.train.data_feed.batch import Batch
+from muster.train.model.loss import loss_sum
+from muster.train.distributed.device_mesh import make_meshes
+from muster.train.optim.adamw import make_optimizer
+from muster.train.distributed.reduce import Axes, FloatSums, local
+from muster.train.model.sharding import shard
+from muster.train.state.training_state import named_without_wrappers
+from muster.train.model.model_with_loss import TrainedModel
 
 #: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
 LOOK_EVERY = 64
@@ -150,16 +150,16 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
 def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> TrainedModel:
     """``model.build_model`` as far as memory: laid out and cut, still on the meta device."""
     assert spec.model is not None
-    compute_dtype, master_dtype = model.DTYPES[spec.model.dtype], model.DTYPES[spec.model.master_dtype]
+    compute_dtype, master_dtype = causal_lm.DTYPES[spec.model.dtype], causal_lm.DTYPES[spec.model.master_dtype]
     mesh = make_meshes(layout, "cpu")
-    config = model.read_config(spec, None, vocab_size)
-    made = model.on_meta(config, compute_dtype if spec.model.lora else master_dtype)
+    config = causal_lm.read_config(spec, None, vocab_size)
+    made = causal_lm.on_meta(config, compute_dtype if spec.model.lora else master_dtype)
     attention = choose_attention("auto", needs_of(made, spec.training.sequence_length), device, compute_dtype)
     made.set_attn_implementation(attention.implementation)
     if spec.model.lora:
         lora.add_adapters(made, spec.model.lora, master_dtype)
     plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
-    layers = model.prepare_layers(made, plain, mesh, device)
+    layers = causal_lm.prepare_layers(made, plain, mesh, device)
     module = TrainedModel(made, attention, compute_dtype=compute_dtype)
     shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward)
     module.train()

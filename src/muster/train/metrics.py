@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.core.ranks import Link
+from muster.protocol.ranks import Link
 from muster.train.profiling import memory_bytes
-from muster.train.reader import StepWork
+from muster.train.data_feed.batch_reader import StepWork
 from muster.train.trackers import Tracker
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from muster.core.spec import Profile, RunSpec
+from muster.config.spec import Profile, RunSpec
 
 PROBE_S = 0.3
 PROBE_SIZE = 768

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from muster.core.errors import UsageError
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 
 class Tracker(Protocol):

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from muster.backends.gke.jobset import run_objects
-from muster.backends.gke.options import Options
-from muster.backends.gke.placement import Placement, place
-from muster.backends.gke.render import cluster_objects, run_file_text
-from muster.backends.gke.yaml_text import dump
-from muster.core.spec import RunSpec
+from muster.backends.gke.manifests.jobset import run_objects
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import Placement, place
+from muster.backends.gke.manifests.render import cluster_objects, run_file_text
+from muster.backends.gke.manifests.yaml_text import dump
+from muster.config.spec import RunSpec
 
 HERE = Path(__file__).parent
 RUN_ID = "llama-20260822-101500-1a2b"

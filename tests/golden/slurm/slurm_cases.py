@@ -10,7 +10,7 @@ from typing import Any
 
 from muster.backends.slurm.script import SCRIPT, script
 from muster.backends.slurm.toolkit import blueprint
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 HERE = Path(__file__).parent
 RUN_ID = "llama-20260822-101500-1a2b"

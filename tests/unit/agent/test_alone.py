@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.agent import alone
-from muster.agent.alone import LONELY_S, REASON, Alone, newest_whole
-from muster.backends.gke import pod
-from muster.core.ring import Held, Ring, file_name
+from muster.agent import unsupervised_host
+from muster.agent.unsupervised_host import LONELY_S, REASON, Alone, newest_whole
+from muster.backends.gke.pod import main
+from muster.checkpoint_format.snapshot_ring import Held, Ring, file_name
 
 KEY = "r1s2t1"
 
@@ -15,7 +15,7 @@ KEY = "r1s2t1"
 @pytest.fixture
 def now(monkeypatch):
     found = [1000.0]
-    monkeypatch.setattr(alone.time, "monotonic", lambda: found[0])
+    monkeypatch.setattr(unsupervised_host.time, "monotonic", lambda: found[0])
     return found
 
 
@@ -77,7 +77,7 @@ def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
     assert host.left is None
     now[0] += 2
     host.alone.watch()
-    assert host.left == REASON == pod.LONELY and host.notes == [] and host.orders == []
+    assert host.left == REASON == main.LONELY and host.notes == [] and host.orders == []
 
 
 def test_hold_s_is_kept_where_it_is_longer(tmp_path, now):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from muster.agent.environment import SURVIVE_ABORTS, fork_server_environment
-from muster.core.spec import RunSpec
+from muster.agent.ranks.rank_environment import SURVIVE_ABORTS, fork_server_environment
+from muster.config.spec import RunSpec
 
 
 def spec(**changes):

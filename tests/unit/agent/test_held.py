@@ -1,7 +1,7 @@
 """Old copies in memory go only once new ones stand."""
 
-from muster.agent import held
-from muster.core.ring import Ring, file_name
+from muster.agent.replicator import snapshot_cleanup
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
 
 OLD, NEW = "r1s4t1", "r1s3t1"
 
@@ -19,7 +19,7 @@ def steps(memory, layout, rank, tier="own"):
 
 def test_a_new_world_stands_when_all_its_ranks_here_hold_a_version_and_the_peer_has_one(tmp_path):
     def stands(peer_copy=True):
-        return held.stands(tmp_path, layout=NEW, ranks=[0, 1], attempt=2, peer_copy=peer_copy)
+        return snapshot_cleanup.stands(tmp_path, layout=NEW, ranks=[0, 1], attempt=2, peer_copy=peer_copy)
 
     assert not stands()
     rings = [ring(tmp_path, NEW, rank, (9, 1)) for rank in (0, 1)]  # what they were restored from is no new version
@@ -42,13 +42,13 @@ def test_other_layouts_and_fetched_rings_go_apart(tmp_path):
     ring(tmp_path, NEW, 0, (10, 2))
     ring(tmp_path, OLD, 2, (9, 1), tier="fetched")
     (tmp_path / "fetched.r1s4t1.1.ring.failed").write_text("why")
-    held.drop_fetched(tmp_path)
+    snapshot_cleanup.drop_fetched(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "own.r1s3t1.0.ring",
         "own.r1s4t1.0.ring",
         "peer.r1s4t1.3.ring",
     ]
-    held.drop_other_layouts(tmp_path, keep={NEW})
+    snapshot_cleanup.drop_other_layouts(tmp_path, keep={NEW})
     assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]
 
 
@@ -58,10 +58,10 @@ def test_a_course_that_was_given_up_is_forgotten_in_other_layouts(tmp_path):
     ring(tmp_path, NEW, 0, (10, 1))
     (tmp_path / "own.r1s4t1.7.ring").write_bytes(b"torn")
     ring(tmp_path, "r2s4t1", 0, (7, 1))  # of a world before: what the new one begins from is newer
-    held.begin_course(tmp_path, layout=NEW, origin=OLD, step=9, attempt=1)
+    snapshot_cleanup.begin_course(tmp_path, layout=NEW, origin=OLD, step=9, attempt=1)
     assert not (tmp_path / "own.r2s4t1.0.ring").exists()
     assert steps(tmp_path, OLD, 0) == [9, 8]
     assert steps(tmp_path, OLD, 3, "peer") == [9]
     assert steps(tmp_path, NEW, 0) == [10]
-    held.begin_course(tmp_path, layout=NEW, origin=None, step=-1, attempt=0)  # begins from the disk, or anew
+    snapshot_cleanup.begin_course(tmp_path, layout=NEW, origin=None, step=-1, attempt=0)  # begins from the disk, or anew
     assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]

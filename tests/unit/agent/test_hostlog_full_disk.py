@@ -2,8 +2,8 @@
 
 import errno
 
-from muster.agent.hostlog import HostLog
-from muster.core.eventlog import check_directory, read
+from muster.agent.host_event_log import HostLog
+from muster.core.event_log import check_directory, read
 
 
 class Full:

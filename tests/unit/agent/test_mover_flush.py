@@ -8,16 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.agent.flush import commit_flushed, flush  # noqa: E402
+from muster.agent.replicator.memory_flush import commit_flushed, flush  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
-from muster.core import fences  # noqa: E402
-from muster.core import manifest as manifests  # noqa: E402
+from muster.checkpoint_format import fences  # noqa: E402
+from muster.checkpoint_format import manifest as manifests  # noqa: E402
 from muster.core.errors import CheckpointError, ConflictError  # noqa: E402
-from muster.core.nouns import Layout  # noqa: E402
-from muster.core.ring import Ring, file_name  # noqa: E402
-from muster.core.seals import seal_of  # noqa: E402
-from muster.core.store import open_store  # noqa: E402
-from muster.train.snapshot import table_of  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
+from muster.checkpoint_format.snapshot_checksum import seal_of  # noqa: E402
+from muster.storage.store import open_store  # noqa: E402
+from muster.train.state.snapshot import table_of  # noqa: E402
 
 LAYOUT = Layout(dp_shard=2)
 EXTRA = {"data_fingerprint": "f00d"}
@@ -127,7 +127,7 @@ def test_a_version_that_is_gone_or_goes_meanwhile_is_refused(tmp_path, monkeypat
     ring = ring_of(tmp_path / "a", 0)
     with pytest.raises(CheckpointError, match="no longer there"):
         flush({**order(tmp_path, 0), "step": 11}, tmp_path / "a")
-    from muster.agent import flush as module
+    from muster.agent.replicator import memory_flush as module
 
     real = module.write_shard
 
@@ -161,7 +161,7 @@ def test_a_version_that_nobody_sealed_is_written_as_it_is(tmp_path):
 
 
 def test_the_mover_compares_without_torch():
-    look = "import sys; import muster.agent.mover; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    look = "import sys; import muster.agent.replicator.main; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

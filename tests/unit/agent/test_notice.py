@@ -11,7 +11,7 @@ from fakes.metadata import change, metadata
 
 @contextmanager
 def listening(url):
-    argv = [sys.executable, "-m", "muster.agent.notice", url]
+    argv = [sys.executable, "-m", "muster.agent.preemption_watcher", url]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
         yield child

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.agent.crew import Crew
-from muster.agent.ranks import Worker
+from muster.agent.ranks.rank_pool import Crew
+from muster.agent.ranks.rank_process import Worker
 
 
 class Agent:
@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.mark.parametrize(("parent", "last", "code"), CASES.values(), ids=list(CASES))
 def test_the_code_of_an_orphan(monkeypatch, parent, last, code):
-    monkeypatch.setattr("muster.agent.crew.os.close", lambda fd: None)
+    monkeypatch.setattr("muster.agent.ranks.rank_pool.os.close", lambda fd: None)
     agent = Agent()
     agent.forkserver = object()
     crew = Crew(agent=agent)

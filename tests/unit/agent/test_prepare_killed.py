@@ -3,7 +3,7 @@
 import signal
 from types import SimpleNamespace
 
-from muster.agent.programs import Programs
+from muster.agent.child_processes import Programs
 
 
 class Host:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from muster.agent import crew as crews
-from muster.agent import environment
-from muster.agent.crew import Crew
-from muster.agent.environment import opens_contexts
-from muster.agent.programs import Programs
-from muster.agent.ranks import Standby, standby_for
-from muster.core.spec import RunSpec
+from muster.agent.ranks import rank_pool as crews
+from muster.agent.ranks import rank_environment
+from muster.agent.ranks.rank_pool import Crew
+from muster.agent.ranks.rank_environment import opens_contexts
+from muster.agent.child_processes import Programs
+from muster.agent.ranks.rank_process import Standby, standby_for
+from muster.config.spec import RunSpec
 
 
 def spec(**changes: Any) -> RunSpec:
@@ -169,5 +169,5 @@ def test_who_opens_contexts(changes: Any, expected: bool) -> None:
 
 
 def test_a_machine_with_nvidia_devices_is_one_with_gpus(monkeypatch: Any) -> None:
-    monkeypatch.setattr(environment.Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
+    monkeypatch.setattr(rank_environment.Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
     assert opens_contexts(spec(resources={"device": "auto"}))

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.agent.crew import Crew
-from muster.agent.ranks import Worker
-from muster.agent.strays import Strays
-from muster.agent.watch import hanging
-from muster.core.channel import Hub
+from muster.agent.ranks.rank_pool import Crew
+from muster.agent.ranks.rank_process import Worker
+from muster.agent.ranks.orphaned_processes import Strays
+from muster.agent.ranks.hang_detector import hanging
+from muster.transport.connections import Hub
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_one_that_is_gone_already_holds_nothing_up(agent, stopped):
 
 
 def test_a_host_has_ended_its_ranks_once_those_that_answer_nobody_are_gone_too(agent, stopped, monkeypatch):
-    monkeypatch.setattr("muster.agent.crew.inventory", lambda memory: [])
+    monkeypatch.setattr("muster.agent.ranks.rank_pool.inventory", lambda memory: [])
     crew = Crew(agent=agent)
     crew.listed([child.pid for child in stopped])
     crew.end(4, keep=set(), pause_s=0.0, reset=[])
@@ -92,7 +92,7 @@ def test_a_host_has_ended_its_ranks_once_those_that_answer_nobody_are_gone_too(a
 
 @pytest.mark.parametrize(("attempt", "killed"), [(3, True), (4, True), (5, False)])
 def test_a_rank_that_wakes_up_after_its_attempt_was_ended_is(agent, stopped, monkeypatch, attempt, killed):
-    monkeypatch.setattr("muster.agent.crew.inventory", lambda memory: [])
+    monkeypatch.setattr("muster.agent.ranks.rank_pool.inventory", lambda memory: [])
     crew = Crew(agent=agent)
     crew.end(4, keep=set(), pause_s=0.0, reset=[])
     child = stopped[0]
@@ -120,7 +120,7 @@ def test_a_rank_in_its_first_step_is_given_as_long_as_a_start(agent):
 
 
 def test_a_hang_is_named_once_to_each_supervisor_and_to_nobody_in_between(agent, monkeypatch):
-    monkeypatch.setattr("muster.agent.crew.time.monotonic", lambda: 1000.0)
+    monkeypatch.setattr("muster.agent.ranks.rank_pool.time.monotonic", lambda: 1000.0)
     crew = Crew(agent=agent)
     crew.workers[1] = worker(first_step=1, stepped=True)
     crew.watch()

@@ -2,17 +2,17 @@
 
 from fakes.gke_run import invoke, on_gke
 
-from muster.app import cloud
+from muster.app.cluster import up_down
 from muster.cli import cloud as commands
 from muster.cli import render as render_command
 from muster.core.errors import UsageError
-from muster.core.runfile import loads
+from muster.config.load import loads
 
 
 def manifests(tmp_path):
     folder = tmp_path / "manifests"
     folder.mkdir()
-    for name in cloud.wanted_software(cloud.place_of(loads(on_gke(), (), environment=False).spec)):
+    for name in up_down.wanted_software(up_down.place_of(loads(on_gke(), (), environment=False).spec)):
         (folder / name).write_text(f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\n")
     return str(folder)
 

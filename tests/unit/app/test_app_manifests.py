@@ -9,18 +9,18 @@ import typer
 from fakes.gke_run import invoke, on_gke
 from typer.testing import CliRunner
 
-from muster.app import cloud, manifests
+from muster.app.cluster import up_down, pinned_manifests
 from muster.backends.gke.provision.audit import Leftover
 from muster.backends.gke.provision.up import Down
-from muster.cli import acting
+from muster.cli import run_commands
 from muster.cli import cloud as commands
 from muster.core.errors import BackendError, UsageError
-from muster.core.runfile import loads
-from muster.core.seams import Lease
+from muster.config.load import loads
+from muster.backends.protocols import Lease
 
 
 def place():
-    return cloud.place_of(loads(on_gke(), (), environment=False).spec)
+    return up_down.place_of(loads(on_gke(), (), environment=False).spec)
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def release(url):
 
 def test_fetched_once_and_kept_byte_for_byte(home):
     asked = []
-    lines = manifests.fetch_missing(place(), lambda url: asked.append(url) or release(url))
-    assert len(lines) == len(asked) == 2 and manifests.fetch_missing(place(), lambda url: 1 / 0) == []
-    texts = manifests.at_hand(place(), None)
+    lines = pinned_manifests.fetch_missing(place(), lambda url: asked.append(url) or release(url))
+    assert len(lines) == len(asked) == 2 and pinned_manifests.fetch_missing(place(), lambda url: 1 / 0) == []
+    texts = pinned_manifests.at_hand(place(), None)
     assert texts["kueue.yaml"] == release("manifests.yaml").decode()
     assert str(home) in lines[0]
 
@@ -47,42 +47,42 @@ def test_an_address_that_does_not_answer():
         raise urllib.error.URLError("no route")
 
     with pytest.raises(BackendError, match=r"cannot get https://github\.com/kubernetes-sigs/") as caught:
-        manifests.fetch_missing(place(), nobody)
+        pinned_manifests.fetch_missing(place(), nobody)
     assert "--manifests FOLDER" in caught.value.hint
 
 
 def test_nothing_is_applied_before_somebody_vouched_for_it(home):
     with pytest.raises(UsageError, match="nobody has vouched for 2"):
-        cloud.bring_up([place()], None, http=object(), fetch=release)
-    found, path = cloud.pin(place(), None, fetch=release)
+        up_down.bring_up([place()], None, http=object(), fetch=release)
+    found, path = up_down.pin(place(), None, fetch=release)
     assert len(found) == 2 and path == home / "manifests.json"
-    assert manifests.pins() == dict(found) and json.loads(path.read_text())["pins"]
-    calls, doubts = cloud.dry_run(place(), None)
+    assert pinned_manifests.pins() == dict(found) and json.loads(path.read_text())["pins"]
+    calls, doubts = up_down.dry_run(place(), None)
     assert calls and doubts == []
 
 
 def test_a_folder_with_other_bytes_is_refused_until_it_is_pinned_again(tmp_path):
-    cloud.pin(place(), None, fetch=release)
+    up_down.pin(place(), None, fetch=release)
     folder = tmp_path / "folder"
     folder.mkdir()
-    for name in cloud.wanted_software(place()):
+    for name in up_down.wanted_software(place()):
         (folder / name).write_bytes(b"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n")
     with pytest.raises(UsageError, match="has changed"):
-        cloud.bring_up([place()], folder, http=object())
-    before = dict(manifests.pins())
-    cloud.pin(place(), folder)
-    assert manifests.pins().keys() == before.keys() and manifests.pins() != before
+        up_down.bring_up([place()], folder, http=object())
+    before = dict(pinned_manifests.pins())
+    up_down.pin(place(), folder)
+    assert pinned_manifests.pins().keys() == before.keys() and pinned_manifests.pins() != before
 
 
 def test_a_file_of_pins_that_is_none(home):
     home.mkdir()
     (home / "manifests.json").write_text("[]")
     with pytest.raises(UsageError, match=r"manifests\.json is no file of pins"):
-        manifests.pins()
+        pinned_manifests.pins()
 
 
 def test_a_dry_run_says_what_nobody_vouched_for(tmp_path):
-    manifests.fetch_missing(place(), release)
+    pinned_manifests.fetch_missing(place(), release)
     found = invoke(commands.up, tmp_path, "--dry-run", "--json")
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)
@@ -92,10 +92,10 @@ def test_a_dry_run_says_what_nobody_vouched_for(tmp_path):
 
 def test_up_as_json(tmp_path, monkeypatch):
     def up(places, folder, *, progress, **_):
-        progress(cloud.Said(text="talk"))
+        progress(up_down.Said(text="talk"))
         return places[0], Lease(run_id="r", resources=("services", "clusters/muster"))
 
-    monkeypatch.setattr(cloud, "bring_up", up)
+    monkeypatch.setattr(up_down, "bring_up", up)
     found = invoke(commands.up, tmp_path, "--json")
     assert json.loads(found.stdout) == {
         "project": "example-project",
@@ -115,8 +115,8 @@ def test_up_as_json(tmp_path, monkeypatch):
     ],
 )
 def test_down_as_json_fails_while_anything_of_ours_bills(tmp_path, monkeypatch, left, code):
-    monkeypatch.setattr(cloud, "give_back", lambda *_, **__: Down(troubles=(), leftovers=left))
-    found = invoke(acting.down, tmp_path, "--json")
+    monkeypatch.setattr(up_down, "give_back", lambda *_, **__: Down(troubles=(), leftovers=left))
+    found = invoke(run_commands.down, tmp_path, "--json")
     assert found.exit_code == code
     document = json.loads(found.stdout)
     assert document["clean"] is (code == 0) and len(document["left"]) == len(left)
@@ -127,8 +127,8 @@ def test_down_as_json_fails_while_anything_of_ours_bills(tmp_path, monkeypatch, 
 def test_down_of_a_run_as_json(monkeypatch, tmp_path):
     run = SimpleNamespace(run_id="tiny-1", path=tmp_path)
     gone = SimpleNamespace(run=run, left=(), usd_per_hour=12.5)
-    monkeypatch.setattr("muster.app.stop.down", lambda reference: gone)
+    monkeypatch.setattr("muster.app.run.stop.down", lambda reference: gone)
     app = typer.Typer()
-    app.command()(acting.down)
+    app.command()(run_commands.down)
     found = CliRunner().invoke(app, ["tiny-1", "--json"])
     assert json.loads(found.stdout) == {"run_id": "tiny-1", "clean": True, "left": [], "stopped_usd_per_hour": 12.5}

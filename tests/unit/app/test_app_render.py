@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from muster.app.render import render, write
+from muster.app.cluster.render import render, write
 from muster.core.errors import RunFileError, UsageError
-from muster.core.runfile import loads
+from muster.config.load import loads
 
 RUN = """\
 name: A Run with blanks

@@ -5,16 +5,17 @@ import time
 
 import pytest
 
-from muster.app.checkpoints import checkpoints, missing_ranks
+from muster.app.inspect.checkpoints import checkpoints, missing_ranks
 from muster.cli.main import run as command
-from muster.core import manifest, runs
-from muster.core.eventlog import EventLog
-from muster.core.manifest import Manifest, StoredFile
-from muster.core.nouns import Layout
-from muster.core.places import memory_dir
-from muster.core.ring import Ring, file_name
-from muster.core.spec import RunSpec
-from muster.core.store import open_store
+from muster.checkpoint_format import manifest
+from muster.storage import run_registry
+from muster.core.event_log import EventLog
+from muster.checkpoint_format.manifest import Manifest, StoredFile
+from muster.core.types import Layout
+from muster.storage.paths import memory_dir
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.config.spec import RunSpec
+from muster.storage.store import open_store
 
 RESOLVED = RunSpec.model_validate({"name": "c", "model": {"config": {}}, "data": {"sources": [{"type": "random"}]}})
 LAYOUT = Layout(dp_shard=2)
@@ -26,7 +27,7 @@ STEP = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 50, "supe
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_MEMORY_DIR", str(tmp_path / "shm"))
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    return runs.create("c-1", tmp_path / "run", run_file="name: c\n", resolved=RESOLVED.model_dump_json())
+    return run_registry.create("c-1", tmp_path / "run", run_file="name: c\n", resolved=RESOLVED.model_dump_json())
 
 
 def hold(place, host, rank, *steps, tier="own", layout=LAYOUT, attempt=1):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from fakes.told import Told
 
-from muster.app.faults import MENU
-from muster.app.inject import Disk
+from muster.chaos.catalog import MENU
+from muster.chaos.network import Disk
 from muster.core.errors import UsageError
 
 

@@ -3,14 +3,14 @@
 import pytest
 from fakes.told import Told
 
-from muster.app import faults
+from muster.chaos import catalog
 from muster.app.drill import drill
-from muster.app.faults import MENU
-from muster.app.inject import Network
+from muster.chaos.catalog import MENU
+from muster.chaos.network import Network
 from muster.cli.main import run
 from muster.core.errors import UsageError
-from muster.core.nouns import Action, IncidentKind, JobRequest, TaskSpec
-from muster.core.spec import RunSpec
+from muster.core.types import Action, IncidentKind, JobRequest, TaskSpec
+from muster.config.spec import RunSpec
 
 
 def spec_of(**resources):
@@ -58,7 +58,7 @@ def test_a_fault_asks_only_for_what_the_file_lacks():
 
 def test_a_wrong_name_gets_a_near_one():
     with pytest.raises(UsageError) as caught:
-        faults.find("rank-kil")
+        catalog.find("rank-kil")
     assert "rank-kill" in caught.value.hint
 
 

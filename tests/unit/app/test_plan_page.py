@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from muster.app import plan as use_case
-from muster.app import plan_page
+from muster.app.planning import plan as use_case
+from muster.app.planning import plan_page
 from muster.core.errors import UsageError
 
 RUN = """\

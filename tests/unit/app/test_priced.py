@@ -2,9 +2,9 @@
 
 import pytest
 
-from muster.app import plan as planning
-from muster.app.prices import priced
-from muster.core.spec import RunSpec
+from muster.app.planning import plan as planning
+from muster.app.planning.prices import priced
+from muster.config.spec import RunSpec
 
 RUN = """\
 name: eight

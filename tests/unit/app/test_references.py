@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.app import reference
-from muster.app.show import resolved_yaml
-from muster.core import runfile
+from muster.app import reference_docs
+from muster.app.inspect.show import resolved_yaml
+from muster.config import load
 from muster.core.events import KINDS
 
 ROOT = Path(__file__).parents[3]
@@ -24,9 +24,9 @@ def test_examples_resolve_without_hub_or_token(path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    found = runfile.load(path)
+    found = load.load(path)
     assert found.warnings == (), [warning.render() for warning in found.warnings]
-    assert runfile.loads(resolved_yaml(found.spec)).spec == found.spec, "`muster show` prints what was meant"
+    assert load.loads(resolved_yaml(found.spec)).spec == found.spec, "`muster show` prints what was meant"
 
 
 def test_the_promised_examples_are_there():
@@ -35,26 +35,26 @@ def test_the_promised_examples_are_there():
 
 
 def test_the_70b_job_is_the_tutorials():
-    found = runfile.load(ROOT / "examples" / "llama3-70b-text2sql.yaml").spec
+    found = load.load(ROOT / "examples" / "llama3-70b-text2sql.yaml").spec
     resources = found.resources
     assert (found.backend, resources.mode, resources.machine) == ("gke", "flex_start_queued", "a4-highgpu-8g")
     assert resources.hosts * (resources.ranks_per_host or 0) == 16 and resources.accelerator == "B200"
 
 
-@pytest.mark.parametrize("name", sorted(reference.FILES))
+@pytest.mark.parametrize("name", sorted(reference_docs.FILES))
 def test_references_are_up_to_date(name: str):
-    assert (ROOT / "docs" / name).read_text() == reference.FILES[name](), "run: python -m muster.app.reference docs"
+    assert (ROOT / "docs" / name).read_text() == reference_docs.FILES[name](), "run: python -m muster.app.reference_docs docs"
 
 
 def test_the_schema_knows_every_key_and_refuses_others():
-    schema = json.loads(reference.run_file_schema())
+    schema = json.loads(reference_docs.run_file_schema())
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["Training"]["properties"]["steps"]
     assert all(section.get("additionalProperties") is False for section in schema["$defs"].values())
 
 
 def test_every_event_is_in_the_reference():
-    text = reference.events_reference()
+    text = reference_docs.events_reference()
     for name, kind in KINDS.items():
         assert f"\n## {name}\n" in text
         assert all(f"* `{key}`" in text for key in (*kind.required, *kind.optional))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.app.summary import summarise
-from muster.core import eventlog
+from muster.app.inspect.run_summary import summarise
+from muster.core import event_log
 from muster.report import api
 
 REPORT = Path(__file__).parents[1] / "report"
@@ -28,7 +28,7 @@ def load(name):
 
 def both(place):
     """(what status shows, what the report shows) of a run's folder."""
-    summary, report = summarise(eventlog.merged(place / "events")), api.load(place).to_json()
+    summary, report = summarise(event_log.merged(place / "events")), api.load(place).to_json()
     return (
         (summary.tokens_per_s, summary.mfu, summary.tokens, summary.final_loss),
         (report["tokens_per_s"], report["mfu"], report["tokens"], report["final_loss"]),

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from muster.app import contact, lines, logs, recover, status, stop, submit
-from muster.app.summary import summarise
-from muster.core import eventlog, runfile, runs
+from muster.app.inspect import supervisor_client, event_format, logs, status
+from muster.app.run import recover, stop, submit
+from muster.app.inspect.run_summary import summarise
+from muster.config import load
+from muster.core import event_log
+from muster.storage import run_registry
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
-from muster.core.eventlog import EventLog
-from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.core.event_log import EventLog
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 
 RUN_FILE = """\
 name: Demo run
@@ -25,7 +28,7 @@ model:
 data: {sources: [{type: text2sql}]}
 training: {steps: 5}
 """
-SPEC_TEXT = runfile.loads(RUN_FILE).spec.model_dump_json()
+SPEC_TEXT = load.loads(RUN_FILE).spec.model_dump_json()
 STEP = {
     "loss": 2.0,
     "grad_norm": 1.0,
@@ -63,7 +66,7 @@ class Paper:
         return JobRequest(run_id=run_id, backend="local", run_dir=run_dir, tasks=tasks)
 
     def submit(self, request: JobRequest) -> JobHandle:
-        intent = [event.kind for event in eventlog.merged(Path(request.run_dir) / "events")]
+        intent = [event.kind for event in event_log.merged(Path(request.run_dir) / "events")]
         assert "run.submitted" in intent, "the intent is written before anything is started"
         if self.refuse:
             raise BackendError("no")
@@ -103,7 +106,7 @@ def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paper:
 
 
 def submitted(*overrides: str) -> submit.Submitted:
-    return submit.submit(runfile.loads(RUN_FILE, overrides), argv=["muster", "submit", "x.yaml", "api_key=hunter2"])
+    return submit.submit(load.loads(RUN_FILE, overrides), argv=["muster", "submit", "x.yaml", "api_key=hunter2"])
 
 
 # ---------------------------------------------------------------- submit
@@ -111,12 +114,12 @@ def submitted(*overrides: str) -> submit.Submitted:
 
 def test_submit_makes_the_run_and_logs_the_intent_first(paper: Paper):
     found = submitted()
-    assert found.run.path == runs.home() / "runs" / found.run.run_id
+    assert found.run.path == run_registry.home() / "runs" / found.run.run_id
     assert found.run.run_file.read_text() == RUN_FILE
     assert oct(found.run.token.stat().st_mode & 0o777) == "0o600" and len(found.run.token.read_text()) == 64
-    (event,) = eventlog.merged(found.run.events)
+    (event,) = event_log.merged(found.run.events)
     assert event.kind == "run.submitted" and event.detail["name"] == "Demo run"
-    assert event.detail["spec_digest"] == runs.spec_digest(found.run.resolved.read_text())
+    assert event.detail["spec_digest"] == run_registry.spec_digest(found.run.resolved.read_text())
     assert "hunter2" not in json.dumps(event.to_json())
     assert len(paper.told) == 1 and paper.told[0].labels["submission"] == "1"
 
@@ -137,7 +140,7 @@ def test_a_refused_job_leaves_nothing(paper: Paper, tmp_path: Path):
     for overrides in ((), (f"run_dir={tmp_path}/there",)):
         with pytest.raises(BackendError):
             submitted(*overrides)
-    assert list(runs.registry()) == []
+    assert list(run_registry.registry()) == []
     assert not (tmp_path / "there").exists()
 
 
@@ -152,16 +155,16 @@ def test_the_same_folder_is_the_same_run(paper: Paper, tmp_path: Path):
     third = submitted(place, "training.steps=6")
     assert third.run == first.run and not third.again
     assert paper.told[-1].labels["submission"] == "2"
-    assert runs.find(first.run.run_id).path == tmp_path / "there"
+    assert run_registry.find(first.run.run_id).path == tmp_path / "there"
 
 
 def test_a_token_of_a_killed_submit_is_made_whole(paper: Paper, tmp_path: Path):
-    run = runs.create("a-1", tmp_path / "r", run_file="", resolved="")
+    run = run_registry.create("a-1", tmp_path / "r", run_file="", resolved="")
     token = run.token.read_text()
-    runs.create("a-1", tmp_path / "r", run_file="", resolved="")
+    run_registry.create("a-1", tmp_path / "r", run_file="", resolved="")
     assert run.token.read_text() == token, "agents may hold it already"
     run.token.write_text("")
-    runs.create("a-1", tmp_path / "r", run_file="", resolved="")
+    run_registry.create("a-1", tmp_path / "r", run_file="", resolved="")
     assert len(run.token.read_text()) == 64
 
 
@@ -170,31 +173,31 @@ def test_a_token_of_a_killed_submit_is_made_whole(paper: Paper, tmp_path: Path):
 
 def test_runs_are_found_by_id_beginning_folder_and_last(paper: Paper, monkeypatch: pytest.MonkeyPatch):
     one, two = submitted("name=one").run, submitted("name=two").run
-    assert runs.find(one.run_id) == one
-    assert runs.find("tw") == two
-    assert runs.find(str(one.path)) == one
-    assert runs.find("last").run_id in (one.run_id, two.run_id)
+    assert run_registry.find(one.run_id) == one
+    assert run_registry.find("tw") == two
+    assert run_registry.find(str(one.path)) == one
+    assert run_registry.find("last").run_id in (one.run_id, two.run_id)
     for wrong in ("", "zzz", "/", "../x"):
         with pytest.raises(UsageError):
-            runs.find(wrong)
+            run_registry.find(wrong)
     with pytest.raises(UsageError, match="names 2 runs"):
         submitted("name=one")
-        runs.find("one")
+        run_registry.find("one")
 
 
 @pytest.mark.parametrize("name", ["a", "Ünï cödé", "-", "9 lives", "x" * 63, "../..", "a--b", "🚀"])
 def test_run_ids_are_dns_labels(name: str):
     import re
 
-    found = runs.new_run_id(name, now_s=0, salt="beef")
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found) and len(found) <= runs.MAX_ID
+    found = run_registry.new_run_id(name, now_s=0, salt="beef")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found) and len(found) <= run_registry.MAX_ID
     assert found.endswith("-19700101-000000-beef") and "--" not in found
 
 
 # ---------------------------------------------------------------- status, logs, events
 
 
-def write(run: runs.RunDir, *events: tuple[str, int | None, dict[str, Any]], attempt: int = 1) -> None:
+def write(run: run_registry.RunDir, *events: tuple[str, int | None, dict[str, Any]], attempt: int = 1) -> None:
     log = EventLog(run.run_id, run.events, "agent", attempt)
     for kind, step, detail in events:
         log.append(kind, step=step, rank=0, detail=detail)
@@ -206,7 +209,7 @@ def test_a_summary_counts_a_step_taken_again_once(paper: Paper):
     start = {"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"h": [0, 1]}}
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 9.0 - n}) for n in (1, 2, 3)])
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 8.0 - n}) for n in (3, 4)], attempt=2)
-    found = summarise(eventlog.merged(run.events))
+    found = summarise(event_log.merged(run.events))
     assert (found.last_step, found.final_loss, found.tokens, found.attempt) == (4, 4.0, 400, 2)
     assert found.tokens_per_s == pytest.approx(200.0)
     assert found.mfu == 0.25
@@ -253,7 +256,7 @@ def test_following_ends_with_the_run(paper: Paper):
 
 
 def test_every_step_line_holds_the_fields_terms(paper: Paper):
-    text = lines.step_line(3, STEP)
+    text = event_format.step_line(3, STEP)
     for words in ("step 3", "loss 2.0000", "time 0.500 s", "200 tokens/s", "MFU 25.0%", "31%/47%/22%"):
         assert words in text
 
@@ -265,22 +268,22 @@ def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(pap
     run = submitted().run
     paper.state = JobState.STOPPED
     assert stop.stop(run.run_id).was_running is False
-    with pytest.raises(contact.NoAnswer, match="no supervisor holds"):
-        contact.ask(run, {"t": "status"})
+    with pytest.raises(supervisor_client.NoAnswer, match="no supervisor holds"):
+        supervisor_client.ask(run, {"t": "status"})
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(paper: Paper):
     run = submitted().run
     run.lease.write_text(json.dumps({"address": ["127.0.0.1", 1]}))
-    with pytest.raises(contact.NoAnswer, match="does not answer"):
-        contact.ask(run, {"t": "status"}, timeout_s=0.5)
+    with pytest.raises(supervisor_client.NoAnswer, match="does not answer"):
+        supervisor_client.ask(run, {"t": "status"}, timeout_s=0.5)
 
 
 def test_down_ends_and_writes_the_end_once(paper: Paper):
     run = submitted().run
     assert stop.down(run.run_id).left == ()
     stop.down(run.run_id)
-    kinds = [event.kind for event in eventlog.merged(run.events)]
+    kinds = [event.kind for event in event_log.merged(run.events)]
     assert kinds.count("run.finished") == 1
     assert paper.cancelled == [run.run_id] * 2
 
@@ -306,7 +309,7 @@ def test_recover_in_the_foreground_is_for_runs_of_this_machine(paper: Paper):
     run.resolved.write_text(run.resolved.read_text().replace('"backend": "local"', '"backend": "slurm"'))
     with pytest.raises(UsageError, match="runs on slurm"):
         recover.recover_here(run.run_id)
-    assert [event.kind for event in eventlog.merged(run.events)] == ["run.submitted"], "nothing was written"
+    assert [event.kind for event in event_log.merged(run.events)] == ["run.submitted"], "nothing was written"
 
 
 @pytest.mark.parametrize(
@@ -331,7 +334,7 @@ def test_a_restart_is_refused_what_held_hosts_cannot_do(
         told.append(message["t"])
         return {"phase": "hold", "hosts": {"host-0": {"connected": True}, "host-1": {"connected": False}}}
 
-    monkeypatch.setattr("muster.app.stop.ask", answer)
+    monkeypatch.setattr("muster.app.run.stop.ask", answer)
     with pytest.raises((ConflictError, UsageError)) as caught:
         stop.restart(run.run_id, [override])
     assert words in str(caught.value) and told == ["status"] and run.resolved.read_text() == before
@@ -343,7 +346,7 @@ def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
     paper: Paper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     run = submitted().run
-    monkeypatch.setattr("muster.app.stop.ask", lambda *_, **__: {"phase": "hold"})
+    monkeypatch.setattr("muster.app.run.stop.ask", lambda *_, **__: {"phase": "hold"})
     (tmp_path / "mine.py").write_text("decide = 1\n")
     with pytest.raises(UsageError, match="has no decide"):
         stop.restart(run.run_id, [f"recovery.policy={tmp_path}/mine.py"])
@@ -351,7 +354,7 @@ def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
 
 def test_the_supervisors_sentence_stands_beside_the_back_ends(paper: Paper, monkeypatch: pytest.MonkeyPatch):
     run = submitted().run
-    monkeypatch.setattr("muster.app.status.ask", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"})
+    monkeypatch.setattr("muster.app.inspect.status.ask", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"})
     found = status.status(run.run_id).to_json()
     assert (found["reason"], found["now"], found["phase"]) == ("so it is", "failed; hosts are held", "hold")
 
@@ -360,7 +363,7 @@ def test_a_damaged_record_of_a_job_is_shown_and_can_be_taken_down(tmp_path: Path
     from muster.backends.local import LocalLauncher
 
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    run = runs.create("damaged-1", tmp_path / "home" / "runs" / "damaged-1", run_file="", resolved=SPEC_TEXT)
+    run = run_registry.create("damaged-1", tmp_path / "home" / "runs" / "damaged-1", run_file="", resolved=SPEC_TEXT)
     run.job.write_text('{"tasks": {')
     found = LocalLauncher().poll(JobHandle(run_id=run.run_id, backend="local", job_id="", run_dir=str(run.path)))
     assert found.state is JobState.FAILED and "cannot read" in found.reason

@@ -2,11 +2,11 @@
 
 import pytest
 
-from muster.app.watch import Watcher, watch
+from muster.app.inspect.watch import Watcher, watch
 from muster.cli.watch import _render, account, age, summary
-from muster.core import runs
-from muster.core.eventlog import EventLog
-from muster.core.spec import RunSpec
+from muster.storage import run_registry
+from muster.core.event_log import EventLog
+from muster.config.spec import RunSpec
 
 STEP = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_ns": 10**8, "tokens": 640, "supervised_tokens": 600,
         "padding_tokens": 0}  # fmt: skip
@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch):
             "resources": {"hosts": 2, "ranks_per_host": 1},
         }
     )
-    return runs.create("w-1", tmp_path / "home" / "runs" / "w-1", run_file="", resolved=spec.model_dump_json())
+    return run_registry.create("w-1", tmp_path / "home" / "runs" / "w-1", run_file="", resolved=spec.model_dump_json())
 
 
 def log_of(run, writer, attempt):
@@ -137,7 +137,7 @@ def test_ages_for_people(seconds, words):
 
 
 def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_second(run, monkeypatch):
-    from muster.core.nouns import JobState, JobStatus
+    from muster.core.types import JobState, JobStatus
 
     boss, slept = log_of(run, "supervisor", 1), []
 
@@ -163,7 +163,7 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
 
         monotonic_ns = wall_ns
 
-    monkeypatch.setattr("muster.app.status.backends.load", lambda name: Elsewhere())
+    monkeypatch.setattr("muster.app.inspect.status.backends.load", lambda name: Elsewhere())
     texts = [event.detail["text"] for view in watch(run.run_id, every_s=0.1, clock=Clock()) for event in view.news]
     assert texts == ["look 0", "look 1", "look 2"] and slept == [2.0, 2.0]
 

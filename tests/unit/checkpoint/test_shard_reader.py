@@ -8,9 +8,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from muster.checkpoint import reader, shards, staging  # noqa: E402
-from muster.core import shards as wire  # noqa: E402
+from muster.checkpoint_format import shards as wire  # noqa: E402
 from muster.core.errors import CheckpointError  # noqa: E402
-from muster.core.nouns import Layout  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
 
 
 def shard_of(tensors, rank=0):

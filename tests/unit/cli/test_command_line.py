@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from muster import __version__
-from muster.app.summary import Summary
+from muster.app.inspect.run_summary import Summary
 from muster.cli import main, tables
 from muster.core.errors import BackendError, CapacityError, MusterError, NoPlanError, Preempted, Stopped, UsageError
 
@@ -24,7 +24,7 @@ HEAVY = (
     "numpy",
     "rich",
     "fsspec",
-    "muster.core.spec",
+    "muster.config.spec",
     "muster.supervise",
 )
 
@@ -151,7 +151,7 @@ def test_exit_codes(
     def fail(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr("muster.app.status.all_runs", fail)
+    monkeypatch.setattr("muster.app.inspect.status.all_runs", fail)
     found, out, err = run(capsys, "status")
     assert (found, out) == (code, "")
     if isinstance(error, MusterError):
@@ -235,8 +235,8 @@ def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot
 
     from muster.cli.live import Display, LiveDisplay
     from muster.core.events import Event
-    from muster.core.runs import RunDir
-    from muster.core.spec import RunSpec
+    from muster.storage.run_registry import RunDir
+    from muster.config.spec import RunSpec
 
     def event(kind: str, phase: str | None = None, **detail: object) -> Event:
         return Event(

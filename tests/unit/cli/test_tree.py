@@ -12,9 +12,9 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fakes.screen import Screen
 
-from muster.app.cloud import Began, Changed, Planned, Said, Tree
+from muster.app.cluster.up_down import Began, Changed, Planned, Said, Tree
 from muster.cli import tree as tree_module
-from muster.cli.growing import Growing, cut, grows, terminal_size
+from muster.cli.live_region import Growing, cut, grows, terminal_size
 from muster.cli.tree import LiveTree, PlainTree, picture, watched
 
 
@@ -97,7 +97,7 @@ def test_no_line_is_wider_and_no_picture_taller_than_asked(columns, lines):
     tree.take(began(12), 0.0)
     tree.take(Changed(key="clusters/c", step="failed", words="漢字" * 50), 4000.0)
     found = picture(tree, 5000.0, width=columns, height=lines)
-    from muster.cli.growing import cells
+    from muster.cli.live_region import cells
 
     assert len(found) <= lines and all(cells(line) <= columns for line in found)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from muster.core import codepack
+from muster.backends import code_bundle
 from muster.core.errors import UsageError
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 
 def own(script, **more):
@@ -30,18 +30,18 @@ def project(tmp_path):
 
 
 def test_the_folder_of_the_script_goes_along(project, tmp_path):
-    spec, data = codepack.pack(own(project / "train.py"), "/gcs/b/run")
+    spec, data = code_bundle.pack(own(project / "train.py"), "/gcs/b/run")
     assert spec.command == ["/gcs/b/run/code/train.py", "--flag"]
-    codepack.unpack(data, tmp_path / "run")
+    code_bundle.unpack(data, tmp_path / "run")
     found = {str(path.relative_to(tmp_path / "run" / "code")) for path in (tmp_path / "run" / "code").rglob("*.*")}
     assert found == {"train.py", "lib/net.py"}, "no secrets, no links, nothing built"
 
 
 def test_a_new_shipment_replaces_the_old_one(project, tmp_path):
-    _, data = codepack.pack(own(project / "train.py"), "/r")
-    codepack.unpack(data, tmp_path / "run")
+    _, data = code_bundle.pack(own(project / "train.py"), "/r")
+    code_bundle.unpack(data, tmp_path / "run")
     (project / "lib" / "net.py").unlink()
-    codepack.unpack(codepack.pack(own(project / "train.py"), "/r")[1], tmp_path / "run")
+    code_bundle.unpack(code_bundle.pack(own(project / "train.py"), "/r")[1], tmp_path / "run")
     assert not (tmp_path / "run" / "code" / "lib").exists()
 
 
@@ -51,20 +51,20 @@ def test_what_the_image_has_is_left_alone(tmp_path):
         own("-m"),
         RunSpec.model_validate({"name": "a", "command": ["-m", "mine"]}),
     ):
-        assert codepack.pack(spec, "/r") == (spec, None)
+        assert code_bundle.pack(spec, "/r") == (spec, None)
 
 
 def test_a_policy_of_ones_own_goes_along(tmp_path):
     (tmp_path / "patient.py").write_text("decide = None")
-    spec, data = codepack.pack(own("-m", recovery={"policy": str(tmp_path / "patient.py")}), "/r")
+    spec, data = code_bundle.pack(own("-m", recovery={"policy": str(tmp_path / "patient.py")}), "/r")
     assert spec.recovery.policy == "/r/code/policy/patient.py"
-    codepack.unpack(data, tmp_path / "run")
+    code_bundle.unpack(data, tmp_path / "run")
     assert (tmp_path / "run" / "code" / "policy" / "patient.py").read_text() == "decide = None"
 
 
 def test_too_much_is_refused_and_the_largest_is_named(project):
     import os
 
-    (project / "weights.bin").write_bytes(os.urandom(codepack.LIMIT_BYTES + 1))
+    (project / "weights.bin").write_bytes(os.urandom(code_bundle.LIMIT_BYTES + 1))
     with pytest.raises(UsageError, match=r"largest: weights\.bin"):
-        codepack.pack(own(project / "train.py"), "/r")
+        code_bundle.pack(own(project / "train.py"), "/r")

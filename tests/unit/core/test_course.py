@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.core.course import Course, changed
+from muster.core.batch_schedule import Course, changed
 from muster.core.errors import UsageError
 
 

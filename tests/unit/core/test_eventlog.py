@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core import eventlog
+from muster.core import event_log
 from muster.core.errors import ConflictError, MusterError
-from muster.core.eventlog import EventLog, genesis, verify
+from muster.core.event_log import EventLog, genesis, verify
 from muster.core.events import KINDS, PHASES, Event, check, encode
 
 NAME = "agent.3.jsonl"
@@ -56,16 +56,16 @@ def broken(lines: list[bytes]) -> str | None:
 
 def test_what_is_written_is_read_back(tmp_path: Path):
     written(tmp_path, 5, "grüße\n\u2028")
-    found = [event for _, event in eventlog.read(tmp_path)]
+    found = [event for _, event in event_log.read(tmp_path)]
     assert [event.detail["text"] for event in found] == [f"grüße\n\u2028 {n}" for n in range(5)]
     assert [event.seq for event in found] == list(range(5))
     assert found[4].rank == 1 and found[4].step == 4 and found[4].attempt == 3
-    assert eventlog.check_directory(tmp_path, run_id="run-1")[NAME].problem is None
+    assert event_log.check_directory(tmp_path, run_id="run-1")[NAME].problem is None
 
 
 def test_reading_after_a_position(tmp_path: Path):
     written(tmp_path, 5)
-    assert [event.seq for _, event in eventlog.read(tmp_path, after={NAME: 3})] == [3, 4]
+    assert [event.seq for _, event in event_log.read(tmp_path, after={NAME: 3})] == [3, 4]
 
 
 @settings(max_examples=200, deadline=None)
@@ -147,7 +147,7 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path):
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from muster.core.eventlog import EventLog\n"
+        "from muster.core.event_log import EventLog\n"
         "log = EventLog('run-1', Path(sys.argv[1]), 'agent', 3)\n"
         "log.append('run.note', detail={'text': 'x'})\n"
         "os.kill(os.getpid(), 9)\n"
@@ -170,7 +170,7 @@ def test_merging_puts_files_on_one_axis(tmp_path: Path):
         for wall in walls:
             log.append("run.note", detail={"text": "x"}, wall_ns=wall)
         log.close()
-    assert [event.wall_ns for event in eventlog.merged(tmp_path)] == [1, 2, 3, 5]
+    assert [event.wall_ns for event in event_log.merged(tmp_path)] == [1, 2, 3, 5]
 
 
 # ---------------------------------------------------------------- the schema

@@ -2,9 +2,9 @@
 
 import pytest
 
-from muster.core import index
+from muster.checkpoint_format import tensor_index
 from muster.core.errors import CheckpointError
-from muster.core.shards import pack
+from muster.checkpoint_format.shards import pack
 
 
 def chunks(*boxes):
@@ -16,33 +16,33 @@ TOP, BOTTOM = ("w", (0, 0), (3, 2)), ("w", (3, 0), (1, 2))
 
 def test_there_and_back():
     files = [("rank-00000.shard", 128, chunks(TOP)), ("rank-00001.shard", 192, chunks(BOTTOM))]
-    assert index.decode_index(index.encode_index(files)) == files
+    assert tensor_index.decode_index(tensor_index.encode_index(files)) == files
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"format":2,"files":[]}', b'{"format":1,"files":[{"name":"x"}]}'])
 def test_what_is_no_index_is_said_to_be_none(data):
     with pytest.raises(CheckpointError, match="no index"):
-        index.decode_index(data)
+        tensor_index.decode_index(data)
 
 
 def test_the_index_is_found_among_the_files():
-    assert index.index_file(["rank-00000.shard", "flushed-index.json"]) == "flushed-index.json"
+    assert tensor_index.index_file(["rank-00000.shard", "flushed-index.json"]) == "flushed-index.json"
     with pytest.raises(CheckpointError, match="missing"):
-        index.index_file(["rank-00000.shard"])
+        tensor_index.index_file(["rank-00000.shard"])
 
 
 def test_gaps_are_named_and_copies_count_once():
-    assert index.incomplete([chunks(TOP), chunks(BOTTOM), chunks(BOTTOM)]) is None
-    assert index.incomplete([chunks(TOP), chunks(TOP)]) == "w: 6 of its 8 elements"
-    assert index.incomplete([]) == "no tensors"
+    assert tensor_index.incomplete([chunks(TOP), chunks(BOTTOM), chunks(BOTTOM)]) is None
+    assert tensor_index.incomplete([chunks(TOP), chunks(TOP)]) == "w: 6 of its 8 elements"
+    assert tensor_index.incomplete([]) == "no tensors"
 
 
 def test_a_snapshots_table_is_read_and_checked():
     entry = {"name": "w", "dtype": "float32", "global_shape": [4, 2], "offsets": [3, 0], "local_shape": [1, 2],
              "byte_offset": 64}  # fmt: skip
     empty = {**entry, "offsets": [4, 0], "local_shape": [0, 2], "byte_offset": 128}
-    (found,) = index.boxes_of_table([entry, empty])
+    (found,) = tensor_index.boxes_of_table([entry, empty])
     assert (found.offsets, found.shape, found.byte_offset, found.bytes) == ((3, 0), (1, 2), 64, 8)
     for wrong in ({**entry, "offsets": [4, 0]}, {**entry, "dtype": "complex64"}, {"name": "w"}):
         with pytest.raises(CheckpointError, match="snapshot's table"):
-            index.boxes_of_table([wrong])
+            tensor_index.boxes_of_table([wrong])

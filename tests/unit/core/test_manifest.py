@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core import fences, manifest, uris
+from muster.checkpoint_format import fences, manifest
+from muster.storage import uris
 from muster.core.errors import CheckpointError, ConflictError
-from muster.core.manifest import Manifest, StoredFile, committed
-from muster.core.nouns import Layout
-from muster.core.store import blobs, open_store
+from muster.checkpoint_format.manifest import Manifest, StoredFile, committed
+from muster.core.types import Layout
+from muster.storage.store import blobs, open_store
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.core.errors import CheckpointError
-from muster.core.ring import Held, NoRoom, Ring, file_name, inventory
+from muster.checkpoint_format.snapshot_ring import Held, NoRoom, Ring, file_name, inventory
 
 
 def write(ring, step, attempt, byte):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.core import runfile
+from muster.config import load
 from muster.core.errors import RunFileError
 
 GOOD = """\
@@ -26,7 +26,7 @@ resources: {device: cpu, ranks_per_host: 4}
 
 def check(*overrides: str, environment: bool = False) -> list[str]:
     try:
-        runfile.loads(GOOD, overrides, environment=environment)
+        load.loads(GOOD, overrides, environment=environment)
     except RunFileError as error:
         return [f"{problem.key}: {problem.message}" for problem in error.problems]
     return []
@@ -133,14 +133,14 @@ NO_EFFECT = {
 @pytest.mark.parametrize("knob", NO_EFFECT)
 def test_a_knob_without_effect_is_reported_with_the_reason(knob: str):
     key = knob.partition("=")[0]
-    found = runfile.loads(GOOD, [*NO_EFFECT[knob], knob], environment=False).warnings
+    found = load.loads(GOOD, [*NO_EFFECT[knob], knob], environment=False).warnings
     assert [each for each in found if each.key == key and each.message.startswith("has no effect: ")], found
 
 
 def test_defaults_are_never_reported_and_neither_is_what_works():
-    assert runfile.loads(GOOD, environment=False).warnings == ()
+    assert load.loads(GOOD, environment=False).warnings == ()
     works = ["training.optimizer.min_lr_fraction=0.5", "evaluation.questions=5", "evaluation.query_timeout_s=1"]
-    assert runfile.loads(GOOD, works, environment=False).warnings == ()
+    assert load.loads(GOOD, works, environment=False).warnings == ()
 
 
 # ---------------------------------------------------------------- this machine
@@ -177,6 +177,6 @@ def test_a_model_folder_is_looked_into(tmp_path: Path):
 
 
 def test_cuda_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("muster.core.surroundings.has_gpu", lambda: False)
+    monkeypatch.setattr("muster.config.host_checks.has_gpu", lambda: False)
     assert any("no NVIDIA GPU" in each for each in check("resources.device=cuda", environment=True))
     assert check("resources.device=cuda", "backend=gke", environment=True) == []

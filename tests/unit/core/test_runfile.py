@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core import keys, runfile
+from muster.config import schema_keys, load
 from muster.core.errors import RunFileError, UsageError
-from muster.core.yamltext import parse
+from muster.config.yaml import parse
 
 GOOD = """\
 name: demo
@@ -29,12 +29,12 @@ training:
 
 def problems(text: str, *overrides: str) -> list[str]:
     with pytest.raises(RunFileError) as caught:
-        runfile.loads(text, overrides, source="f.yaml", environment=False)
+        load.loads(text, overrides, source="f.yaml", environment=False)
     return [problem.render() for problem in caught.value.problems]
 
 
 def test_a_good_file_loads_and_remembers_what_was_given():
-    found = runfile.loads(GOOD, source="f.yaml")
+    found = load.loads(GOOD, source="f.yaml")
     assert found.spec.training.steps == 10
     assert found.spec.data.sources[1].rows == 5
     assert found.origins[("data", "sources", 1, "rows")].line == 9
@@ -212,7 +212,7 @@ def test_overrides(override: str, path: str, value: object):
     overrides = [override]
     if override.startswith("model.tokenizer"):
         overrides += ["data.sources=[{type: random}]", "model.config.vocab_size=64"]
-    found: object = runfile.loads(GOOD, overrides, environment=False).spec
+    found: object = load.loads(GOOD, overrides, environment=False).spec
     for part in path.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     assert found == value
@@ -249,22 +249,22 @@ def test_an_override_hides_the_line_it_replaces():
 def test_no_such_file_suggests_a_neighbour(tmp_path: Path):
     (tmp_path / "good.yaml").write_text(GOOD)
     with pytest.raises(UsageError) as caught:
-        runfile.load(tmp_path / "god.yaml")
+        load.load(tmp_path / "god.yaml")
     assert "good.yaml" in (caught.value.hint or "")
 
 
 def test_a_folder_and_binary_data_are_no_run_files(tmp_path: Path):
     with pytest.raises(UsageError, match="folder"):
-        runfile.load(tmp_path)
+        load.load(tmp_path)
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00binary")
     with pytest.raises(UsageError, match="UTF-8"):
-        runfile.load(tmp_path / "x.yaml")
+        load.load(tmp_path / "x.yaml")
 
 
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    found = runfile.loads(GOOD, ["data.sources.0={type: file, path: rows.jsonl}", "run_dir=there"])
+    found = load.loads(GOOD, ["data.sources.0={type: file, path: rows.jsonl}", "run_dir=there"])
     assert found.spec.data.sources[0].path == str(tmp_path / "rows.jsonl")
     assert found.spec.run_dir == str(tmp_path / "there")
     assert not (tmp_path / "there").exists()
@@ -277,7 +277,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-key_paths = st.sampled_from(sorted(path for paths in keys.every_key().values() for path in paths))
+key_paths = st.sampled_from(sorted(path for paths in schema_keys.every_key().values() for path in paths))
 
 
 @settings(max_examples=150, deadline=None)
@@ -286,7 +286,7 @@ def test_any_value_anywhere_loads_or_is_refused_in_words(path: str, value: objec
     import json
 
     try:
-        runfile.loads(GOOD, [f"{path}={json.dumps(value)}"], environment=False)
+        load.loads(GOOD, [f"{path}={json.dumps(value)}"], environment=False)
     except RunFileError as error:
         assert all(problem.message and "\n" not in problem.render() for problem in error.problems)
 
@@ -295,11 +295,11 @@ def test_any_value_anywhere_loads_or_is_refused_in_words(path: str, value: objec
 @given(st.text(max_size=60))
 def test_any_text_is_read_or_refused_in_words(text: str):
     with pytest.raises(RunFileError):
-        runfile.loads(text, environment=False)
+        load.loads(text, environment=False)
 
 
 def test_every_key_of_the_spec_is_known_to_the_tree():
-    assert "training.optimizer.learning_rate" in keys.every_key()["learning_rate"]
-    assert "data.sources.0.rows" in keys.every_key()["rows"]
-    for names in keys.OTHER_NAMES.values():
-        assert names in keys.every_key()[names.rpartition(".")[2]], names
+    assert "training.optimizer.learning_rate" in schema_keys.every_key()["learning_rate"]
+    assert "data.sources.0.rows" in schema_keys.every_key()["rows"]
+    for names in schema_keys.OTHER_NAMES.values():
+        assert names in schema_keys.every_key()[names.rpartition(".")[2]], names

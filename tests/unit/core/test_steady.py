@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from muster.core import eventlog
-from muster.core.eventlog import EventLog
+from muster.core import event_log
+from muster.core.event_log import EventLog
 from muster.core.events import Event
-from muster.core.steady import steady
+from muster.core.event_order import steady
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND
@@ -107,11 +107,11 @@ def test_a_run_is_read_in_order_and_as_it_was_written(tmp_path):
         wall += HOUR if number == 2 else 0
         log.append("run.note", detail={"text": str(number)}, mono_ns=number * SECOND, wall_ns=wall + number * SECOND)
     log.close()
-    assert [event.wall_ns for event in eventlog.merged(tmp_path)] == [
+    assert [event.wall_ns for event in event_log.merged(tmp_path)] == [
         WALL, WALL + SECOND, WALL + HOUR + 2 * SECOND, WALL + HOUR + 3 * SECOND,
     ]  # fmt: skip
-    files = {name: [event for _, event in eventlog.read(tmp_path)] for name, _ in eventlog.read(tmp_path)}
-    assert [event.wall_ns - WALL for event in eventlog.on_one_clock(files)] == [0, SECOND, 2 * SECOND, 3 * SECOND]
+    files = {name: [event for _, event in event_log.read(tmp_path)] for name, _ in event_log.read(tmp_path)}
+    assert [event.wall_ns - WALL for event in event_log.on_one_clock(files)] == [0, SECOND, 2 * SECOND, 3 * SECOND]
 
 
 def test_what_is_not_bent_stays_as_it_is():

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from muster.core import uris
+from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
-from muster.core.store import LocalStore, open_store
-from muster.core.store.local import translated
+from muster.storage.store import LocalStore, open_store
+from muster.storage.store.local import translated
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.core.errors import AccessError
-from muster.core.wire import Session, read_token
+from muster.transport.secure_session import Session, read_token
 
 TOKEN = b"k" * 32
 

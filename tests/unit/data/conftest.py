@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from muster.core.errors import UsageError
-from muster.core.spec import Model, TrainedTokenizer
-from muster.data.text2sql import examples
+from muster.config.spec import Model, TrainedTokenizer
+from muster.tasks.text2sql.generator import examples
 from muster.data.tokenizer import Encoder, check_vocabulary, locate, model_vocab_size, train
 
 TEXTS = ["table shop : price , name | how many shop ?", " SELECT COUNT(*) FROM shop WHERE price > 17", "a\nb  c _x1"]

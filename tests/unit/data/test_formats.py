@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from muster.core.errors import UsageError
-from muster.core.spec import PromptTemplate
+from muster.config.spec import PromptTemplate
 from muster.data.formats import Segment, choose_format, document, fill
 
 CHAT = [

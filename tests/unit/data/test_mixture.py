@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core.spec import TrainedTokenizer
+from muster.config.spec import TrainedTokenizer
 from muster.data.formats import Document, Segment
 from muster.data.mixture import Documents, cut, hold_out, mix
 from muster.data.tokenise import _by_offsets, _by_segments

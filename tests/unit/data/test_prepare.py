@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from muster.core.errors import AccessError, MusterError, UsageError
-from muster.core.spec import TrainedTokenizer
+from muster.config.spec import TrainedTokenizer
 from muster.data import cache, sequences
 from muster.data.prepare import open_prepared, prepare
 from muster.data.tokenizer import Encoder, train

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from muster.core.errors import UsageError
-from muster.data.sqlrun import compare, match, normalise, orders_its_result, run_query
+from muster.tasks.text2sql.sql_execution import compare, match, normalise, orders_its_result, run_query
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from muster.data import text2sql
-from muster.data.schemas import BUCKETS, is_heldout
-from muster.data.sqlrun import compare, run_query
-from muster.data.text2sql import build_database, example, generate
-from muster.data.words import NUMBER_COLUMNS, TABLES, TEXT_COLUMNS, VALUES
+from muster.tasks.text2sql import generator
+from muster.tasks.text2sql.schemas import BUCKETS, is_heldout
+from muster.tasks.text2sql.sql_execution import compare, run_query
+from muster.tasks.text2sql.generator import build_database, example, generate
+from muster.tasks.text2sql.vocabulary import NUMBER_COLUMNS, TABLES, TEXT_COLUMNS, VALUES
 
 
-@pytest.mark.parametrize("level", text2sql.LEVELS)
+@pytest.mark.parametrize("level", generator.LEVELS)
 def test_every_gold_query_returns_something(level):
     for heldout in (False, True):
         for found in generate(level, 60, seed=3, heldout=heldout):
@@ -24,7 +24,7 @@ def test_every_gold_query_returns_something(level):
             assert compare(found.gold_sql, found.gold_sql, connection).correct
 
 
-@pytest.mark.parametrize("level", text2sql.LEVELS)
+@pytest.mark.parametrize("level", generator.LEVELS)
 def test_heldout_tables_never_occur_in_training(level):
     def tables(heldout, seed):
         return {table.words for found in generate(level, 300, seed, heldout=heldout) for table in found.tables}
@@ -43,7 +43,7 @@ def test_the_split_holds_out_its_share():
     assert abs(share - 1 / BUCKETS) < 0.03
 
 
-@pytest.mark.parametrize("level", text2sql.LEVELS)
+@pytest.mark.parametrize("level", generator.LEVELS)
 def test_an_example_is_a_function_of_its_number(level):
     whole = generate(level, 20, seed=9)
     assert generate(level, 5, seed=9, start=10) == whole[10:15]
@@ -65,7 +65,7 @@ COMPLETION = " SELECT COUNT(*) FROM team"
 
 
 def test_levels_hold_what_they_promise():
-    shapes = {level: Counter(found.shape for found in generate(level, 600, seed=1)) for level in text2sql.LEVELS}
+    shapes = {level: Counter(found.shape for found in generate(level, 600, seed=1)) for level in generator.LEVELS}
     assert set(shapes[1]) == {"count", "aggregate", "listing", "aggregate_where"}
     assert len(shapes[2]) >= 8
     queries = [found.gold_sql for found in generate(3, 600, seed=1)]
@@ -96,7 +96,7 @@ def test_words_are_distinct_and_safe_as_names():
         connection.execute(f"CREATE TABLE {word} ({word} TEXT)")
 
 
-@pytest.mark.parametrize("level", text2sql.LEVELS)
+@pytest.mark.parametrize("level", generator.LEVELS)
 def test_held_out_databases_tell_gold_from_easy_mistakes(level):
     """Dropping the condition, or answering about another column, does not pass."""
     caught = asked = 0

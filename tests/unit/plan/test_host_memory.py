@@ -3,9 +3,9 @@
 import pytest
 from planning import job
 
-from muster.core.nouns import Layout
-from muster.plan.hostmemory import host_memory
-from muster.plan.timing import local_state_bytes
+from muster.core.types import Layout
+from muster.plan.host_memory import host_memory
+from muster.plan.step_time import local_state_bytes
 from muster.plan.workload import Setting
 
 

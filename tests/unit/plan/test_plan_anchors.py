@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from muster.catalog import rows
-from muster.plan.anchors import checks, median_error
+from muster.plan.published_runs import checks, median_error
 
 ROOT = Path(__file__).parents[3]
 

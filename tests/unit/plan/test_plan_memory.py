@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from planning import job
 
-from muster.app.memory_trace import BARE as TRACED_BY
-from muster.core.nouns import Layout
+from muster.app.planning.memory_trace import BARE as TRACED_BY
+from muster.core.types import Layout
 from muster.plan.memory import GIB, DeviceOverhead, memory
 from muster.plan.workload import Setting
 

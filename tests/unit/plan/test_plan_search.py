@@ -9,9 +9,9 @@ from planning import job
 
 from muster.catalog import offers
 from muster.plan.layouts import Pins
-from muster.plan.nearest import explain, nearest
+from muster.plan.nearest_fit import explain, nearest
 from muster.plan.search import Limits, Problem, search
-from muster.plan.why import likelihood, why
+from muster.plan.explanation import likelihood, why
 
 
 def problem(work=None, **changes):
@@ -149,7 +149,7 @@ def test_likelihood():
 
 def test_70b_over_the_whole_catalogue_in_less_than_two_seconds_without_torch():
     code = (
-        "import sys, muster.app.plan\n"
+        "import sys, muster.app.planning.plan\n"
         "from muster.catalog import offers, rows\n"
         "from muster.plan.search import Problem, search\n"
         "from muster.plan.workload import Workload\n"

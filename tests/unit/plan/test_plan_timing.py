@@ -6,8 +6,8 @@ import pytest
 from planning import job, option
 
 from muster.core.errors import NoPlanError
-from muster.core.nouns import Layout
-from muster.plan.timing import DEFAULT, step_time, tokens_per_second_per_gpu
+from muster.core.types import Layout
+from muster.plan.step_time import DEFAULT, step_time, tokens_per_second_per_gpu
 from muster.plan.workload import Setting
 
 

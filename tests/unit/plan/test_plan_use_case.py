@@ -5,14 +5,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from muster.app import plan as use_case
-from muster.app import prices
-from muster.app.calibrate import calibration_for
+from muster.app.planning import plan as use_case
+from muster.app.planning import prices
+from muster.app.planning.calibrate import calibration_for
 from muster.cli import plan_table
 from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
-from muster.core.runfile import load
+from muster.config.load import load
 from muster.plan.calibrate import calibrate
-from muster.plan.timing import DEFAULT, step_time
+from muster.plan.step_time import DEFAULT, step_time
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 RUN = """\

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.core.eventlog import EventLog
+from muster.core.event_log import EventLog
 
 SECOND = 1_000_000_000
 RUN_ID = "made-up-20261121-101500-ab12"

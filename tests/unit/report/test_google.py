@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from muster.core.errors import UsageError
-from muster.report import api, google
+from muster.report import api, resiliency_log
 
 LOG = Path(__file__).parents[3].parent / "shared" / "data" / "oracles" / "goodput" / "event_log.log"
 BEGIN = datetime(2025, 4, 2, 6, 0, 0)
@@ -30,7 +30,7 @@ def test_the_example_of_its_own_documentation():
         line(190, "checkpoint_saved", step=50),
         line(200, "user_terminated"),
     ]
-    assert google.measure(google.parse(lines), 120.0)["google_goodput"] == pytest.approx(0.5)
+    assert resiliency_log.measure(resiliency_log.parse(lines), 120.0)["google_goodput"] == pytest.approx(0.5)
 
 
 def test_an_impossible_step_time_is_refused():
@@ -40,25 +40,25 @@ def test_an_impossible_step_time_is_refused():
         line(10, "checkpoint_saved", step=10),
     ]
     with pytest.raises(UsageError, match="impossible"):
-        google.measure(google.parse(lines), 61.0)
+        resiliency_log.measure(resiliency_log.parse(lines), 61.0)
     with pytest.raises(UsageError, match="above 0"):
-        google.measure(google.parse(lines), 0.0)
+        resiliency_log.measure(resiliency_log.parse(lines), 0.0)
 
 
 def test_not_such_a_log():
     with pytest.raises(UsageError, match="line 1 is no event"):
-        google.parse(["{}", "{}"])
+        resiliency_log.parse(["{}", "{}"])
     with pytest.raises(UsageError, match="no events"):
-        google.parse([""])
+        resiliency_log.parse([""])
     with pytest.raises(UsageError, match="nothing to count"):
-        google.measure(google.parse([line(0, "job_started", node_rank=0)]), 8.0)
+        resiliency_log.measure(resiliency_log.parse([line(0, "job_started", node_rank=0)]), 8.0)
     with pytest.raises(UsageError, match="cannot read"):
         api.import_google("/nowhere/log", 8.0)
 
 
 def test_a_torn_last_line_is_left_out():
     lines = [line(0, "job_started", node_rank=0), line(1, "checkpoint_loaded", step=0), '{"timestamp": "2025-']
-    assert len(google.parse(lines)) == 2
+    assert len(resiliency_log.parse(lines)) == 2
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_runs import Files, implausible, plausible
 
-from muster.core.eventlog import EventLog
+from muster.core.event_log import EventLog
 from muster.report import api
-from muster.report.categories import CATEGORIES
-from muster.report.document import document
-from muster.report.ledger import Ledger, fold
+from muster.report.ledger.categories import CATEGORIES
+from muster.report.render.document import document
+from muster.report.ledger.fold import Ledger, fold
 
 ROOT = Path(__file__).parents[3]
 SEEDS = st.integers(0, 2**48)

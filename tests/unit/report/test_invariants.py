@@ -9,8 +9,8 @@ from book import LAYOUT, SECOND, Book, line_of, sound
 from check_invariants import main
 from imported import imports
 
-from muster.report import history, invariants
-from muster.report.invariants import broken, check
+from muster.report.audit import history, invariants
+from muster.report.audit.invariants import broken, check
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_sound_history_holds(book):
 def test_no_code_is_shared_with_what_wrote_the_history():
     for module in (history, invariants):
         for name, _, _ in imports(Path(module.__file__)):
-            assert name == "muster.report.history" or name.split(".")[0] in sys.stdlib_module_names, name
+            assert name == "muster.report.audit.history" or name.split(".")[0] in sys.stdlib_module_names, name
 
 
 def expect(book, invariant, word, **options):

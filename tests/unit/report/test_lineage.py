@@ -6,7 +6,7 @@ import pytest
 from faulty_run import SECOND
 from random_runs import Pen
 
-from muster.report.ledger import fold
+from muster.report.ledger.fold import fold
 
 
 class Run:

@@ -7,8 +7,9 @@ import pytest
 from faulty_run import Writer, write
 from random_runs import implausible, plausible
 
-from muster.report import api, page, series
-from muster.report.ledger import fold
+from muster.report import api
+from muster.report.render import page, series
+from muster.report.ledger.fold import fold
 
 
 @pytest.fixture(scope="module")

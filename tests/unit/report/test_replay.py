@@ -18,7 +18,7 @@ def book(tmp_path):
 
 def test_it_shares_no_code_with_the_supervisor():
     for name, _, _ in imports(Path(replay.__file__)):
-        assert name == "muster.report.history" or name.split(".")[0] in sys.stdlib_module_names, name
+        assert name == "muster.report.audit.history" or name.split(".")[0] in sys.stdlib_module_names, name
 
 
 def test_a_killed_run_is_replayed_as_it_began(book):

@@ -3,7 +3,7 @@
 import pytest
 from book import sound
 
-from muster.report.invariants import broken, check
+from muster.report.audit.invariants import broken, check
 
 
 @pytest.fixture

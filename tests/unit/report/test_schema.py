@@ -8,9 +8,9 @@ from faulty_run import write
 from random_runs import implausible, plausible
 
 from muster.report import api
-from muster.report.categories import CATEGORIES
-from muster.report.document import document
-from muster.report.ledger import fold
+from muster.report.ledger.categories import CATEGORIES
+from muster.report.render.document import document
+from muster.report.ledger.fold import fold
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
 TYPES = {

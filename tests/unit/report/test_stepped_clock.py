@@ -3,7 +3,7 @@
 import pytest
 from book import SECOND, sound
 
-from muster.report.invariants import broken, check
+from muster.report.audit.invariants import broken, check
 
 HOUR = 3600 * SECOND
 

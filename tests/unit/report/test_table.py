@@ -4,7 +4,7 @@ import pytest
 from faulty_run import Writer, write
 
 from muster.report import api
-from muster.report.sentences import span
+from muster.report.render.sentences import span
 
 
 @pytest.fixture(scope="module")

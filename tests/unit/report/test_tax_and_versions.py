@@ -5,9 +5,9 @@ from faulty_run import SECOND
 from test_lineage import Run
 
 from muster.report import figures
-from muster.report.ledger import fold
-from muster.report.series import series
-from muster.report.versions import versions
+from muster.report.ledger.fold import fold
+from muster.report.render.series import series
+from muster.report.ledger.restorable_versions import versions
 
 
 class Told(Run):

@@ -1,6 +1,6 @@
 """Scenarios for tests: the one of the formulas, and one with everything in it."""
 
-from muster.simulate.profile import constant
+from muster.simulate.stage_times import constant
 from muster.simulate.rehearsal import spec_for
 from muster.simulate.scenario import ONLY_PROCESS, Saves, Scenario
 

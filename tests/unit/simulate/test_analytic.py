@@ -9,10 +9,10 @@ from rehearsing import MTBF_S, formula
 from muster.core import intervals
 from muster.simulate.cluster import Cluster, Stages
 from muster.simulate.rehearsal import Play, rehearse, spec_for
-from muster.simulate.runs import spares_for
+from muster.simulate.ensembles import spares_for
 from muster.simulate.scenario import FaultKind, Saves, Scenario
-from muster.supervise.machine import Machine
-from muster.supervise.state import Settings
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import Settings
 
 
 def test_without_failures_goodput_is_one_minus_the_stall():
@@ -137,7 +137,7 @@ def test_an_interruption_every_eighteen_minutes(stall_s, expected):
         run_dir="/",
         ranks_per_host=1,
     )
-    from muster.policy.shipped import SHIPPED
+    from muster.policy.builtin import SHIPPED
 
     stages = Stages(step_s=0.1, end_ranks_s=0.0, start_s=stall_s, first_start_s=0.0, agent_start_s=0.0, detect_exit_s=0)
     cluster = Cluster(machine=Machine(settings=settings, policy=SHIPPED["default"]), names=["host-0"],

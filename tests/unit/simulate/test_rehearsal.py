@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsing import everything, formula
 
-from muster.app.rehearsal_page import ledger_of
+from muster.app.planning.rehearsal_page import ledger_of
 from muster.core.errors import UsageError
-from muster.report.document import document
-from muster.simulate import runs, trace
-from muster.simulate.profile import Recovery, constant, measured, names, shipped
+from muster.report.render.document import document
+from muster.simulate import ensembles, capacity_trace
+from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 from muster.simulate.rehearsal import Play, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Scenario
-from muster.simulate.schedule import Fault, schedule
+from muster.simulate.fault_schedule import Fault, schedule
 
 TRACES = Path(__file__).parents[4] / "shared" / "data" / "oracles" / "traces"
 
@@ -170,12 +170,12 @@ def test_failures_during_recovery_start_it_again():
 def test_contributions_are_paired_and_leave_one_out():
     scenario = Scenario(spec=spec_for(), hosts=8, spares=1, min_hosts=4, hours=20.0, failures_per_day=24.0)
     told = []
-    found = runs.study(scenario, seeds=3, paired=2, workers=1, progress=lambda done, total: told.append((done, total)))
+    found = ensembles.study(scenario, seeds=3, paired=2, workers=1, progress=lambda done, total: told.append((done, total)))
     by_name = {each.name: each for each in found.contributions}
     assert {"state in memory", "warm standby", "spares", "copy on a peer"} <= set(by_name)
     assert by_name["state in memory"].change_active < -0.01
     assert found.spares[0].change_active == 0 and found.spares[0].name == "1"
-    assert runs.best(found.spares) is not None
+    assert ensembles.best(found.spares) is not None
     assert told[-1][0] == told[-1][1] == len(told)
 
 
@@ -202,9 +202,9 @@ def test_wrong_traces_are_refused(tmp_path):
         path = tmp_path / "t.json"
         path.write_text(text)
         with pytest.raises(UsageError, match="no capacity trace"):
-            trace.read(path)
+            capacity_trace.read(path)
     with pytest.raises(UsageError, match="cannot read"):
-        trace.read(tmp_path / "none.json")
+        capacity_trace.read(tmp_path / "none.json")
 
 
 def spot(found, **changes):
@@ -217,7 +217,7 @@ def spot(found, **changes):
 def test_a_trace_takes_and_gives_hosts(tmp_path):
     path = tmp_path / "made.json"
     path.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [2] * 6 + [1] * 6 + [0] * 30 + [2] * 12}))
-    found = trace.read(path)
+    found = capacity_trace.read(path)
     assert (found.counts, found.times_s, found.hours) == ((2, 1, 0, 2), (0, 3600, 7200, 25_200), 9.0)
     outcome = rehearse(spot(found), 0)
     assert outcome.purchased_host_s == pytest.approx(2 * 3600 + 3600 + 2 * 7200, rel=0.01), "gone hosts cost nothing"
@@ -228,7 +228,7 @@ def test_a_trace_takes_and_gives_hosts(tmp_path):
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces beside the repository")
 @pytest.mark.parametrize("name", ["availability_16-node", "preemption_4-node"])
 def test_recorded_spot_traces_under_two_policies_name_the_cheaper(name):
-    found = trace.read(next(TRACES.glob(f"{name}*.json")))
+    found = capacity_trace.read(next(TRACES.glob(f"{name}*.json")))
     outcomes = {
         policy: rehearse(spot(found, policy=policy, min_hosts=1 if policy == "default" else found.most), 0)
         for policy in ("default", "conservative")

@@ -4,13 +4,13 @@ import pytest
 from test_judged import fails_at
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
-from muster.core.nouns import Action, Incident, IncidentKind
-from muster.core.ranks import RankContext
-from muster.core.spec import RunSpec
-from muster.policy.shipped import SHIPPED
-from muster.policy.situation import Situation
-from muster.simulate.answers import take
-from muster.supervise.fold import recover
+from muster.core.types import Action, Incident, IncidentKind
+from muster.protocol.ranks import RankContext
+from muster.config.spec import RunSpec
+from muster.policy.builtin import SHIPPED
+from muster.policy.cluster_state import Situation
+from muster.simulate.agent_model import take
+from muster.supervise.replay.rebuild_state import recover
 
 
 def nan(step):
@@ -45,7 +45,7 @@ def bad_batch(found, step):
 @pytest.fixture
 def with_skips(monkeypatch):
     def start(found, step):
-        monkeypatch.setattr("muster.simulate.answers.take", bad_batch(found, step))
+        monkeypatch.setattr("muster.simulate.agent_model.take", bad_batch(found, step))
         return found
 
     return start

@@ -2,11 +2,11 @@
 
 import pytest
 
-from muster.core.spec import RunSpec
-from muster.policy.shipped import SHIPPED
+from muster.config.spec import RunSpec
+from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster
-from muster.supervise.machine import Machine
-from muster.supervise.state import Settings
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import Settings
 
 
 @pytest.mark.parametrize(("comes_back", "replacement"), [(False, "host-3"), (True, "host-2")])

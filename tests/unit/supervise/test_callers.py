@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 from test_machine import machine, spec
 
-from muster.core.eventlog import EventLog, read
-from muster.supervise.clocks import Clocks
-from muster.supervise.limits import LimitsGuard
-from muster.supervise.presence import Presence
-from muster.supervise.serve import Supervisor
-from muster.supervise.state import FromHost, StopRequest
+from muster.core.event_log import EventLog, read
+from muster.supervise.process.clock_offsets import Clocks
+from muster.supervise.process.limits import LimitsGuard
+from muster.supervise.process.liveness import Presence
+from muster.supervise.process.server import Supervisor
+from muster.supervise.recovery.state import FromHost, StopRequest
 
 HELLO = {"t": "hello", "role": "agent", "host": "host-0", "attempt": 0, "alive": {}, "ready": True, "step": 0}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.supervise.clocks import AGAIN_S, Clocks
+from muster.supervise.process.clock_offsets import AGAIN_S, Clocks
 
 S = 1_000_000_000
 MS = 1_000_000

@@ -4,10 +4,10 @@ import pytest
 from test_machine import cluster, events_of, kinds, machine, spec
 
 from muster.core.events import Event, check
-from muster.policy.shipped import SHIPPED, DefaultPolicy
+from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Stages
-from muster.supervise.fold import recover
-from muster.supervise.state import FromHost, Phase, StopRequest
+from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.recovery.state import FromHost, Phase, StopRequest
 
 
 def ended(found, until_s=10_000):

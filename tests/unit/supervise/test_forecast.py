@@ -2,8 +2,8 @@
 
 import pytest
 
-from muster.core.spec import RunSpec
-from muster.supervise.forecast import at_a_notice
+from muster.config.spec import RunSpec
+from muster.supervise.recovery.preemption_cost import at_a_notice
 
 
 def spec(hosts=2, spare_hosts=0, min_hosts=None, every_steps=50):

@@ -3,11 +3,11 @@
 import pytest
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
-from muster.core.nouns import Action, Decision, IncidentKind
-from muster.policy.shipped import SHIPPED
-from muster.supervise import judge
-from muster.supervise.fold import recover
-from muster.supervise.state import Phase, RestartRequest
+from muster.core.types import Action, Decision, IncidentKind
+from muster.policy.builtin import SHIPPED
+from muster.supervise.recovery import classify
+from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.recovery.state import Phase, RestartRequest
 
 
 def worlds(found):
@@ -48,7 +48,7 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
     message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
-    assert judge.rank_exit("host-1", message)[0] is IncidentKind.HOST_UNHEALTHY
+    assert classify.rank_exit("host-1", message)[0] is IncidentKind.HOST_UNHEALTHY
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_words_of_a_broken_device_or_network_are_the_hosts(text):
 )
 def test_words_that_only_look_so_are_not(text, kind):
     message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
-    assert judge.rank_exit("host-1", message)[0] is kind
+    assert classify.rank_exit("host-1", message)[0] is kind
 
 
 ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"}
@@ -76,7 +76,7 @@ def test_no_room_for_snapshots_distrusts_none_of_them():
         "free in /dev/shm/muster",
     ):
         message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
-        kind, evidence, detail = judge.rank_exit("host-1", message)
+        kind, evidence, detail = classify.rank_exit("host-1", message)
         assert kind is IncidentKind.RANK_EXCEPTION and "unreadable" not in detail
         assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
 
@@ -259,7 +259,7 @@ def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor
 def sent(found, message, host="host-0"):
     taken = []
     found.machine._c.now_ns = found.now_ns
-    from muster.supervise.state import FromHost, Send
+    from muster.supervise.recovery.state import FromHost, Send
 
     for effect in found.machine.handle(FromHost(host=host, message=message), found.now_ns):
         if isinstance(effect, Send):

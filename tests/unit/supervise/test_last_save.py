@@ -5,7 +5,7 @@ from test_flush import committed, ended
 from test_machine import cluster, events_of, kinds, machine, spec
 
 from muster.core.events import Event
-from muster.supervise.fold import recover
+from muster.supervise.replay.rebuild_state import recover
 
 FULL = "rank 0: No space left on device"
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.core.nouns import Layout
-from muster.core.spec import Parallelism
-from muster.supervise.layout import Choice, Snapshot, layout_for, needed_shards, newest_complete
+from muster.core.types import Layout
+from muster.config.spec import Parallelism
+from muster.supervise.recovery.layout import Choice, Snapshot, layout_for, needed_shards, newest_complete
 
 
 @pytest.mark.parametrize(

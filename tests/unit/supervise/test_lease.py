@@ -5,8 +5,8 @@ import json
 import pytest
 
 from muster.core.errors import BackendError, ConflictError
-from muster.core.store import open_store
-from muster.supervise.lease import LEASE_S, LeaseKeeper
+from muster.storage.store import open_store
+from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 
 
 class SetClock:

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import pytest
 
 from muster.core.events import Event
-from muster.core.spec import Limits
-from muster.supervise.limits import LimitsGuard
+from muster.config.spec import Limits
+from muster.supervise.process.limits import LimitsGuard
 
 NS = 1_000_000_000
 HOUR = 3600 * NS

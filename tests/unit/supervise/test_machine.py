@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.core.events import Event
-from muster.core.spec import RunSpec
-from muster.policy.shipped import SHIPPED, DefaultPolicy
+from muster.config.spec import RunSpec
+from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.fold import recover
-from muster.supervise.machine import Machine
-from muster.supervise.state import Phase, Settings, StopRequest
+from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import Phase, Settings, StopRequest
 
 
 def spec(**resources):

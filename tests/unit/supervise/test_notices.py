@@ -3,9 +3,9 @@
 import pytest
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
-from muster.policy.shipped import SHIPPED
+from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Stages
-from muster.supervise.fold import recover
+from muster.supervise.replay.rebuild_state import recover
 
 
 def notice(found, name, grace_s=30.0):
@@ -139,8 +139,8 @@ def test_a_flapping_host_is_looked_at_again_after_its_hold_off():
 
 
 def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor():
-    from muster.core.nouns import IncidentKind
-    from muster.supervise.incidents import incident
+    from muster.core.types import IncidentKind
+    from muster.supervise.recovery.incidents import incident
 
     of = spec(hosts=3, min_hosts=2)
     found = cluster(of, steps=30_000)

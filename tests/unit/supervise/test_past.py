@@ -1,7 +1,7 @@
 """What a supervisor reads before it holds the lease, and what its predecessor still writes until then."""
 
-from muster.core.eventlog import EventLog, check_directory, heads
-from muster.supervise.past import Past
+from muster.core.event_log import EventLog, check_directory, heads
+from muster.supervise.replay.event_files import Past
 
 
 def note(log, text):

@@ -1,6 +1,6 @@
 """Which signs mean that a host is gone, and when."""
 
-from muster.supervise.presence import AGENT_RETURN_S, Presence
+from muster.supervise.process.liveness import AGENT_RETURN_S, Presence
 
 S = 1_000_000_000
 

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_machine import check_invariants, cluster, events_of, kinds, machine, spec
 
-from muster.policy.shipped import SHIPPED
+from muster.policy.builtin import SHIPPED
 from muster.simulate import faults as broken
-from muster.simulate import links
+from muster.simulate import connectivity
 from muster.simulate.cluster import Stages
-from muster.supervise.fold import recover
-from muster.supervise.layout import Snapshot, newest_complete
-from muster.supervise.state import Phase, StopRequest
+from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.recovery.layout import Snapshot, newest_complete
+from muster.supervise.recovery.state import Phase, StopRequest
 
 WORDS = {
     "own": {"exception": "ValueError", "message": "bad row 17"},
@@ -31,7 +31,7 @@ FAULTS = st.lists(
 
 def replace(found, of, policy, apart_s=0.0):
     if found.machine.state.phase is not Phase.ENDED:
-        links.replace_supervisor(found, machine(of, SHIPPED[policy], recover(events_of(found))), apart_s=apart_s)
+        connectivity.replace_supervisor(found, machine(of, SHIPPED[policy], recover(events_of(found))), apart_s=apart_s)
 
 
 def do(found, of, policy, deed, index):
@@ -60,12 +60,12 @@ def do(found, of, policy, deed, index):
         replace(found, of, policy)
     elif deed in ("gap", "midway"):
         if deed == "gap":
-            links.lose_supervisor(found)
+            connectivity.lose_supervisor(found)
         else:
             found.dies_at_send = True
         found.after(index * 0.7 + 0.05, lambda: replace(found, of, policy, apart_s=index * 0.3))
     elif deed == "agent":
-        links.restart_agent(found, name)
+        connectivity.restart_agent(found, name)
     elif deed == "hang":
         broken.hang_rank(found, index, detect_s=0.5)
     elif deed == "flap":

@@ -7,11 +7,11 @@ import pytest
 from test_machine import machine, spec
 
 from muster.core.errors import ConflictError
-from muster.core.eventlog import EventLog, check_directory, read
-from muster.supervise.limits import LimitsGuard
-from muster.supervise.presence import Presence
-from muster.supervise.serve import Supervisor
-from muster.supervise.state import Phase, RestartRequest, Tick
+from muster.core.event_log import EventLog, check_directory, read
+from muster.supervise.process.limits import LimitsGuard
+from muster.supervise.process.liveness import Presence
+from muster.supervise.process.server import Supervisor
+from muster.supervise.recovery.state import Phase, RestartRequest, Tick
 
 
 class Hub:

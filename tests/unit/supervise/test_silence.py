@@ -1,11 +1,11 @@
 """A fault is older than its detection: how old it can be is logged with the incident."""
 
-from muster.core.spec import RunSpec
-from muster.policy.shipped import SHIPPED
+from muster.config.spec import RunSpec
+from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster
-from muster.supervise.machine import Machine
-from muster.supervise.presence import SECOND_NS, Presence
-from muster.supervise.state import HostDown, Settings
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.process.liveness import SECOND_NS, Presence
+from muster.supervise.recovery.state import HostDown, Settings
 
 
 def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing():

@@ -10,10 +10,10 @@ import pytest
 
 from muster.core.errors import ConflictError
 from muster.core.events import Event
-from muster.core.spec import Limits
-from muster.core.store import open_store
-from muster.supervise.lease import LEASE_S, LeaseKeeper
-from muster.supervise.limits import LimitsGuard
+from muster.config.spec import Limits
+from muster.storage.store import open_store
+from muster.supervise.process.lease import LEASE_S, LeaseKeeper
+from muster.supervise.process.limits import LimitsGuard
 
 HOUR = 3600 * 10**9
 

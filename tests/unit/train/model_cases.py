@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.core.nouns import Layout
-from muster.core.spec import RunSpec
-from muster.train.mesh import Meshes, make_meshes
-from muster.train.model import BuiltModel, build_model
+from muster.core.types import Layout
+from muster.config.spec import RunSpec
+from muster.train.distributed.device_mesh import Meshes, make_meshes
+from muster.train.model.causal_lm import BuiltModel, build_model
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {

@@ -7,7 +7,7 @@ import torch
 from model_cases import LLAMA
 
 from muster.core.errors import UsageError
-from muster.train.attention import Needs, choose_attention, needs_of
+from muster.train.model.attention import Needs, choose_attention, needs_of
 
 PLAIN = Needs(
     window=None,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from model_cases import CPU
 
-from muster.train.batch import batch_from, make_batch, padding_batch
+from muster.train.data_feed.batch import batch_from, make_batch, padding_batch
 
 
 @dataclass

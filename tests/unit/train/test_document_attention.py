@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from muster.train.document_attention import COPIED_UP_TO, buckets, document_attention, padded_length
+from muster.train.model.document_attention import COPIED_UP_TO, buckets, document_attention, padded_length
 
 
 def dense(query, key, value, lengths, scale):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster.core.errors import UsageError
-from muster.train.exact import FixedPointReduceScatter, SquareSum, carried, check_covered, to_float
+from muster.train.distributed.fixed_point import FixedPointReduceScatter, SquareSum, carried, check_covered, to_float
 
 floats = st.floats(min_value=-1000.0, max_value=1000.0, width=32)
 

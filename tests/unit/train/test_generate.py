@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_cases import LLAMA, build, process_group, spec_of
 
-from muster.train.generate import generate
+from muster.train.evaluation.generate import generate
 
 PROMPTS = [[5, 6, 7], [9], [8, 7, 6, 5, 4, 3, 2, 1], [5, 6, 7]]
 

@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from muster.core import eventlog
+from muster.core import event_log
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.intervals import FailureRate
-from muster.core.nouns import Layout
-from muster.core.ranks import YIELDED, Order, RankContext
-from muster.core.spec import CheckpointSpec, Optimizer, RunSpec
-from muster.train import orders as orders_module
-from muster.train.guard import failure, find_blame, must_skip
-from muster.train.links import FileLink
+from muster.core.types import Layout
+from muster.protocol.ranks import YIELDED, Order, RankContext
+from muster.config.spec import CheckpointSpec, Optimizer, RunSpec
+from muster.train import commands as orders_module
+from muster.train.optim.nonfinite import failure, find_blame, must_skip
+from muster.rank.standalone_link import FileLink
 from muster.train.loop import seed_micro_batch, update
-from muster.train.optimizer import AdamW
-from muster.train.orders import Orders
-from muster.train.reader import ReadAhead
-from muster.train.run import Run
-from muster.train.saving import Saves
-from muster.train.state import TrainState, named_without_wrappers
-from muster.train.worker import layout_for, next_attempt, read_spec, torchrun_place
+from muster.train.optim.adamw import AdamW
+from muster.train.commands import Orders
+from muster.train.data_feed.batch_reader import ReadAhead
+from muster.train.training_run import Run
+from muster.train.state.saving import Saves
+from muster.train.state.training_state import TrainState, named_without_wrappers
+from muster.rank.worker import layout_for, next_attempt, read_spec, torchrun_place
 
 # ---------------------------------------------------------------- guard
 
@@ -265,7 +265,7 @@ def saved_after(found: Saves, now: list[float], *, stall_s: float, drain_s: floa
 
 def test_auto_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("muster.train.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("muster.train.state.saving.time.monotonic", lambda: now[0])
     found = saves(FailureRate(prior_s=3600.0), every_steps="auto")
     now[0] += 59.0
     assert not found.due_by_clock()  # nothing has been measured: the first save comes after a minute
@@ -280,7 +280,7 @@ def test_auto_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_saves_more_often_where_failures_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("muster.train.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("muster.train.state.saving.time.monotonic", lambda: now[0])
     quiet, stormy = (FailureRate(prior_s=36_000.0).observed(seconds=36_000.0, failures=n) for n in (0, 9))
     often = saved_after(saves(stormy, every_steps="auto"), now, stall_s=2.0)
     seldom = saved_after(saves(quiet, every_steps="auto"), now, stall_s=2.0)
@@ -316,7 +316,7 @@ def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
         link.beat(4)
         assert link.order() is None
         link.close()
-    (found,) = [event for _, event in eventlog.read(tmp_path / "events")]
+    (found,) = [event for _, event in event_log.read(tmp_path / "events")]
     assert (found.kind, found.phase, found.step, found.rank, found.attempt) == ("phase", "train", 4, 0, 2)
     assert next_attempt(tmp_path) == 3
 

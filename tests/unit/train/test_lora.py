@@ -5,8 +5,8 @@ import torch
 from model_cases import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import UsageError
-from muster.train.batch import make_batch
-from muster.train.loss import loss_sum
+from muster.train.data_feed.batch import make_batch
+from muster.train.model.loss import loss_sum
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muster.train.loss import LogitRule, chunked_cross_entropy, logit_rule
+from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
 
 TOKENS, HIDDEN, VOCAB = 23, 8, 31
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from muster.train import misdeeds
-from muster.train.misdeeds import DEEDS, Orders, arm
-from muster.train.reader import Round, StepWork
+from muster.rank import fault_injection
+from muster.rank.fault_injection import DEEDS, Orders, arm
+from muster.train.data_feed.batch_reader import Round, StepWork
 
 
 def told(folder, deed, *, rank=1, always=False):
@@ -110,7 +110,7 @@ def test_a_rank_dies_at_its_moment(run, monkeypatch, tmp_path, deed, before):
         died.append(number)
         raise SystemExit
 
-    monkeypatch.setattr(misdeeds.os, "kill", die)
+    monkeypatch.setattr(fault_injection.os, "kill", die)
     arm(run)
     told(tmp_path, deed)
     part = run.sums._part
@@ -123,7 +123,7 @@ def test_a_rank_dies_at_its_moment(run, monkeypatch, tmp_path, deed, before):
 
 def test_a_rank_that_dies_after_its_update_has_made_it(run, monkeypatch, tmp_path):
     monkeypatch.setenv("MUSTER_DRILL", "1")
-    monkeypatch.setattr(misdeeds.os, "kill", lambda pid, number: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(fault_injection.os, "kill", lambda pid, number: (_ for _ in ()).throw(SystemExit))
     arm(run)
     told(tmp_path, "kill-updated")
     run.reader.take(2)
@@ -135,11 +135,11 @@ def test_a_rank_that_dies_after_its_update_has_made_it(run, monkeypatch, tmp_pat
 def test_a_slow_rank_stays_slow_and_the_next_attempt_is_not(run, monkeypatch, tmp_path):
     monkeypatch.setenv("MUSTER_DRILL", "1")
     slept = []
-    monkeypatch.setattr(misdeeds.time, "sleep", slept.append)
+    monkeypatch.setattr(fault_injection.time, "sleep", slept.append)
     reader = run.reader
     arm(run)
     told(tmp_path, "slow")
-    assert [run.reader.take(step).step for step in (3, 4)] == [3, 4] and slept == [misdeeds.SLOW_S] * 2
+    assert [run.reader.take(step).step for step in (3, 4)] == [3, 4] and slept == [fault_injection.SLOW_S] * 2
     run.reader = reader
     arm(run)
     run.reader.take(5)

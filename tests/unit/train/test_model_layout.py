@@ -6,16 +6,16 @@ from model_cases import CPU, LLAMA, build, process_group, spec_of
 from torch.distributed.tensor import Replicate, Shard
 
 from muster.core.errors import UsageError
-from muster.core.nouns import Layout
-from muster.train.attention_test import Proof
-from muster.train.mesh import make_meshes
+from muster.core.types import Layout
+from muster.train.model.attention_isolation_check import Proof
+from muster.train.distributed.device_mesh import make_meshes
 
 
 @pytest.fixture(autouse=True)
 def no_forward_pass(monkeypatch):
     """The ranks are not there, so what would be gathered from them is not either."""
     proof = Proof(leak=0.0, control=1.0, own_head=True)
-    monkeypatch.setattr("muster.train.model.prove_isolation", lambda *_, **__: proof)
+    monkeypatch.setattr("muster.train.model.causal_lm.prove_isolation", lambda *_, **__: proof)
 
 
 @pytest.mark.parametrize("rank", range(8))

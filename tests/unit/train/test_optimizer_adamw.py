@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from muster.core.errors import UsageError
-from muster.core.spec import Optimizer
-from muster.train.optimizer import AdamW, adamw_elementwise, clip_scale, make_optimizer
+from muster.config.spec import Optimizer
+from muster.train.optim.adamw import AdamW, adamw_elementwise, clip_scale, make_optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 

@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch")
 from muster import run as muster  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.core.errors import ConflictError, UsageError  # noqa: E402
-from muster.core.manifest import committed  # noqa: E402
-from muster.core.nouns import Layout  # noqa: E402
-from muster.core.ranks import Order, RankContext, Restore  # noqa: E402
-from muster.core.ring import Ring, file_name  # noqa: E402
-from muster.core.spec import RunSpec  # noqa: E402
-from muster.core.store import open_store  # noqa: E402
+from muster.checkpoint_format.manifest import committed  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
+from muster.protocol.ranks import Order, RankContext, Restore  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
+from muster.config.spec import RunSpec  # noqa: E402
+from muster.storage.store import open_store  # noqa: E402
 
 UNUSED = muster._Here
 
@@ -81,7 +81,7 @@ def test_a_snapshot_is_told_of_when_it_lies_ready(place):
 
 
 def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
-    from muster.train.orders import Orders
+    from muster.train.commands import Orders
 
     begun = []
     begin = Orders.begin
@@ -130,7 +130,7 @@ def test_a_restore_from_disk_takes_the_folder_first(place):
 
 
 def test_in_a_world_of_another_size_a_rank_takes_its_own_or_keeps_what_it_has(place, tmp_path):
-    from muster.train.snapshot import Snapshots
+    from muster.train.state.snapshot import Snapshots
 
     before, shards = Layout(dp_shard=2), {}
     for rank in (0, 1):

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 
 from muster.checkpoint import exchange  # noqa: E402
 from muster.core.errors import CheckpointError, UsageError  # noqa: E402
-from muster.train import own_state  # noqa: E402
-from muster.train.own_state import PLAIN, first_difference, flatten, refuse_difference, take, unflatten  # noqa: E402
+from muster.train import user_state  # noqa: E402
+from muster.train.user_state import PLAIN, first_difference, flatten, refuse_difference, take, unflatten  # noqa: E402
 
 
 class Loader:
@@ -133,7 +133,7 @@ def test_what_says_whose_it_is_may_differ(ranks):
 
 
 def test_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(own_state, "first_difference", lambda *_: "loader.place differs between ranks 0 and 1")
+    monkeypatch.setattr(user_state, "first_difference", lambda *_: "loader.place differs between ranks 0 and 1")
     with pytest.raises(UsageError, match=r"loader\.place differs .* one value under a name") as raised:
         refuse_difference({}, None)
     assert 'state[f"rank{dist.get_rank()}.loader"]' in raised.value.hint

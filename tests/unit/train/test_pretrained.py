@@ -9,7 +9,7 @@ from model_cases import LLAMA, build, spec_of
 from safetensors.torch import load_file, save_file
 
 from muster.core.errors import BackendError, CheckpointError, MusterError, UsageError
-from muster.train.pretrained import fetch, hub_error, open_folder
+from muster.train.model.pretrained import fetch, hub_error, open_folder
 
 pytestmark = pytest.mark.usefixtures("group")
 

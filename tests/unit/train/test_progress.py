@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-from muster.agent.crew import Crew
-from muster.agent.ranks import Worker
-from muster.agent.watch import hanging
-from muster.train.ranklink import Pulse
+from muster.agent.ranks.rank_pool import Crew
+from muster.agent.ranks.rank_process import Worker
+from muster.agent.ranks.hang_detector import hanging
+from muster.rank.agent_connection import Pulse
 
 
 def test_many_batches_are_told_twice_a_second() -> None:
@@ -46,7 +46,7 @@ def stuck(worker: Worker, now_s: float, limit_s: float = 1.0) -> bool:
 
 
 def at(monkeypatch: Any, now_s: float) -> None:
-    monkeypatch.setattr("muster.agent.crew.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("muster.agent.ranks.rank_pool.time.monotonic", lambda: now_s)
 
 
 def test_progress_resets_the_step_watchdog_and_a_beat_does_not(monkeypatch: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from muster.core.ranks import LOST_PEER
-from muster.train.groups import Breaker, make_sure
-from muster.train.reduce import REPLICATE, Axes, FloatSums
+from muster.protocol.ranks import LOST_PEER
+from muster.train.distributed.process_groups import Breaker, make_sure
+from muster.train.distributed.reduce import REPLICATE, Axes, FloatSums
 
 CPU = torch.device("cpu")
 

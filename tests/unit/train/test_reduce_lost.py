@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muster.train.reduce import REPLICATE, SHARD, Axes
+from muster.train.distributed.reduce import REPLICATE, SHARD, Axes
 
 
 class Counted(Axes):

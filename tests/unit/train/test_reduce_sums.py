@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from muster.train.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, Axes, FloatSums, buckets
+from muster.train.distributed.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, Axes, FloatSums, buckets
 
 
 class Doubling(Axes):

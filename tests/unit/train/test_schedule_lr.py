@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.core.spec import Optimizer
-from muster.train.schedule_lr import learning_rate
+from muster.config.spec import Optimizer
+from muster.train.optim.learning_rate import learning_rate
 
 
 def rates(total: int, **settings: object) -> list[float]:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from muster.agent.mover import read_version, write_version
+from muster.agent.replicator.main import read_version, write_version
 from muster.core.errors import CheckpointError
-from muster.core.nouns import Layout
-from muster.core.ranks import RankContext, Restore
-from muster.core.ring import Ring, file_name
-from muster.supervise.judge import rank_exit
-from muster.train import snapshot
-from muster.train.snapshot import Snapshots, open_shard, restored, seal_of
+from muster.core.types import Layout
+from muster.protocol.ranks import RankContext, Restore
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.supervise.recovery.classify import rank_exit
+from muster.train.state import snapshot
+from muster.train.state.snapshot import Snapshots, open_shard, restored, seal_of
 
 STATE = {"model.w": torch.arange(12, dtype=torch.float32).view(3, 4), "optimizer.m.w": torch.ones(3, 4)}
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from muster.core.nouns import Layout
-from muster.core.ranks import RankContext
-from muster.core.ring import NoRoom, Ring, file_name
-from muster.train import snapshot
-from muster.train.snapshot import COPY_PATIENCE_S, Snapshots
+from muster.core.types import Layout
+from muster.protocol.ranks import RankContext
+from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, file_name
+from muster.train.state import snapshot
+from muster.train.state.snapshot import COPY_PATIENCE_S, Snapshots
 
 STATE = {"w": torch.arange(4.0)}
 

@@ -3,7 +3,7 @@
 import pytest
 from model_cases import spec_of
 
-from muster.train import forkserver, warm
+from muster.rank import fork_server, warmup
 
 RUN = {"t": "run", "context": {}}
 
@@ -26,11 +26,11 @@ class Line:
 
 def first(line, *, context, **changes):
     spec = spec_of().model_dump(mode="json") | changes
-    return forkserver._first(line, spec, local_rank=1, context=context)
+    return fork_server._first(line, spec, local_rank=1, context=context)
 
 
 def test_one_that_gets_a_rank_at_once_does_nothing_before(monkeypatch):
-    monkeypatch.setattr(warm, "warm_up", lambda *_, **__: pytest.fail("nobody waits for that"))
+    monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("nobody waits for that"))
     line = Line([RUN])
     assert first(line, context=True) == RUN and line.said == []
 
@@ -44,13 +44,13 @@ def test_one_that_cannot_open_a_context_says_so_and_still_takes_what_comes(capsy
 @pytest.mark.parametrize("fits", [True, False])
 def test_on_the_cpu_a_warm_up_that_fails_makes_nobody_unfit(fits, monkeypatch):
     asked = []
-    monkeypatch.setattr(warm, "warm_up", lambda spec, gpu: asked.append(gpu) or fits)
+    monkeypatch.setattr(warmup, "warm_up", lambda spec, gpu: asked.append(gpu) or fits)
     line = Line([{"t": "warm"}], [RUN])
     assert first(line, context=False, resources={"device": "cpu"}) == RUN
     assert asked == [None] and line.said == ["warm"]
 
 
 def test_imports_are_all_where_no_more_is_wanted(monkeypatch):
-    monkeypatch.setattr(warm, "warm_up", lambda *_, **__: pytest.fail("imports only"))
+    monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("imports only"))
     line = Line(TimeoutError(), [RUN])
     assert first(line, context=False, recovery={"standby": "imports"}) == RUN and line.said == ["warm"]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.core.nouns import Layout
-from muster.core.ranks import LOST_PEER
-from muster.train.run import Paused, Run
-from muster.train.standing import Standing
-from muster.train.worker import give_way
+from muster.core.types import Layout
+from muster.protocol.ranks import LOST_PEER
+from muster.train.training_run import Paused, Run
+from muster.train.distributed.pause_consensus import Standing
+from muster.rank.worker import give_way
 
 
 class Replica:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.train.state_hash import PendingHash, Place, StateHashes, apart, partial_sum, seed_of
+from muster.train.state.state_hash import PendingHash, Place, StateHashes, apart, partial_sum, seed_of
 
 SHAPES = {"model.embed": (37, 24), "model.norm": (24,), "optimizer.exp_avg.embed": (37, 24), "model.cube": (6, 5, 8)}
 
@@ -46,7 +46,7 @@ def test_any_cut_gives_the_same_number(dtype: torch.dtype, dim: int, ends: list[
 
 def test_how_many_elements_are_taken_at_a_time_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     found = whole(state()), cut(state(), 1, [7])
-    monkeypatch.setattr("muster.train.state_hash.ELEMENTS_AT_ONCE", 10)
+    monkeypatch.setattr("muster.train.state.state_hash.ELEMENTS_AT_ONCE", 10)
     assert (whole(state()), cut(state(), 1, [7])) == found
 
 

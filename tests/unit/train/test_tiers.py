@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from muster.core import ring as rings
-from muster.core.nouns import Layout
-from muster.core.ranks import RankContext, Restore
-from muster.core.ring import Ring, file_name
-from muster.train.snapshot import Snapshots
-from muster.train.tiers import open_together
+from muster.checkpoint_format import snapshot_ring as rings
+from muster.core.types import Layout
+from muster.protocol.ranks import RankContext, Restore
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.train.state.snapshot import Snapshots
+from muster.train.state.snapshot_tiers import open_together
 
 STATE = {"w": torch.zeros(1 << 18)}  # 1 MiB
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from muster.core.errors import UsageError
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 from muster.train import trackers
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from model_cases import CPU, LLAMA, build, process_group, spec_of
 
-from muster.core.nouns import Layout
-from muster.train import attention_test as proofs
-from muster.train import model as models
-from muster.train import warm
-from muster.train.mesh import make_meshes
+from muster.core.types import Layout
+from muster.train.model import attention_isolation_check as proofs
+from muster.train.model import causal_lm as models
+from muster.rank import warmup
+from muster.train.distributed.device_mesh import make_meshes
 
 
 @pytest.mark.parametrize(
@@ -22,21 +22,21 @@ from muster.train.mesh import make_meshes
 @pytest.mark.parametrize("training", [{}, {"exact": True}])
 def test_a_standby_warms_up_and_leaves_no_group(config, training):
     before = psutil.Process().net_connections()
-    assert warm.warm_up(spec_of(config, training=training))
+    assert warmup.warm_up(spec_of(config, training=training))
     assert not dist.is_initialized()
     assert psutil.Process().net_connections() == before, "and no socket"
 
 
 def test_adapters_warm_up_too():
-    assert warm.warm_up(spec_of(lora={"rank": 4}))
+    assert warmup.warm_up(spec_of(lora={"rank": 4}))
 
 
 def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
-    monkeypatch.setattr(warm, "build_model", lambda *_, **__: 1 / 0)
-    assert not warm.warm_up(spec_of())
+    monkeypatch.setattr(warmup, "build_model", lambda *_, **__: 1 / 0)
+    assert not warmup.warm_up(spec_of())
     assert "could not warm up: division by zero" in capsys.readouterr().err
     assert not dist.is_initialized()
-    assert warm.smaller(spec_of({"model_type": "no_such"})) is None
+    assert warmup.smaller(spec_of({"model_type": "no_such"})) is None
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
 )
 def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):
     given = {"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}
-    assert warm.wanted(given) is expected
+    assert warmup.wanted(given) is expected
     if "resources" not in changes:
-        assert warm.wanted({**given, "resources": {"device": "cuda"}}, context=True) is expected
+        assert warmup.wanted({**given, "resources": {"device": "cuda"}}, context=True) is expected
 
 
 class Cuda:
@@ -83,8 +83,8 @@ def on_gpu(monkeypatch):
     def put(**more):
         found = Cuda(**more)
         for name in ("set_device", "mem_get_info", "synchronize", "empty_cache"):
-            monkeypatch.setattr(warm.torch.cuda, name, getattr(found, name))
-        monkeypatch.setattr(warm, "device_of", lambda gpu: CPU)
+            monkeypatch.setattr(warmup.torch.cuda, name, getattr(found, name))
+        monkeypatch.setattr(warmup, "device_of", lambda gpu: CPU)
         return found
 
     return put
@@ -93,42 +93,42 @@ def on_gpu(monkeypatch):
 @pytest.mark.parametrize("config", [LLAMA, {"model_type": "no_such"}])
 def test_on_a_gpu_it_leaves_a_context_behind(config, on_gpu):
     cuda = on_gpu()
-    assert warm.warm_up(spec_of(config), gpu=3), "also where the family has no small model"
+    assert warmup.warm_up(spec_of(config), gpu=3), "also where the family has no small model"
     assert cuda.device == 3 and cuda.emptied == (config is LLAMA) and not dist.is_initialized()
 
 
 def test_on_a_gpu_nothing_is_compiled(on_gpu, monkeypatch):
     on_gpu()
     asked = []
-    true = warm.build_model
-    monkeypatch.setattr(warm, "build_model", lambda spec, **more: asked.append(spec) or true(spec, **more))
-    assert warm.warm_up(spec_of(training={"compile": True}), gpu=0)
+    true = warmup.build_model
+    monkeypatch.setattr(warmup, "build_model", lambda spec, **more: asked.append(spec) or true(spec, **more))
+    assert warmup.warm_up(spec_of(training={"compile": True}), gpu=0)
     assert [spec.training.compile for spec in asked] == [False]
 
 
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [({"refuses": "CUDA-capable device(s) is/are busy or unavailable"}, "busy or unavailable"),
-     ({"free": warm.SPARE_BYTES - 1}, "GPU 1 has 2.1 GB left")],
+     ({"free": warmup.SPARE_BYTES - 1}, "GPU 1 has 2.1 GB left")],
 )  # fmt: skip
 def test_where_there_is_no_context_or_no_room_for_one_it_is_not_fit(trouble, said, on_gpu, capsys, monkeypatch):
     on_gpu(**trouble)
-    monkeypatch.setattr(warm, "build_model", lambda *_, **__: pytest.fail("nothing more is tried"))
-    assert not warm.warm_up(spec_of(), gpu=1)
+    monkeypatch.setattr(warmup, "build_model", lambda *_, **__: pytest.fail("nothing more is tried"))
+    assert not warmup.warm_up(spec_of(), gpu=1)
     assert said in capsys.readouterr().err
 
 
 def test_a_kernel_that_fails_in_it_makes_it_unfit(on_gpu, monkeypatch):
     on_gpu()
-    monkeypatch.setattr(warm, "build_model", lambda *_, **__: 1 / 0)
-    assert not warm.warm_up(spec_of(), gpu=1) and not dist.is_initialized()
+    monkeypatch.setattr(warmup, "build_model", lambda *_, **__: 1 / 0)
+    assert not warmup.warm_up(spec_of(), gpu=1) and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("training", [{"deterministic": True}, {"exact": True}, {}])
 def test_cublas_is_opened_as_the_rank_would_open_it(training, on_gpu, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     on_gpu()
-    warm.open_context(spec_of(training=training), 0)
+    warmup.open_context(spec_of(training=training), 0)
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == bool(training)
 
 

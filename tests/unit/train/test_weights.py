@@ -8,8 +8,8 @@ from model_cases import CPU, LLAMA, build, process_group, spec_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from muster.train import weights
-from muster.train.weights import local_ranges, normal, uniform
+from muster.train.model import weights
+from muster.train.model.weights import local_ranges, normal, uniform
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from muster.core.seams import Launcher
+    from muster.backends.protocols import Launcher
 
 
 def launcher() -> Launcher:
     """The back end, with Google's credentials looked for when they are first needed."""
-    from muster.backends.gke.jobs import GkeLauncher
+    from muster.backends.gke.launcher import GkeLauncher
 
     return GkeLauncher()

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import muster.backends.local.machine as machine
+import muster.backends.local.hardware as machine
 import muster.backends.local.processes as processes
 from muster.backends.local.processes import Process
-from muster.core import jobfile, runlogs, runs
+from muster.storage import job_record, run_output, run_registry
 from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
-from muster.core.nouns import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
-from muster.core.places import memory_prefix
-from muster.core.seams import Clock, Shell
-from muster.core.spec import RunSpec
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.storage.paths import memory_prefix
+from muster.core.protocols import Clock, Shell
+from muster.config.spec import RunSpec
 
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
@@ -93,13 +93,13 @@ class LocalLauncher:
         run_dir = Path(request.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         number = int(request.labels.get(SUBMISSION, "1"))
-        with jobfile.locked(run_dir):
-            record = jobfile.read(run_dir, mark="tasks")
+        with job_record.locked(run_dir):
+            record = job_record.read(run_dir, mark="tasks")
             if record and record["run_id"] != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
             if not record or number > record[SUBMISSION]:
                 record = self._new_record(request, number)
-                jobfile.write(run_dir, record)
+                job_record.write(run_dir, record)
             if record["state"] != "cancelled":
                 self._start_missing(request, record, run_dir)
         return _handle(record, run_dir)
@@ -108,17 +108,17 @@ class LocalLauncher:
         """Record a process that runs ``task`` without having been started here (a supervisor in the foreground)."""
         run_dir = Path(handle.run_dir)
         found = processes.look(pid)
-        with jobfile.locked(run_dir):
-            record = jobfile.read(run_dir, mark="tasks")
+        with job_record.locked(run_dir):
+            record = job_record.read(run_dir, mark="tasks")
             if record and found:
                 record["tasks"][task] = {"pid": pid, "start_ticks": found.start_ticks, "foreground": True}
-                jobfile.write(run_dir, record)
+                job_record.write(run_dir, record)
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; failing that, by the label of a living process."""
         with contextlib.suppress(UsageError, BackendError):
-            run = runs.find(run_id)
-            record = jobfile.read(run.path, mark="tasks")
+            run = run_registry.find(run_id)
+            record = job_record.read(run.path, mark="tasks")
             if record:
                 return _handle(record, run.path)
         for process in processes.labelled(run_id):
@@ -153,9 +153,9 @@ class LocalLauncher:
                     cwd=run_dir,
                 )
                 record["tasks"][name] = {"pid": process.pid, "start_ticks": process.start_ticks, "argv": list(argv)}
-                jobfile.write(run_dir, record)
+                job_record.write(run_dir, record)
         record["state"] = "started"
-        jobfile.write(run_dir, record)
+        job_record.write(run_dir, record)
 
     # ------------------------------------------------------------ watch
 
@@ -163,7 +163,7 @@ class LocalLauncher:
         """Look once: at the record, at ``/proc``, and for a verdict at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
         try:
-            record = jobfile.read(run_dir, mark="tasks")
+            record = job_record.read(run_dir, mark="tasks")
         except BackendError as error:  # damaged: what runs is known by its label all the same
             state = JobState.RUNNING if processes.labelled(handle.run_id) else JobState.FAILED
             return JobStatus(state=state, reason=f"{error}; muster down ends what runs")
@@ -174,12 +174,12 @@ class LocalLauncher:
             name: f"running (pid {record['tasks'][name]['pid']})" if alive else "ended"
             for name, alive in sorted(living.items())
         }
-        state, reason, code = _judge(record, living, runlogs.verdict(run_dir, record["submitted_wall_ns"]))
+        state, reason, code = _judge(record, living, run_output.verdict(run_dir, record["submitted_wall_ns"]))
         return JobStatus(state=state, reason=reason, exit_code=code, tasks=words)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What each file in the run's ``logs`` holds beyond ``after``; a half character waits for its rest."""
-        yield from runlogs.chunks(Path(handle.run_dir), after or {})
+        yield from run_output.chunks(Path(handle.run_dir), after or {})
 
     # ------------------------------------------------------------ end
 
@@ -192,13 +192,13 @@ class LocalLauncher:
         run_dir = Path(handle.run_dir)
         mine: list[Process] = []
         if run_dir.is_dir():
-            with jobfile.locked(run_dir):
+            with job_record.locked(run_dir):
                 record = None
                 with contextlib.suppress(BackendError):  # damaged: the label finds them
-                    record = jobfile.read(run_dir, mark="tasks")
+                    record = job_record.read(run_dir, mark="tasks")
                 if record:
                     record["state"] = "cancelled"
-                    jobfile.write(run_dir, record)
+                    job_record.write(run_dir, record)
                     mine = [
                         Process(pid=each["pid"], start_ticks=each["start_ticks"]) for each in record["tasks"].values()
                     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from muster.backends.slurm.jobs import SlurmLauncher
+    from muster.backends.slurm.launcher import SlurmLauncher
 
 
 def launcher() -> SlurmLauncher:
     """The back end, over the Slurm commands of this machine."""
-    from muster.backends.slurm.jobs import SlurmLauncher
+    from muster.backends.slurm.launcher import SlurmLauncher
 
     return SlurmLauncher()

@@ -23,14 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from muster.backends.slurm import reach
+from muster.backends.slurm import locate
 from muster.backends.slurm.commands import Slurm, joined
-from muster.backends.slurm.further import go_on
+from muster.backends.slurm.resubmit import go_on
 from muster.backends.slurm.script import program
-from muster.core import runlogs, runs
+from muster.storage import run_output, run_registry
 from muster.core.errors import MusterError
-from muster.core.spec import RunSpec
-from muster.core.wire import read_token
+from muster.config.spec import RunSpec
+from muster.transport.secure_session import read_token
 
 #: Where the controllers listen, for nodes that must know whether they are cut off.
 CONTROLLERS = "controllers.json"
@@ -74,9 +74,9 @@ class Batch:
         """Start a step on every node; return the run's exit code when it has ended."""
         steps = self._steps()
         names = {step.host: step.node for step in steps}
-        runs.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
+        run_registry.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
         with contextlib.suppress(MusterError):
-            runs.replace_text(self.run_dir / CONTROLLERS, json.dumps(self.slurm.controllers()) + "\n")
+            run_registry.replace_text(self.run_dir / CONTROLLERS, json.dumps(self.slurm.controllers()) + "\n")
         with self._signals() as wake:
             for step in steps:
                 self._start(step)
@@ -131,7 +131,7 @@ class Batch:
             for step in steps:
                 self._reap(step)
             living = [step for step in steps if step.process is not None]
-            verdict = runlogs.verdict(self.run_dir, self.began_wall_ns) if len(living) < len(steps) else None
+            verdict = run_output.verdict(self.run_dir, self.began_wall_ns) if len(living) < len(steps) else None
             if verdict is None:
                 if not self._again(steps) and not living:
                     return None
@@ -201,12 +201,12 @@ def tell_supervisor(run_dir: Path, order: Mapping[str, object]) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     address, token = (str(host), int(port)), read_token(str(run_dir / "token"))
-    status = reach.tell(address, token, {"t": "status"})
+    status = locate.tell(address, token, {"t": "status"})
     if status is None:
         return False
     if status.get("phase") in ("stopping", "ended"):  # a second stop would make it leave without saving
         return True
-    return reach.tell(address, token, order) is not None
+    return locate.tell(address, token, order) is not None
 
 
 def _mounts(spec: RunSpec, run_dir: str) -> list[str]:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muster.backends.slurm import parse, words
+from muster.backends.slurm import parse, reason_text
 from muster.core.clock import SystemShell
 from muster.core.errors import BackendError
-from muster.core.seams import Completed, Shell
+from muster.core.protocols import Completed, Shell
 
 #: What every job's name begins with; the run's id and the submission's number follow.
 PREFIX = "muster-"
@@ -81,15 +81,15 @@ class Slurm:
         found = parse.job_id(done.stdout) if done.returncode == 0 else None
         if found is not None:
             return found
-        if words.UNSURE.search(done.stderr) or done.returncode == 0:
-            raise Unsure(str(words.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
-        raise words.refusal("sbatch", done.stderr)
+        if reason_text.UNSURE.search(done.stderr) or done.returncode == 0:
+            raise Unsure(str(reason_text.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
+        raise reason_text.refusal("sbatch", done.stderr)
 
     def cancel(self, job_id: str) -> None:
         """End a job; one that is gone already is success."""
         done = self._run("scancel", job_id)
-        if done.returncode and not words.is_gone(done.stderr):
-            raise words.refusal("scancel", done.stderr)
+        if done.returncode and not reason_text.is_gone(done.stderr):
+            raise reason_text.refusal("scancel", done.stderr)
 
     def requeue(self, job_id: str) -> None:
         """Put a job back into the queue."""
@@ -99,9 +99,9 @@ class Slurm:
         """Everything about one job; empty where Slurm no longer knows it."""
         done = self._run("scontrol", "show", "job", job_id, "--oneliner")
         if done.returncode:
-            if words.is_gone(done.stderr):
+            if reason_text.is_gone(done.stderr):
                 return {}
-            raise words.refusal("scontrol", done.stderr)
+            raise reason_text.refusal("scontrol", done.stderr)
         return next(parse.pairs(done.stdout), {})
 
     def accounted(self, job_id: str) -> Mapping[str, str]:
@@ -132,7 +132,7 @@ class Slurm:
     def _ask(self, *argv: str) -> Completed:
         done = self._run(*argv)
         if done.returncode:
-            raise words.refusal(argv[0], done.stderr)
+            raise reason_text.refusal(argv[0], done.stderr)
         return done
 
     def _run(self, *argv: str, env: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S) -> Completed:

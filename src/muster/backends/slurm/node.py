@@ -24,15 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from muster.backends.slurm import reach
+from muster.backends.slurm import locate
 from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_IS_UP, tell_supervisor
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.fabric import wrapped
-from muster.backends.slurm.further import go_on
-from muster.core import runlogs
+from muster.backends.slurm.nccl_settings import wrapped
+from muster.backends.slurm.resubmit import go_on
+from muster.storage import run_output
 from muster.core.errors import ConflictError, MusterError
-from muster.core.spec import RunSpec
-from muster.core.store import open_store
+from muster.config.spec import RunSpec
+from muster.storage.store import open_store
 
 #: A holder of the lease is looked at so often; beyond the first few nodes less often, so that it is not asked much.
 LOOK_EVERY_S = 1.0
@@ -190,7 +190,7 @@ class Node:
         return self._verdict() is not None
 
     def _verdict(self) -> Mapping[str, Any] | None:
-        return runlogs.verdict(self.run_dir, self.began_wall_ns)
+        return run_output.verdict(self.run_dir, self.began_wall_ns)
 
     # ------------------------------------------------------------ the lease
 
@@ -209,7 +209,7 @@ class Node:
                 self._take_over("nobody holds the run's lease")
             return
         address = (str(record["address"][0]), int(record["address"][1]))
-        if reach.connects(address):
+        if locate.connects(address):
             self.heard_s, self.cut_off = time.monotonic(), False
             return
         silent_s = time.monotonic() - self.heard_s
@@ -221,7 +221,7 @@ class Node:
             self.cut_off = True
         elif self.cut_off:  # back again: the holder may well live, so patience begins anew
             self.cut_off, self.heard_s = False, time.monotonic()
-        elif not reach.connects(address) and self._vacate(record):
+        elif not locate.connects(address) and self._vacate(record):
             self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
             self.ends_s = self._notice_due()
 
@@ -231,7 +231,7 @@ class Node:
             known = json.loads((self.run_dir / CONTROLLERS).read_text())
         except (OSError, ValueError):
             known = []
-        return not known or any(reach.connects((str(host), int(port))) for host, port in known)
+        return not known or any(locate.connects((str(host), int(port))) for host, port in known)
 
     def _vacate(self, record: Mapping[str, Any]) -> bool:
         """Take the lease from a holder that nobody reaches: from then on its renewals fail and it ends."""
@@ -349,7 +349,7 @@ def main() -> None:
     os.dup2(log, 2)
     try:
         spec = RunSpec.model_validate_json((arguments.run_dir / "resolved.json").read_text())
-        address = reach.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)
+        address = locate.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)
         environ |= {"MUSTER_BIND": address, "MUSTER_HOST": arguments.host}
         _say(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")
         sys.exit(Node(arguments.run_dir, arguments.run_id, arguments.host, environ).run())

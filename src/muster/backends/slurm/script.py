@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from muster.backends.slurm.commands import name_of
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 SCRIPT = "job.sh"
 

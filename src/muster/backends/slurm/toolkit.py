@@ -12,9 +12,9 @@ from importlib import resources
 from typing import Any
 
 from muster.backends.slurm.toolkit_scripts import build_runners, controller_runners, node_runners
-from muster.core import runs
+from muster.storage import run_registry
 from muster.core.errors import Problem, RunFileError
-from muster.core.spec import RunSpec
+from muster.config.spec import RunSpec
 
 Module = dict[str, Any]
 #: Of the image; no disk that is made from it may be smaller (a nodeset's default is 50).
@@ -36,7 +36,7 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
     _refuse(spec)
     table = _table()
     family = table["families"][spec.resources.machine]
-    name = runs.slug(spec.name, 20)
+    name = run_registry.slug(spec.name, 20)
     zone = spec.resources.locations[0]
     deployment = {
         "terraform_backend_defaults": {

@@ -8,10 +8,10 @@ import pytest
 from cases import RUN_DIR, RUN_ID, placement, spec
 from fakes.kubernetes import FakeKubernetes, serve
 
-from muster.backends.gke.chart import chart
-from muster.backends.gke.render import cluster_objects, run_manifests
-from muster.core.runfile import loads
-from muster.core.spec import RunSpec
+from muster.backends.gke.manifests.helm_chart import chart
+from muster.backends.gke.manifests.render import cluster_objects, run_manifests
+from muster.config.load import loads
+from muster.config.spec import RunSpec
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 B200 = spec("a4-highgpu-8g", "flex_start_queued")

@@ -2,7 +2,7 @@
 
 import json
 
-from muster.backends.gke.echo import LONGEST_BYTES, Echo, told_by
+from muster.backends.gke.pod.log_forwarder import LONGEST_BYTES, Echo, told_by
 
 
 def started(rank, attempt):

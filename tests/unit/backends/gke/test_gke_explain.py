@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.backends.gke.explain import Observed, explain
-from muster.core.nouns import JobState
+from muster.backends.gke.operate.status_reason import Observed, explain
+from muster.core.types import JobState
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 RECORDED = Path(__file__).resolve().parents[5] / "shared" / "data" / "oracles" / "kueue"

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 from cases import spec
 
-from muster.app.image import build, image_of
+from muster.app.cluster.image import build, image_of
 from muster.backends.gke.image import Parts, context, doubts, parts, requirements, tag
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, UsageError
@@ -73,10 +73,10 @@ def test_the_context_is_this_muster_and_always_the_same(tmp_path):
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         names = set(archive.getnames())
         archive.extractall(tmp_path, filter="data")
-    assert {"Dockerfile", "requirements.txt", "muster/agent/__main__.py", "muster/backends/gke/pod.py"} <= names
+    assert {"Dockerfile", "requirements.txt", "muster/agent/watchdog.py", "muster/backends/gke/pod/main.py"} <= names
     assert not any("__pycache__" in name for name in names)
     code = (
-        "import muster, muster.agent.__main__, muster.backends.gke.pod, muster.app.supervisor; print(muster.__file__)"
+        "import muster, muster.agent.watchdog, muster.backends.gke.pod.main, muster.app.supervisor; print(muster.__file__)"
     )
     argv = [sys.executable, "-P", "-c", code]
     ran = subprocess.run(

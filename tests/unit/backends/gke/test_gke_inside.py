@@ -6,18 +6,19 @@ import json
 import pytest
 from cases import spec
 
-from muster.app import exec as execute_app
-from muster.app import inside as pod_side
-from muster.app import logs as logs_app
-from muster.app import status as status_app
-from muster.app import stop as stop_app
-from muster.app.contact import NoAnswer
-from muster.backends.gke.execute import exit_code
-from muster.backends.gke.jobs import GkeLauncher
-from muster.core import runs
+from muster.app.run import exec as execute_app
+from muster.app import remote_entrypoint as pod_side
+from muster.app.inspect import logs as logs_app
+from muster.app.inspect import status as status_app
+from muster.app.run import stop as stop_app
+from muster.app.inspect.supervisor_client import NoAnswer
+from muster.backends.gke.operate.exec_stream import exit_code
+from muster.backends.gke.launcher import GkeLauncher
+from muster.storage import run_registry
 from muster.core.errors import BackendError, MusterError, UsageError
-from muster.core.eventlog import EventLog
-from muster.core.seams import Stored, Terminal
+from muster.core.event_log import EventLog
+from muster.backends.protocols import Terminal
+from muster.core.protocols import Stored
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
@@ -48,8 +49,8 @@ def run(google, monkeypatch, tmp_path):
     """A submitted run whose pods run: the folder of its supervisor's pod is a folder here."""
     launcher = GkeLauncher(http=google, clock=VirtualClock())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
-    run_id = runs.new_run_id("llama")
-    run = runs.create(run_id, runs.place(run_id, None), run_file="x", resolved=SPEC.model_dump_json())
+    run_id = run_registry.new_run_id("llama")
+    run = run_registry.create(run_id, run_registry.place(run_id, None), run_file="x", resolved=SPEC.model_dump_json())
     launcher.submit(launcher.render(SPEC, run_id=run_id, run_dir=str(run.path)))
     for role, count in (("supervisor", 1), ("host", 3)):
         for index in range(count):
@@ -57,7 +58,7 @@ def run(google, monkeypatch, tmp_path):
             google.kubernetes.handle(
                 "PUT", f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", json.dumps(pod).encode()
             )
-    inside = runs.RunDir(path=tmp_path / "in-pod", run_id=run_id)
+    inside = run_registry.RunDir(path=tmp_path / "in-pod", run_id=run_id)
     inside.logs.mkdir(parents=True)
     inside.events.mkdir()
     (inside.path / "run_id").write_text(run_id)
@@ -85,7 +86,7 @@ def answers(inside):
     """What a pod does with a command: our own program, or a word of the user's."""
 
     def command(pod, argv, line):
-        if argv[:3] != ["python", "-m", "muster.app.inside"]:
+        if argv[:3] != ["python", "-m", "muster.app.remote_entrypoint"]:
             return 3, b"out of " + pod.encode(), b"to err"
         assert argv[3:5] == ["--run-dir", f"/gcs/example-bucket/muster-runs/{inside.run_id}"]
         try:
@@ -235,7 +236,7 @@ def test_the_copy_in_a_pods_output_counts_once_no_pod_can_be_asked(run, google):
 def test_a_large_log_comes_in_parts(run, monkeypatch):
     here, inside = run
     monkeypatch.setattr(pod_side, "LARGEST_BYTES", 1000)
-    monkeypatch.setattr("muster.backends.gke.inside.ENOUGH", 1000)
+    monkeypatch.setattr("muster.backends.gke.operate.pod_exec.ENOUGH", 1000)
     text = "".join(f"line {number} ä\n" for number in range(400))
     (inside.logs / "rank-0.a1.log").write_text(text)
     assert "".join(one.text for one in logs_app.logs(here.run_id, rank=0)) == text
@@ -266,7 +267,7 @@ def test_every_word_of_a_command_is_a_parameter_of_its_own(run, google):
 def test_a_back_end_without_exec_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     resolved = spec("a4-highgpu-8g", "spot").model_copy(update={"backend": "local"}).model_dump_json()
-    runs.create("here", runs.place("here", None), run_file="x", resolved=resolved)
+    run_registry.create("here", run_registry.place("here", None), run_file="x", resolved=resolved)
     with pytest.raises(UsageError, match="cannot reach hosts of the back end 'local'"):
         execute_app.execute("here", ["true"], Terminal(out=len, err=len))
 
@@ -282,7 +283,7 @@ def test_the_pods_program_reads_what_is_new_and_no_more(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.a1.log").write_text("one\ntwo\n")
     (tmp_path / "token").write_text("a secret")
-    run = runs.RunDir(path=tmp_path, run_id="r")
+    run = run_registry.RunDir(path=tmp_path, run_id="r")
     (row,) = pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 4}})["files"]
     assert (row["offset"], base64.b64decode(row["data"])) == (4, b"two\n")
     assert pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 8}}) == {"files": []}

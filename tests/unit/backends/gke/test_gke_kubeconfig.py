@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from muster.backends.gke.provision.kubeconfig import connect, named, own_cluster
+from muster.backends.gke.kubernetes.kubeconfig import connect, named, own_cluster
 from muster.core.errors import AccessError, UsageError
 
 

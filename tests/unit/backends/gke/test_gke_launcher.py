@@ -6,12 +6,12 @@ import pytest
 from cases import spec
 
 from muster import backends
-from muster.backends.gke.jobs import ANNOTATION, SUBMISSION, GkeLauncher
-from muster.backends.gke.provision.http import Call
+from muster.backends.gke.launcher import ANNOTATION, SUBMISSION, GkeLauncher
+from muster.backends.gke.kubernetes.http import Call
 from muster.backends.gke.provision.session import Session
-from muster.core import runs
+from muster.storage import run_registry
 from muster.core.errors import BackendError, UsageError
-from muster.core.nouns import JobHandle, JobState
+from muster.core.types import JobHandle, JobState
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
@@ -46,9 +46,9 @@ def launcher(google, tmp_path, monkeypatch):
 
 @pytest.fixture
 def request_(launcher):
-    run_id = runs.new_run_id("llama")
-    path = runs.place(run_id, None)
-    runs.create(run_id, path, run_file="name: llama\n", resolved=SPEC.model_dump_json())
+    run_id = run_registry.new_run_id("llama")
+    path = run_registry.place(run_id, None)
+    run_registry.create(run_id, path, run_file="name: llama\n", resolved=SPEC.model_dump_json())
     return launcher.render(SPEC, run_id=run_id, run_dir=str(path))
 
 
@@ -81,7 +81,7 @@ def test_submitting_twice_is_one_jobset(launcher, google, request_):
     first, second = launcher.submit(request_), launcher.submit(request_)
     assert first == second and len(google.kubernetes.of_kind("JobSet")) == 1
     (secret,) = google.kubernetes.of_kind("Secret")
-    token = runs.RunDir(path=runs.place(request_.run_id, None), run_id=request_.run_id).token.read_text().strip()
+    token = run_registry.RunDir(path=run_registry.place(request_.run_id, None), run_id=request_.run_id).token.read_text().strip()
     assert base64.b64decode(secret["data"]["token"]).decode() == token
     assert "token" not in request_.files["run.yaml"].split("resolved.json")[0]
 

@@ -8,9 +8,10 @@ import sys
 import pytest
 from cases import spec
 
-from muster.backends.gke.place import place
-from muster.backends.gke.pods import SOURCE_AND_RUN
-from muster.core import codepack, runs
+from muster.backends.gke.pod.init_container import place
+from muster.backends.gke.manifests.pods import SOURCE_AND_RUN
+from muster.backends import code_bundle
+from muster.storage import run_registry
 
 EVERYTHING = ["run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
 
@@ -30,7 +31,7 @@ def test_places_once(placed):
     run, again = placed
     assert again() == EVERYTHING
     assert (run / "token").read_text() == "secret" and stat.S_IMODE((run / "token").stat().st_mode) == 0o600
-    assert runs.existing_id(run) == "llama" and json.loads((run / "job.json").read_text())["run_id"] == "llama"
+    assert run_registry.existing_id(run) == "llama" and json.loads((run / "job.json").read_text())["run_id"] == "llama"
     (run / "resolved.json").write_text("what a restart made of it")
     assert again() == []
     assert (run / "resolved.json").read_text() == "what a restart made of it"
@@ -52,8 +53,8 @@ def test_the_users_code_comes_with_the_submission(placed, tmp_path):
     (project / "train.py").write_text("import lib.net")
     (project / "lib" / "net.py").write_text("x = 1")
     own = spec("a4-highgpu-8g", "spot", model=None, data=None, command=[str(project / "train.py"), "--x"])
-    shipped, code = codepack.pack(own, str(run))
-    assert shipped.command == [f"{run}/code/train.py", "--x"] and codepack.pack(own, str(run))[1] == code
+    shipped, code = code_bundle.pack(own, str(run))
+    assert shipped.command == [f"{run}/code/train.py", "--x"] and code_bundle.pack(own, str(run))[1] == code
     (tmp_path / "files" / "code.tar.gz").write_bytes(code)
     again()
     assert (run / "code" / "lib" / "net.py").read_text() == "x = 1"

@@ -3,12 +3,12 @@
 import pytest
 from cases import spec
 
-from muster.backends.gke.checks import findings
-from muster.backends.gke.options import Options
-from muster.backends.gke.placement import place
-from muster.backends.gke.preflight import TINY, rehearsal
-from muster.backends.gke.render import run_manifests
-from muster.core import rules
+from muster.backends.gke.manifests.spec_rules import findings
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import place
+from muster.backends.gke.manifests.preflight import TINY, rehearsal
+from muster.backends.gke.manifests.render import run_manifests
+from muster.config import validation
 from muster.core.errors import UsageError
 
 FULL = spec("a4-highgpu-8g", "flex_start_queued", spare_hosts=1, run_dir="gs://example-bucket/runs/llama")
@@ -46,7 +46,7 @@ def test_the_same_data_and_tokenizer_and_two_steps():
     assert small.model.config == TINY and small.resources.hosts == 1
     assert small.checkpoint.dir == "gs://example-bucket/checkpoints/preflight/llama-preflight"
     assert small.run_dir == "gs://example-bucket/runs/llama-preflight"
-    assert rules.problems(small) == []
+    assert validation.problems(small) == []
 
 
 def test_on_a_cheap_gpu():

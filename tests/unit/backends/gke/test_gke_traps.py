@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from cases import placement, spec
 
-from muster.backends.gke import pods
-from muster.backends.gke.options import Options
-from muster.backends.gke.placement import mode_of
-from muster.backends.gke.queue import queue_objects
-from muster.backends.gke.render import cluster_objects, run_manifests
+from muster.backends.gke.manifests import pods
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import mode_of
+from muster.backends.gke.manifests.kueue_objects import queue_objects
+from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.catalog import gke as catalogue
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "gke.md"
@@ -276,7 +276,7 @@ def test_trap_success_is_the_supervisors():
 
 def test_trap_pod_names_fit():
     long = "a-very-long-run-name-that-fills-it-20260822-1a2b3c"
-    from muster.backends.gke.placement import place
+    from muster.backends.gke.manifests.placement import place
 
     of = place(spec(A4, "spot", hosts=1024), run_id=long, run_dir="gs://b/r", options=Options())
     for role, index in (("host", 1023), ("supervisor", 0)):

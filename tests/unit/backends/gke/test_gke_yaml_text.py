@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from muster.backends.gke.yaml_text import Expression, Line, dump
+from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=12)
 VALUES = st.recursive(

@@ -9,16 +9,16 @@ import pytest
 from fakes.slurm import FakeJob, FakeSlurm
 
 from muster.backends.slurm import node as node_module
-from muster.backends.slurm import reach
+from muster.backends.slurm import locate
 from muster.backends.slurm.batch import Batch, tell_supervisor
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.further import PART, go_on
+from muster.backends.slurm.resubmit import PART, go_on
 from muster.backends.slurm.node import PATIENCE_S, Node
 from muster.backends.slurm.script import SCRIPT
 from muster.core.errors import ConflictError
-from muster.core.spec import RunSpec
-from muster.core.store import open_store
-from muster.supervise.lease import LeaseKeeper
+from muster.config.spec import RunSpec
+from muster.storage.store import open_store
+from muster.supervise.process.lease import LeaseKeeper
 
 ENVIRON = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "muster-r.1", "SLURM_JOB_NODELIST": "n[1-2]"}
 
@@ -57,7 +57,7 @@ def held(run_dir):
 
 
 def unreachable(monkeypatch, value=False):
-    monkeypatch.setattr(reach, "connects", lambda address, **_: value)
+    monkeypatch.setattr(locate, "connects", lambda address, **_: value)
 
 
 def test_a_holder_that_answers_is_left_alone(run_dir, monkeypatch):
@@ -180,8 +180,8 @@ def test_an_interface_that_is_not_there_is_named():
     from muster.core.errors import UsageError
 
     with pytest.raises(UsageError, match="no-such0"):
-        reach.address_of_this_node([], interface="no-such0")
-    assert reach.address_of_this_node([], interface="lo") == "127.0.0.1"
+        locate.address_of_this_node([], interface="no-such0")
+    assert locate.address_of_this_node([], interface="lo") == "127.0.0.1"
 
 
 # ---------------------------------------------------------------- the job after this one

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.backends.slurm import parse, words
+from muster.backends.slurm import parse, reason_text
 
 RECORDED = Path(__file__).resolve().parents[5] / "shared" / "data" / "oracles" / "slurm"
 FIELDS = ("id", "name", "reason")
@@ -52,7 +52,7 @@ def test_no_text_raises(text, fields):
     list(parse.pairs(text))
     parse.accounting(text)
     parse.gpus(text)
-    for read in (parse.seconds, parse.mebibytes, parse.job_id, parse.exit_code, parse.node_state, words.waits):
+    for read in (parse.seconds, parse.mebibytes, parse.job_id, parse.exit_code, parse.node_state, reason_text.waits):
         read(text)
 
 
@@ -141,7 +141,7 @@ def test_recorded_squeue():
     for row in rows:
         assert parse.job_id(row[3]) == row[3] and parse.seconds(row[5]) is not None
         assert row[9] not in parse.ENDED
-    waiting = {row[9]: words.waits(row[27]) for row in rows if row[9] == "PENDING"}
+    waiting = {row[9]: reason_text.waits(row[27]) for row in rows if row[9] == "PENDING"}
     assert waiting and all("Slurm says" not in sentence for sentence in waiting.values()), waiting
     assert any(row[9] == "RUNNING" and parse.gpus(row[0].replace("gres/", "")) for row in rows)
 

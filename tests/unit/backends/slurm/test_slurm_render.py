@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from slurm_cases import HERE, RUN_DIR, RUN_ID, blueprints, scripts, spec, texts
 
 from muster.backends.slurm.batch import srun
-from muster.backends.slurm.fabric import settings, wrapped
+from muster.backends.slurm.nccl_settings import settings, wrapped
 from muster.backends.slurm.script import options, time_limit
 from muster.backends.slurm.toolkit import blueprint
 from muster.core.errors import RunFileError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.core import runfile
+from muster.config import load as runfile
 from muster.core.errors import RunFileError
 
 FILE = "name: n\nbackend: {backend}\ncommand: [x]\nresources: {{device: cpu}}\nslurm:\n  {line}\n"

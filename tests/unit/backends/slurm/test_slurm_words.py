@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from fakes.slurm import FakeSlurm
 
-from muster.backends.slurm import words
+from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
-from muster.backends.slurm.jobs import SlurmLauncher
-from muster.backends.slurm.judge import judge
+from muster.backends.slurm.launcher import SlurmLauncher
+from muster.backends.slurm.job_outcome import judge
 from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
-from muster.core.nouns import JobHandle, JobState
-from muster.core.spec import RunSpec
+from muster.core.types import JobHandle, JobState
+from muster.config.spec import RunSpec
 
 HERE = Path("/runs/r")
 RECORD = {"run_id": "r", "state": "submitted", "submission": 1, "job_id": "12", "submitted_wall_ns": 0}
@@ -148,7 +148,7 @@ def test_sinfo_that_fails_is_an_error_not_an_empty_cluster():
 
 
 def test_a_refusal_is_one_line():
-    found = words.refusal("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n")
+    found = reason_text.refusal("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n")
     assert "\n" not in str(found) and "Invalid qos" in str(found) and found.hint
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.backends.gke.provision.http import Call
+from muster.backends.gke.kubernetes.http import Call
 from muster.backends.gke.provision.resources import MARK, RestResource
-from muster.backends.gke.provision.site import Site
+from muster.backends.gke.provision.resource_names import Site
 
 MAIN_RANGE = "10.64.0.0/20"
 DATA_RANGE = "192.168.0.0/16"

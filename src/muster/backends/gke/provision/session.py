@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.backends.gke.provision.http import LOGIN, Call, Http, Reply, Unreachable
+from muster.backends.gke.kubernetes.http import LOGIN, Call, Http, Reply, Unreachable
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
-from muster.core.seams import Clock
+from muster.core.protocols import Clock
 
 TRANSIENT = {429, 500, 502, 503, 504}
 BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION", "running incompatible operation")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.provision.site import Site
+from muster.backends.gke.provision.resource_names import Site
 from muster.catalog import gke as catalogue
 from muster.core.errors import UsageError
 

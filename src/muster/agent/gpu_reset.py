@@ -1,0 +1,37 @@
+"""Resetting a host's GPUs between two attempts, where the health verdict says that it may heal them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+
+from muster.agent.ranks.rank_process import open_pidfd
+from muster.transport.connections import Hub
+
+
+def command(gpus: Sequence[int]) -> list[str]:
+    """NVIDIA's own tool; it refuses while any process uses the GPU, so the ranks must be gone."""
+    return ["nvidia-smi", "--gpu-reset", "-i", ",".join(str(gpu) for gpu in gpus)]
+
+
+def start(hub: Hub, gpus: Sequence[int], done: Callable[[bool, str], None]) -> None:
+    """Reset without waiting; ``done(ok, what was said)`` comes from the hub's loop."""
+    try:
+        child = subprocess.Popen(
+            command(gpus), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    except OSError as error:
+        done(False, f"no reset: {error.strerror}: {error.filename}")
+        return
+    fd = open_pidfd(child.pid)
+    assert fd is not None, "not reaped yet"
+
+    def ended() -> None:
+        hub.unwatch(fd)
+        os.close(fd)
+        said, _ = child.communicate()
+        last = said.strip().splitlines()[-1] if said.strip() else f"exit code {child.returncode}"
+        done(child.returncode == 0, last[:200])
+
+    hub.watch(fd, ended)

@@ -1,0 +1,58 @@
+"""What the fork server, and so every rank, finds in its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from muster.config.spec import RunSpec
+
+#: Lets a rank of a healthy replica live through the abort of the groups that cross replicas. Names and meanings from
+#: ProcessGroupNCCL.hpp of torch 2.13 and the watchdog's run loop beside it; never run on a GPU.
+SURVIVE_ABORTS = {
+    # 0: the watchdog notes an error and leaves it. Its default (3) takes the process down; 2 would abort by itself,
+    # before the breaker is asked.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # The watchdog throws CUDA errors again, in a thread where nobody catches them: the process would end.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # A thread that ends the process where the watchdog is stuck. The agent's step watchdog sees to hangs.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # On an error the watchdog asks every group of the process for a dump, and then sleeps four times the wait below,
+    # holding what the next collective needs.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
+
+def fork_server_environment(spec: RunSpec, given: Mapping[str, str], *, cores: int) -> dict[str, str]:
+    """``given``, with what ranks need; what the user set for NCCL stays as it is. Pure."""
+    ranks_here = (spec.resources.ranks_per_host or 1) * (spec.resources.hosts if spec.backend == "local" else 1)
+    threads = spec.resources.threads_per_rank or max(1, cores // ranks_here)
+    return {
+        **survive_aborts(spec, given),
+        **given,
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",  # its pool would be a thread before the fork
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def opens_contexts(spec: RunSpec) -> bool:
+    """Whether standbys are to wait with a CUDA context on the GPU of their place: Muster's own trainer, on GPUs.
+
+    Asked of the device files: neither torch nor the driver is touched here.
+    """
+    device = spec.resources.device
+    on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+    return on_gpus and spec.recovery.standby is True and spec.command is None
+
+
+def survive_aborts(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
+    """Settings of NCCL for ranks that outlive another replica; empty where nobody does.
+
+    Elsewhere NCCL's own handling stays: a rank that shares everything with a lost one is replaced anyway.
+    """
+    if spec.command is not None or spec.parallelism.dp_replicate < 2:
+        return {}
+    older = {name.removeprefix("TORCH_") for name in SURVIVE_ABORTS} & given.keys()  # NCCL_..., still obeyed
+    return {name: value for name, value in SURVIVE_ABORTS.items() if name.removeprefix("TORCH_") not in older}

@@ -1,0 +1,96 @@
+"""What an agent knows of the processes on its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.transport.connections import Peer
+
+
+@dataclass(kw_only=True)
+class Standby:
+    """A forked process that waits for a rank."""
+
+    pid: int
+    peer: Peer
+    local_rank: int = 0
+    """The place that it was forked for."""
+    bound: bool = False
+    """It was to open a CUDA context on that place's GPU, so that it can take no other."""
+    warm: bool = False
+    """It has paid for what a first step costs, or cannot do so in advance."""
+
+
+def standby_for(local_rank: int, standbys: Iterable[Standby]) -> Standby | None:
+    """The one that was forked for this place, else one that fits any; None where neither is there.
+
+    One that holds a context on another GPU would keep that memory for as long as it lives.
+    """
+    mine = [standby for standby in standbys if standby.local_rank == local_rank or not standby.bound]
+    return min(mine, key=lambda standby: standby.local_rank != local_rank, default=None)
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """A process that runs a rank."""
+
+    pid: int
+    rank: int
+    attempt: int
+    peer: Peer | None
+    pidfd: int
+    parent: int = 0
+    """The fork server that forked it: it alone can tell the exit code."""
+    step: int = -1
+    micro: int = 0
+    first_step: int | None = None
+    stepped: bool = False
+    progress_s: float = 0.0
+    """Monotonic moment of the last progress (step or micro-batch)."""
+    seen_s: float = 0.0
+    """Monotonic moment of the last sign of life."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    orphaned: bool = False
+    """Its parent died before it: its exit code is a guess."""
+    reported_hang: bool = False
+    kept: bool = False
+    """Its attempt ends, and it is to go on in the next one."""
+    paused: int | None = None
+    """It stands still after this step, and waits for its next place."""
+
+    def begin(self, rank: int, attempt: int, *, now_s: float) -> None:
+        """Count from here as ``rank`` of ``attempt``."""
+        self.rank, self.attempt = rank, attempt
+        self.kept, self.paused, self.reported_hang, self.last = False, None, False, {}
+        self.first_step, self.stepped = None, False
+        self.progress_s = self.seen_s = now_s
+
+
+def parent_of(pid: int) -> int:
+    """The parent's pid; 0 when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rsplit(")", 1)[1].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel holds the process stopped (SIGSTOP, a debugger, a freezer)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A file descriptor that becomes readable when ``pid`` is gone; None when it is gone already."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None

@@ -1,0 +1,257 @@
+"""Checkpoints of a run, over every tier: what lies where, how old it is, and which one a restart would take.
+
+Disk and bucket are read by their markers. The hosts' memories are read where they are on this machine (a run here, or
+this host's share of a Slurm job): a snapshot is a file on tmpfs that anyone may look at. Of a memory out of reach only
+the run's own last word is passed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from muster.app.inspect.supervisor_client import ask
+from muster.app.inspect.status import spec_of
+from muster.checkpoint_format import manifest, snapshot_ring
+from muster.core import event_log
+from muster.storage import run_registry, uris
+from muster.core.errors import CheckpointError, MusterError
+from muster.core.events import Event
+from muster.checkpoint_format.manifest import Manifest
+from muster.core.types import Layout
+from muster.storage.paths import memory_dir, memory_prefix
+from muster.storage.run_registry import RunDir
+from muster.storage.store import open_store
+from muster.supervise.recovery.layout import Choice, Snapshot, newest_complete, twins_of
+
+TIERS = ("memory", "peer", "disk", "bucket")
+#: A supervisor that is there answers at once.
+ASK_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One step's state in one tier."""
+
+    step: int
+    attempt: int
+    tier: str
+    layout: str
+    """``Layout.key`` of the world that wrote it."""
+    ranks: tuple[int, ...]
+    """Whose shards are there."""
+    missing: tuple[int, ...]
+    """Whose are not, and no other replica's in their stead."""
+    hosts: tuple[str, ...]
+    """In whose memory; empty for disk and bucket."""
+    bytes: int
+    uri: str
+    written_ns: int | None
+    """Wall clock; None: no event of that step is known."""
+    problem: str | None = None
+    """Why it could not be used, though it is there."""
+    used: bool = False
+    """A restart would begin from it (or from it and the other memory tier's shards)."""
+
+    @property
+    def complete(self) -> bool:
+        """This tier alone would do."""
+        return not self.missing and self.problem is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """What there is of a run's state."""
+
+    run: RunDir
+    directory: str
+    versions: tuple[Version, ...]
+    """Newest first; of one step the nearest tier first."""
+    committed: tuple[Manifest, ...]
+    skipped: tuple[tuple[str, str], ...]
+    """(URI, reason)."""
+    unseen: tuple[str, ...] = ()
+    """Hosts of the run whose memory is not on this machine."""
+    told: tuple[tuple[str, int], ...] = ()
+    """(tier, newest step there) as the run's last step said it."""
+    now_ns: int = 0
+
+    @property
+    def used(self) -> Version | None:
+        return next((each for each in self.versions if each.used), None)
+
+    def age_s(self, version: Version) -> float | None:
+        """Seconds since it was written."""
+        return None if version.written_ns is None else max(0, self.now_ns - version.written_ns) / 1e9
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run.run_id,
+            "directory": self.directory,
+            "versions": [
+                {**asdict(each), "complete": each.complete, "age_s": self.age_s(each)} for each in self.versions
+            ],
+            "would_use": None if self.used is None else {"step": self.used.step, "tier": self.used.tier},
+            "committed": [
+                {"step": each.step, "uri": each.uri, "attempt": each.attempt, "bytes": each.bytes}
+                for each in self.committed
+            ],
+            "skipped": [{"uri": uri, "reason": reason} for uri, reason in self.skipped],
+            "unseen_hosts": list(self.unseen),
+            "told": dict(self.told),
+        }
+
+
+def checkpoints(reference: str) -> Catalogue:
+    """Look, change nothing. Sizes of files are compared with what their marker promises; checksums, only at a restore.
+
+    Raises:
+        MusterError: no such run, or its folder of checkpoints cannot be read.
+    """
+    run = run_registry.find(reference)
+    directory = spec_of(run).checkpoint.dir or str(run.checkpoints)
+    skipped: list[tuple[str, str]] = []
+    committed = manifest.committed(open_store(), directory, on_skip=lambda uri, reason: skipped.append((uri, reason)))
+    steps = {(event.step, event.attempt): event for event in event_log.merged(run.events) if event.kind == "step"}
+    connected, active = _hosts(run)
+    lying = memories(run)
+    found = [
+        *in_memory(lying, connected=connected, steps=steps.values()),
+        *(_on_disk(each) for each in committed),
+    ]
+    last = max(steps.values(), key=lambda event: event.wall_ns, default=None)
+    return Catalogue(
+        run=run,
+        directory=directory,
+        versions=tuple(sorted(_chosen(found), key=lambda each: (-each.step, -each.attempt, TIERS.index(each.tier)))),
+        committed=tuple(committed),
+        skipped=tuple(skipped),
+        unseen=tuple(sorted(set(active) - set(lying))),
+        told=_told(last) if set(active) - set(lying) else (),
+        now_ns=time.time_ns(),
+    )
+
+
+def memories(run: RunDir) -> dict[str, Path]:
+    """Host -> its folder of snapshots, for each that is on this machine; the next attempt's agents look there too."""
+    prefix = memory_prefix(run.path, run.run_id) + "-"
+    root = memory_dir(run.path, run.run_id, "x").parent
+    return {path.name.removeprefix(prefix): path for path in sorted(root.glob(prefix + "*")) if path.is_dir()}
+
+
+def in_memory(
+    lying: dict[str, Path], *, connected: Collection[str] | None, steps: Iterable[Event]
+) -> Iterator[Version]:
+    """What the hosts' memories hold. ``connected``: hosts that a living supervisor has; None: there is none."""
+    written = {(event.step, event.attempt): event.wall_ns for event in steps}
+    parts: dict[tuple[int, int, str, str, str | None], list[tuple[int, str, int]]] = {}
+    for host, path in lying.items():
+        gone = connected is not None and host not in connected
+        problem = "the supervisor has lost the host" if gone else None
+        for held in snapshot_ring.inventory(path):
+            key = (held.step, held.attempt, held.layout, held.tier, problem)
+            parts.setdefault(key, []).append((held.rank, host, _slot_bytes(path, held)))
+    for (step, attempt, layout, tier, problem), shards in parts.items():
+        ranks = tuple(sorted({rank for rank, _, _ in shards}))
+        yield Version(
+            step=step,
+            attempt=attempt,
+            tier=tier,
+            layout=layout,
+            ranks=ranks,
+            missing=tuple(missing_ranks(Layout.from_key(layout), ranks)),
+            hosts=tuple(sorted({host for _, host, _ in shards})),
+            bytes=sum(size for _, _, size in shards),
+            uri="",
+            written_ns=written.get((step, attempt)),
+            problem=problem,
+        )
+
+
+def missing_ranks(layout: Layout, ranks: Collection[int]) -> list[int]:
+    """Ranks of the layout whose state is in none of ``ranks``: a replica's shard stands in for its twin's."""
+    return [
+        rank
+        for rank in range(layout.world_size)
+        if rank not in ranks and not any(twin in ranks for twin in twins_of(layout, rank))
+    ]
+
+
+def _slot_bytes(path: Path, held: snapshot_ring.Held) -> int:
+    tier = "own" if held.tier == "memory" else "peer"
+    try:
+        found = snapshot_ring.Ring.open(path / snapshot_ring.file_name(tier, held.layout, held.rank))
+    except CheckpointError:
+        return 0  # gone since it was listed
+    try:
+        return found.slot_bytes
+    finally:
+        found.close()
+
+
+def _on_disk(found: Manifest) -> Version:
+    ranks = tuple(range(found.layout.world_size))
+    try:
+        problem = manifest.missing(found)
+    except (MusterError, OSError) as error:
+        problem = f"its files cannot be looked at: {error}"
+    return Version(
+        step=found.step,
+        attempt=found.attempt,
+        tier="disk" if uris.is_local(found.uri) else "bucket",
+        layout=found.layout.key,
+        ranks=ranks,
+        missing=(),
+        hosts=(),
+        bytes=found.bytes,
+        uri=found.uri,
+        written_ns=found.created_ns,
+        problem=problem,
+    )
+
+
+def _chosen(found: Sequence[Version]) -> list[Version]:
+    """Mark what a restart would take: the newest version that is whole, the hosts' memories together as one."""
+    memory = newest_complete(
+        [
+            Snapshot(step=each.step, attempt=each.attempt, rank=rank, layout=each.layout, host="", tier=each.tier)
+            for each in found
+            if each.tier in ("memory", "peer") and each.problem is None
+            for rank in each.ranks
+        ]
+    )
+    saved = max(
+        (each for each in found if each.tier in ("disk", "bucket") and each.complete),
+        key=lambda each: (each.step, each.attempt),
+        default=None,
+    )
+    if memory is not None and (saved is None or memory.step >= saved.step):
+        return [replace(each, used=_is_of(each, memory)) for each in found]
+    return [replace(each, used=each is saved) for each in found]
+
+
+def _is_of(version: Version, choice: Choice) -> bool:
+    same = (version.step, version.attempt, version.layout) == (choice.step, choice.attempt, choice.layout.key)
+    needed = {shard.tier for shard in choice.shards.values()}
+    return same and version.tier in needed and version.problem is None
+
+
+def _hosts(run: RunDir) -> tuple[set[str] | None, set[str]]:
+    """(hosts the supervisor is connected to, those that run ranks); (None, nothing) where none answers."""
+    if not run.lease.exists() and spec_of(run).backend in ("local", "slurm"):
+        return None, set()
+    try:
+        hosts = ask(run, {"t": "status"}, timeout_s=ASK_TIMEOUT_S)["hosts"]
+    except (MusterError, KeyError):
+        return None, set()
+    connected = {str(name) for name, each in hosts.items() if each["connected"]}
+    return connected, {name for name in connected if hosts[name]["active"]}
+
+
+def _told(last: Event | None) -> tuple[tuple[str, int], ...]:
+    said = dict(last.detail) if last is not None else {}
+    names = {"memory": said.get("snapshot_step"), "peer": said.get("peer_step")}
+    return tuple((tier, int(step)) for tier, step in names.items() if step is not None)

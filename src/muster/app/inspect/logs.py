@@ -1,0 +1,100 @@
+"""Logs and events of a run, so far or as they come."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from muster.app.inspect.status import job, mirror
+from muster.core import event_log
+from muster.storage import run_registry
+from muster.core.clock import SystemClock
+from muster.core.errors import UsageError
+from muster.core.events import KINDS, Event
+from muster.core.types import JobHandle, LogChunk
+from muster.backends.protocols import Launcher
+from muster.core.protocols import Clock
+
+LOOK_EVERY_S = 0.3
+REMOTE_LOOK_EVERY_S = 2.0
+"""Where each look is a command in a pod."""
+
+
+def logs(
+    reference: str,
+    *,
+    follow: bool = False,
+    rank: int | None = None,
+    task: str | None = None,
+    clock: Clock | None = None,
+) -> Iterator[LogChunk]:
+    """Output of the run's processes (of one rank or task); with ``follow``, until the run has ended.
+
+    Raises:
+        UsageError: no such run, or no such log.
+    """
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    stream = getattr(launcher, "follow", None) if follow else None
+    chunks = stream(handle) if stream else _looked_at(launcher, handle, follow, clock or SystemClock())
+    seen: set[str] = set()
+    for chunk in chunks:
+        seen.add(chunk.task)
+        if _wanted(chunk.task, rank, task):
+            yield chunk
+    known = sorted({path.stem for path in run.logs.glob("*.log")} | seen)
+    if not any(_wanted(each, rank, task) for each in known) and (rank is not None or task is not None):
+        what = f"rank {rank}" if rank is not None else f"task {task!r}"
+        raise UsageError(f"no log of {what} in {run.run_id}", hint=f"there are: {', '.join(known) or 'none'}")
+
+
+def events(
+    reference: str, *, follow: bool = False, kinds: tuple[str, ...] = (), clock: Clock | None = None
+) -> Iterator[Event]:
+    """The run's events, oldest first; with ``follow``, new ones until the run has ended.
+
+    Raises:
+        UsageError: no such run, or no such kind of event.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            near = difflib.get_close_matches(kind, KINDS, n=1)
+            raise UsageError(
+                f"no kind of event {kind!r}", hint=f"did you mean {near[0]}?" if near else "docs/events.md"
+            )
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    clock = clock or SystemClock()
+    every_s = REMOTE_LOOK_EVERY_S if getattr(launcher, "folder_is_remote", False) else LOOK_EVERY_S
+    counts: dict[str, int] = {}
+    while True:
+        ended = launcher.poll(handle).state.ended
+        mirror(launcher, run)
+        found = list(event_log.read(run.events, after=counts))
+        for name, _ in found:
+            counts[name] = counts.get(name, 0) + 1
+        for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq)):
+            if not kinds or event.kind in kinds:
+                yield event
+        if not follow or ended:
+            return
+        clock.sleep(every_s)
+
+
+def _looked_at(launcher: Launcher, handle: JobHandle, follow: bool, clock: Clock) -> Iterator[LogChunk]:
+    """Output so far; with ``follow`` looked at again until the job has ended."""
+    positions: dict[str, int] = {}
+    while True:
+        ended = launcher.poll(handle).state.ended
+        for chunk in launcher.logs(handle, after=positions):
+            positions[chunk.task] = chunk.next_offset
+            yield chunk
+        if not follow or ended:
+            return
+        clock.sleep(LOOK_EVERY_S)
+
+
+def _wanted(task: str, rank: int | None, name: str | None) -> bool:
+    if rank is not None:
+        return task == f"rank-{rank}" or task.startswith(f"rank-{rank}.a")
+    return name is None or task == name or task.startswith(f"{name}-")

@@ -1,0 +1,101 @@
+"""Report: from a run's event log to its ledger and figures. Works offline, years later."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from muster.storage import run_registry
+from muster.core.errors import UsageError
+from muster.report import api
+from muster.report.api import Report
+
+#: Formats of foreign logs.
+GOOGLE_RESILIENCY = "google-resiliency"
+
+
+def report(reference: str, *, reference_tokens_per_s: float | None = None) -> Report:
+    """The report of the run that ``reference`` names, or of a folder or file of events.
+
+    Raises:
+        UsageError: no such run, or it has no events; or a reference that is no rate.
+    """
+    given = reference_tokens_per_s
+    if given is not None and not (math.isfinite(given) and given > 0):
+        raise UsageError(f"--reference-tokens-per-s must be above 0, got {given:g}")
+    return api.load(_place(reference), reference_tokens_per_s=reference_tokens_per_s)
+
+
+def _place(reference: str) -> Path:
+    try:
+        return run_registry.find(reference).path
+    except UsageError:
+        place = Path(os.path.expanduser(reference))
+        if not os.path.exists(place):
+            raise
+        return place
+
+
+def table(found: Report) -> str:
+    """The report for a terminal."""
+    return api.render_table(found, width=_width())
+
+
+def write_page(found: Report, reference: str, target: str | None) -> Path:
+    """Write the page to ``target``, or as ``report.html`` into the run's folder; where it stands.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    place = _place(reference)
+    path = Path(os.path.expanduser(target)) if target else (place if place.is_dir() else place.parent) / "report.html"
+    try:
+        path.write_text(api.render_html(found), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another place with --output") from error
+    return path.absolute()
+
+
+def compare(found: list[Report]) -> dict[str, Any]:
+    """Runs side by side, each against the first."""
+    return api.compare(*found)
+
+
+def comparison_table(found: dict[str, Any]) -> str:
+    """The comparison for a terminal."""
+    return api.render_comparison(found, width=_width())
+
+
+def foreign(log: str, *, form: str, step_time_s: float | None) -> dict[str, Any]:
+    """Goodput of another system's log by its own definition and by ours.
+
+    Raises:
+        UsageError: an unknown format, no step time, an impossible one, or not such a log.
+    """
+    if form != GOOGLE_RESILIENCY:
+        raise UsageError(f"unknown log format {form!r}", hint=f"known: {GOOGLE_RESILIENCY}")
+    if step_time_s is None:
+        raise UsageError(
+            f"a {GOOGLE_RESILIENCY} log does not hold its step time",
+            hint="give the time of a step in seconds: --step-time 8",
+        )
+    return api.import_google(log, step_time_s)
+
+
+def foreign_table(found: dict[str, Any]) -> str:
+    """The same in words."""
+    own, ours = found["google"], found["goodput"]
+    lines = [
+        f"goodput by its own definition: {found['google_goodput']:.2%}",
+        f"  {own['definition']}: {own['steps']} steps x {own['step_time_s']:g} s / {own['runtime_s']:,.0f} s",
+    ]
+    if ours["step_s"] is not None:
+        lines.append(f"goodput by ours: {ours['active']:.2%} of {ours['nodes']} nodes")
+    return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in found["differences"])])
+
+
+def _width() -> int:
+    return max(60, min(160, shutil.get_terminal_size((100, 24)).columns))

@@ -1,0 +1,27 @@
+"""Show: the run file as it will be taken, every default included."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from muster.core.redact import redact_value
+from muster.config.spec import RunSpec
+
+
+def resolved_yaml(spec: RunSpec) -> str:
+    """The spec as YAML, in the order of the reference; it reads back to the same spec. Secrets are hidden."""
+    from ruamel.yaml import YAML
+
+    writer = YAML(typ="rt")
+    writer.default_flow_style = None
+    writer.width = 120
+    writer.indent(mapping=2, sequence=4, offset=2)
+    out = io.StringIO()
+    writer.dump(resolved_json(spec), out)
+    return out.getvalue()
+
+
+def resolved_json(spec: RunSpec) -> dict[str, Any]:
+    """The same as plain values."""
+    return {key: redact_value(key, value) for key, value in spec.model_dump(mode="json").items()}

@@ -1,0 +1,133 @@
+"""Status: one look at a run, or at every run of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster import backends
+from muster.app.inspect.supervisor_client import NoAnswer, ask
+from muster.app.inspect.run_summary import Summary, summarise
+from muster.core import event_log
+from muster.storage import run_registry
+from muster.core.errors import MusterError
+from muster.core.types import JobHandle, JobStatus
+from muster.storage.run_registry import RunDir
+from muster.backends.protocols import Launcher
+from muster.config.spec import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """One look at one run."""
+
+    run: RunDir
+    backend: str
+    status: JobStatus
+    summary: Summary
+    live: dict[str, Any] = field(default_factory=dict)
+    """The supervisor's own words, where one answers."""
+
+    def to_json(self) -> dict[str, Any]:
+        summary = self.summary
+        return {
+            "run_id": self.run.run_id,
+            "run_dir": str(self.run.path),
+            "name": summary.name,
+            "backend": self.backend,
+            "state": self.status.state.value,
+            "reason": self.status.reason,
+            "now": self.live.get("reason"),
+            "exit_code": self.status.exit_code,
+            "tasks": dict(self.status.tasks),
+            "phase": self.live.get("phase"),
+            "attempt": summary.attempt,
+            "step": summary.last_step,
+            "loss": summary.final_loss,
+            "tokens": summary.tokens,
+            "tokens_per_s": summary.tokens_per_s,
+            "incidents": len(summary.incidents),
+        }
+
+
+def status(reference: str) -> RunStatus:
+    """The run that ``reference`` names.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    found = launcher.poll(handle)
+    live: dict[str, Any] = {}
+    mirror(launcher, run)
+    if not found.state.ended:
+        try:
+            live = ask(run, {"t": "status"}, timeout_s=1.0)
+        except MusterError:
+            live = {}
+    return RunStatus(
+        run=run,
+        backend=launcher.name,
+        status=found,
+        summary=summarise(event_log.merged(run.events)),
+        live=live,
+    )
+
+
+def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, why: None) -> list[RunStatus]:
+    """Every run of this user on this machine, by id; of one that cannot be read ``on_unreadable`` is told why."""
+    found = []
+    for run_id, _ in run_registry.registry():
+        try:
+            found.append(status(run_id))
+        except MusterError as error:
+            on_unreadable(run_id, str(error))
+    return found
+
+
+def job(run: RunDir) -> tuple[Launcher, JobHandle]:
+    """The run's back end and its handle there."""
+    launcher = backends.load(spec_of(run).backend)
+    handle = launcher.find(run.run_id) or JobHandle(
+        run_id=run.run_id, backend=launcher.name, job_id="", run_dir=str(run.path)
+    )
+    return launcher, handle
+
+
+def mirror(launcher: Launcher, run: RunDir) -> None:
+    """Bring the events of a run whose folder is elsewhere; what cannot be reached now stays as it was."""
+    bring = getattr(launcher, "mirror", None)
+    if bring is not None:
+        with contextlib.suppress(MusterError):
+            bring(run.run_id, run.events)
+
+
+def spec_of(run: RunDir) -> RunSpec:
+    """The run's resolved file.
+
+    Raises:
+        MusterError: it is absent or of another version.
+    """
+    try:
+        return RunSpec.model_validate_json(run.resolved.read_text())
+    except OSError as error:
+        raise MusterError(f"{run.path} holds no resolved.json", hint="was the submit interrupted?") from error
+    except ValueError as error:
+        raise MusterError(f"{run.resolved} is not of this version of Muster: {first_problem(error)}") from error
+
+
+def first_problem(error: ValueError) -> str:
+    """What is wrong with a file that should hold a spec, in one line."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    key = ".".join(str(part) for part in found["loc"])
+    return f"{key}: {found['msg']}" if key else found["msg"]
+
+
+__all__ = ["NoAnswer", "RunStatus", "all_runs", "job", "spec_of", "status"]

@@ -1,0 +1,90 @@
+"""Speaking with a run's supervisor from another terminal: found by its lease, proven by the run's token.
+
+Where the run's folder is out of reach (pods in a cluster), the back end carries the question there: its launcher has
+``ask``, and the answer is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from muster import backends
+from muster.storage import run_registry
+from muster.core.errors import AccessError, MusterError
+from muster.storage.run_registry import RunDir
+from muster.transport.secure_session import Session, read_token
+
+
+class NoAnswer(MusterError):
+    """No supervisor of the run can be reached."""
+
+
+def ask(
+    run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
+) -> dict[str, Any]:
+    """Send one message and return the answer; ``resolved`` replaces the run file before it.
+
+    Raises:
+        NoAnswer: there is no supervisor, or it does not answer in time.
+        AccessError: the token cannot be read, or does not prove us.
+    """
+    carry = getattr(backends.load(_backend(run)), "ask", None)
+    if carry is not None:
+        found = carry(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
+        if "answer" not in found:
+            raise NoAnswer(str(found.get("error", "no answer")), hint=found.get("hint"))
+        answer: dict[str, Any] = found["answer"]
+        return answer
+    if resolved is not None:
+        run_registry.replace_text(run.resolved, resolved)
+    return ask_here(run, message, timeout_s=timeout_s)
+
+
+def ask_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """The same, where the run's folder is: over the supervisor's own socket. Raises as ``ask``."""
+    address = _address(run)
+    if address is None:
+        raise NoAnswer(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
+    session = Session(read_token(str(run.token)), server=False)
+    session.send({"t": "hello", "role": "client"})
+    session.send(message)
+    until = time.monotonic() + timeout_s
+    try:
+        with socket.create_connection(address, timeout=timeout_s) as sock:
+            while True:
+                sock.settimeout(max(0.01, until - time.monotonic()))
+                sock.sendall(session.outgoing())
+                data = sock.recv(1 << 16)
+                if not data:
+                    raise NoAnswer(f"the supervisor of {run.run_id} hung up", hint=f"muster status {run.run_id}")
+                answers = session.receive(data)
+                sock.sendall(session.outgoing())
+                if answers:
+                    return answers[0]
+    except AccessError:
+        raise
+    except OSError as error:
+        raise NoAnswer(
+            f"the supervisor of {run.run_id} does not answer: {error.strerror or error}",
+            hint=f"muster recover {run.run_id} takes over, muster down {run.run_id} ends everything",
+        ) from error
+
+
+def _backend(run: RunDir) -> str:
+    try:
+        return str(json.loads(run.resolved.read_text()).get("backend", "local"))
+    except (OSError, ValueError):
+        return "local"
+
+
+def _address(run: RunDir) -> tuple[str, int] | None:
+    try:
+        found = json.loads(run.lease.read_text())
+        host, port = found["address"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(host), int(port)

@@ -1,0 +1,258 @@
+"""Watch: where a run is, again and again, for a person. Reads events and asks the supervisor; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.app.inspect.supervisor_client import ask
+from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
+from muster.app.inspect.report import report
+from muster.app.inspect.status import job, mirror, spec_of
+from muster.core import event_log
+from muster.storage import run_registry
+from muster.core.clock import SystemClock
+from muster.core.errors import MusterError
+from muster.core.events import Event
+from muster.storage.paths import memory_dir
+from muster.checkpoint_format.snapshot_ring import Held, inventory
+from muster.storage.run_registry import RunDir
+from muster.core.protocols import Clock
+
+LOOK_EVERY_S = 0.5
+SHOWN_INCIDENTS = 5
+#: The ledger is folded again after so long, and after so many times what folding it took: a long log is looked at
+#: seldom enough that looking costs little.
+ACCOUNT_EVERY_S, ACCOUNT_SHARE = 10.0, 20
+SHOWN_LOSSES = 3
+#: Phase events of a host or rank that say what it is doing now.
+_HOST_STATES = {
+    "host.granted": "ready",
+    "host.lost": "lost",
+    "host.quarantined": "quarantined",
+    "host.released": "released",
+}
+
+
+@dataclass(kw_only=True)
+class RankView:
+    """One rank of the newest attempt."""
+
+    rank: int
+    pid: int
+    phase: str = "start"
+
+
+@dataclass(kw_only=True)
+class HostView:
+    """One host that was ever granted."""
+
+    name: str
+    state: str = "ready"
+    """training, spare, ready, lost, quarantined, released."""
+    ranks: dict[int, RankView] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierView:
+    """The newest complete version in one tier."""
+
+    tier: str
+    step: int | None
+    """None: nothing there (or not to be seen from this machine)."""
+    age_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The ledger's figures so far."""
+
+    goodput_active: float | None
+    goodput_purchased: float | None
+    usd: float | None
+    losses: tuple[tuple[str, float], ...]
+    """The largest categories beside productive time: name, share of the purchased host-time."""
+
+
+@dataclass(kw_only=True)
+class View:
+    """One look at one run."""
+
+    run: RunDir
+    state: str = "waiting"
+    """Of the job, as its back end sees it."""
+    ended: bool = False
+    phase: str | None = None
+    sentence: str = ""
+    """Why it is where it is."""
+    attempt: int = 0
+    world_size: int = 0
+    layout: dict[str, int] = field(default_factory=dict)
+    step: int = 0
+    total_steps: int | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Detail of the last step."""
+    step_age_s: float | None = None
+    hosts: dict[str, HostView] = field(default_factory=dict)
+    tiers: tuple[TierView, ...] = ()
+    incidents: tuple[str, ...] = ()
+    """The last ones, as sentences, oldest first."""
+    account: Account | None = None
+    """As of some seconds ago."""
+    news: list[Event] = field(default_factory=list)
+    """Events since the look before."""
+
+
+@dataclass
+class Watcher:
+    """Folds a run's events between looks."""
+
+    run: RunDir
+    clock: Clock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
+        self.launcher, self.handle = job(self.run)
+        self.spec = spec_of(self.run)
+        self.view = View(run=self.run, total_steps=self.spec.training.steps)
+        self._counts: dict[str, int] = {}
+        self._applied_ns: dict[int, int] = {}
+        self._durable: dict[str, tuple[int, int]] = {}
+        """URI -> step and wall clock of its commit."""
+        self._account_due_ns = 0
+
+    def look(self) -> View:
+        """The run now. The same object each time, brought up to date."""
+        status = self.launcher.poll(self.handle)
+        mirror(self.launcher, self.run)
+        view = self.view
+        view.state, view.ended, view.sentence = status.state.value, status.state.ended, status.reason
+        found = list(event_log.read(self.run.events, after=self._counts))
+        for name, _ in found:
+            self._counts[name] = self._counts.get(name, 0) + 1
+        view.news = [event for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq))]
+        for event in view.news:
+            self._fold(event)
+        self._ask()
+        now_ns = self.clock.wall_ns()
+        last = self._applied_ns.get(view.step)
+        view.step_age_s = None if last is None else (now_ns - last) / 1e9
+        view.tiers = tuple(self._tiers(now_ns))
+        self._account(now_ns)
+        return view
+
+    def _fold(self, event: Event) -> None:
+        view, detail = self.view, event.detail
+        if event.kind == "attempt.started":
+            view.attempt, view.world_size = event.attempt, int(detail["world_size"])
+            view.layout = dict(detail["layout"])
+            for host in view.hosts.values():
+                host.ranks.clear()
+                host.state = "ready" if host.state == "training" else host.state
+            for name in detail["hosts"]:
+                self._host(name).state = "training"
+        elif event.kind == "step" and event.step is not None:
+            view.step, view.numbers = event.step, dict(detail)
+            self._applied_ns[event.step] = event.wall_ns
+        elif event.kind in _HOST_STATES:
+            self._host(event.host).state = _HOST_STATES[event.kind]
+            if event.kind != "host.granted":
+                self._host(event.host).ranks.clear()
+        elif event.kind == "rank.started" and event.rank is not None and event.attempt == view.attempt:
+            self._host(event.host).ranks[event.rank] = RankView(rank=event.rank, pid=int(detail["pid"]))
+        elif event.kind == "rank.exited" and event.rank is not None and event.attempt == view.attempt:
+            self._host(event.host).ranks.pop(event.rank, None)
+        elif event.kind == "phase":
+            self._fold_phase(event)
+        elif event.kind == "checkpoint.committed" and event.step is not None:
+            self._durable[str(detail["uri"])] = (event.step, event.wall_ns)
+        elif event.kind == "checkpoint.removed":  # its step is that of the save that made it one too many
+            self._durable.pop(str(detail["uri"]), None)
+
+    def _fold_phase(self, event: Event) -> None:
+        host = self.view.hosts.get(event.host)
+        if host is None or event.phase is None:
+            return
+        if event.rank is None:
+            host.state = event.phase if event.phase == "spare" else host.state
+        elif event.rank in host.ranks and event.attempt == self.view.attempt:
+            host.ranks[event.rank].phase = event.phase
+
+    def _host(self, name: str) -> HostView:
+        return self.view.hosts.setdefault(name, HostView(name=name))
+
+    def _ask(self) -> None:
+        """The supervisor's own word, where one answers; without one the back end's stands."""
+        self.view.phase = None
+        if self.view.ended:
+            return
+        try:
+            live = ask(self.run, {"t": "status"}, timeout_s=1.0)
+        except MusterError:
+            return
+        self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
+
+    def _tiers(self, now_ns: int) -> Iterator[TierView]:
+        held = [each for name in self.view.hosts for each in inventory(self._memory(name))]
+        for tier in ("memory", "peer"):
+            step = _complete([each for each in held if each.tier == tier], self.view.world_size)
+            at = self._applied_ns.get(step) if step is not None else None
+            yield TierView(tier=tier, step=step, age_s=None if at is None else (now_ns - at) / 1e9)
+        newest, committed_ns = max(self._durable.values(), default=(None, 0))
+        yield TierView(
+            tier="disk" if not (self.spec.checkpoint.dir or "").partition("://")[1] else "bucket",
+            step=newest,
+            age_s=None if newest is None else (now_ns - committed_ns) / 1e9,
+        )
+
+    def _memory(self, host: str) -> Path:
+        return memory_dir(self.run.path, self.run.run_id, host)
+
+    def _account(self, now_ns: int) -> None:
+        """Figures and sentences come from the whole log: now and then, and when something has changed about them."""
+        kinds = {"incident", "decision", "recovered", "run.finished"}
+        if now_ns < self._account_due_ns and not any(event.kind in kinds for event in self.view.news):
+            return
+        began_ns = self.clock.monotonic_ns()
+        try:
+            found = report(str(self.run.path)).to_json()
+        except MusterError:
+            return
+        took_ns = self.clock.monotonic_ns() - began_ns
+        self._account_due_ns = now_ns + max(int(ACCOUNT_EVERY_S * 1e9), ACCOUNT_SHARE * took_ns)
+        self.view.incidents = tuple(str(each["sentence"]) for each in found["incidents"][-SHOWN_INCIDENTS:])
+        shares = {name: each["share"] or 0.0 for name, each in found["categories"].items() if name != "productive"}
+        losses = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN_LOSSES]
+        self.view.account = Account(
+            goodput_active=found["goodput"]["active"],
+            goodput_purchased=found["goodput"]["purchased"],
+            usd=found["cost"]["usd"],
+            losses=tuple((name, share) for name, share in losses if share > 0.001),
+        )
+
+
+def watch(reference: str, *, every_s: float = LOOK_EVERY_S, clock: Clock | None = None) -> Iterator[View]:
+    """A look every ``every_s`` until the run has ended, that one included.
+
+    Raises:
+        UsageError: no such run.
+    """
+    clock = clock or SystemClock()
+    watcher = Watcher(run_registry.find(reference), clock=clock)
+    if getattr(watcher.launcher, "folder_is_remote", False):
+        every_s = max(every_s, REMOTE_LOOK_EVERY_S)
+    while True:
+        view = watcher.look()
+        yield view
+        if view.ended:
+            return
+        clock.sleep(every_s)
+
+
+def _complete(held: list[Held], world_size: int) -> int | None:
+    """The newest step that every rank has in this tier."""
+    ranks: dict[tuple[int, int, str], set[int]] = {}
+    for each in held:
+        ranks.setdefault((each.step, each.attempt, each.layout), set()).add(each.rank)
+    return max((step for (step, _, _), here in ranks.items() if len(here) >= world_size > 0), default=None)

@@ -1,0 +1,204 @@
+"""Calibrate: fit the plan's constant to a run that was measured, and keep it for later plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from muster.app.inspect.status import first_problem
+from muster.catalog import offers, rows
+from muster.catalog.offers import Fabric, Option
+from muster.catalog.rows import Accelerator
+from muster.core import event_log
+from muster.storage import run_registry
+from muster.core.errors import UsageError
+from muster.core.events import Event
+from muster.core.flops import ModelShape
+from muster.core.types import Layout, Offer
+from muster.config.spec import RunSpec
+from muster.plan.calibrate import Calibration, calibrate
+from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
+from muster.plan.step_time import DEFAULT, Constants
+from muster.plan.workload import Setting, Workload, workload
+
+FILE = "calibration.json"
+#: What a calibration on another chip is still worth.
+OTHER_CHIP_SIGMA = 0.10
+#: A CPU core's share of memory bandwidth; only its order matters beside the fitted constant.
+CPU_BYTES_PER_S = 10e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """A calibration and where it was kept."""
+
+    run_id: str
+    accelerator: str
+    path: Path
+    calibration: Calibration
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "accelerator": self.accelerator,
+            "path": str(self.path),
+            **asdict(self.calibration),
+            "off": self.calibration.off,
+        }
+
+
+def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrated:
+    """Fit to the steps of a run in ``run_dir`` and write the constant to ``<home>/calibration.json``.
+
+    Raises:
+        UsageError: the folder holds no run with steps, or they cannot be explained.
+    """
+    home = home or run_registry.home()
+    path = Path(run_dir)
+    try:
+        spec = RunSpec.model_validate_json((path / "resolved.json").read_text())
+    except OSError as error:
+        raise UsageError(f"{path} is no run: {error.strerror}", hint="give a run's id or its folder") from error
+    except ValueError as error:
+        raise UsageError(f"{path / 'resolved.json'} cannot be taken: {first_problem(error)}") from error
+    events = event_log.merged(path / "events")
+    steps = [event for event in events if event.kind == "step"]
+    layout = layout_of(events, spec)
+    work = replace(workload(spec, shape_of_run(path, spec, events)), checkpoint_every=0)
+    setting = Setting(
+        layout=layout,
+        micro_batch_size=spec.training.micro_batch_size,
+        activation_checkpointing=spec.training.activation_checkpointing,
+    )
+    option = option_of(events, spec, layout)
+    found = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), DEFAULT)
+    run_id = steps[0].run_id
+    file = home / FILE
+    entry = {
+        "accelerator": option.accelerator.name,
+        "parameters": work.shape.parameters,
+        "lora": work.lora_rank > 0,
+        "run_id": run_id,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(found),
+        "off": found.off,
+    }
+    kept = [each for each in _read(file) if each["run_id"] != run_id]
+    home.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps([*kept, entry], indent=1) + "\n")
+    part.replace(file)
+    return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=found)
+
+
+def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float]:
+    """Constants and the step time's uncertainty for a plan: calibrated on this chip, on another, or not at all.
+
+    CPU runs do not speak for GPUs.
+    """
+    entries = [each for each in _read((home or run_registry.home()) / FILE) if each["accelerator"] in rows.accelerators()]
+    if not entries:
+        return DEFAULT, STEP_SIGMA
+    wanted = (spec.resources.accelerator or "").lower()
+
+    def distance(entry: dict[str, Any]) -> tuple[bool, bool, float]:
+        ratio = entry["parameters"] / work.shape.parameters
+        return (
+            entry["accelerator"].lower() != wanted,
+            entry["lora"] != (work.lora_rank > 0),
+            max(ratio, 1 / ratio),
+        )
+
+    best = min(entries, key=distance)
+    sigma = CALIBRATED_SIGMA if best["accelerator"].lower() == wanted else OTHER_CHIP_SIGMA
+    return replace(DEFAULT, efficiency=best["efficiency"]), sigma
+
+
+def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:
+    """The layout that ran: an event says it, or the run file's axes fill the ranks."""
+    for event in events:
+        held = event.detail.get("layout")
+        if isinstance(held, dict):
+            return Layout(**{key: int(value) for key, value in held.items()})
+    ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
+    axes = spec.parallelism
+    shard = axes.dp_shard if axes.dp_shard > 0 else ranks // (axes.dp_replicate * axes.tp)
+    return Layout(dp_replicate=axes.dp_replicate, dp_shard=shard, tp=axes.tp)
+
+
+def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelShape:
+    """The shape of the model that ran; a trained tokenizer's real size where it is known."""
+    from muster.app.planning.plan import shape_of
+
+    shape = shape_of(spec)
+    for event in events:
+        total = event.detail.get("parameters") if event.kind == "model.ready" else None
+        if isinstance(total, int) and total != shape.parameters:
+            columns = 1 if shape.tied else 2
+            vocab = shape.vocab + round((total - shape.parameters) / (columns * shape.hidden))
+            return shape.with_vocab(vocab) if vocab > 0 else shape
+    return shape
+
+
+def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
+    """The hardware that ran, as something to plan with: a catalogue chip, or this CPU at its measured matmul rate."""
+    name = spec.resources.accelerator or ""
+    chip = next((each for each in rows.accelerators().values() if each.name.lower() == name.lower()), None)
+    mode = rows.modes()["owned"]
+    machine = rows.machines().get(spec.resources.machine or "")
+    if chip is not None and machine is not None:
+        return offers.option(machine, mode, "here", None)
+    peak = next(
+        (
+            event.detail["peak_flops"]
+            for event in events
+            if event.kind == "model.ready" and "peak_flops" in event.detail
+        ),
+        None,
+    )
+    if chip is None and not isinstance(peak, int | float):
+        raise UsageError(
+            "the run does not say what it ran on, nor a measured matmul rate",
+            hint="set resources.accelerator (for example H200) in its run file",
+        )
+    chip = chip or Accelerator(
+        name="CPU", kind="cpu", memory_bytes=0, memory_bytes_per_s=CPU_BYTES_PER_S,
+        peak_flops={"bf16": float(peak or 0)}, matmul_flops={"bf16": float(peak or 0)},
+        origin="measured by the run", reliability="measured",
+    )  # fmt: skip
+    ceiling, measured = chip.ceiling(offers.matmul_share())
+    return Option(
+        offer=Offer(
+            backend="local", machine="this machine", location="here", accelerator=chip.name,
+            gpus_per_node=layout.world_size // spec.resources.hosts or 1, gpu_memory_bytes=chip.memory_bytes,
+            usd_per_node_hour=0.0, peak_flops_per_gpu=chip.peak_flops.get("bf16"), max_nodes=1, mode="owned",
+        ),
+        accelerator=chip, mode=mode, ceiling_flops=ceiling, ceiling_measured=measured, price=None,
+        fabric=Fabric(intra=1e9, inter=1e9, measured=False),
+    )  # fmt: skip
+
+
+def _seconds(steps: Iterable[Event]) -> list[float]:
+    """Each step's time once, in the order they were made."""
+    by_step: dict[int, float] = {}
+    for event in steps:
+        took = event.detail.get("step_ns")
+        if event.step is not None and isinstance(took, int):
+            by_step[event.step] = took / 1e9
+    if not by_step:
+        raise UsageError("the run has no steps", hint="calibrate with a run of at least 6 steps")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(f"{path} is unreadable: {error}", hint="remove it and calibrate again") from error
+    return found if isinstance(found, list) else []

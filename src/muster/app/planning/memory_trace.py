@@ -1,0 +1,81 @@
+"""``muster plan --trace``: the closed form of memory against the real model on fake tensors, in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from muster.app.planning.plan import Planned
+from muster.config import load
+from muster.core.clock import SystemShell
+from muster.core.errors import BackendError
+from muster.core.protocols import Shell
+from muster.plan.memory import DeviceOverhead, memory
+from muster.plan.plan_file import settings_as_overrides
+
+TIMEOUT_S = 900.0
+#: The trace counts tensors alone, with the attention kernel of a CPU.
+BARE = DeviceOverhead(context_bytes=0, communicator_bytes=0, fragmentation=0.0, expanded_kv=True, streams=False)
+#: Between closed form and trace; beyond it somebody is wrong.
+TOLERANCE = 0.05
+
+
+def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
+    """Trace the chosen plan's rank 0 and set it beside the closed form.
+
+    Raises:
+        BackendError: the trace failed, for instance because torch is not installed.
+    """
+    plan, setting = planned.plan, planned.chosen.setting
+    keys = ("training.", "parallelism.")
+    settings = {key: value for key, value in plan.settings.items() if key.startswith(keys)}
+    overrides = [*plan.overrides, *settings_as_overrides(settings)]
+    spec = load.loads(plan.run_text, overrides, source=plan.run_file, environment=False).spec
+    shape = planned.work.shape
+    request = {
+        "spec": spec.model_dump(mode="json"),
+        "layout": plan.chosen["layout"],
+        "vocab_size": shape.vocab,
+        "config": config_of(planned),
+    }
+    done = (shell or SystemShell()).run(
+        [sys.executable, "-m", "muster.train.memory_trace"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=json.dumps(request),
+        timeout_s=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise BackendError(f"the memory trace failed: {last}", hint="it needs torch: pip install 'muster[train]'")
+    found: dict[str, Any] = json.loads(done.stdout)
+    closed = memory(planned.work, setting, BARE)
+    difference = closed.total_bytes / found["peak_bytes"] - 1
+    return {
+        "closed_form_bytes": closed.total_bytes,
+        "closed_form_by_item": dict(closed.items),
+        "trace_bytes": found["peak_bytes"],
+        "trace_by_kind": found["kinds"],
+        "trace_moment": found["moment"],
+        "difference": difference,
+        "within_tolerance": abs(difference) <= TOLERANCE,
+        "seconds": found["seconds"],
+    }
+
+
+def config_of(planned: Planned) -> dict[str, Any]:
+    """A transformers config with the plan's shape: the trace needs no hub either."""
+    shape = planned.work.shape
+    return {
+        "model_type": shape.family,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": max(planned.work.sequence_length, 2048),
+    }

@@ -1,0 +1,264 @@
+"""Plan: what a run file would need, take and cost, on everything in the catalogue. Reads files; starts nothing but,
+where asked, the memory trace.
+
+A plan written to a file stands for its run file: ``open_plan`` loads that file with the plan's settings, and refuses
+where it has changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from muster.app.planning.calibrate import calibration_for
+from muster.app.planning.prices import own_prices
+from muster.catalog import offers, rows
+from muster.config import load
+from muster.core.errors import NoPlanError, RunFileError, UsageError
+from muster.core.flops import ModelShape
+from muster.config.load import Loaded
+from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.plan import plan_file
+from muster.plan import format as words
+from muster.plan.layouts import Pins
+from muster.plan.nearest_fit import explain
+from muster.plan.plan_file import Plan
+from muster.plan.search import Candidate, Limits, Outcome, Problem, search
+from muster.plan.step_time import DEFAULT
+from muster.plan.explanation import likelihood, why
+from muster.plan.workload import Workload, workload
+
+#: Settings that name hardware to be got from somewhere.
+_ELSEWHERE = tuple(f"resources.{name}" for name in ("machine", "accelerator", "mode", "locations", "usd_per_host_hour"))
+LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan, and what a table of it needs."""
+
+    plan: Plan
+    work: Workload
+    outcome: Outcome
+    chosen: Candidate
+    limits: dict[str, float | None]
+    """``max_usd``, and ``max_hours`` with the deadline in it."""
+
+
+def plan(
+    run_file: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    now: datetime | None = None,
+    fastest: bool = False,
+    reasons: bool = False,
+    home: Path | None = None,
+) -> Planned:
+    """The cheapest (or fastest) way to run ``run_file`` within its limits.
+
+    Raises:
+        NoPlanError: nothing fits; the message says why, the hint names the nearest plan that would.
+        RunFileError: the file itself is wrong.
+    """
+    now = now or datetime.now(UTC)
+    loaded, impossible = _load(run_file, overrides)
+    spec = loaded.spec
+    work = workload(spec, shape_of(spec))
+    problem = _problem(loaded, work, now, home)
+    outcome = search(problem)
+    if impossible is not None or outcome.cheapest is None or outcome.fastest is None:
+        message, hint = explain(problem, outcome)
+        raise NoPlanError(impossible or message, hint=hint if outcome.cheapest is None else _works(outcome.cheapest))
+    chosen = outcome.fastest if fastest else outcome.cheapest
+    frontier, rejected = plan_file.outcome_json(work, outcome)
+    return Planned(
+        work=work,
+        outcome=outcome,
+        chosen=chosen,
+        limits={"max_usd": problem.limits.max_usd, "max_hours": problem.limits.max_hours},
+        plan=Plan(
+            run_file=os.path.abspath(loaded.source),
+            run_text=loaded.text,
+            overrides=loaded.overrides,
+            spec=spec.model_dump(mode="json"),
+            made=now.isoformat(timespec="seconds"),
+            settings=_settings(spec, work, chosen),
+            chosen={**plan_file.candidate_json(work, chosen), **_chances(problem.limits, chosen)},
+            cheapest=plan_file.candidate_json(work, outcome.cheapest),
+            fastest=plan_file.candidate_json(work, outcome.fastest),
+            frontier=tuple(frontier),
+            rejected=tuple(rejected),
+            assumptions=tuple(assumptions(problem)),
+            why=tuple(why(problem, outcome, chosen)) if reasons else (),
+            extra={"evaluated_settings": outcome.evaluated, "job": work.title, "chart": plan_file.chart(frontier)},
+        ),
+    )
+
+
+def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The planned run, checked like any run file: for ``train`` and ``submit``.
+
+    Raises:
+        UsageError: it is no plan, its run file has changed since, or ``overrides`` change it.
+    """
+    source = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {source}: {error}") from error
+    found = plan_file.read(text, source=source)
+    if overrides:
+        raise UsageError(
+            f"a plan is taken as it is, and {overrides[0]!r} would change it",
+            hint=f"muster plan {found['run_file']} {' '.join(overrides)} --out {source}",
+        )
+    given = found["overrides"]
+    settings = plan_file.settings_as_overrides(found["settings"])
+    run_file = Path(found["run_file"])
+    if not run_file.exists():
+        return load.loads(found["run_text"], [*given, *settings], source=f"{source} (its run file is gone)")
+    now = load.load(run_file, given).spec.model_dump(mode="json")
+    plan_file.check_fresh(found, now, source=source)
+    return load.load(run_file, [*given, *settings])
+
+
+def is_plan(path: str | Path) -> bool:
+    """Does this file look like a plan rather than a run file?"""
+    return str(path).endswith(".json")
+
+
+def shape_of(spec: RunSpec) -> ModelShape:
+    """The model's shape without network: from the file, a local folder, the catalogue, or the hub's local cache.
+
+    Raises:
+        UsageError: nobody here knows the model.
+    """
+    model = spec.model
+    if model is None:
+        raise UsageError("a run with `command` cannot be planned: what it computes is not known")
+    if isinstance(model.config, Mapping):
+        config = dict(model.config)
+        if isinstance(model.tokenizer, TrainedTokenizer):
+            config.setdefault("vocab_size", model.tokenizer.vocab_size)
+        return ModelShape.from_config(config)
+    name = model.config if isinstance(model.config, str) else model.source
+    assert name is not None
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} is no model configuration: {error}") from error
+    known = rows.find_model(name)
+    if known is None:
+        raise UsageError(
+            f"the shape of {name} is not in the catalogue",
+            hint="give model.source=FOLDER with a config.json, or model.config=PATH/config.json; known: "
+            + ", ".join(list(rows.models())[:4])
+            + "...",
+        )
+    return known.shape
+
+
+def assumptions(problem: Problem) -> list[str]:
+    """What every figure of this plan rests on beyond the catalogue."""
+    constants = problem.constants
+    found = [
+        f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling"
+        + (" (calibrated here)" if constants != DEFAULT else " (fitted to published FSDP2 runs, see docs/plan.md)"),
+        "every token has a target and documents fill their sequences"
+        if problem.work.document_length is None
+        else f"documents of {problem.work.document_length} tokens",
+        "queueing time for machines is not known and not counted",
+        f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts",
+    ]
+    return found
+
+
+def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str | None]:
+    """The checked file; and what is impossible about its limits (then it is loaded without them)."""
+    try:
+        return load.load(run_file, overrides), None
+    except RunFileError as error:
+        wrong = [each for each in error.problems if each.key in LIMITS]
+        if not wrong or len(wrong) != len(error.problems):
+            raise
+        without = [each for each in overrides if each.partition("=")[0] not in LIMITS]
+        loaded = load.load(run_file, [*without, *(f"{each.key}=null" for each in wrong)])
+        return loaded, "no plan fits: " + "; ".join(f"{each.key} {each.message}" for each in wrong)
+
+
+def _works(candidate: Candidate) -> str:
+    cost = candidate.cost
+    usd = f" for {words.dollars(cost.usd_p50)}" if cost.usd_p50 is not None else ""
+    return f"the nearest plan that works: without that limit: {candidate.title}, {words.duration(cost.hours_p50)}{usd}"
+
+
+def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None) -> Problem:
+    spec = loaded.spec
+    options = offers.catalogue(own_prices(home))
+    constants, sigma = calibration_for(home, spec, work)
+    return Problem(
+        work=work,
+        options=options,
+        pins=pins_of(loaded),
+        limits=limits_of(spec, now),
+        reservation=spec.resources.reservation is not None,
+        constants=constants,
+        sigma=sigma,
+    )
+
+
+def pins_of(loaded: Loaded) -> Pins:
+    """What the file (or the command line) fixes; everything it leaves at its default is the plan's to choose."""
+    spec = loaded.spec
+    given = {".".join(str(part) for part in path) for path in loaded.origins}
+
+    def fixed(key: str, value: Any) -> Any:
+        return value if key in given else None
+
+    return Pins(
+        dp_replicate=fixed("parallelism.dp_replicate", spec.parallelism.dp_replicate),
+        dp_shard=fixed("parallelism.dp_shard", spec.parallelism.dp_shard),
+        tp=fixed("parallelism.tp", spec.parallelism.tp),
+        micro_batch_size=fixed("training.micro_batch_size", spec.training.micro_batch_size),
+        activation_checkpointing=fixed("training.activation_checkpointing", spec.training.activation_checkpointing),
+        num_nodes=fixed("resources.hosts", spec.resources.hosts),
+        gpus_per_node=spec.resources.ranks_per_host if spec.resources.device != "cpu" else None,
+        machine=spec.resources.machine,
+        accelerator=spec.resources.accelerator,
+        mode=spec.resources.mode,
+        locations=tuple(spec.resources.locations),
+    )
+
+
+def limits_of(spec: RunSpec, now: datetime) -> Limits:
+    """The run file's limits, the deadline as hours from ``now``."""
+    limits = Limits(max_usd=spec.limits.max_usd, max_hours=spec.limits.max_hours)
+    if spec.limits.deadline is not None:
+        left = (datetime.fromisoformat(spec.limits.deadline) - now).total_seconds() / 3600
+        if limits.max_hours is None or left < limits.max_hours:
+            return replace(limits, max_hours=left, hours_name="limits.deadline")
+    return limits
+
+
+def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any]:
+    """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
+    every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
+    found = plan_file.settings_of(chosen, every_steps=every)
+    return {key: value for key, value in found.items() if spec.backend != "local" or key not in _ELSEWHERE}
+
+
+def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:
+    found = {}
+    if limits.max_hours is not None:
+        found["chance_in_time"] = likelihood(chosen.cost.hours_p50, chosen.cost.hours_p90, limits.max_hours)
+    if limits.max_usd is not None and chosen.cost.usd_p50 and chosen.cost.usd_p90:
+        found["chance_within_max_usd"] = likelihood(chosen.cost.usd_p50, chosen.cost.usd_p90, limits.max_usd)
+    return found

@@ -1,0 +1,52 @@
+"""A plan as one self-contained page: cost against finish time, the plans that nothing beats, and why not the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from muster.app.planning.plan import Planned
+from muster.core.errors import UsageError
+from muster.report.render import page
+
+#: Of a plan's document: the run file's own text has no place on a page that is passed on.
+_LEFT_OUT = ("run_text", "spec", "spec_digest", "settings")
+
+
+def render(found: Planned) -> str:
+    """The page. It loads nothing from anywhere."""
+    plan = {key: value for key, value in found.plan.to_json().items() if key not in _LEFT_OUT}
+    taken = {each["title"] for each in plan["frontier"]}
+    others = [point for point in _points(found) if point["title"] not in taken]
+    data = {"plan": plan, "others": others, "limits": found.limits}
+    return page.fill(data, title=f"{plan['job']} · Muster plan", script="plan.js", plain="muster plan RUN.yaml")
+
+
+def write(found: Planned, target: str) -> Path:
+    """Write the page; where it stands.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = Path(os.path.expanduser(target))
+    try:
+        path.write_text(render(found), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another place with --html") from error
+    return path.absolute()
+
+
+def _points(found: Planned) -> list[Mapping[str, Any]]:
+    """Everything else that fits, at its best setting."""
+    return [
+        {
+            "title": each.title,
+            "accelerator": each.option.offer.accelerator,
+            "gpus": each.gpus,
+            "hours": {"p50": each.cost.hours_p50, "p90": each.cost.hours_p90},
+            "usd": {"p50": each.cost.usd_p50, "p90": each.cost.usd_p90},
+        }
+        for each in found.outcome.candidates
+    ]

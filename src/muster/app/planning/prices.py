@@ -1,0 +1,155 @@
+"""Prices of the user's own: negotiated ones they wrote, and list prices fetched with their credentials.
+
+``<home>/prices.csv`` is the user's and never written by us; ``<home>/prices-google.csv`` is what ``update`` fetched.
+The user's row wins over a fetched one, which wins over the one that ships.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from muster.catalog import billing, rows
+from muster.catalog.rows import Price
+from muster.storage import run_registry
+from muster.core.errors import AccessError, BackendError
+from muster.config.spec import RunSpec
+
+OWN, FETCHED = "prices.csv", "prices-google.csv"
+#: Compute Engine in the Cloud Billing Catalog.
+SKUS = "https://cloudbilling.googleapis.com/v1/services/6F81-5844-456A/skus"
+TIMEOUT_S = 30.0
+MAX_PAGES = 100
+Fetch = Callable[[str, Mapping[str, str]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """What an update did."""
+
+    path: Path
+    prices: tuple[Price, ...]
+    skus: int
+    missing: tuple[str, ...]
+    """Machines and modes in the catalogue for which no SKU was found."""
+
+
+def own_prices(home: Path | None = None) -> list[Price]:
+    """Fetched prices, then the user's own, so that the latter override."""
+    home = home or run_registry.home()
+    found: list[Price] = []
+    for name in (FETCHED, OWN):
+        path = home / name
+        if path.exists():
+            found += rows.prices_from(path.read_text(encoding="utf-8"), source=str(path))
+    return found
+
+
+def update(
+    home: Path | None = None, *, environ: Mapping[str, str] | None = None, fetch: Fetch | None = None
+) -> Updated:
+    """Fetch Google's list prices and write them beside the user's.
+
+    Raises:
+        AccessError: no credentials here, or they are refused.
+        BackendError: the billing catalogue cannot be reached or answers nonsense.
+    """
+    environ = os.environ if environ is None else environ
+    home = home or run_registry.home()
+    headers, query = credentials(environ)
+    found: list[dict[str, Any]] = []
+    token = ""
+    for _ in range(MAX_PAGES):
+        asked = {**query, "pageSize": "5000", "currencyCode": "USD", **({"pageToken": token} if token else {})}
+        page = (fetch or _get)(f"{SKUS}?{urllib.parse.urlencode(asked)}", headers)
+        found += page.get("skus", [])
+        token = page.get("nextPageToken", "")
+        if not token:
+            break
+    now = datetime.now(UTC).date().isoformat()
+    prices, missing = billing.prices_of(found, date=now)
+    if not prices:
+        raise BackendError(f"the billing catalogue's {len(found)} SKUs hold no price that is understood")
+    path = home / FETCHED
+    home.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(billing.as_csv(prices), encoding="utf-8")
+    part.replace(path)
+    return Updated(path=path, prices=tuple(prices), skus=len(found), missing=tuple(missing))
+
+
+def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """(headers, query) that authorise a request: an API key, or application default credentials.
+
+    Raises:
+        AccessError: there are none.
+    """
+    key = environ.get("MUSTER_BILLING_API_KEY")
+    if key:
+        return {}, {"key": key}
+    try:
+        import google.auth
+        import google.auth.exceptions
+        import google.auth.transport.requests
+    except ImportError as error:
+        raise AccessError(
+            "no credentials for the billing catalogue: google-auth is not installed and no API key is set",
+            hint="set MUSTER_BILLING_API_KEY, or pip install 'muster[gcs]' and gcloud auth application-default login",
+        ) from error
+    try:
+        found, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-billing.readonly"])
+        found.refresh(google.auth.transport.requests.Request())
+    except google.auth.exceptions.GoogleAuthError as error:
+        raise AccessError(
+            f"no credentials for the billing catalogue: {str(error).splitlines()[0]}",
+            hint="gcloud auth application-default login, or set MUSTER_BILLING_API_KEY; prices stay as they are",
+        ) from error
+    return {"Authorization": f"Bearer {found.token}"}, {}
+
+
+def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
+    """``spec`` with its hosts' price by the hour, where the file names machine and mode and the price is known."""
+    resources = spec.resources
+    if resources.usd_per_host_hour is not None or resources.machine is None or resources.mode is None:
+        return spec
+    machine, mode = rows.machines().get(resources.machine), resources.mode.removesuffix("_queued")
+    if machine is None:
+        return spec
+    known = [each for each in all_prices(home) if (each.machine, each.mode) == (machine.name, mode)]
+    here = [each for each in known if any(_within(place, each.region) for place in resources.locations)]
+    if not here and (resources.locations or not known):
+        return spec
+    # Which of several places it will be is decided later: the dearest keeps the limit.
+    usd = max(each.usd_per_gpu_hour for each in here or known) * machine.count
+    return spec.model_copy(update={"resources": resources.model_copy(update={"usd_per_host_hour": usd})})
+
+
+def _within(place: str, region: str) -> bool:
+    return place == region or place.startswith(region + "-")
+
+
+def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    shown = url.split("?")[0]
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers)), timeout=TIMEOUT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        kind = AccessError if error.code in (400, 401, 403) else BackendError
+        raise kind(f"{shown} answered {error.code} {error.reason}", hint="prices stay as they are") from error
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{shown} cannot be read: {error}", hint="prices stay as they are") from error
+
+
+def all_prices(home: Path | None = None) -> list[Price]:
+    """Every price a plan uses, overrides applied, in the catalogue's order."""
+    held = {(each.machine, each.mode, each.region): each for each in (*rows.shipped_prices(), *own_prices(home))}
+    return list(held.values())

@@ -1,0 +1,112 @@
+"""One rehearsal as an event log, and so as the report's own page: the ledger folds it like any run's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from muster.core.errors import UsageError
+from muster.core.events import Event
+from muster.report.render import page
+from muster.report.render.document import document
+from muster.report.ledger.fold import Ledger, fold
+from muster.simulate.rehearsal import Play
+from muster.simulate.ensembles import Study
+from muster.simulate.scenario import Scenario
+from muster.supervise.recovery.state import SECOND_NS
+
+RUN_ID = "rehearsal"
+
+
+def write_page(study: Study, target: str) -> Path:
+    """Write the rehearsal whose goodput is the median of the study's as the report's page; where it stands.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    ordered = sorted(study.outcomes, key=lambda one: one.goodput_active)
+    seed = ordered[len(ordered) // 2].seed
+    ledger = ledger_of(study.scenario, seed)
+    found = document(ledger, {})
+    found["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
+    path = Path(os.path.expanduser(target))
+    try:
+        path.write_text(page.render(ledger, found), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return path.absolute()
+
+
+def ledger_of(scenario: Scenario, seed: int) -> Ledger:
+    """The ledger's own account of one rehearsal, against the scenario's step time as reference."""
+    play = Play(scenario, seed)
+    play.run()
+    training = scenario.spec.training
+    tokens = training.global_batch_size * training.sequence_length
+    step_s = scenario.profile.mean_s("step")
+    events = {"supervisor.1.jsonl": list(_supervisor(play)), "ranks.1.jsonl": list(_ranks(play, tokens))}
+    return fold(events, reference_tokens_per_s=tokens / step_s)
+
+
+def _supervisor(play: Play) -> Iterator[Event]:
+    attempt = 0
+    for seq, (at_s, log) in enumerate(play.cluster.log):
+        if log.kind == "attempt.started":
+            attempt += 1
+        detail = dict(log.detail)
+        if log.kind == "incident":
+            fault = play.struck_before(at_s)
+            detail |= {} if fault is None else {"since_ns": round(fault * SECOND_NS)}
+        yield _event(seq, at_s, log.kind, attempt, log.host or "supervisor", detail, rank=log.rank, step=log.step,
+                     phase=log.phase)  # fmt: skip
+
+
+def _ranks(play: Play, tokens: int) -> Iterator[Event]:
+    """Phases of every host's rank, and the steps; in order of time within each attempt."""
+    cluster, seq = play.cluster, 0
+    worlds = {
+        number + 1: (at_s, dict(log.detail["hosts"]))
+        for number, (at_s, log) in enumerate(each for each in cluster.log if each[1].kind == "attempt.started")
+    }
+    stretches = {attempt: (last, run) for attempt, last, run in cluster.history}
+    for attempt, (at_s, hosts) in worlds.items():
+        for host, ranks in hosts.items():
+            yield _event(seq, at_s, "phase", attempt, host, {}, rank=ranks[0], phase="start")
+            seq += 1
+        if attempt not in stretches:
+            continue
+        last, run = stretches[attempt]
+        began_s = run.began_ns / SECOND_NS
+        for host, ranks in hosts.items():
+            yield _event(seq, began_s, "phase", attempt, host, {}, rank=ranks[0], phase="train")
+            seq += 1
+        before_s, first = 0.0, next(iter(hosts))
+        for step in range(run.first_step + 1, last + 1):
+            productive_s = run.productive_s(step - run.first_step)
+            after_s = cluster.disk.elapsed_s(productive_s) if cluster.disk else productive_s
+            stall_s = after_s - before_s - (productive_s - run.productive_s(step - 1 - run.first_step))
+            detail = {
+                "loss": None, "grad_norm": None, "learning_rate": None, "tokens": tokens, "supervised_tokens": tokens,
+                "padding_tokens": 0, "step_ns": round((after_s - before_s) * SECOND_NS),
+                "stall_ns": max(0, round(stall_s * SECOND_NS)), **_held(play.scenario, step, run.first_step),
+            }  # fmt: skip
+            yield _event(seq, began_s + after_s, "step", attempt, first, detail, rank=0, step=step)
+            before_s, seq = after_s, seq + 1
+
+
+def _held(scenario: Scenario, step: int, first_step: int) -> dict[str, int]:
+    """What hosts' memory holds after a step, as ranks say it: a peer has what was taken one snapshot before."""
+    every = scenario.snapshot_every
+    taken = step // every * every
+    if not scenario.memory_tier or taken <= first_step:
+        return {}
+    copied = scenario.peer_copy and scenario.hosts > 1 and taken - every > first_step
+    return {"snapshot_step": taken, **({"peer_step": taken - every} if copied else {})}
+
+
+def _event(seq: int, at_s: float, kind: str, attempt: int, host: str, detail: dict[str, Any], **more: Any) -> Event:
+    at_ns = round(at_s * SECOND_NS)
+    return Event(run_id=RUN_ID, attempt=attempt, seq=seq, mono_ns=at_ns, wall_ns=at_ns, host=host, kind=kind,
+                 detail=detail, **more)  # fmt: skip

@@ -1,0 +1,280 @@
+"""Simulate: a run file rehearsed with the supervisor and policy that will run, on virtual hosts and a virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from muster.config import load
+from muster.core import event_log
+from muster.core.errors import UsageError
+from muster.config.spec import RunSpec
+from muster.report import api
+from muster.simulate import stage_times as profiles
+from muster.simulate import ensembles, capacity_trace
+from muster.simulate.host_time import CATEGORIES
+from muster.simulate.stage_times import Profile, Recovery
+from muster.simulate.ensembles import Choice, Progress, Study
+from muster.simulate.scenario import Saves, Scenario
+
+#: What the supervisor calls an incident -> the mix's kind.
+KINDS = {"rank_exit": "process", "rank_exception": "process", "rank_oom": "process", "rank_hang": "hang",
+         "host_lost": "host", "host_unhealthy": "host"}  # fmt: skip
+#: Below these a rehearsal at another scale says so.
+MODELLED = (
+    "Faults, hosts and clock are virtual: stage times come from the profile, only the supervisor and the policy are "
+    "the real ones. No contention, no network, no GPU."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line's part of a scenario; None: the run file's, or the default."""
+
+    hosts: int | None = None
+    spares: int | None = None
+    min_hosts: int | None = None
+    hours: float | None = None
+    failures_per_day: float = 5.0
+    detection: str = "fast"
+    repair_h: float = 4.0
+    weibull_shape: float = 1.0
+    correlated_per_day: float = 0.0
+    correlated_hosts: int = 8
+    maintenance_per_day: float = 0.0
+    false_alarms_per_day: float = 0.0
+    slow_per_day: float = 0.0
+    policy: str | None = None
+    profile: str | None = None
+    capacity_trace: str | None = None
+    step_s: float | None = None
+    usd_per_host_hour: float | None = None
+
+
+def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) -> Scenario:
+    """The run file's world with what was asked on top.
+
+    Raises:
+        RunFileError: the run file's problems. UsageError: no such profile, policy or trace; a number out of range.
+    """
+    spec = load.load(run_file, overrides, environment=False).spec
+    _check(asked)
+    profile = profile_of(asked.profile, cpu=spec.resources.device == "cpu")
+    if asked.step_s is not None:
+        step = profiles.Stage(mean_s=asked.step_s, cv=0.0, source="--step-s")
+        profile = replace(profile, stages={**profile.stages, "step": step})
+    held = capacity_trace.read(asked.trace) if asked.trace else None
+    hosts = asked.hosts or spec.resources.hosts
+    spares = spec.resources.spare_hosts if asked.spares is None else asked.spares
+    quantum, replicas, per_host = _groups(spec, hosts)
+    batch = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
+    found = Scenario(
+        spec=spec,
+        hosts=hosts,
+        spares=spares,
+        min_hosts=asked.min_hosts or (spec.resources.min_hosts if asked.hosts is None else None) or hosts,
+        gpus_per_host=spec.resources.ranks_per_host or 8,
+        hours=asked.hours or (held.hours if held else 40.0),
+        failures_per_day=0.0 if held else asked.failures_per_day,
+        fast_detection=asked.detection == "fast",
+        repair_h=asked.repair_h,
+        weibull_shape=asked.weibull_shape,
+        correlated_per_day=asked.correlated_per_day,
+        correlated_hosts=asked.correlated_hosts,
+        maintenance_per_day=asked.maintenance_per_day,
+        false_alarms_per_day=asked.false_alarms_per_day,
+        slow_per_day=asked.slow_per_day,
+        trace=held,
+        profile=profile,
+        policy=asked.policy or spec.recovery.policy,
+        quantum_hosts=quantum,
+        replicas=replicas,
+        memory_tier=spec.checkpoint.memory_every_steps > 0,
+        snapshot_every=max(1, spec.checkpoint.memory_every_steps),
+        peer_copy=spec.checkpoint.peer_copy is not False and hosts > 1,
+        saves=_saves(spec, profile),
+        micro_batches=math.ceil(batch * hosts / spec.resources.hosts),
+        data_ranks_per_host=per_host,
+        usd_per_host_hour=asked.usd_per_host_hour,
+    )
+    from muster.policy.load import load_policy
+
+    load_policy(found.policy)
+    if found.min_hosts is not None and found.min_hosts > hosts:
+        raise UsageError(f"--min-hosts {found.min_hosts} is more than {hosts} hosts")
+    return found
+
+
+def _check(asked: Asked) -> None:
+    if asked.detection not in ("fast", "slow"):
+        raise UsageError(f"--detection {asked.detection!r} is none", hint="fast or slow")
+    for name in ("hours", "step_s", "weibull_shape", "repair_h"):
+        value = getattr(asked, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    for name in (
+        "failures_per_day",
+        "correlated_per_day",
+        "maintenance_per_day",
+        "false_alarms_per_day",
+        "slow_per_day",
+    ):
+        if not 0 <= getattr(asked, name) <= 100_000:
+            raise UsageError(f"--{name.replace('_', '-')} must be from 0 to 100000, got {getattr(asked, name):g}")
+
+
+def _groups(spec: RunSpec, hosts: int) -> tuple[int | None, int, int]:
+    """(hosts of a sharded group, replicas, data ranks of a host): one rank stands for a host in rehearsals."""
+    per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else 8)
+    axes = spec.parallelism
+    data_ranks = max(1, per_host // axes.tp)
+    if axes.dp_shard == -1:
+        return None, axes.dp_replicate, data_ranks
+    group = axes.dp_shard * axes.tp
+    if group <= per_host:
+        return 1, 1, data_ranks
+    quantum = -(-group // per_host)
+    return (quantum, 1, data_ranks) if hosts % quantum == 0 else (None, 1, data_ranks)
+
+
+def _saves(spec: RunSpec, profile: Profile) -> Saves | None:
+    every = spec.checkpoint.every_steps
+    if every == 0:
+        return None
+    stall_s, drain_s = profile.mean_s("save_stall"), profile.mean_s("save_drain")
+    if not spec.checkpoint.asynchronous:
+        stall_s, drain_s = stall_s + drain_s, 0.0
+    every_s = None if every == "auto" else int(every) * profile.mean_s("step")
+    return Saves(every_s=every_s, stall_s=stall_s, drain_s=drain_s, restore_s=profile.mean_s("restore"))
+
+
+def profile_of(name: str | None, *, cpu: bool = False) -> Profile:
+    """A shipped profile by name, or one measured from a run's folder or id.
+
+    Raises:
+        UsageError: neither; or the run's log shows no healed incident.
+    """
+    if name is None or name in profiles.names():
+        return profiles.shipped(name or ("cpu-measured" if cpu else profiles.DEFAULT))
+    from muster.app.inspect.report import _place
+
+    try:
+        place = _place(name)
+    except UsageError as error:
+        hint = f"one of {', '.join(profiles.names())}, or a run's id or folder"
+        raise UsageError(f"no profile and no run {name!r}", hint=hint) from error
+    return measure(place)
+
+
+def measure(run_dir: Path) -> Profile:
+    """Stage times of a run's own log: steps, start, and each healed incident."""
+    document = api.load(run_dir).to_json()
+    recoveries = [
+        Recovery(
+            kind=KINDS[each["kind"]],
+            detect_s=each["detect_s"],
+            collected_s=each["stages_s"]["collected"],
+            started_s=each["stages_s"]["started"],
+            first_step_s=each["stages_s"]["first_step"],
+            swapped=each["action"] == "swap",
+        )
+        for each in document["incidents"]
+        if each["kind"] in KINDS and {"collected", "started", "first_step"} <= set(each["stages_s"])
+    ]
+    events = event_log.merged(run_dir / "events" if (run_dir / "events").is_dir() else run_dir)
+    taken = [event for event in events if event.kind == "step"]
+    firsts = {event.attempt: event.seq for event in reversed(taken)}
+    steps = [event.detail["step_ns"] / 1e9 for event in taken if firsts[event.attempt] != event.seq]
+    started = next((event for event in events if event.kind == "attempt.started"), None)
+    first = next(iter(taken), None)
+    reference, reference_s = document["goodput"]["reference"], None
+    if reference is not None and document["steps"]:
+        reference_s = document["tokens"] / document["steps"] / reference["tokens_per_s"]
+    bought = next((event for event in events if event.kind == "host.granted"), None)
+    agent_start_s = first_start_s = None
+    if started is not None and bought is not None:
+        agent_start_s = max(0.0, (started.wall_ns - bought.wall_ns) / 1e9)
+    if started is not None and first is not None:
+        first_start_s = max(0.0, (first.wall_ns - started.wall_ns - first.detail["step_ns"]) / 1e9)
+    return profiles.measured(
+        run_dir.name,
+        step_s=steps,
+        recoveries=recoveries,
+        reference_s=reference_s,
+        agent_start_s=agent_start_s,
+        first_start_s=first_start_s,
+    )
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    seeds: int = 100,
+    paired: int = 20,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Study:
+    """Rehearse. Raises UsageError on a number of seeds that is none."""
+    if seeds < 1 or paired < 0:
+        raise UsageError(f"--seeds {seeds} and --paired {paired}: at least 1 and 0")
+    return ensembles.study(scenario, seeds=seeds, paired=paired, workers=workers, progress=progress)
+
+
+def to_json(study: Study) -> dict[str, Any]:
+    """The answer for programs. Shares are of purchased host-time; ``change`` is against the scenario as given."""
+    scenario = study.scenario
+    host_s, purchased = study.host_s, sum(one.purchased_host_s for one in study.outcomes) / len(study.outcomes)
+    return {
+        "scenario": {
+            "hosts": scenario.hosts, "gpus": scenario.hosts * scenario.gpus_per_host, "spares": scenario.spares,
+            "min_hosts": scenario.min_hosts, "hours": scenario.hours, "failures_per_day": scenario.failures_per_day,
+            "detection": "fast" if scenario.fast_detection else "slow", "mean_detect_s": scenario.mean_detect_s,
+            "repair_h": scenario.repair_h, "policy": scenario.policy, "quantum_hosts": scenario.quantum_hosts,
+            "copies": scenario.copies, "checkpoint_every_s": _finite(scenario.every_s),
+            "swaps_per_day": scenario.swaps_per_day, "trace": scenario.trace.name if scenario.trace else None,
+        },
+        "profile": {
+            "name": scenario.profile.name, "about": scenario.profile.about,
+            "stages": {name: {"mean_s": stage.mean_s, "source": stage.source}
+                       for name, stage in scenario.profile.stages.items()},
+        },
+        "seeds": len(study.outcomes),
+        "goodput_active": asdict(study.active),
+        "goodput_purchased": asdict(study.purchased),
+        "categories": {
+            name: {"host_s": value, "share": value / purchased, "meaning": CATEGORIES[name]}
+            for name, value in host_s.items()
+        },
+        "purchased_host_s": purchased,
+        "identity_error": max(one.identity_error for one in study.outcomes),
+        "lost_s": {
+            kind: {"count": len(values), "p50": ensembles.percentile(values, 0.5), "p95": ensembles.percentile(values, 0.95)}
+            for kind, values in study.lost_s.items()
+        },
+        "redone_steps": sum(one.redone_steps for one in study.outcomes) / len(study.outcomes),
+        "gave_up": sum(one.gave_up for one in study.outcomes) / len(study.outcomes),
+        "mean_hosts_out": sum(one.mean_out for one in study.outcomes) / len(study.outcomes),
+        "usd": None if scenario.usd_per_host_hour is None else purchased / 3600 * scenario.usd_per_host_hour,
+        "contributions": [_choice(each, scenario) for each in study.contributions],
+        "spares": [_choice(each, scenario) for each in study.spares],
+        "intervals": [_choice(each, scenario) for each in study.intervals],
+        "policies": [_choice(each, scenario) for each in study.policies],
+        "best": {
+            name: found.name if (found := ensembles.best(group)) else None
+            for name, group in (("spares", study.spares), ("interval", study.intervals), ("policy", study.policies))
+        },
+        "note": MODELLED,
+    }  # fmt: skip
+
+
+def _choice(each: Choice, scenario: Scenario) -> dict[str, Any]:
+    found = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(each).items()}
+    price, ratio = scenario.usd_per_host_hour, found["cost_ratio"]
+    return {**found, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

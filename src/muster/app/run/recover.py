@@ -1,0 +1,96 @@
+"""Recover: go on with a run whose supervisor is gone, or that was stopped. A closed laptop is the same case."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from muster.app.run import submit, train
+from muster.app.inspect.status import job, spec_of
+from muster.app.run.submit import SUBMISSION, Intent, Submitted
+from muster.app.run.train import Ended
+from muster.config import load
+from muster.core import event_log
+from muster.storage import run_registry
+from muster.core.errors import ConflictError, UsageError
+from muster.core.events import Event
+from muster.core.types import JobState
+from muster.storage.run_registry import RunDir
+from muster.transport.secure_session import read_token
+from muster.policy.load import load_policy
+
+
+def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:
+    """Start what is missing of the run, detached: living agents are adopted, training resumes where it can.
+
+    Raises:
+        ConflictError: a supervisor holds the run.
+        UsageError: the run has succeeded and nothing in it was changed.
+    """
+    intent = _intent(reference, overrides, argv)
+    handle = intent.launcher.submit(intent.request)
+    return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
+
+
+def recover_here(
+    reference: str,
+    overrides: Sequence[str] = (),
+    *,
+    argv: Sequence[str] = (),
+    on_start: Callable[[RunDir], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Ended:
+    """The same with the supervisor in the foreground.
+
+    Raises as ``recover``, and:
+        UsageError: the run is on another back end.
+    """
+    run = run_registry.find(reference)
+    if (backend := spec_of(run).backend) != "local":
+        raise UsageError(
+            f"{run.run_id} runs on {backend}, where no terminal supervises it",
+            hint=f"muster recover {run.run_id}, then muster watch {run.run_id}",
+        )
+    return train.supervise(_intent(reference, overrides, argv), on_start=on_start, on_event=on_event)
+
+
+def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> Intent:
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    status = launcher.poll(handle)
+    if status.tasks.get("supervisor", "").startswith("running"):
+        raise ConflictError(
+            f"a supervisor holds {run.run_id} ({status.tasks['supervisor']})", hint=f"muster logs -f {run.run_id}"
+        )
+    if status.state is JobState.SUCCEEDED and not overrides:
+        further = f"muster recover {run.run_id} training.steps=... goes further"
+        if spec_of(run).command is not None:
+            further = f"change the script, then muster submit with run_dir={run.path} goes further"
+        raise UsageError(f"{run.run_id} is done: {status.reason}", hint=further)
+    if overrides and not status.state.ended:
+        raise ConflictError(f"agents of {run.run_id} still run with the old file", hint=f"muster down {run.run_id}")
+    spec = spec_of(run)
+    if overrides:
+        spec = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
+    if not getattr(launcher, "folder_is_remote", False):
+        _check_folder(run)
+        load_policy(spec.recovery.policy)
+    resolved = spec.model_dump_json(indent=1) + "\n"
+    submit.log_intent(run, spec, resolved, argv)
+    run_registry.replace_text(run.resolved, resolved)
+    request = launcher.render(spec, run_id=run.run_id, run_dir=str(run.path))
+    number = submit.submission(run) + 1
+    request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
+    return Intent(run=run, spec=spec, launcher=launcher, request=request, new=False)
+
+
+def _check_folder(run: RunDir) -> None:
+    """What a supervisor reads first: a damaged log or a lost token is said here, not in a log that nobody looks at.
+
+    Raises:
+        MusterError: an event file holds what is no event.
+        AccessError: the token is gone, or others can read it.
+    """
+    for _ in event_log.read(run.events):
+        pass
+    read_token(str(run.token))

@@ -1,0 +1,164 @@
+"""Stop (save, then end), restart (a corrected file on warm hosts) and down (end now, prove that nothing is left)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muster.app.run import submit
+from muster.app.inspect.supervisor_client import NoAnswer, ask
+from muster.app.inspect.status import job, spec_of
+from muster.config import load
+from muster.core import event_log
+from muster.storage import run_registry
+from muster.core.clock import SystemClock
+from muster.core.errors import BackendError, ConflictError, MusterError
+from muster.core.event_log import EventLog
+from muster.core.types import JobStatus
+from muster.storage.run_registry import RunDir
+from muster.core.protocols import Clock
+from muster.config.spec import RunSpec
+from muster.policy.load import load_policy
+
+#: Beyond the run's own grace: what the supervisor and the agents need to leave.
+EXTRA_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """What came of a stop."""
+
+    run: RunDir
+    status: JobStatus
+    was_running: bool
+
+
+def stop(
+    reference: str, *, save: bool = True, force: bool = False, wait: bool = True, clock: Clock | None = None
+) -> Stopping:
+    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success.
+
+    Raises:
+        NoAnswer: the run lives and its supervisor does not answer.
+        MusterError: it did not end in time.
+    """
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    found = launcher.poll(handle)
+    if found.state.ended:
+        return Stopping(run=run, status=found, was_running=False)
+    clock = clock or SystemClock()
+    _ask_patiently(run, {"t": "stop", "save": save, "force": force}, clock)
+    limit_s = spec_of(run).recovery.grace_s + EXTRA_S
+    until = clock.monotonic_ns() + int(limit_s * 1e9)
+    while wait and not (found := launcher.poll(handle)).state.ended:
+        if clock.monotonic_ns() > until:
+            raise MusterError(f"{run.run_id} has not ended within {limit_s:.0f} s", hint=f"muster down {run.run_id}")
+        clock.sleep(0.1)
+    return Stopping(run=run, status=found, was_running=True)
+
+
+def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
+    """Start the run again, with a corrected file, on hosts that are held after a failure of the user's own.
+
+    Raises:
+        RunFileError, UsageError: the correction does not hold.
+        ConflictError: the run holds no hosts, or not such as the correction needs.
+        NoAnswer: no supervisor holds hosts for this run.
+    """
+    run = run_registry.find(reference)
+    held = ask(run, {"t": "status"})
+    if held.get("phase") != "hold":
+        raise ConflictError(
+            f"{run.run_id} holds no hosts: it is in phase {held.get('phase')}",
+            hint=f"muster recover {run.run_id} starts an ended run again",
+        )
+    loaded = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved))
+    _check_correction(run, spec_of(run), loaded.spec, held)
+    resolved = loaded.spec.model_dump_json(indent=1) + "\n"
+    submit.log_intent(run, loaded.spec, resolved, ("muster", "restart", reference, *overrides))
+    ask(run, {"t": "restart"}, resolved=resolved)
+    run_registry.replace_text(run.resolved, resolved)
+    return run
+
+
+#: What a held host was started with; another value needs other processes, or other machines.
+_STARTED_WITH = (
+    "backend", "run_dir", "slurm", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
+    "resources.machine", "resources.accelerator", "resources.mode", "resources.locations", "resources.reservation",
+    "resources.project", "resources.cluster", "resources.image", "resources.queue",
+)  # fmt: skip
+
+
+def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mapping[str, Any]) -> None:
+    """Refuse now what the held hosts cannot do; waited for, it would never come."""
+    hint = f"muster stop {run.run_id}, then muster recover {run.run_id} KEY=VALUE starts new hosts"
+    for key in _STARTED_WITH:
+        if operator.attrgetter(key)(before) != operator.attrgetter(key)(after):
+            raise ConflictError(f"{key} cannot change while hosts are held: they were started with it", hint=hint)
+    hosts = [each for each in held.get("hosts", {}).values() if each.get("connected")]
+    needed = after.resources.min_hosts or after.resources.hosts
+    if hosts and needed > len(hosts):
+        raise ConflictError(f"{needed} hosts are wanted, and {len(hosts)} are held", hint=hint)
+    if before.backend == "local":
+        load_policy(after.recovery.policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down:
+    """What came of a tear-down."""
+
+    run: RunDir
+    left: tuple[str, ...]
+    """What still exists; empty is the proof."""
+    usd_per_hour: float = 0.0
+    """What no longer runs up."""
+
+
+def down(reference: str) -> Down:
+    """End everything of the run and look whether anything is left; absent is success.
+
+    Raises:
+        BackendError: something could not be ended.
+    """
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    before = launcher.poll(handle)
+    before_wall_ns = SystemClock().wall_ns()
+    launcher.cancel(handle)
+    remaining = getattr(launcher, "remaining", None)
+    left = tuple(remaining(handle)) if remaining is not None else ()
+    if not before.state.ended and not _finished_since(run, before_wall_ns):
+        _finish(run, "muster down ended it; the newest checkpoint stands")
+    if left:
+        raise BackendError(f"left of {run.run_id}: {'; '.join(left[:5])}", hint="run muster down again")
+    return Down(run=run, left=left)
+
+
+def _finished_since(run: RunDir, wall_ns: int) -> bool:
+    return any(event.kind == "run.finished" and event.wall_ns >= wall_ns for _, event in event_log.read(run.events))
+
+
+def _finish(run: RunDir, reason: str) -> None:
+    """The supervisor was ended before it could write the end."""
+    log = EventLog(run.run_id, run.events, "client", 0)
+    try:
+        log.append("run.finished", detail={"outcome": "stopped", "exit_code": 130, "reason": reason})
+        log.sync()
+    finally:
+        log.close()
+
+
+def _ask_patiently(run: RunDir, message: dict[str, object], clock: Clock) -> None:
+    """A supervisor that has just been started may not listen yet."""
+    until = clock.monotonic_ns() + 10_000_000_000
+    while True:
+        try:
+            ask(run, message)
+            return
+        except NoAnswer:
+            if clock.monotonic_ns() > until:
+                raise
+            clock.sleep(0.2)

@@ -1,0 +1,212 @@
+"""Submit: check, write the intent, start, answer with the run's id. The same for every back end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster import __version__, backends
+from muster.app.planning.prices import priced
+from muster.catalog.devices import accelerator_of
+from muster.config import validation
+from muster.storage import run_registry
+from muster.core.errors import ConflictError, MusterError, Problem, RunFileError
+from muster.core.event_log import EventLog
+from muster.core.types import JobHandle, JobRequest
+from muster.core.redact import redact_argv
+from muster.config.load import Loaded
+from muster.storage.run_registry import RunDir
+from muster.backends.protocols import Launcher
+from muster.config.spec import RunSpec
+from muster.policy.load import load_policy
+
+#: Label that tells one submission of a run from the next.
+SUBMISSION = "submission"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A run under way."""
+
+    run: RunDir
+    spec: RunSpec
+    launcher: Launcher
+    handle: JobHandle
+    again: bool = False
+    """It was running already: nothing was started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """A run whose folder and intent are written, and nothing started."""
+
+    run: RunDir
+    spec: RunSpec
+    launcher: Launcher
+    request: JobRequest
+    new: bool
+    """The folder was made for it."""
+    running: bool = False
+
+
+def submit(loaded: Loaded, *, argv: Sequence[str] = ()) -> Submitted:
+    """Start the run and return at once; where ``run_dir`` holds the same run, still running, it is left alone.
+
+    Raises:
+        ConflictError: ``run_dir`` holds a run that is running with another file.
+        CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
+    """
+    intent = begin(loaded, argv=argv)
+    if intent.running:
+        handle = intent.launcher.submit(intent.request)
+        return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle, again=True)
+    return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=start(intent, intent.request))
+
+
+def preview(loaded: Loaded) -> JobRequest:
+    """What ``submit`` would send. Looks at the machine, touches nothing."""
+    launcher = backends.load(loaded.spec.backend)
+    spec = resolve(loaded.spec, launcher)
+    run_id = run_registry.new_run_id(spec.name)
+    path, _ = _own_folder(spec, launcher)
+    return launcher.render(spec, run_id=run_id, run_dir=str(path or run_registry.place(run_id, None)))
+
+
+def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
+    """Resolve what only the machine knows, make the folder, log ``run.submitted``. Starts nothing."""
+    launcher = backends.load(loaded.spec.backend)
+    spec = resolve(loaded.spec, launcher)
+    path, run_id = _own_folder(spec, launcher)
+    new = run_id is None
+    run_id = run_id or run_registry.new_run_id(spec.name)
+    path = path or run_registry.place(run_id, None)
+    resolved = spec.model_dump_json(indent=1) + "\n"
+    number, running = (1, False) if new else _standing(launcher, RunDir(path=path, run_id=run_id), resolved)
+    request = launcher.render(spec, run_id=run_id, run_dir=str(path))
+    request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
+    run = RunDir(path=path, run_id=run_id)
+    intent = Intent(run=run, spec=spec, launcher=launcher, request=request, new=new, running=running)
+    if not running:
+        run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
+        log_intent(run, spec, resolved, argv)
+    return intent
+
+
+def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | None]:
+    """The folder on this machine and the run in it, where the run file names one.
+
+    Where ``run_dir`` is the pods' (a bucket), this machine's folder is found by it: the same folder is the same run.
+    """
+    if spec.run_dir is None:
+        return None, None
+    if not getattr(launcher, "folder_is_remote", False):
+        path = run_registry.place("", spec.run_dir)
+        return path, run_registry.existing_id(path)
+    for run_id, path in run_registry.registry():
+        with contextlib.suppress(OSError, ValueError):
+            held = json.loads((path / "resolved.json").read_text())
+            if (held.get("backend"), held.get("run_dir")) == (spec.backend, spec.run_dir):
+                return path, run_id
+    return None, None
+
+
+def start(intent: Intent, request: JobRequest) -> JobHandle:
+    """Hand the request to the back end; a new run that could not start leaves no folder."""
+    try:
+        return intent.launcher.submit(request)
+    except MusterError:
+        if intent.new:
+            discard(intent)
+        raise
+
+
+def discard(intent: Intent) -> None:
+    """End what was started of a new run and remove its folder."""
+    handle = JobHandle(run_id=intent.run.run_id, backend=intent.spec.backend, job_id="", run_dir=str(intent.run.path))
+    intent.launcher.cancel(handle)
+    shutil.rmtree(intent.run.path, ignore_errors=True)
+    (run_registry.home() / "index" / intent.run.run_id).unlink(missing_ok=True)
+
+
+def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
+    """The spec with device and ranks a host as this machine has them (other back ends: as given).
+
+    Raises:
+        RunFileError: the layout does not fit the ranks that the machine gives.
+        UsageError: ``recovery.policy`` is no policy.
+    """
+    if launcher.name != "local":
+        machine_decides = getattr(launcher, "resolve", None)
+        return priced(machine_decides(spec) if machine_decides is not None else spec)
+    load_policy(spec.recovery.policy)  # a file that cannot be taken: said now, not by a supervisor in the background
+    offer = launcher.offers(spec)[0]
+    device = spec.resources.device
+    if device == "auto":
+        device = "cuda" if offer.gpus_per_node else "cpu"
+    gpus_each = max(1, offer.gpus_per_node // spec.resources.hosts)
+    ranks = spec.resources.ranks_per_host or (gpus_each if device == "cuda" else 1)
+    found = spec.model_copy(
+        update={"resources": spec.resources.model_copy(update={"device": device, "ranks_per_host": ranks})}
+    )
+    if device == "cuda" and spec.output.peak_tflops is None and spec.model is not None:
+        chip = accelerator_of(offer.accelerator)
+        peak = chip.peak_flops.get("bf16") if chip is not None else None
+        if peak:  # vendor's dense bf16; float32 runs are measured against it too, and look as slow as they are
+            found = found.model_copy(update={"output": found.output.model_copy(update={"peak_tflops": peak / 1e12})})
+    problems = validation.problems(found)
+    if device == "cuda" and ranks * spec.resources.hosts > offer.gpus_per_node:
+        wanted = f"{spec.resources.hosts} x {ranks} ranks want as many GPUs"
+        problems.append(
+            Problem(key="resources.ranks_per_host", message=f"{wanted}; this machine has {offer.gpus_per_node}")
+        )
+    if problems:
+        raise RunFileError(problems)
+    return found
+
+
+def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -> None:
+    """Write ``run.submitted``, to the disk, before anything is done about it."""
+    log = EventLog(run.run_id, run.events, "client", 0)
+    try:
+        log.append(
+            "run.submitted",
+            detail={
+                "spec_digest": run_registry.spec_digest(resolved),
+                "backend": spec.backend,
+                "version": __version__,
+                "argv": redact_argv(argv),
+                "name": spec.name,
+            },
+        )
+        log.sync()
+    finally:
+        log.close()
+
+
+def submission(run: RunDir) -> int:
+    """How often the run has been submitted."""
+    try:
+        return int(json.loads(run.job.read_text()).get(SUBMISSION, 1))
+    except (OSError, ValueError):
+        return 0
+
+
+def _standing(launcher: Launcher, run: RunDir, resolved: str) -> tuple[int, bool]:
+    """The submission's number for a folder that holds a run, and whether that run is running as it is."""
+    number = submission(run)
+    handle = launcher.find(run.run_id)
+    status = launcher.poll(handle) if handle else None
+    if status is None or number == 0 or status.state.ended:
+        return number + 1, False
+    same = run.resolved.exists() and run.resolved.read_text() == resolved
+    if not same:
+        raise ConflictError(
+            f"{run.path} holds the run {run.run_id}, which is {status.state}",
+            hint=f"muster stop {run.run_id}, or another run_dir",
+        )
+    return number, True

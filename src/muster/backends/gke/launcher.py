@@ -1,0 +1,350 @@
+"""The ``Launcher`` for GKE: a run is a JobSet, found by its label; the cluster's own API does the rest.
+
+The run's folder on the user's machine holds its intent and ``job.json``; the run itself lives in its bucket.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.backends.gke.operate import pod_exec, locate
+from muster.backends.gke.operate.continuation import API as JOBSET_API
+from muster.backends.gke.operate.continuation import newest
+from muster.backends.gke.operate.exec_stream import attach
+from muster.backends.gke.operate.status_reason import condition, explain
+from muster.backends.gke.operate.log_follow import Follower
+from muster.backends.gke.manifests.jobset import Manifest
+from muster.backends.gke.operate.cluster_snapshot import exit_code, label, observe, tasks
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.pod.init_container import CODE
+from muster.backends.gke.manifests.placement import place, resolved
+from muster.backends.gke.kubernetes import kubeconfig
+from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http, Reply
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.provision.session import Session
+from muster.backends.gke.kubernetes.stream import Lines, Stream
+from muster.backends.gke.operate.queue_check import refuse_unknown_queue
+from muster.backends.gke.manifests.render import BACKEND, render
+from muster.catalog import offers as catalogue
+from muster.backends import code_bundle
+from muster.storage import run_registry
+from muster.core.clock import SystemClock
+from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
+from muster.backends.protocols import Terminal
+from muster.core.protocols import Clock, Store
+from muster.config.spec import RunSpec
+from muster.storage.store import open_store
+
+SUBMISSION = "submission"
+"""Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
+ANNOTATION = "muster/submission"
+GONE_WITHIN_S = 120.0
+STOPPED_BY_USER = 130
+
+
+@dataclass(kw_only=True)
+class GkeLauncher:
+    """Runs jobs as JobSets on the cluster that the run file names."""
+
+    name: str = BACKEND
+    http: Http | None = None
+    """None: Google's services with application-default credentials, when first needed."""
+    store: Store | None = None
+    """None: the bucket itself, when first needed."""
+    clock: Clock = field(default_factory=SystemClock)
+    options: Options = field(default_factory=Options)
+    folder_is_remote: bool = True
+    """The run's folder lies where its pods are; this machine holds the intent alone."""
+
+    # ------------------------------------------------------------ before
+
+    def offers(self, spec: RunSpec) -> list[Offer]:
+        """The catalogue's rows for the run file's machine, accelerator and mode; availability is not asked."""
+        wanted = spec.resources
+        mode = wanted.mode.removesuffix("_queued") if wanted.mode else None
+        return [
+            option.offer
+            for option in catalogue.catalogue()
+            if option.offer.backend == self.name
+            and wanted.machine in (None, option.offer.machine)
+            and wanted.accelerator in (None, option.offer.accelerator)
+            and mode in (None, option.offer.mode)
+        ]
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """The run file with what the machine decides: ranks a host, device, how long hosts are waited for."""
+        return resolved(place(spec, run_id="run", run_dir="/unused", options=self.options))
+
+    def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+        """The manifests; pure."""
+        return render(spec, run_id=run_id, run_dir=run_dir, options=self.options)
+
+    # ------------------------------------------------------------ start
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        """Check with the server's own dry run, then create; the same request twice makes one JobSet.
+
+        Raises:
+            BackendError: no such cluster, or the server refuses the objects.
+            UsageError: no such queue.
+            AccessError: not allowed.
+            ConflictError: an older submission of the run is still being removed.
+        """
+        manifests = _documents(request.files["run.yaml"])
+        spec = _spec_of(manifests)
+        cluster = locate.needed(spec, request.run_id, self.options, self._session())
+        number = request.labels.get(SUBMISSION, "1")
+        jobset = next(one for one in manifests if one["kind"] == "JobSet")
+        jobset["metadata"]["annotations"][ANNOTATION] = number
+        config = next(one for one in manifests if one["kind"] == "ConfigMap")
+        config["data"][SUBMISSION] = number
+        shipped, code = code_bundle.pack(spec, request.run_dir)
+        if code is not None:
+            config["data"]["resolved.json"] = shipped.model_dump_json(indent=1) + "\n"
+            config["binaryData"] = {CODE: base64.b64encode(code).decode()}
+        there = self._jobset(cluster, request.run_id)
+        if there is not None and _ended(there) and there["metadata"]["annotations"].get(ANNOTATION) != number:
+            self._clear(cluster, request.run_id)
+            there = None
+        if there is None:
+            refuse_unknown_queue(cluster, jobset)
+            for manifest in manifests:
+                cluster.apply(manifest, dry_run=True)
+            cluster.apply(self._token(request, jobset), secret=True)
+            for manifest in manifests:
+                cluster.apply(manifest)
+        self._record(request, number)
+        return self._handle(request.run_id, request.run_dir, there or jobset)
+
+    # ------------------------------------------------------------ watch
+
+    def find(self, run_id: str) -> JobHandle | None:
+        """By the run's folder on this machine, which says the cluster, and the label there."""
+        cluster = self._known(run_id)
+        jobset = self._jobset(cluster, run_id) if cluster else None
+        spec = self._remembered(run_id)
+        if jobset is None or spec is None:
+            return None
+        in_pods = place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
+        return self._handle(run_id, in_pods, jobset)
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Look once at everything, and say it in one sentence."""
+        cluster = self._known(handle.run_id)
+        if cluster is None:
+            return JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
+        observed = observe(cluster, self.options.namespace, handle.run_id)
+        found = explain(observed)
+        reason = found.sentence + (f" (hint: {found.hint})" if found.hint else "")
+        code = exit_code(observed, found.state)
+        # To Kubernetes every end but success is a failure; the supervisor's own code says which one it was.
+        state = JobState.STOPPED if found.state is JobState.FAILED and code == STOPPED_BY_USER else found.state
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks(observed.pods))
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        """Output of each pod's own container, and of each rank, beyond ``after`` (bytes); sidecars are left out."""
+        cluster = self._known(handle.run_id)
+        if cluster is not None:
+            yield from pod_exec.logs(cluster, self._pods(cluster, handle.run_id), after or {})
+
+    def follow(self, handle: JobHandle) -> Iterator[LogChunk]:
+        """The same from the beginning, and as it comes until the run has ended: one open stream per pod."""
+        cluster = self._known(handle.run_id)
+        if cluster is None:
+            return
+
+        def over() -> bool:
+            jobset = self._jobset(cluster, handle.run_id)
+            return jobset is None or _ended(jobset)
+
+        namespace = self.options.namespace
+        yield from Follower(cluster=cluster, namespace=namespace, labels=label(handle.run_id), over=over).chunks()
+
+    # ------------------------------------------------------------ inside
+
+    def ask(
+        self, run_id: str, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
+    ) -> dict[str, Any]:
+        """Carry a question to the run's supervisor, in its pod; ``resolved`` replaces the run file before it."""
+        cluster = self._known(run_id)
+        if cluster is None:
+            return {"error": f"{run_id} has no cluster", "hint": f"muster status {run_id}"}
+        question = {"do": "ask", "message": dict(message), "timeout_s": timeout_s}
+        return pod_exec.ask(cluster, self._pods(cluster, run_id), question, run_id, resolved)
+
+    def mirror(self, run_id: str, folder: Path) -> int:
+        """Bring the run's events to ``folder``; returns how many bytes were new. None reachable is none new."""
+        cluster = self._known(run_id)
+        jobset = self._jobset(cluster, run_id) if cluster else None
+        if cluster is not None and jobset is not None and not _ended(jobset):
+            return pod_exec.mirror(cluster, self._pods(cluster, run_id), folder)
+        kept = self._kept(run_id)
+        return pod_exec.mirror_from_bucket(self.store or open_store(), kept, folder) if kept else 0
+
+    def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
+        """Run a command in a host's pod; returns its exit code.
+
+        Raises:
+            UsageError: no such host.
+            BackendError: no pod of the run runs.
+        """
+        cluster = self._known(run_id)
+        if cluster is None:
+            raise BackendError(f"{run_id} has no cluster", hint=f"muster status {run_id}")
+        target = locate.choose(locate.running(self._pods(cluster, run_id)), host, run_id)
+        return attach(
+            cluster, target, argv, out=terminal.out, err=terminal.err, typed=terminal.typed, tty=terminal.tty,
+            size=terminal.size,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ end
+
+    def cancel(self, handle: JobHandle) -> None:
+        """Delete the JobSets and everything with the run's label; absent is success."""
+        cluster = self._known(handle.run_id)
+        for one in self._labelled(cluster, handle.run_id) if cluster else []:
+            cluster.delete(one)  # type: ignore[union-attr]
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """What still exists of the run on the cluster, after a moment for what is just going."""
+        cluster = self._known(handle.run_id)
+        if cluster is None:
+            return []
+        waited_s = 0.0
+        while (left := self._left(cluster, handle.run_id)) and waited_s < GONE_WITHIN_S:
+            self.clock.sleep(2.0)
+            waited_s += 2.0
+        return left
+
+    # ------------------------------------------------------------ below
+
+    def _labelled(self, cluster: Cluster, run_id: str) -> list[Manifest]:
+        kinds = [
+            (JOBSET_API, "JobSet", "jobsets"),
+            ("v1", "ConfigMap", "configmaps"),
+            ("v1", "Secret", "secrets"),
+            ("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
+        ]
+        return [
+            {**one, "apiVersion": api, "kind": kind}
+            for api, kind, plural in kinds
+            for one in cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
+        ]
+
+    def _left(self, cluster: Cluster, run_id: str) -> list[str]:
+        pods = [{**pod, "kind": "Pod"} for pod in self._pods(cluster, run_id)]
+        return [f"{one['kind']}/{one['metadata']['name']}" for one in [*self._labelled(cluster, run_id), *pods]]
+
+    def _pods(self, cluster: Cluster, run_id: str) -> Sequence[Mapping[str, Any]]:
+        return cluster.list("v1", "pods", namespace=self.options.namespace, labels=label(run_id))
+
+    def _jobset(self, cluster: Cluster, run_id: str) -> Mapping[str, Any] | None:
+        return newest(cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)))
+
+    def _clear(self, cluster: Cluster, run_id: str) -> None:
+        """Remove what an ended submission left: a JobSet of the same name can come only after it."""
+        waited_s = 0.0
+        while there := cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)):
+            for one in there if waited_s == 0 else ():
+                cluster.delete({**one, "apiVersion": JOBSET_API, "kind": "JobSet"})
+            if waited_s >= GONE_WITHIN_S:
+                name = there[0]["metadata"]["name"]
+                raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
+            self.clock.sleep(2.0)
+            waited_s += 2.0
+
+    def _token(self, request: JobRequest, jobset: Manifest) -> Manifest:
+        """The secret by which agents and supervisor know each other: the run folder's, or a new one."""
+        local = _local_dir(request.run_id)
+        path = local / "token" if local else None
+        token = path.read_text().strip() if path and path.exists() else secrets.token_hex(32)
+        metadata = {
+            "name": f"{jobset['metadata']['name']}-token",
+            "namespace": jobset["metadata"]["namespace"],
+            "labels": dict(jobset["metadata"]["labels"]),
+        }
+        data = {"token": base64.b64encode(token.encode()).decode()}
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
+
+    def _record(self, request: JobRequest, number: str) -> None:
+        local = _local_dir(request.run_id)
+        if local is not None:
+            record = {"version": 1, "run_id": request.run_id, "backend": self.name, SUBMISSION: int(number)}
+            run_registry.replace_text(local / "job.json", json.dumps({**record, "run_dir": request.run_dir}) + "\n")
+
+    def _handle(self, run_id: str, run_dir: str, jobset: Mapping[str, Any]) -> JobHandle:
+        metadata = jobset["metadata"]
+        job_id = f"{metadata['namespace']}/{metadata['name']}"
+        return JobHandle(run_id=run_id, backend=self.name, job_id=job_id, run_dir=run_dir)
+
+    def _remembered(self, run_id: str) -> RunSpec | None:
+        local = _local_dir(run_id)
+        if local is None or not (local / "resolved.json").exists():
+            return None
+        return RunSpec.model_validate_json((local / "resolved.json").read_text())
+
+    def _known(self, run_id: str) -> Cluster | None:
+        """The cluster that the run's folder on this machine names; None where there is none."""
+        spec = self._remembered(run_id)
+        return locate.cluster_of(spec, run_id, self.options, self._session()) if spec else None
+
+    def _kept(self, run_id: str) -> str | None:
+        """The run's folder as an address that needs no pod: a bucket's, on Google's own clusters."""
+        spec = self._remembered(run_id)
+        if spec is None or (kubeconfig.named(spec.resources.cluster) and self.store is None):
+            return None
+        in_pods = place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
+        return "gs://" + in_pods.removeprefix("/gcs/") if in_pods.startswith("/gcs/") else None
+
+    def _session(self) -> Session:
+        return Session(http=_Late(self), clock=self.clock)
+
+
+@dataclass(frozen=True)
+class _Late:
+    """Google's services once they are spoken to, not before: a kubeconfig's cluster needs none of them."""
+
+    of: GkeLauncher
+
+    def send(self, call: Call) -> Reply:
+        return self._real().send(call)
+
+    def open(self, call: Call) -> Stream:
+        return self._real().open(call)
+
+    def lines(self, call: Call) -> Lines | Reply:
+        return self._real().lines(call)
+
+    def _real(self) -> Http:
+        if self.of.http is None:
+            self.of.http = GoogleHttp()
+        return self.of.http
+
+
+def _local_dir(run_id: str) -> Path | None:
+    try:
+        return run_registry.find(run_id).path
+    except UsageError:
+        return None
+
+
+def _documents(text: str) -> list[Manifest]:
+    from ruamel.yaml import YAML
+
+    return [one for one in YAML(typ="safe", pure=True).load_all(text) if one]
+
+
+def _spec_of(manifests: list[Manifest]) -> RunSpec:
+    config = next(one for one in manifests if one["kind"] == "ConfigMap")
+    return RunSpec.model_validate_json(config["data"]["resolved.json"])
+
+
+def _ended(jobset: Mapping[str, Any]) -> bool:
+    return any((condition(jobset, kind) or {}).get("status") == "True" for kind in ("Completed", "Failed"))

@@ -1,0 +1,143 @@
+"""The chart's knobs: values.yaml with a comment each, their schema, and what each way of buying nodes changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from muster.backends.gke.manifests import pods
+from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, Placement, longest_run_s, mode_of
+from muster.backends.gke.manifests.yaml_text import dump
+
+LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+MAYBE = {"type": "string", "pattern": "^$|" + LABEL, "maxLength": 63}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One value: what it is now, what it may be, and what it does."""
+
+    value: object
+    about: str
+    schema: Mapping[str, Any]
+
+
+def modes(placement: Placement) -> dict[str, dict[str, Any]]:
+    """Everything that differs between the ways of buying this machine, for the chart to look up."""
+    found = {}
+    for name in dict.fromkeys([placement.mode, *placement.machine.modes]):
+        mode = mode_of(placement, name)
+        template = pods.host_template(placement, mode)
+        annotations = template["metadata"]["annotations"]
+        found[name] = {
+            "nodeSelector": dict(mode.node_selector),
+            "tolerations": template["spec"]["tolerations"],
+            "podAnnotations": {key: value for key, value in annotations.items() if key.startswith("kueue.")},
+            "graceSeconds": mode.grace_s,
+            "queued": mode.queued,
+            "reserved": name in ("reservation", "calendar"),
+            "queue": _queue_of(placement, name),
+        }
+    return found
+
+
+def values_yaml(placement: Placement, modes: list[str], tunings: list[str]) -> str:
+    """``values.yaml`` with every knob explained."""
+    parts = []
+    for name, knob in _knobs(placement, modes, tunings).items():
+        parts.append(f"# {knob.about}\n" + dump([{name: knob.value}]))
+    return "\n".join(parts)
+
+
+def schema(placement: Placement, modes: list[str], tunings: list[str]) -> str:
+    """``values.schema.json``: unknown keys are errors."""
+    knobs = _knobs(placement, modes, tunings)
+    document = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "additionalProperties": False,
+        "required": sorted(name for name in knobs if name not in ("queue", "reservation")),
+        "properties": {name: {**knob.schema, "description": knob.about} for name, knob in sorted(knobs.items())}
+        | {"global": {"type": "object"}},
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _queue_of(placement: Placement, mode: str) -> str:
+    return replace(placement, mode=mode).queue_objects
+
+
+def _knobs(placement: Placement, modes: list[str], tunings: list[str]) -> dict[str, Knob]:
+    return {**_of_the_run(placement, modes, tunings), **_of_the_cluster(placement)}
+
+
+def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> dict[str, Knob]:
+    spec = placement.spec
+    lora = spec.model is not None and spec.model.lora is not None
+    run_id = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": LONGEST_JOBSET_NAME}
+    return {
+        "runId": Knob(value=placement.run_id, about="Name of the run and of its objects.", schema=run_id),
+        "runDir": Knob(
+            value=placement.run_dir,
+            about="Folder of the run in the pods; its bucket is mounted by what this chart was rendered from.",
+            schema={"type": "string", "pattern": "^/"},
+        ),
+        "hosts": Knob(value=spec.resources.hosts, about="Hosts that train.", schema={"type": "integer", "minimum": 1}),
+        "spareHosts": Knob(
+            value=spec.resources.spare_hosts,
+            about="Hosts besides, warm, that take over for a lost one.",
+            schema={"type": "integer", "minimum": 0},
+        ),
+        "mode": Knob(
+            value=placement.mode, about="How nodes are bought: " + ", ".join(modes) + ".", schema={"enum": modes}
+        ),
+        "tuning": Knob(
+            value="lora" if lora else "full",
+            about="What is trained: " + " or ".join(tunings) + ".",
+            schema={"enum": tunings},
+        ),
+        "image": Knob(value=spec.resources.image, about="Container image.", schema={"type": "string", "minLength": 1}),
+        "queue": Knob(
+            value=spec.resources.queue or "",
+            about="Kueue local queue; empty: the one named after the machine and the mode.",
+            schema=MAYBE,
+        ),
+        "reservation": Knob(
+            value=spec.resources.reservation or "",
+            about="Name of the reservation (modes reservation and calendar).",
+            schema=MAYBE,
+        ),
+        "maxRunDurationSeconds": Knob(
+            value=longest_run_s(spec),
+            about="Longest life of a queued flex-start allocation; 7 days at most.",
+            schema={"type": "integer", "minimum": 600, "maximum": 604800},
+        ),
+    }
+
+
+def _of_the_cluster(placement: Placement) -> dict[str, Knob]:
+    options = placement.options
+    name = {"type": "string", "pattern": LABEL, "maxLength": 63}
+    switch = {"type": "boolean"}
+    host = pods.host_template(placement, mode_of(placement))["spec"]["containers"][0]
+    grace = "Seconds between notice and end; 0: what the mode gives (15 on Spot, more is not honoured there)."
+    pool = "Node pool (CPU) that the supervisor runs on."
+    secret = "Secret with key token, if there is one."
+    prefix = "First part of the names of VPCs and subnets."
+    env = "More environment for the hosts: a list of name and value."
+    return {
+        "terminationGracePeriodSeconds": Knob(value=0, about=grace, schema={"type": "integer", "minimum": 0}),
+        "serviceAccount": Knob(value=options.service_account, about="Kubernetes service account.", schema=name),
+        "supervisorPool": Knob(value=options.supervisor_pool, about=pool, schema=name),
+        "huggingFaceSecret": Knob(value=options.hugging_face_secret, about=secret, schema=name),
+        "networkPrefix": Knob(value=options.network_prefix, about=prefix, schema=name),
+        "hostResources": Knob(
+            value=host["resources"], about="Requests and limits of a host's pod.", schema={"type": "object"}
+        ),
+        "env": Knob(value=[], about=env, schema={"type": "array"}),
+        "createQueue": Knob(value=False, about="Make Kueue's objects too (once a cluster).", schema=switch),
+        "createNetworks": Knob(value=False, about="Make the Network objects too (once a cluster).", schema=switch),
+        "createServiceAccount": Knob(value=False, about="Make the service account too.", schema=switch),
+    }

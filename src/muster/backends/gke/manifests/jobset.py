@@ -1,0 +1,139 @@
+"""The run's own objects: the JobSet with one child Job per host, its config map, and its resource claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from muster.backends.gke.manifests import pods
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Mode, Placement, mode_of
+
+Manifest = dict[str, Any]
+
+SAVED_AND_WANTS_TO_RUN_AGAIN = 75
+VERDICTS = [1, 2, 3, 4, 5, 6, 130]
+"""Exit codes by which the supervisor says that the run is over; any other end of its pod is a crash, and it is
+started again."""
+KEPT_AFTER_THE_END_S = 3 * 24 * 3600
+
+
+def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Manifest]:
+    """Everything that one run needs and that ends with it, in the order of creation."""
+    claims = [_claim_template(placement)] if placement.claims else []
+    return [_config_map(placement, run_file, resolved), *claims, jobset(placement, mode_of(placement))]
+
+
+def jobset(placement: Placement, mode: Mode) -> Manifest:
+    """Hosts as child Jobs of parallelism 1, so that a lost pod replaces only itself; the supervisor as its own Job."""
+    labels = dict(placement.labels)
+    if placement.kueue:
+        labels["kueue.x-k8s.io/queue-name"] = placement.queue
+    metadata = {
+        **_metadata(placement, placement.name),
+        "labels": labels,
+        "annotations": {
+            "muster/run-name": placement.spec.name,
+            **(mode.annotations if placement.kueue else {}),
+        },
+    }
+    spec: Manifest = {
+        "suspend": placement.kueue,
+        "coordinator": {"replicatedJob": SUPERVISOR, "jobIndex": 0, "podIndex": 0},
+        "network": {"enableDNSHostnames": True, "subdomain": placement.name, "publishNotReadyAddresses": True},
+        # Spares never end by themselves: the run is over when the supervisor is.
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [SUPERVISOR]},
+        "failurePolicy": _failure_policy(),
+        "ttlSecondsAfterFinished": KEPT_AFTER_THE_END_S,
+        "replicatedJobs": [
+            _role(SUPERVISOR, 1, pods.supervisor_template(placement), _supervisor_failures()),
+            _role(HOST, placement.hosts, pods.host_template(placement, mode), _host_failures()),
+        ],
+    }
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def _role(name: str, replicas: int, template: Manifest, failures: list[Manifest]) -> Manifest:
+    job = {
+        "parallelism": 1,
+        "completions": 1,
+        "completionMode": "Indexed",
+        "backoffLimit": 6,
+        # The only value that a pod failure policy allows: the next pod starts once the last one has really ended.
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": failures},
+        "template": template,
+    }
+    return {"name": name, "replicas": replicas, "template": {"spec": job}}
+
+
+def _host_failures() -> list[Manifest]:
+    return [_disruptions_are_free(), _exit_codes(HOST, "Ignore", [SAVED_AND_WANTS_TO_RUN_AGAIN])]
+
+
+def _supervisor_failures() -> list[Manifest]:
+    return [
+        _disruptions_are_free(),
+        _exit_codes(SUPERVISOR, "Ignore", [SAVED_AND_WANTS_TO_RUN_AGAIN]),
+        _exit_codes(SUPERVISOR, "FailJob", VERDICTS),
+    ]
+
+
+def _disruptions_are_free() -> Manifest:
+    """A preempted or evicted pod is replaced and not charged to backoffLimit."""
+    return {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def _exit_codes(container: str, action: str, values: list[int]) -> Manifest:
+    return {"action": action, "onExitCodes": {"containerName": container, "operator": "In", "values": values}}
+
+
+def _failure_policy() -> Manifest:
+    return {
+        "maxRestarts": 3,
+        "restartStrategy": "Recreate",
+        "rules": [
+            {
+                "name": "supervisorDecided",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "targetReplicatedJobs": [SUPERVISOR],
+            },
+            # Only this host's Job starts again; RestartJobSet would recreate every pod, the supervisor's too.
+            {
+                "name": "hostKeepsFailing",
+                "action": "RestartJob",
+                "onJobFailureReasons": ["BackoffLimitExceeded"],
+                "targetReplicatedJobs": [HOST],
+            },
+        ],
+    }
+
+
+def _config_map(placement: Placement, run_file: str, resolved: str) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {**_metadata(placement, f"{placement.name}-run"), "labels": dict(placement.labels)},
+        "data": {"resolved.json": resolved, "run.yaml": run_file},
+    }
+
+
+def _claim_template(placement: Placement) -> Manifest:
+    fabric = placement.machine.fabric
+    request = {
+        "name": "rdma",
+        "exactly": {
+            "deviceClassName": fabric.claim_class,
+            "allocationMode": "ExactCount",
+            "count": fabric.claim_count,
+        },
+    }
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {**_metadata(placement, f"{placement.name}-rdma"), "labels": dict(placement.labels)},
+        "spec": {"spec": {"devices": {"requests": [request]}}},
+    }
+
+
+def _metadata(placement: Placement, name: str) -> Manifest:
+    return {"name": name, "namespace": placement.options.namespace}

@@ -1,0 +1,216 @@
+"""Where a run goes and how its machines are bought: the run file's words turned into GKE's labels and limits. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.catalog import gke as catalogue
+from muster.catalog.gke import Family, Machine
+from muster.config.spec import Recovery, RunSpec
+
+SEVEN_DAYS_S = 604_800
+"""The longest flex-start allocation (docs concepts/dws)."""
+SPOT_POD_GRACE_S = 15
+"""Of Spot's 30 s notice the pods get the first 15 (docs concepts/spot-vms)."""
+LONGEST_JOBSET_NAME = 63 - len("-supervisor-0-0-abcde")
+"""A pod is called <jobset>-<role>-<job>-<pod>-<5 letters>, which has to be a DNS label."""
+START_TIMEOUT_S = 3600.0
+MAX_RUN_DURATION = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
+CLAIM_FOLDER = "/muster-runs"
+"""Where a claim for run folders is mounted."""
+SUPERVISOR = "supervisor"
+HOST = "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Everything that the manifests depend on besides the run file itself."""
+
+    spec: RunSpec
+    run_id: str
+    run_dir: str
+    """Path in the pods."""
+    options: Options
+    family: Family
+    machine: Machine
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """The JobSet's name."""
+        return object_name(self.run_id)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that train plus spares: spares have to be inside the request."""
+        return self.spec.resources.hosts + self.spec.resources.spare_hosts
+
+    @property
+    def kueue(self) -> bool:
+        """Whether the run queues. Nodes that are somebody's already, with no queue named, are just used."""
+        return self.options.kueue and (self.mode != "owned" or self.spec.resources.queue is not None)
+
+    @property
+    def queue(self) -> str:
+        return self.spec.resources.queue or self.queue_objects
+
+    @property
+    def queue_objects(self) -> str:
+        """Name of the cluster queue and of the GPU flavour: one for each kind of machine and way of buying it."""
+        kind = self.family.label.removeprefix("nvidia-") or self.family.name
+        return f"muster-{kind}-{self.mode}".replace("_", "-")
+
+    @property
+    def claims(self) -> bool:
+        """Data NICs come by resource claims, not by annotations."""
+        fabric = self.machine.fabric
+        return fabric.dra_only or (self.options.network == "claims" and fabric.claim_class is not None)
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """On every object of the run: what finds it again."""
+        return {
+            "app.kubernetes.io/name": "muster",
+            "app.kubernetes.io/instance": self.run_id,
+            "app.kubernetes.io/managed-by": "muster",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A way of buying nodes, as pods and queues have to know it."""
+
+    node_selector: Mapping[str, str]
+    tolerations: tuple[Mapping[str, str], ...]
+    annotations: Mapping[str, str]
+    """On the JobSet itself."""
+    grace_s: int
+    queued: bool
+    topology: bool
+
+
+def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Placement:
+    """Find the machine; no checks beyond that (``checks.findings`` has them).
+
+    Raises:
+        UsageError: the machine or accelerator is unknown.
+    """
+    wanted = spec.resources
+    family, machine = catalogue.find(wanted.machine, wanted.accelerator, cpu=wanted.device == "cpu")
+    return Placement(
+        spec=spec,
+        run_id=run_id,
+        run_dir=f"{CLAIM_FOLDER}/{run_id}" if options.run_claim else _in_pods(spec, run_id, run_dir),
+        options=options,
+        family=family,
+        machine=machine,
+        mode=wanted.mode or ("owned" if family.name == "cpu" else "flex_start"),
+    )
+
+
+def mode_of(placement: Placement, mode: str | None = None) -> Mode:
+    """What ``mode`` (default: the placement's own) changes in the manifests."""
+    mode = mode or placement.mode
+    spec = placement.spec
+    spot = mode == "spot"
+    queued = mode == catalogue.QUEUED
+    selector: dict[str, str] = {}
+    if placement.family.label:
+        selector["cloud.google.com/gke-accelerator"] = placement.family.label
+    if mode.startswith("flex_start"):
+        selector["cloud.google.com/gke-flex-start"] = "true"
+    if spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+    if mode in ("reservation", "calendar") and spec.resources.reservation:
+        selector["cloud.google.com/reservation-name"] = spec.resources.reservation
+    annotations = {}
+    if queued:
+        # On the object, not on the pod template: Kueue copies it from the job object alone (jobframework/utils.go:264).
+        annotations[MAX_RUN_DURATION] = str(longest_run_s(spec))
+    return Mode(
+        node_selector=selector,
+        tolerations=tuple(_tolerations(placement, spot=spot, queued=queued)),
+        annotations=annotations,
+        grace_s=SPOT_POD_GRACE_S if spot else max(30, math.ceil(spec.recovery.grace_s) + 5),
+        queued=queued,
+        # Kueue counts nodes that exist. From zero there are none, unless a ProvisioningRequest brings them first.
+        topology=placement.family.topology and mode in (catalogue.QUEUED, "reservation", "calendar"),
+    )
+
+
+def resolved(placement: Placement) -> RunSpec:
+    """The run file with what the machine decides: ranks a host, device, and how long hosts are waited for."""
+    resources, recovery = placement.spec.resources, placement.spec.recovery
+    gpus = placement.machine.gpus
+    machine = {
+        "ranks_per_host": resources.ranks_per_host or gpus or 1,
+        "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
+    }
+    # The default fits processes; pods pull an image of 20 GB first, and nodes may come one by one.
+    start_s = max(recovery.start_timeout_s, START_TIMEOUT_S) if _by_default(recovery) else recovery.start_timeout_s
+    return placement.spec.model_copy(
+        update={
+            "resources": resources.model_copy(update=machine),
+            "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
+        }
+    )
+
+
+def longest_run_s(spec: RunSpec) -> int:
+    """Seconds asked of flex-start: the run's own limit, at most 7 days."""
+    if spec.limits.max_hours is None:
+        return SEVEN_DAYS_S
+    return min(SEVEN_DAYS_S, math.ceil(spec.limits.max_hours * 3600))
+
+
+def object_name(run_id: str) -> str:
+    """A JobSet name for ``run_id``: itself where it fits, else its head and a hash of the whole."""
+    if len(run_id) <= LONGEST_JOBSET_NAME and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run_id):
+        return run_id
+    head = re.sub(r"[^a-z0-9-]+", "-", run_id.lower()).strip("-0123456789") or "run"
+    digest = hashlib.sha256(run_id.encode()).hexdigest()[:8]
+    return f"{head[: LONGEST_JOBSET_NAME - 9].strip('-')}-{digest}"
+
+
+def mounted(path: str) -> str:
+    """``gs://bucket/x`` as the pods see it: ``/gcs/bucket/x`` (GCSFuse); other paths as they are."""
+    return "/gcs/" + path.removeprefix("gs://").rstrip("/") if path.startswith("gs://") else path
+
+
+def _by_default(recovery: Recovery) -> bool:
+    return recovery.start_timeout_s == Recovery().start_timeout_s
+
+
+def _in_pods(spec: RunSpec, run_id: str, run_dir: str) -> str:
+    """The run folder as pods see it: in a bucket as given, else beside the checkpoints where those are in one."""
+    if spec.run_dir and mounted(spec.run_dir).startswith("/gcs/"):
+        return mounted(spec.run_dir)
+    directory = mounted(spec.checkpoint.dir or "")
+    if not mounted(run_dir).startswith("/gcs/") and directory.startswith("/gcs/"):
+        return f"/gcs/{directory.split('/')[2]}/muster-runs/{run_id}"
+    return mounted(run_dir)
+
+
+def _tolerations(placement: Placement, *, spot: bool, queued: bool) -> list[Mapping[str, str]]:
+    rows: list[Mapping[str, str]] = []
+    if placement.machine.gpus:
+        rows.append({"key": "nvidia.com/gpu", "operator": "Equal", "value": "present", "effect": "NoSchedule"})
+        # GKE puts it on a node an hour before maintenance: a replaced pod may still use that hour, the agent watches.
+        rows.append(
+            {"key": "cloud.google.com/impending-node-termination", "operator": "Exists", "effect": "NoSchedule"}
+        )
+        rows.append({"key": "user-workload", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+    if placement.family.arch == "arm64":
+        rows.append({"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
+    if spot:
+        rows.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+    if queued:
+        rows.append(
+            {"key": "cloud.google.com/gke-queued", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        )
+    return rows

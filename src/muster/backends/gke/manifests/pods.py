@@ -1,0 +1,272 @@
+"""Pod templates of the two roles: hosts (agents with GPUs) and the supervisor (small, CPU)."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from muster.backends.gke.manifests.placement import (
+    CLAIM_FOLDER,
+    HOST,
+    SEVEN_DAYS_S,
+    SUPERVISOR,
+    Mode,
+    Placement,
+    longest_run_s,
+)
+from muster.backends.gke.manifests.volumes import bucket_annotations, bucket_volumes
+from muster.catalog.gke import Mount
+
+Manifest = dict[str, Any]
+
+# A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
+SOURCE_AND_RUN = 'source "$0" && exec "$@"'
+LEAVE_AFTER = "--leave-after-s"
+SHORTEST_S = 60
+LEAVE_BEFORE_S = 1800
+"""Seconds before the end of an allocation at which the run saves: nodes are counted from their own start, which lies
+before the supervisor's by as long as the slowest of them took."""
+LOST_NODE_S = 30
+"""Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
+
+
+def host_template(placement: Placement, mode: Mode) -> Manifest:
+    """The pod of one host: our agent, all GPUs of the node, its data NICs."""
+    fabric = placement.machine.fabric
+    mounts = (*fabric.mounts, *(fabric.sidecar.mounts if fabric.sidecar else ())) if placement.machine.gpus else ()
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "serviceAccountName": placement.options.service_account,
+        "terminationGracePeriodSeconds": mode.grace_s,
+        "nodeSelector": dict(mode.node_selector),
+        "tolerations": [dict(row) for row in mode.tolerations] + _give_up_lost_nodes(),
+    }
+    if not placement.machine.gpus:
+        spec["affinity"] = _one_host_a_node(placement)
+    if placement.claims:
+        spec["resourceClaims"] = [{"name": "rdma", "resourceClaimTemplateName": f"{placement.name}-rdma"}]
+    sidecar = _sidecar(placement)
+    spec["initContainers"] = [*([sidecar] if sidecar else []), _place(placement)]
+    spec["containers"] = [_agent(placement)]
+    spec["volumes"] = [*_node_volumes(mounts), _shared_memory(placement), *_run_volumes(placement)]
+    metadata: Manifest = {"labels": dict(placement.labels), "annotations": _host_annotations(placement, mode)}
+    return {"metadata": metadata, "spec": spec}
+
+
+def supervisor_template(placement: Placement) -> Manifest:
+    """The supervisor's pod: on a small CPU node of its own pool, so that no DWS request ever asks for it."""
+    supervise = [
+        "python", "-m", "muster.backends.gke.pod.main", SUPERVISOR, "--run-dir", placement.run_dir,
+        "--requeue", "$(MUSTER_NAMESPACE)/$(MUSTER_JOBSET)", *_allocation(placement), "--",
+        "python", "-m", "muster.app.supervisor", "--run-dir", placement.run_dir, "--run-id", placement.run_id,
+    ]  # fmt: skip
+    main = _container(placement, SUPERVISOR, supervise)
+    main["env"] = [
+        _pod_address(),
+        _field("MUSTER_NAMESPACE", "metadata.namespace"),
+        _field("MUSTER_JOBSET", "metadata.labels['jobset.sigs.k8s.io/jobset-name']"),
+        *_secrets(placement),
+    ]
+    main["volumeMounts"] = _bucket_mounts(placement)
+    main["resources"] = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "serviceAccountName": placement.options.service_account,
+        "terminationGracePeriodSeconds": 30,
+        "nodeSelector": {"cloud.google.com/gke-nodepool": placement.options.supervisor_pool},
+        "tolerations": _give_up_lost_nodes(),
+        "initContainers": [_place(placement)],
+        "containers": [main],
+        "volumes": [
+            *_run_volumes(placement),
+        ],
+    }
+    metadata: Manifest = {"labels": dict(placement.labels)}
+    if annotations := bucket_annotations(placement):
+        metadata["annotations"] = annotations
+    return {"metadata": metadata, "spec": spec}
+
+
+def network_annotations(placement: Placement) -> dict[str, str]:
+    """Which NIC of the pod sits on which Network object; empty where the family has no data network."""
+    networks = placement.machine.fabric.networks
+    if not networks or placement.claims:
+        return {}
+    interfaces = [{"interfaceName": "eth0", "network": "default"}]
+    interfaces += [{"interfaceName": network.interface, "network": network.name} for network in networks]
+    rows = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in interfaces)
+    return {
+        "networking.gke.io/default-interface": "eth0",
+        "networking.gke.io/interfaces": f"[\n{rows}\n]\n",
+    }
+
+
+def nccl_environment(placement: Placement) -> dict[str, str]:
+    """NCCL's variables: the few that Google's script leaves to us, or the whole list of the catalogue."""
+    fabric = placement.machine.fabric
+    if not placement.machine.gpus:
+        return {}
+    env = dict(fabric.env)
+    if placement.options.nccl == "catalogue" and fabric.source:
+        env |= fabric.env_when_not_sourced
+        if fabric.tuner_folder and placement.family.tuner_config:
+            env["NCCL_TUNER_CONFIG_PATH"] = fabric.tuner_folder + placement.family.tuner_config
+    return env
+
+
+def _agent(placement: Placement) -> Manifest:
+    fabric = placement.machine.fabric
+    host = "host-$(MUSTER_HOST_INDEX)"
+    command = [
+        "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.run_dir, "--host", host, "--",
+        "python", "-m", "muster.agent", "--run-dir", placement.run_dir, "--run-id", placement.run_id, "--host", host,
+    ]  # fmt: skip
+    if placement.machine.gpus and fabric.source and placement.options.nccl == "node":
+        command = ["/bin/bash", "-c", SOURCE_AND_RUN, fabric.source, *command]
+    container = _container(placement, HOST, command)
+    container["env"] = [
+        _field("MUSTER_HOST_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
+        _field("MUSTER_POD", "metadata.name"),
+        _field("MUSTER_NODE", "spec.nodeName"),
+        _pod_address(),
+        *({"name": name, "value": value} for name, value in nccl_environment(placement).items()),
+        *_secrets(placement),
+    ]
+    container["resources"] = _host_resources(placement)
+    if fabric.capabilities and placement.machine.gpus:
+        container["securityContext"] = {"capabilities": {"add": list(fabric.capabilities)}}
+    node_mounts = fabric.mounts if placement.machine.gpus else ()
+    container["volumeMounts"] = [
+        *({"name": mount.name, "mountPath": mount.path} for mount in node_mounts),
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        *_bucket_mounts(placement),
+    ]
+    return container
+
+
+def _host_resources(placement: Placement) -> Manifest:
+    machine = placement.machine
+    # Below the node's capacity, because GKE keeps part of it: the GPUs alone decide that a node holds one host.
+    requests: Manifest = {"cpu": str(max(1, machine.vcpus // 2)), "memory": f"{max(1, machine.memory_gb // 2)}G"}
+    if not machine.gpus:
+        return {"requests": requests}
+    resources: Manifest = {
+        "requests": {**requests, "nvidia.com/gpu": machine.gpus},
+        "limits": {"nvidia.com/gpu": machine.gpus},
+    }
+    if placement.claims:
+        resources["claims"] = [{"name": "rdma"}]
+    return resources
+
+
+def _sidecar(placement: Placement) -> Manifest | None:
+    """The fabric's daemon as a native sidecar: an init container that stays, and ends with the pod."""
+    daemon = placement.machine.fabric.sidecar
+    if daemon is None or not placement.machine.gpus:
+        return None
+    return {
+        "name": daemon.name,
+        "image": daemon.image,
+        "restartPolicy": "Always",
+        "command": list(daemon.command),
+        "args": list(daemon.args),
+        "securityContext": {"capabilities": {"add": list(daemon.capabilities)}},
+        "env": [{"name": name, "value": value} for name, value in daemon.env.items()],
+        "volumeMounts": [{"name": mount.name, "mountPath": mount.path} for mount in daemon.mounts],
+    }
+
+
+def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
+    annotations = {**network_annotations(placement), **bucket_annotations(placement)}
+    if (daemon := placement.machine.fabric.sidecar) and placement.machine.gpus:
+        devices = "".join(f"- path: {device}\n" for device in daemon.devices)
+        annotations[f"devices.gke.io/container.{daemon.name}"] = devices
+    if mode.topology and placement.kueue:
+        annotations["kueue.x-k8s.io/podset-preferred-topology"] = "cloud.google.com/gce-topology-block"
+    return annotations
+
+
+def _place(placement: Placement) -> Manifest:
+    """Puts run file and token into the run folder: whichever pod comes first makes it, the others find it."""
+    to_run_dir = [
+        "python", "-m", "muster.backends.gke.pod.init_container", "--run-dir", placement.run_dir, "--run-id", placement.run_id
+    ]  # fmt: skip
+    container = _container(placement, "place", to_run_dir)
+    container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
+    container["volumeMounts"] = [
+        {"name": "run-file", "mountPath": "/etc/muster/run", "readOnly": True},
+        {"name": "token", "mountPath": "/etc/muster/token", "readOnly": True},
+        *_bucket_mounts(placement),
+    ]
+    return container
+
+
+def _pod_address() -> Manifest:
+    """Agents and supervisor listen on the pod's address, which the lease then names."""
+    return _field("MUSTER_BIND", "status.podIP")
+
+
+def _field(name: str, path: str) -> Manifest:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _allocation(placement: Placement) -> list[str]:
+    """When to save before a flex-start allocation ends by itself (0: never), and how many the run may have (0: any)."""
+    hours = placement.spec.limits.max_hours
+    most = math.ceil(hours * 3600 / SEVEN_DAYS_S) if hours else 0
+    flex = placement.mode.startswith("flex_start")
+    seconds = max(SHORTEST_S, longest_run_s(placement.spec) - LEAVE_BEFORE_S) if flex else 0
+    return [LEAVE_AFTER, str(seconds), "--at-most", str(most)]
+
+
+def _container(placement: Placement, name: str, command: list[str]) -> Manifest:
+    return {"name": name, "image": placement.spec.resources.image or "", "command": command}
+
+
+def _secrets(placement: Placement) -> list[Manifest]:
+    reference = {"name": placement.options.hugging_face_secret, "key": "token", "optional": True}
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}]
+
+
+def _give_up_lost_nodes() -> list[Manifest]:
+    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_S}
+    return [{"key": f"node.kubernetes.io/{state}", **lost} for state in ("not-ready", "unreachable")]
+
+
+def _one_host_a_node(placement: Placement) -> Manifest:
+    selector = {"matchLabels": {**placement.labels, "jobset.sigs.k8s.io/replicatedjob-name": HOST}}
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
+    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
+def _node_volumes(mounts: tuple[Mount, ...]) -> list[Manifest]:
+    volumes: dict[str, Manifest] = {}
+    for mount in mounts:
+        source: Manifest = {"hostPath": {"path": mount.host}} if mount.host else {"emptyDir": {}}
+        volumes[mount.name] = {"name": mount.name, **source}
+    return list(volumes.values())
+
+
+def _shared_memory(placement: Placement) -> Manifest:
+    limit = f"{placement.machine.shared_memory_gib}Gi"
+    return {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
+
+
+def _run_volumes(placement: Placement) -> list[Manifest]:
+    return [
+        {"name": "run-file", "configMap": {"name": f"{placement.name}-run"}},
+        {"name": "token", "secret": {"secretName": f"{placement.name}-token", "defaultMode": 0o400}},
+        *_claim(placement),
+        *(volume for volume, _ in bucket_volumes(placement)),
+    ]
+
+
+def _claim(placement: Placement) -> list[Manifest]:
+    claim = placement.options.run_claim
+    return [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
+
+
+def _bucket_mounts(placement: Placement) -> list[Manifest]:
+    claim = [{"name": "runs", "mountPath": CLAIM_FOLDER}] if placement.options.run_claim else []
+    return [*claim, *(mount for _, mount in bucket_volumes(placement))]

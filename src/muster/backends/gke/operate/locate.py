@@ -1,0 +1,86 @@
+"""Which cluster a run lives on, and which of its pods can be spoken to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from muster.backends.gke.operate.exec_stream import Target
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
+from muster.backends.gke.kubernetes import kubeconfig
+from muster.backends.gke.kubernetes.api import Cluster, connect
+from muster.backends.gke.provision.session import Session
+from muster.backends.gke.provision.resource_names import Site, site
+from muster.core.errors import BackendError, UsageError
+from muster.config.spec import RunSpec
+
+ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
+INDEX = "jobset.sigs.k8s.io/job-index"
+JOBSET = "jobset.sigs.k8s.io/jobset-name"
+
+
+def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
+    """Every place where the run file's cluster may be, in the order in which ``up`` tries them; one for each region."""
+    placement = place(spec, run_id=run_id, run_dir="/unused", options=options)
+    zones = spec.resources.locations
+    found = [site(placement, zone=zone) for zone in zones] or [site(placement)]
+    return list({one.region: one for one in reversed(found)}.values())[::-1]
+
+
+def task(pod: Mapping[str, Any]) -> tuple[str, str]:
+    """(task, container) of a pod: ``supervisor`` or ``host-3``, and the container that does its work."""
+    labels = pod["metadata"].get("labels", {})
+    role = labels.get(ROLE, HOST)
+    return (SUPERVISOR if role == SUPERVISOR else f"{role}-{labels.get(INDEX, '0')}"), role
+
+
+def running(pods: Sequence[Mapping[str, Any]]) -> dict[str, Target]:
+    """Task -> its newest pod that runs."""
+    found = {}
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
+        if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
+            name, container = task(pod)
+            metadata = pod["metadata"]
+            found[name] = Target(namespace=metadata["namespace"], pod=metadata["name"], container=container)
+    return found
+
+
+def choose(found: Mapping[str, Target], host: int | None, run_id: str) -> Target:
+    """The pod of that host; without a number the first host's, or the supervisor's where no host runs.
+
+    Raises:
+        UsageError: no such host.
+        BackendError: no pod of the run runs.
+    """
+    if not found:
+        raise BackendError(f"no pod of {run_id} runs", hint=f"muster status {run_id} says what it waits for")
+    if host is not None:
+        if f"{HOST}-{host}" not in found:
+            raise UsageError(f"no host {host} of {run_id} runs", hint="there are: " + ", ".join(sorted(found)))
+        return found[f"{HOST}-{host}"]
+    hosts = sorted((name for name in found if name != SUPERVISOR), key=lambda name: (len(name), name))
+    return found[hosts[0]] if hosts else found[SUPERVISOR]
+
+
+def cluster_of(spec: RunSpec, run_id: str, options: Options, session: Session) -> Cluster | None:
+    """The run file's cluster: by kubeconfig, or Google's of that name; None where there is none."""
+    if kubeconfig.named(spec.resources.cluster):
+        return kubeconfig.connect(str(spec.resources.cluster), session.clock)
+    for where in sites_of(spec, run_id, options):
+        if found := connect(where, session):
+            return found
+    return None
+
+
+def needed(spec: RunSpec, run_id: str, options: Options, session: Session) -> Cluster:
+    """The same. Raises BackendError where there is none."""
+    found = cluster_of(spec, run_id, options, session)
+    if found is None:
+        places = sites_of(spec, run_id, options)
+        regions = ", ".join(where.region for where in places)
+        raise BackendError(
+            f"no cluster {places[0].cluster} in {regions} of project {places[0].project}",
+            hint="muster up RUN.yaml makes it",
+        )
+    return found

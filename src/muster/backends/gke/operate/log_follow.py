@@ -1,0 +1,236 @@
+"""Output of a run's pods as it comes: one followed log per pod, pods found by a watch, the end by another.
+
+Nothing is asked at intervals: each connection stays open and is opened anew where it breaks, from the last line's time
+on. What ranks write is in their pod's own output (``echo.py``), marked with the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.backends.gke.operate import locate
+from muster.backends.gke.operate.continuation import API as JOBSET_API
+from muster.backends.gke.pod.log_forwarder import told_by
+from muster.backends.gke.kubernetes.http import Unreachable
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.stream import Lines
+from muster.core.clock import SystemClock
+from muster.core.errors import AccessError, BackendError, MusterError
+from muster.core.types import LogChunk
+from muster.core.protocols import Clock
+
+DRAIN_S = 15.0
+"""After the run's end its pods' last words are waited for; a pod of a dead node has none."""
+AHEAD_LINES = 10_000
+"""Read ahead of whoever reads them here: a pager that waits holds the connections back, not the memory."""
+LOOK_EVERY_S = 5.0
+"""Where watching is not allowed, or nothing can be watched yet."""
+STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)$")
+
+
+@dataclass(kw_only=True)
+class Follower:
+    """Follows the pods with ``labels`` until ``over()``; ``chunks`` is called once."""
+
+    cluster: Cluster
+    namespace: str
+    labels: str
+    over: Callable[[], bool]
+    """Looks whether the run has ended."""
+    clock: Clock = field(default_factory=SystemClock)
+    pause_s: float = 0.5
+    """Between a connection that broke and the next."""
+    _told: queue.Queue[LogChunk | MusterError | None] = field(default_factory=lambda: queue.Queue(AHEAD_LINES))
+    _opened: list[Lines] = field(default_factory=list)
+    _known: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _readers: dict[str, threading.Thread] = field(default_factory=dict)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _looked: threading.Event = field(default_factory=threading.Event)
+
+    def chunks(self) -> Iterator[LogChunk]:
+        """Whole lines, each of one task, in the order in which they arrive. An interrupt ends it at once.
+
+        Raises:
+            AccessError, BackendError: what the cluster refuses for good.
+        """
+        for work in (self._watch_run, self._watch_pods):
+            threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
+        try:
+            while not (self._ended.is_set() and self._looked.is_set()):
+                yield from self._next(None)
+            until = self.clock.monotonic_ns() + int(DRAIN_S * 1e9)
+            while (left_ns := until - self.clock.monotonic_ns()) > 0 and (self._reading() or not self._told.empty()):
+                yield from self._next(left_ns / 1e9)
+            for _ in range(self._told.qsize()):
+                yield from self._next(0.0)
+        finally:
+            self._stopping.set()
+            for each in list(self._opened):
+                each.close()
+
+    def _next(self, timeout_s: float | None) -> Iterator[LogChunk]:
+        """The next line; nothing where something else happened, or nothing in time."""
+        with contextlib.suppress(queue.Empty):
+            found = self._told.get(timeout=timeout_s)
+            if isinstance(found, MusterError):
+                raise found
+            if found is not None:
+                yield found
+
+    def _tell(self, found: LogChunk | MusterError | None) -> None:
+        """Wait for room, for as long as somebody reads."""
+        while not self._stopping.is_set():
+            with contextlib.suppress(queue.Full):
+                self._told.put(found, timeout=1.0)
+                return
+
+    def _reading(self) -> bool:
+        return any(each.is_alive() for each in list(self._readers.values()))
+
+    # ---------------------------------------------------------------- what there is
+
+    def _watch_run(self) -> None:
+        """Until the run has ended: a JobSet that changed is the occasion to look, a lost watch is another."""
+        while not self._stopping.is_set() and not self._over_now():
+            with self._breaks():
+                for _ in self._watch(JOBSET_API, "jobsets"):
+                    if self._stopping.is_set() or self._over_now():
+                        return
+            self._stopping.wait(self.pause_s)
+
+    def _over_now(self) -> bool:
+        with contextlib.suppress(Unreachable):
+            if self.over():
+                self._ended.set()
+                self._tell(None)
+        return self._ended.is_set()
+
+    def _watch_pods(self) -> None:
+        while not self._stopping.is_set():
+            with self._breaks():
+                # Whoever comes after the end finds the pods that are left by this look alone.
+                for pod in self.cluster.list("v1", "pods", namespace=self.namespace, labels=self.labels):
+                    self._meet(pod)
+                self._looked.set()
+                self._tell(None)
+                for pod in self._watch("v1", "pods"):
+                    self._meet(pod)
+            self._stopping.wait(self.pause_s)
+
+    def _watch(self, api: str, plural: str) -> Iterator[Mapping[str, Any]]:
+        try:
+            yield from self.cluster.watch(
+                api, plural, namespace=self.namespace, labels=self.labels, opened=self._opened
+            )
+        except AccessError:  # who may list may not always watch
+            self._stopping.wait(LOOK_EVERY_S)
+
+    def _meet(self, pod: Mapping[str, Any]) -> None:
+        """A pod whose containers may have begun is read, once."""
+        name = str(pod["metadata"]["name"])
+        self._known[name] = pod
+        if pod.get("status", {}).get("phase") in (None, "Pending") or name in self._readers or self._stopping.is_set():
+            return
+        reader = threading.Thread(target=self._guarded, args=(lambda: self._read(name, pod),), daemon=True)
+        self._readers[name] = reader
+        reader.start()
+
+    # ---------------------------------------------------------------- one pod
+
+    def _read(self, name: str, pod: Mapping[str, Any]) -> None:
+        """The whole output of the container that does the pod's work, however often the connection breaks."""
+        task, container = locate.task(pod)
+        place = Place()
+        while not self._stopping.is_set():
+            with self._breaks():
+                place.reopened()
+                lines = self.cluster.follow_log(self.namespace, name, container, since=place.since)
+                if lines is None:
+                    return
+                self._opened.append(lines)
+                try:
+                    for line in lines:
+                        if self._stopping.is_set():
+                            return
+                        if (fresh := place.fresh(line)) is not None:
+                            writer, text = told_by(fresh.decode(errors="replace"), task)
+                            self._tell(LogChunk(task=writer, text=text, next_offset=0))
+                finally:
+                    self._opened.remove(lines)
+                    lines.close()
+                if self._container_ended(name):
+                    return
+            self._stopping.wait(self.pause_s)
+
+    def _container_ended(self, name: str) -> bool:
+        found = self.cluster.get(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": self.namespace}}
+        )
+        return found is None or found.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+    # ---------------------------------------------------------------- edges
+
+    @contextlib.contextmanager
+    def _breaks(self) -> Iterator[None]:
+        """What is over by asking again."""
+        with contextlib.suppress(Unreachable, OSError):
+            yield
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A thread's edge: what it cannot live with is raised where the lines are read."""
+        try:
+            work()
+        except MusterError as error:
+            self._tell(error)
+        except Exception as error:  # noqa: BLE001 (else the reader waits for ever)
+            self._tell(BackendError(f"following the logs broke: {error!r}", hint="muster logs without -f"))
+        finally:
+            self._tell(None)
+
+
+@dataclass
+class Place:
+    """How far one pod's output was read: the last line's time, and how many lines bear it.
+
+    A server that is asked for lines since a time cuts it to the second: what was read already comes again.
+    """
+
+    since: str | None = None
+    _last: str = ""
+    _same: int = 0
+    _again: int | None = None
+    """Lines with the last one's time that came again so far; None once there is news."""
+
+    def reopened(self) -> None:
+        """The next lines come from ``since`` on."""
+        self._again = 0
+
+    def fresh(self, line: bytes) -> bytes | None:
+        """The line without its time; None where it was read before."""
+        stamp, space, rest = line.partition(b" ")
+        key = _sortable(stamp.decode("ascii", errors="replace"))
+        if not space or key is None:
+            return line
+        if self._again is not None:
+            if key < self._last:
+                return None
+            if key == self._last and self._again < self._same:
+                self._again += 1
+                return None
+            self._again = None
+        self._same = self._same + 1 if key == self._last else 1
+        self.since, self._last = stamp.decode(), key
+        return rest
+
+
+def _sortable(stamp: str) -> str | None:
+    """``2026-01-02T03:04:05.6Z`` with all nine digits, so that text sorts as time; None where it is none."""
+    found = STAMP.match(stamp)
+    return f"{found[1]}.{found[2] or '':0<9}" if found else None

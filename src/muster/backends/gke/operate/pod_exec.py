@@ -1,0 +1,165 @@
+"""The run as its own pods see it: the supervisor's answers, the ranks' logs, the events. Over a command in a pod."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from muster.backends.gke.operate import locate
+from muster.backends.gke.pod.log_forwarder import told_by
+from muster.backends.gke.operate.exec_stream import Target, run
+from muster.backends.gke.manifests.placement import SUPERVISOR
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends import code_bundle
+from muster.core.errors import BackendError, MusterError
+from muster.core.types import LogChunk
+from muster.core.protocols import Store
+from muster.config.spec import RunSpec
+
+Pods = Sequence[Mapping[str, Any]]
+
+RUN_DIR = "--run-dir"
+
+
+def ask(
+    cluster: Cluster, pods: Pods, question: Mapping[str, Any], run_id: str, resolved: str | None = None
+) -> dict[str, Any]:
+    """The answer of the program in the supervisor's pod; where that pod does not run, an ``error`` and a ``hint``.
+
+    ``resolved`` replaces the run file before the question; the user's code goes along as it is now.
+    """
+    target = locate.running(pods).get(SUPERVISOR)
+    if target is None:
+        return {"error": f"the supervisor of {run_id} has no running pod", "hint": f"muster status {run_id}"}
+    if resolved is not None:
+        pod = next(one for one in pods if one["metadata"]["name"] == target.pod)
+        shipped, code = code_bundle.pack(RunSpec.model_validate_json(resolved), run_dir_of(pod))
+        question = {**question, "resolved": shipped.model_dump_json(indent=1) + "\n"}
+        if code is not None:
+            question["code"] = base64.b64encode(code).decode()
+    return _question(cluster, target, pods, question)
+
+
+def logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
+    """What the run's processes wrote beyond ``after``.
+
+    Ranks' output comes from the run's folder or, where no pod can be asked, from the copy in their pod's own output.
+    """
+    ranks = list(rank_logs(cluster, pods, after))
+    yield from pod_logs(cluster, pods, after, copies=not locate.running(pods))
+    yield from ranks
+
+
+def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int], *, copies: bool = True) -> Iterator[LogChunk]:
+    """Output of each pod's own container beyond ``after``; what it holds of its ranks' apart, or left out."""
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
+        task, container = locate.task(pod)
+        metadata = pod["metadata"]
+        data = cluster.pod_log(metadata["namespace"], metadata["name"], container).encode()
+        position = after.get(task, 0)
+        # A replaced pod starts a log of its own: what is shorter than what was read is read from its beginning.
+        start = position if position <= len(data) else 0
+        texts: dict[str, str] = {}
+        for line in data[start:].decode(errors="replace").splitlines(keepends=True):
+            writer, text = told_by(line, task)
+            texts[writer] = texts.get(writer, "") + text
+        for writer, text in texts.items():
+            if writer == task or copies:
+                yield LogChunk(task=writer, text=text, next_offset=len(data))
+
+
+def rank_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
+    """What the run folder's log files (one for each rank and attempt) hold beyond ``after``, while a pod runs."""
+    positions = {f"{task}.log": offset for task, offset in after.items()}
+    decoders: dict[str, codecs.IncrementalDecoder] = {}
+    for name, start, data in _files(cluster, pods, "logs", positions):
+        # A part may end within a character; the next one begins where this ended.
+        decoder = decoders.setdefault(name, codecs.getincrementaldecoder("utf-8")(errors="replace"))
+        text = decoder.decode(data)
+        end = start + len(data) - len(decoder.getstate()[0])
+        if text:
+            yield LogChunk(task=name.removesuffix(".log"), text=text, next_offset=end)
+
+
+def mirror(cluster: Cluster, pods: Pods, folder: Path) -> int:
+    """Bring the events that the pods wrote to ``folder``; returns the number of new bytes.
+
+    A file that this machine wrote itself is no pod's, so the two never meet: the client's events are ``client.*``.
+    """
+    return _keep(folder, lambda held: _files(cluster, pods, "events", held))
+
+
+def mirror_from_bucket(store: Store, uri: str, folder: Path) -> int:
+    """The same from the run's folder in a bucket, where no pod is left to be asked."""
+
+    def files(held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
+        for one in store.list(f"{uri}/events/"):
+            name = one.rpartition("/")[2]
+            data = store.get(one).data
+            start = held.get(name, 0)
+            if name.endswith(".jsonl") and len(data) > start:
+                yield name, start, data[start:]
+
+    return _keep(folder, files)
+
+
+def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str, int, bytes]]]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {path.name: path.stat().st_size for path in folder.glob("*.jsonl") if not path.name.startswith("client.")}
+    fresh = 0
+    for name, start, data in files(held):
+        if "/" in name or name.startswith((".", "client.")):
+            continue
+        with open(folder / name, "r+b" if (folder / name).exists() else "wb") as file:
+            file.truncate(start)
+            file.seek(start)
+            file.write(data)
+        fresh += len(data)
+    return fresh
+
+
+def _files(cluster: Cluster, pods: Pods, folder: str, held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
+    """(name, offset, bytes) of what is new, until nothing is; nothing where no pod can be spoken to."""
+    found = locate.running(pods)
+    target = found.get(SUPERVISOR) or next(iter(found.values()), None)
+    positions = dict(held)
+    while target is not None:
+        try:
+            answer = _question(cluster, target, pods, {"do": "read", "folder": folder, "after": positions})
+        except MusterError:
+            return  # the pod ended between the look and the question
+        rows = answer.get("files", [])
+        for row in rows:
+            data = base64.b64decode(row["data"])
+            positions[row["name"]] = int(row["offset"]) + len(data)
+            yield str(row["name"]), int(row["offset"]), data
+        if sum(len(row["data"]) for row in rows) < ENOUGH:
+            return
+
+
+ENOUGH = 4 * 1024 * 1024
+"""An answer smaller than this was the whole of it."""
+
+
+def _question(cluster: Cluster, target: Target, pods: Pods, question: Mapping[str, Any]) -> dict[str, Any]:
+    pod = next(one for one in pods if one["metadata"]["name"] == target.pod)
+    argv = ["python", "-m", "muster.app.remote_entrypoint", RUN_DIR, run_dir_of(pod)]
+    printed = run(cluster, target, argv, line=json.dumps(question))
+    try:
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except (ValueError, IndexError) as error:
+        raise BackendError(f"{target.pod} answered {printed[-200:]!r}", hint="is its image of this version?") from error
+    return found
+
+
+def run_dir_of(pod: Mapping[str, Any]) -> str:
+    """As the pod's own command names it: what a chart or another hand chose is found too."""
+    for container in pod["spec"].get("containers", []):
+        words = list(container.get("command", []))
+        if RUN_DIR in words[:-1]:
+            return str(words[words.index(RUN_DIR) + 1])
+    raise BackendError(f"pod {pod['metadata']['name']} names no run folder", hint="it is no pod of this version")

@@ -1,0 +1,29 @@
+"""Is the queue that a run names there? Kueue itself takes a job for any queue, and lets it wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.manifests.kueue_objects import API
+from muster.core.errors import UsageError
+
+LABEL = "kueue.x-k8s.io/queue-name"
+
+
+def refuse_unknown_queue(cluster: Cluster, jobset: Mapping[str, Any]) -> None:
+    """Before anything is created; nothing for a run without a queue, or a cluster that does not know Kueue's kinds.
+
+    Raises:
+        UsageError: no such queue; the hint names those that are there.
+    """
+    name, namespace = jobset["metadata"].get("labels", {}).get(LABEL), jobset["metadata"]["namespace"]
+    queue = {"apiVersion": API, "kind": "LocalQueue", "metadata": {"name": name, "namespace": namespace}}
+    if name is None or cluster.get(queue) is not None:
+        return
+    if not cluster.knows(queue):
+        return
+    there = sorted(one["metadata"]["name"] for one in cluster.list(API, "localqueues", namespace=namespace))
+    hint = "muster up RUN.yaml makes it" + (f"; or resources.queue: {', '.join(there)}" if there else "")
+    raise UsageError(f"there is no queue {name!r} in namespace {namespace!r} of the cluster", hint=hint)

@@ -1,0 +1,233 @@
+"""The sentence about pods and nodes: what the slowest of them waits for, or what was lost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muster.core.types import JobState
+
+Manifest = Mapping[str, Any]
+
+ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
+INDEX = "jobset.sigs.k8s.io/job-index"
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+TAKEN_SOON = "cloud.google.com/impending-node-termination"
+"""Taint by which GKE announces that a node is about to go: maintenance, or the end of a Spot VM."""
+_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """What keeps one pod from running. Later stages have higher ranks: the furthest pod says most."""
+
+    rank: int
+    what: str
+    hint: str | None = None
+
+
+def pods_sentence(
+    pods: Sequence[Manifest], events: Sequence[Manifest], nodes: Sequence[Manifest], restarts: int
+) -> tuple[JobState, str, str | None]:
+    """(state, sentence, hint) for pods that exist."""
+    newest = _newest_of_each_role(pods)
+    lost = [pod for pod in newest if _lost(pod, nodes)]
+    waiting = [(pod, trouble) for pod in newest if pod not in lost and (trouble := _trouble(pod, events))]
+    running = [pod for pod in newest if pod not in lost and _running(pod)]
+    hosts = [pod for pod in newest if _role(pod) == "host"]
+    again = f", after {restarts} restart{'s' if restarts > 1 else ''} of the whole JobSet" if restarts else ""
+    if lost:
+        where = ", ".join(f"{_name(pod)} ({_lost(pod, nodes)})" for pod in lost)
+        return (
+            JobState.RUNNING,
+            f"{len(lost)} of {len(newest)} pods lost: {where}; waiting for replacements{again}",
+            None,
+        )
+    if waiting:
+        pod, worst = max(waiting, key=lambda row: row[1].rank)
+        same = [other for other, trouble in waiting if trouble.what == worst.what]
+        started = bool(running) and any(_role(one) == "host" for one in running)
+        who = _name(pod) if len(same) == 1 else f"{len(same)} of {len(newest)} pods"
+        others = f" ({len(running)} of {len(newest)} run)" if running else ""
+        state = JobState.RUNNING if started and len(waiting) < len(hosts) else JobState.WAITING
+        return state, f"waiting for {who}: {worst.what}{others}{again}", worst.hint
+    failed = [pod for pod in newest if pod.get("status", {}).get("phase") == "Failed"]
+    if failed:
+        ends = ", ".join(f"{_name(pod)} {_ending(pod)}" for pod in failed[:3])
+        return JobState.RUNNING, f"{len(failed)} of {len(newest)} pods ended: {ends}; being replaced{again}", None
+    count = len([pod for pod in hosts if _running(pod)])
+    supervisor = any(_role(pod) == "supervisor" and _running(pod) for pod in newest)
+    with_whom = " and the supervisor" if supervisor else "; the supervisor is not there yet"
+    leaving = _leaving(newest, nodes)
+    return JobState.RUNNING, f"running: {count} host{'s' if count != 1 else ''}{with_whom}{leaving}{again}", None
+
+
+def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifest]) -> str | None:
+    """Why a pod that the JobSet wants was not made, where one is missing: its Job's own complaint (quota, a policy)."""
+    there = {(_role(pod), pod["metadata"].get("labels", {}).get(INDEX, "0")) for pod in pods}
+    missing = {
+        f"{jobset['metadata']['name']}-{role['name']}-{index}": f"{role['name']}-{index}"
+        for role in jobset.get("spec", {}).get("replicatedJobs", [])
+        for index in range(int(role.get("replicas", 1)))
+        if (role["name"], str(index)) not in there
+    }
+    complaints = [
+        one
+        for one in events
+        if one.get("reason") == "FailedCreate" and one.get("involvedObject", {}).get("name") in missing
+    ]
+    if not complaints:
+        return None
+    last = max(complaints, key=_when)
+    who = missing[last["involvedObject"]["name"]] if len(missing) == 1 else f"{len(missing)} pods"
+    return f"{who} cannot be created ({_short(last.get('message', 'no reason given'))})"
+
+
+def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
+    """Who runs on a node that is about to be taken."""
+    tainted = {
+        one["metadata"]["name"]
+        for one in nodes
+        if any(taint.get("key") == TAKEN_SOON for taint in one.get("spec", {}).get("taints", []))
+    }
+    found = [
+        f"{_name(pod)} (node {node})"
+        for pod in pods
+        if (node := pod.get("spec", {}).get("nodeName")) in tainted and _running(pod)
+    ]
+    return f"; about to be taken: {', '.join(found)}" if found else ""
+
+
+def _newest_of_each_role(pods: Sequence[Manifest]) -> list[Manifest]:
+    """One pod for each job: a replaced pod's predecessor may still be there."""
+    found: dict[tuple[str, str], Manifest] = {}
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
+        labels = pod["metadata"].get("labels", {})
+        found[labels.get(ROLE, pod["metadata"]["name"]), labels.get(INDEX, "0")] = pod
+    return list(found.values())
+
+
+def _lost(pod: Manifest, nodes: Sequence[Manifest]) -> str | None:
+    """Why a pod that was placed is gone, where it is."""
+    status = pod.get("status", {})
+    node = pod.get("spec", {}).get("nodeName")
+    for one in status.get("conditions", []):
+        if one.get("type") == "DisruptionTarget" and one.get("status") == "True":
+            return f"{one.get('reason', 'disrupted')} on {node}"
+    if node is None or status.get("phase") not in ("Running", "Pending"):
+        return None
+    known = {one["metadata"]["name"]: one for one in nodes}
+    if nodes and node not in known:
+        return f"node {node} no longer exists"
+    for one in known.get(node, {}).get("status", {}).get("conditions", []):
+        if one.get("type") == "Ready" and one.get("status") != "True":
+            return f"node {node} does not answer ({one.get('reason', 'NotReady')})"
+    return None
+
+
+def _trouble(pod: Manifest, events: Sequence[Manifest]) -> Trouble | None:
+    status = pod.get("status", {})
+    if status.get("phase") not in (None, "Pending"):
+        return None
+    node = pod.get("spec", {}).get("nodeName")
+    if node is None:
+        return _no_node(pod, events)
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, message = waiting.get("reason"), waiting.get("message", "")
+        image = container.get("image", "its image")
+        if reason in _IMAGE:
+            return Trouble(
+                rank=40,
+                what=f"image {image} cannot be pulled ({reason}: {_short(message)})",
+                hint="does resources.image exist, and may the nodes' service account read it?",
+            )
+        if reason in _CONFIG:
+            return Trouble(
+                rank=45,
+                what=f"its container cannot be made ({reason}: {_short(message)})",
+                hint="a Secret or ConfigMap that the pod names is missing",
+            )
+    for event in reversed(_events_of(pod, events)):
+        if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
+            return Trouble(rank=35, what=f"a volume on node {node} ({_short(event.get('message', ''))})")
+        if event.get("reason") == "FailedCreatePodSandBox":
+            return Trouble(rank=34, what=f"its network on node {node} ({_short(event.get('message', ''))})")
+        if event.get("reason") == "Pulling":
+            return Trouble(rank=30, what=f"the image is being pulled on node {node}")
+    return Trouble(rank=25, what=f"starting on node {node}")
+
+
+def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
+    for event in reversed(_events_of(pod, events)):
+        reason, message = event.get("reason"), str(event.get("message", ""))
+        if reason == "FailedScaleUp":
+            if "quota" in message.lower():
+                return Trouble(
+                    rank=20, what=f"Google Cloud quota ({_short(message)})", hint="raise it, or another region"
+                )
+            if "stockout" in message.lower() or "resources" in message.lower():
+                return Trouble(
+                    rank=20, what=f"no capacity in the zone ({_short(message)})", hint="another zone or mode"
+                )
+            return Trouble(rank=20, what=f"the node pool cannot grow ({_short(message)})")
+        if reason == "TriggeredScaleUp":
+            return Trouble(rank=15, what="a node is being made")
+        if reason == "NotTriggerScaleUp":
+            return Trouble(
+                rank=18,
+                what=f"no node pool fits it ({_short(message)})",
+                hint="muster up RUN.yaml makes the pool; labels, taints and the machine have to match",
+            )
+    for one in pod.get("status", {}).get("conditions", []):
+        if one.get("type") == "PodScheduled" and one.get("status") == "False":
+            return Trouble(rank=10, what=f"no node for it ({_short(one.get('message', 'Unschedulable'))})")
+        if one.get("type") == "PodScheduled" and one.get("reason") == "SchedulingGated":
+            return Trouble(rank=5, what="its place is being chosen (scheduling gate)")
+    return Trouble(rank=8, what="the scheduler")
+
+
+def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
+    name = pod["metadata"]["name"]
+    own = [one for one in events if one.get("involvedObject", {}).get("name") == name]
+    return sorted(own, key=_when)
+
+
+def _when(event: Manifest) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
+
+
+def _running(pod: Manifest) -> bool:
+    return pod.get("status", {}).get("phase") == "Running"
+
+
+def _ending(pod: Manifest) -> str:
+    status = pod.get("status", {})
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        ended = container.get("state", {}).get("terminated")
+        if ended and ended.get("exitCode"):
+            what = f" of {container['name']}" if container in status.get("initContainerStatuses", []) else ""
+            return f"with exit code {ended['exitCode']}{what}" + (
+                f" ({ended['reason']})" if ended.get("reason") else ""
+            )
+    message = f": {_short(status['message'])}" if status.get("message") else ""  # an eviction names what ran out
+    return f"({status.get('reason', 'no reason given')}{message})"
+
+
+def _name(pod: Manifest) -> str:
+    labels = pod["metadata"].get("labels", {})
+    role = labels.get(ROLE)
+    if role is None:
+        return str(pod["metadata"]["name"])
+    return role if role == "supervisor" else f"{role}-{labels.get(INDEX, '?')}"
+
+
+def _role(pod: Manifest) -> str | None:
+    role: str | None = pod["metadata"].get("labels", {}).get(ROLE)
+    return role
+
+
+def _short(message: str, length: int = 160) -> str:
+    text = " ".join(message.split()).rstrip(".")
+    return text if len(text) <= length else text[: length - 3] + "..."

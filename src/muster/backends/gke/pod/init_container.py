@@ -1,0 +1,72 @@
+"""Init program of every pod of a run: the run file and the token go from their volumes into the run folder.
+
+Run as ``python -m muster.backends.gke.pod.init_container --run-dir DIR --run-id ID``. What is there already stays: a supervisor
+that was replaced finds the folder as it left it. A corrected run file (another submission) replaces the old one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+from muster.backends import code_bundle
+
+RUN_FILES = Path("/etc/muster/run")
+TOKEN = Path("/etc/muster/token/token")
+CODE = "code.tar.gz"
+"""A file of the config map: the user's own code, where the run has any."""
+SUBMISSION = "submission"
+"""A file of the config map: which submission of the run it belongs to."""
+
+
+def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Path = TOKEN) -> list[str]:
+    """Create what is missing in ``run_dir`` and bring the run file up to date; return the names written."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    files = {name: (run_files / name).read_bytes() for name in ("run.yaml", "resolved.json")}
+    files["token"] = token.read_bytes().strip()
+    files["run_id"] = f"{run_id}\n".encode()
+    files["job.json"] = (json.dumps({"version": 1, "run_id": run_id, "backend": "gke"}) + "\n").encode()
+    # The submission is the pods' clock: what a restart on held hosts wrote after it stands, what is older goes.
+    number = (run_files / SUBMISSION).read_bytes() if (run_files / SUBMISSION).exists() else b"1"
+    files[SUBMISSION] = number
+    newer = _read(run_dir / SUBMISSION) != number
+    if newer and (run_files / CODE).exists():
+        code_bundle.unpack((run_files / CODE).read_bytes(), run_dir)
+    return [name for name, data in files.items() if _written(run_dir / name, data, replace=newer)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-id", required=True)
+    arguments = parser.parse_args()
+    written = place(arguments.run_dir, run_id=arguments.run_id)
+    print("placed " + (", ".join(written) or "nothing: all there"), file=sys.stderr)
+    return 0
+
+
+def _written(target: Path, data: bytes, *, replace: bool) -> bool:
+    """Several pods may do this at once, with the same contents: a reader never sees half a file."""
+    if target.exists() and (not replace or _read(target) == data):
+        return False
+    half = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}")
+    descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(half, target)
+    return True
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

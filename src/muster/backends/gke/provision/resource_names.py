@@ -1,0 +1,80 @@
+"""Where everything goes and what it is called: pure functions of the run file."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+
+from muster.backends.gke.manifests.placement import Placement
+from muster.backends.gke.manifests.volumes import buckets
+from muster.core.errors import UsageError
+from muster.core.protocols import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place for a cluster in a project."""
+
+    placement: Placement
+    project: str
+    zone: str
+    adopt: bool = False
+    day: str = ""
+    """Today, as ``2026-08-22``: from then on nodes are not upgraded for a while. Empty: not asked for."""
+
+    @property
+    def region(self) -> str:
+        return self.zone.rsplit("-", 1)[0]
+
+    @property
+    def prefix(self) -> str:
+        return self.placement.options.network_prefix
+
+    @property
+    def cluster(self) -> str:
+        return self.placement.spec.resources.cluster or self.prefix
+
+    @property
+    def pool(self) -> str:
+        """One pool for each kind of machine and way of buying it, at most 40 characters (GKE's limit)."""
+        return self.placement.queue_objects.replace("muster", self.prefix, 1)[:40].rstrip("-")
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        """Of the run file's paths, direct or mounted."""
+        named = set(buckets(self.placement))
+        directory = self.placement.spec.checkpoint.dir
+        if directory and directory.startswith("gs://"):
+            named.add(directory.removeprefix("gs://").split("/")[0])
+        return tuple(sorted(named))
+
+    @property
+    def compute(self) -> str:
+        return f"https://compute.googleapis.com/compute/v1/projects/{self.project}"
+
+    @property
+    def container(self) -> str:
+        return f"https://container.googleapis.com/v1/projects/{self.project}/locations/{self.region}"
+
+
+def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, day: str = "") -> Site:
+    """The first place of the run file, or ``zone``.
+
+    Raises:
+        UsageError: no project or no zone.
+    """
+    resources = placement.spec.resources
+    if not resources.project:
+        raise UsageError("no Google Cloud project", hint="resources.project: MY-PROJECT")
+    if not re.fullmatch(r"([a-z][a-z0-9.-]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", resources.project):
+        raise UsageError(f"{resources.project!r} cannot be a project's id", hint="6 to 30 of a-z, 0-9 and -")
+    chosen = zone or next(iter(resources.locations), None)
+    if chosen is None or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", chosen):
+        raise UsageError(f"a cluster needs a zone, got {chosen!r}", hint="resources.locations: [us-central1-b]")
+    return Site(placement=placement, project=resources.project, zone=chosen, adopt=adopt, day=day)
+
+
+def today(clock: Clock) -> str:
+    """The day by that clock, as ``2026-08-22`` (UTC)."""
+    return datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).date().isoformat()

@@ -1,0 +1,55 @@
+"""What this machine has: its GPUs, by ``nvidia-smi``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from muster.core.errors import BackendError
+from muster.core.protocols import Shell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU that a run could use."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+def gpus(shell: Shell, environ: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible; none where there is no working driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = shell.run(
+            ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"], timeout_s=20
+        )
+    except BackendError:
+        return []
+    found = [_gpu(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return _visible([gpu for gpu in found if gpu is not None], environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _gpu(line: str) -> Gpu | None:
+    words = [word.strip() for word in line.split(",")]
+    if len(words) != 4 or not words[0].isdigit():
+        return None
+    mebibytes = int(words[3]) if words[3].isdigit() else 0  # "[N/A]" on machines with unified memory
+    return Gpu(index=int(words[0]), uuid=words[1], name=words[2], memory_bytes=mebibytes << 20)
+
+
+def _visible(found: list[Gpu], wanted: str | None) -> list[Gpu]:
+    """CUDA's own rule: in the order given, up to the first name that is none."""
+    if wanted is None:
+        return found
+    chosen: list[Gpu] = []
+    for word in (word.strip() for word in wanted.split(",")):
+        match = [gpu for gpu in found if word and (str(gpu.index) == word or gpu.uuid.startswith(word))]
+        if len(match) != 1:
+            break
+        chosen.append(match[0])
+    return chosen

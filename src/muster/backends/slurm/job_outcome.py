@@ -1,0 +1,89 @@
+"""From what Slurm and the run's own log say to where the run is, in one sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from muster.backends.slurm import reason_text
+from muster.backends.slurm.commands import Job
+from muster.core.types import JobState, JobStatus
+
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "RESV_DEL_HOLD")
+
+
+def judge(
+    record: Mapping[str, Any] | None,
+    jobs: Sequence[Job],
+    verdict: Mapping[str, Any] | None,
+    accounted: Mapping[str, str] | None,
+    *,
+    run_dir: Path,
+) -> JobStatus:
+    """``jobs``: this submission's, oldest first; ``accounted``: the last one's row in the accounting, if any."""
+    living = [job for job in jobs if not job.ended]
+    if record is None and not jobs:
+        return JobStatus(state=JobState.ABSENT, reason="Slurm knows no job of this run")
+    if record is not None and record["state"] == "cancelled" and (verdict is None or _preempted(verdict)):
+        ending = f", job {living[-1].id} is ending" if living else ""
+        return JobStatus(state=JobState.STOPPED, reason=f"cancelled{ending}", tasks=_tasks(living))
+    if verdict is not None and not _goes_on(verdict, living):
+        code = int(verdict.get("exit_code", 1))
+        return JobStatus(
+            state=JobState(verdict["outcome"]), reason=str(verdict.get("reason", "")), exit_code=code,
+            tasks={"job": f"ending ({living[-1].id})"} if living else {},
+        )  # fmt: skip
+    if living:
+        return _living(living[-1], len(jobs))
+    if jobs:
+        return _ended(jobs[-1].state, jobs[-1].id, run_dir)
+    if accounted and accounted.get("State"):
+        return _ended(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir)
+    if record is not None and record["state"] == "interrupted":
+        return JobStatus(state=JobState.FAILED, reason="its submit was interrupted, and Slurm knows no job of it")
+    if record is not None and record["job_id"] is None:
+        return JobStatus(state=JobState.WAITING, reason="being submitted")
+    job_id = record["job_id"] if record else ""
+    log = f"{run_dir}/logs/slurm-{job_id}.log"
+    return JobStatus(
+        state=JobState.FAILED, reason=f"Slurm no longer knows job {job_id}, and it left no verdict; its log is {log}"
+    )
+
+
+def _living(job: Job, nth: int) -> JobStatus:
+    again = f", the {nth}th of this run" if nth > 3 else ("", "", ", the 2nd of this run", ", the 3rd of this run")[nth]
+    if job.state in _WAITING:
+        why = reason_text.waits(job.reason)
+        reason = f"job {job.id}{again} waits: {why}"
+        return JobStatus(state=JobState.WAITING, reason=reason, tasks={"job": f"waits ({job.id})"})
+    if job.state == "COMPLETING":
+        return JobStatus(state=JobState.RUNNING, reason=f"job {job.id}{again} is ending", tasks=_tasks([job]))
+    held = "" if job.state == "RUNNING" else f" ({job.state.lower()})"
+    nodes = f"{job.count} node{'s' if job.count != 1 else ''} ({job.nodes})"
+    return JobStatus(state=JobState.RUNNING, reason=f"job {job.id}{again} has {nodes}{held}", tasks=_tasks([job]))
+
+
+def _ended(state: str, job_id: str, run_dir: Path) -> JobStatus:
+    found = reason_text.STATES.get(state, JobState.FAILED)
+    if state == "COMPLETED":
+        found = JobState.FAILED  # a run that is done says so itself
+    text = reason_text.ENDINGS.get(state, f"the job ended as {state}")
+    return JobStatus(state=found, reason=f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)")
+
+
+def _tasks(living: Sequence[Job]) -> dict[str, str]:
+    """``supervisor`` is where a lease says; that its job runs is what is known from here."""
+    running = [job for job in living if job.state not in _WAITING and job.state != "COMPLETING"]
+    return {"supervisor": f"running (job {running[-1].id})"} if running else {}
+
+
+def _goes_on(verdict: Mapping[str, Any], living: Sequence[Job]) -> bool:
+    """A run that saved on notice, and whose next job (or the same one, requeued) waits or has begun."""
+    return _preempted(verdict) and any(
+        job.state in _WAITING or (job.start_s or 0) * 1_000_000_000 > int(verdict.get("wall_ns", 0)) for job in living
+    )
+
+
+def _preempted(verdict: Mapping[str, Any]) -> bool:
+    return verdict.get("outcome") == "preempted"

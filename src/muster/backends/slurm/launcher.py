@@ -1,0 +1,252 @@
+"""The ``Launcher`` for Slurm: a run is a job, found by its name; the run's folder lies in a shared home.
+
+A run may be several jobs, one after another (a time limit, a requeue): all of one submission bear one name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.backends.slurm.commands import Job, Slurm, Unsure, name_of
+from muster.backends.slurm.job_exec import execute
+from muster.backends.slurm.job_outcome import judge
+from muster.backends.slurm.offers import offers, settled
+from muster.backends.slurm.script import SCRIPT, python_of, script
+from muster.config import validation
+from muster.storage import job_record, run_output, run_registry
+from muster.core.clock import SystemClock
+from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.backends.protocols import Terminal
+from muster.core.protocols import Clock
+from muster.config.spec import RunSpec
+
+SUBMISSION = "submission"
+#: KillWait is 30 s where a site has not changed it, and the controller adds to that.
+GONE_WITHIN_S = 90.0
+COMPLETING = "COMPLETING"
+#: Beyond KillWait, after which every process on a node that answers is dead.
+COMPLETES_S = 10.0
+
+
+@dataclass(frozen=True)
+class SlurmLauncher:
+    """Runs jobs through the Slurm commands of this machine."""
+
+    name: str = "slurm"
+    slurm: Slurm = field(default_factory=Slurm)
+    clock: Clock = field(default_factory=SystemClock)
+
+    # ------------------------------------------------------------ before
+
+    def offers(self, spec: RunSpec) -> list[Offer]:
+        """What ``sinfo`` shows: one offer per partition and kind of node, of nodes that could take a job."""
+        return offers(self.slurm.nodes(), spec)
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """The spec with device, ranks a host and GPU type as the partition's nodes have them."""
+        found = settled(spec, self.slurm.nodes())
+        if problems := validation.problems(found):
+            raise RunFileError(problems)
+        return found
+
+    def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+        """The script, and what runs in the allocation: a supervisor under a lease, an agent a node."""
+        common = ("--run-dir", run_dir, "--run-id", run_id)
+        python = spec.slurm.container.python if spec.slurm.container is not None else python_of(spec)
+        supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
+        agent = TaskSpec(
+            name="agent",
+            argv=(python, "-P", "-m", "muster.agent", *common, "--host", "host-{index}"),
+            count=spec.resources.hosts + spec.resources.spare_hosts,
+        )
+        return JobRequest(
+            run_id=run_id,
+            backend=self.name,
+            run_dir=run_dir,
+            tasks=(supervisor, agent),
+            labels={"muster-run": run_id, SUBMISSION: "1"},
+            files={SCRIPT: script(spec, run_id=run_id, run_dir=run_dir)},
+        )
+
+    # ------------------------------------------------------------ submit and find
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        """Look for the job by its name, hand the script in where there is none, and return.
+
+        Raises:
+            CapacityError: no nodes of this kind, or a limit of the site's.
+            AccessError: account, QOS, partition or credentials do not allow it.
+            BackendError: Slurm does not answer, or refused.
+            ConflictError: the folder is another run's.
+        """
+        run_dir = Path(request.run_dir)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        number = int(request.labels.get(SUBMISSION, "1"))
+        with job_record.locked(run_dir):
+            record = job_record.read(run_dir, mark="job_id")
+            if record and record["run_id"] != request.run_id:
+                raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
+            if record and number > record[SUBMISSION]:
+                self._refuse_second(record, run_dir)
+            if not record or number > record[SUBMISSION]:
+                record = self._new_record(request, number)
+                job_record.write(run_dir, record)
+            if record["job_id"] is None and record["state"] != "cancelled":
+                record["job_id"] = self._hand_in(request, run_dir, number)
+                record["state"] = "submitted"
+                job_record.write(run_dir, record)
+        return _handle(record, run_dir)
+
+    def _refuse_second(self, record: Mapping[str, Any], run_dir: Path) -> None:
+        """Two jobs of one run at once would both be its hosts."""
+        if record["job_id"] is None and not self.slurm.jobs(record["run_id"]):
+            return  # its submit was interrupted before there was a job
+        status = self.poll(_handle(record, run_dir))
+        if not status.state.ended and status.state is not JobState.ABSENT:
+            raise ConflictError(
+                f"{record['run_id']} goes on by itself: {status.reason}", hint=f"muster down {record['run_id']} ends it"
+            )
+
+    def _hand_in(self, request: JobRequest, run_dir: Path, number: int) -> str:
+        """The id of this submission's job, which is made unless it exists."""
+        name = name_of(request.run_id, number)
+        existing = self.slurm.jobs(request.run_id, number)
+        if existing:
+            return existing[-1].id
+        path = run_dir / SCRIPT
+        run_registry.replace_text(path, request.files[SCRIPT])
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        try:
+            return self.slurm.submit(str(path), name=name)
+        except Unsure as error:
+            existing = self.slurm.jobs(request.run_id, number)  # the answer may have been lost, not the request
+            if existing:
+                return existing[-1].id
+            raise BackendError(str(error), hint="scontrol ping asks whether the controller answers") from error
+
+    def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "run_id": request.run_id,
+            "backend": self.name,
+            SUBMISSION: number,
+            "state": "submitting",
+            "submitted_wall_ns": self.clock.wall_ns(),
+            "job_id": None,
+        }
+
+    def find(self, run_id: str) -> JobHandle | None:
+        """By the registry; failing that, by the name of a job that has not ended."""
+        with contextlib.suppress(UsageError):
+            run = run_registry.find(run_id)
+            record = job_record.read(run.path, mark="job_id")
+            if record and record["run_id"] == run_id:
+                return _handle(record, run.path)
+        jobs = self._living(run_id)
+        if not jobs:
+            return None
+        return JobHandle(run_id=run_id, backend=self.name, job_id=jobs[-1].id, run_dir=jobs[-1].folder)
+
+    # ------------------------------------------------------------ watch
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Look once: at the queue, and for a verdict at the end of the supervisor's log."""
+        run_dir = Path(handle.run_dir)
+        record = job_record.read(run_dir, mark="job_id")
+        jobs = self.slurm.jobs(handle.run_id, record[SUBMISSION] if record else None)
+        if record and record["job_id"] is None and record["state"] == "submitting" and not job_record.is_locked(run_dir):
+            record["state"] = "interrupted"
+        since = record["submitted_wall_ns"] if record else 0
+        last = None
+        if not jobs and record and record["job_id"]:
+            last = self.slurm.accounted(record["job_id"])  # Slurm forgets a job some minutes after its end
+        return judge(record, jobs, run_output.verdict(run_dir, since), last, run_dir=run_dir)
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        """What each file in the run's ``logs`` holds beyond ``after``: ranks, agents, supervisor, the job's own."""
+        yield from run_output.chunks(Path(handle.run_dir), after or {})
+
+    # ------------------------------------------------------------ end
+
+    def cancel(self, handle: JobHandle) -> None:
+        """End the run's jobs and wait until they are gone; absent is success.
+
+        Raises:
+            BackendError: Slurm does not answer, or a job does not end.
+        """
+        run_dir = Path(handle.run_dir)
+        if run_dir.is_dir():
+            with job_record.locked(run_dir):
+                record = job_record.read(run_dir, mark="job_id")
+                if record:
+                    record["state"] = "cancelled"
+                    job_record.write(run_dir, record)
+        asked: set[str] = set()
+        began_ns = self.clock.monotonic_ns()
+        while living := self._living(handle.run_id):
+            for job in living:
+                if job.id not in asked:  # a job that is just ending may bring forth the next one
+                    asked.add(job.id)
+                    self.slurm.cancel(job.id)
+            waited_s = (self.clock.monotonic_ns() - began_ns) / 1e9
+            if waited_s > 2.0 and all(job.state == COMPLETING for job in living):
+                if waited_s > self.slurm.kill_wait_s() + COMPLETES_S:
+                    return  # only nodes that do not answer are left of it: Slurm takes them back when they do
+            elif waited_s > GONE_WITHIN_S:
+                names = ", ".join(f"{job.id} ({job.state})" for job in living)
+                raise BackendError(f"jobs of {handle.run_id} do not end: {names}", hint="run muster down again")
+            self.clock.sleep(0.2)
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """What still exists of the run, in words: the proof of a tear-down.
+
+        A job that has been ended and whose nodes do not all answer is no longer ours to end.
+        """
+        return [f"job {job.id} ({job.state})" for job in self._living(handle.run_id) if job.state != COMPLETING]
+
+    def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
+        """Run a command on a node of the run's allocation, beside what runs there; returns its exit code.
+
+        Raises:
+            UsageError: nothing of the run is running, or it has no such host.
+        """
+        handle = self.find(run_id)
+        running = [job for job in self.slurm.jobs(run_id) if job.state == "RUNNING"]
+        if handle is None or not running:
+            raise UsageError(f"{run_id} has no job that runs", hint=f"muster status {run_id}")
+        job, run_dir = running[-1], handle.run_dir
+        nodes = hosts_of(Path(run_dir), job.id)
+        name = f"host-{host or 0}"
+        if name not in nodes:
+            raise UsageError(f"{run_id} has no {name}", hint=f"there are: {', '.join(nodes) or 'none yet'}")
+        step = [
+            "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--no-kill",
+            f"--nodelist={nodes[name]}", f"--chdir={run_dir}",
+        ]  # fmt: skip
+        return execute([*step, *argv], terminal)
+
+    def _living(self, run_id: str) -> list[Job]:
+        return [job for job in self.slurm.jobs(run_id) if not job.ended]
+
+
+def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
+    """Host -> node, as the job's batch program wrote it down; empty where it has not yet."""
+    try:
+        found: dict[str, str] = json.loads((run_dir / f"hosts-{job_id}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
+    return JobHandle(run_id=record["run_id"], backend="slurm", job_id=record["job_id"] or "", run_dir=str(run_dir))
+
+
+__all__ = ["SUBMISSION", "SlurmLauncher", "hosts_of"]

@@ -1,0 +1,46 @@
+"""NCCL's settings on a Slurm node, from the catalogue that GKE uses too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from muster.catalog import gke as catalogue
+from muster.core.errors import UsageError
+from muster.config.spec import RunSpec
+
+# A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
+SOURCE_AND_RUN = 'source "$0" && exec "$@"'
+#: Where Google's images for Slurm keep the script that sets NCCL's environment, besides the catalogue's own place.
+ELSEWHERE = {
+    "/usr/local/nvidia/lib64/nccl-env-profile.sh": ("/var/lib/tcpxo/lib64/nccl-env-profile.sh",),
+}
+#: Values that name interfaces (eth0) or folders as GKE's pods see them: on a machine they are others, so not guessed.
+_OF_PODS = re.compile(r"\beth[0-9]|^/usr/local/nvidia|^/dev/")
+
+
+def wrapped(spec: RunSpec, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The agent's argument list and variables with the fabric's settings; as they are where there are none.
+
+    Google's script on the node decides where it exists; else the catalogue's values that hold on any machine.
+    """
+    if spec.slurm.nccl == "none" or spec.resources.device == "cpu" or spec.resources.machine is None:
+        return list(argv), {}
+    try:
+        _, machine = catalogue.find(spec.resources.machine, None)
+    except UsageError:
+        return list(argv), {}  # a machine of the user's own site
+    source = machine.fabric.source
+    for path in (source, *ELSEWHERE.get(source, ())) if source else ():
+        if Path(path).is_file():
+            folder = {"NCCL_LIB_DIR": str(Path(path).parent)} if path.endswith("nccl-env-profile.sh") else {}
+            return ["/bin/bash", "-c", SOURCE_AND_RUN, path, *argv], folder
+    return list(argv), settings(spec.resources.machine)
+
+
+def settings(machine: str) -> dict[str, str]:
+    """The catalogue's NCCL variables for a machine, without those that hold in GKE's pods alone."""
+    _, found = catalogue.find(machine, None)
+    values: Mapping[str, str] = {**found.fabric.env, **found.fabric.env_when_not_sourced}
+    return {name: value for name, value in values.items() if name.startswith("NCCL_") and not _OF_PODS.search(value)}

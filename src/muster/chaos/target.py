@@ -1,0 +1,251 @@
+"""A run on this machine as a fault sees it: which process is which, and how to strike it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
+
+from muster.chaos.network import Disk, Network
+from muster.backends.local import processes
+from muster.backends.local.processes import Process
+from muster.core import event_log
+from muster.core.errors import MusterError
+from muster.core.events import Event
+from muster.storage.paths import memory_dir, memory_prefix
+from muster.storage.run_registry import RunDir, replace_text
+from muster.config.spec import RunSpec
+
+__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "has_line", "listening"]
+
+LOOK_EVERY_S = 0.02
+
+
+@dataclass
+class Scene:
+    """One run, its processes and its events. ``random`` is seeded: the same drill strikes the same place."""
+
+    run: RunDir
+    spec: RunSpec
+    random: random.Random
+    revived_ns: int = 0
+    """When the ended run was asked to go on."""
+    struck_ns: int = 0
+    """Wall clock of the last blow."""
+    network: Network | None = None
+    """What joins the hosts, where the fault needs to break it."""
+    disk: Disk | None = None
+    """What the checkpoints lie on, where the fault needs to fill it."""
+    _counts: dict[str, int] = field(default_factory=dict)
+    _events: list[Event] = field(default_factory=list)
+
+    # ------------------------------------------------------------ looking
+
+    def events(self, *kinds: str) -> list[Event]:
+        """All events so far (of these kinds), in each file's order as they were found."""
+        for name, event in event_log.read(self.run.events, after=self._counts):
+            self._counts[name] = self._counts.get(name, 0) + 1
+            self._events.append(event)
+        return [event for event in self._events if not kinds or event.kind in kinds]
+
+    def step(self) -> int:
+        """The last step that was applied; 0: none."""
+        return max((event.step or 0 for event in self.events("step")), default=0)
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """Rank -> (pid, host) of the newest attempt."""
+        started = self.events("rank.started")
+        newest = max((event.attempt for event in started), default=0)
+        return {
+            event.rank: (int(event.detail["pid"]), event.host)
+            for event in started
+            if event.attempt == newest and event.rank is not None
+        }
+
+    def hosts(self) -> list[str]:
+        """Hosts that run ranks of the newest attempt, by rank."""
+        return list(dict.fromkeys(host for _, (_, host) in sorted(self.ranks().items())))
+
+    def spares(self) -> set[str]:
+        return {event.host for event in self.events("phase") if event.phase == "spare"}
+
+    def processes(self, host: str | None = None) -> list[Process]:
+        """Every living process of the run, or of one of its hosts: its agents', its ranks', its standbys'."""
+        found = [each for each in processes.labelled(self.run.run_id) if each.pid not in processes.ancestors()]
+        if host is None:
+            return found
+        mark = str(memory_dir(self.run.path, self.run.run_id, host))
+        pids = {
+            each.pid
+            for each in found
+            if ("--host", host) in zip(each.argv, each.argv[1:], strict=False)
+            or any(mark in word for word in each.argv)
+        }
+        return [each for each in found if each.pid in pids or _parent(each.pid) in pids]
+
+    def agent(self, host: str) -> int:
+        """Pid of the agent itself (not its keeper's)."""
+        return max(
+            int(e.detail["pid"]) for e in self.events("agent.started")[-len(self.hosts()) * 4 :] if e.host == host
+        )
+
+    def fork_server(self, host: str) -> int:
+        return int((memory_dir(self.run.path, self.run.run_id, host) / "forkserver.pid").read_text())
+
+    def copied_step(self) -> int:
+        """The newest step of which every rank has said that another host's memory holds it; 0: none."""
+        return max((int(str(event.detail.get("peer_step") or 0)) for event in self.events("step")), default=0)
+
+    def keeper(self, host: str) -> int:
+        """Pid of the process that beats for the host and starts its agent."""
+        return self._programs(host, "muster.agent")[0]
+
+    def movers(self, host: str) -> list[int]:
+        """Pids of what copies and saves the host's snapshots: one, unless it just died."""
+        return self._programs(host, "muster.agent.replicator.main")
+
+    def _programs(self, host: str, module: str) -> list[int]:
+        return [each.pid for each in self.processes(host) if module in each.argv]
+
+    def store_port(self, host: str) -> int:
+        """Where the host's newest rendezvous store listens: a child of its fork server."""
+        server = self.fork_server(host)
+        ports = [
+            port
+            for each in sorted(self.processes(host), key=lambda found: found.start_ticks)
+            if _parent(each.pid) == server and not has_line(each.pid)  # ranks and standbys listen for their peers
+            for port in listening(each.pid)
+        ]
+        if not ports:
+            raise MusterError(f"{host} serves no rendezvous store", hint=self._hint())
+        return ports[-1]
+
+    def supervisor(self) -> int:
+        """By its lease."""
+        return int(json.loads(self.run.lease.read_text())["pid"])
+
+    def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> None:
+        """Look until ``condition`` holds.
+
+        Raises:
+            MusterError: it does not in time, or the run has ended before.
+        """
+        until = time.monotonic() + timeout_s
+        while not condition():
+            ended = self.events("run.finished")
+            if ended and ended[-1].wall_ns > max(self._last_start(), self.revived_ns):
+                raise MusterError(f"the run ended before {what}: {ended[-1].detail['reason']}", hint=self._hint())
+            if time.monotonic() > until:
+                raise MusterError(f"no {what} within {timeout_s:.0f} s", hint=self._hint())
+            time.sleep(LOOK_EVERY_S)
+
+    def _last_start(self) -> int:
+        return max((event.wall_ns for event in self.events("supervisor.started")), default=0)
+
+    def _hint(self) -> str:
+        return f"muster logs {self.run.run_id}"
+
+    # ------------------------------------------------------------ striking
+
+    def send(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal each; one that is gone already is no error."""
+        pids = list(pids)
+        self.struck_ns = time.time_ns()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def signal_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self.send([self.ranks()[rank][0]], number)
+
+    def signal_host(self, host: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """All of a host's processes; twice, since one may have forked in between."""
+        self.send([each.pid for each in self.processes(host)], number)
+        first_ns = self.struck_ns
+        self.send([each.pid for each in self.processes(host)], number)
+        self.struck_ns = first_ns
+
+    def any_rank(self) -> int:
+        return self.random.choice(sorted(self.ranks()))
+
+    def order(self, deed: str, rank: int, *, always: bool, timeout_s: float) -> None:
+        """Tell a rank to do something to itself (``muster.rank.fault_injection``); returns once it is doing it."""
+        told = json.dumps({"deed": deed, "rank": rank, "always": always})
+        replace_text(self.run.path / "misdeed.json", told)
+        done = self.run.path / f"misdeed.{deed}.done"
+        self.wait(done.exists, f"rank {rank} to obey", timeout_s)
+        self.struck_ns = done.stat().st_mtime_ns
+
+    def start_agent(self, host: str) -> None:
+        """A host's agent, as the back end starts it: one that was lost, or one more."""
+        number = host.removeprefix("host-")
+        words = ("--run-dir", str(self.run.path), "--run-id", self.run.run_id, "--host", host)
+        processes.start(
+            (sys.executable, "-P", "-m", "muster.agent", *words),
+            env=processes.environment(os.environ, run_id=self.run.run_id, run_dir=str(self.run.path), extra={}),
+            log=self.run.logs / f"agent-host-{number}.log",
+            cwd=self.run.path,
+        )
+
+    def forget_memory(self) -> None:
+        """What a loss of power does to the snapshots in memory."""
+        prefix = Path(memory_prefix(self.run.path, self.run.run_id))
+        for place in memory_dir(self.run.path, self.run.run_id, "x").parent.glob(f"{prefix.name}-*"):
+            shutil.rmtree(place, ignore_errors=True)
+
+    def rot(self, path: Path) -> None:
+        """Flip one bit in the middle of a file."""
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 0x10]))
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return 0
+
+
+def has_line(pid: int) -> bool:
+    """Whether it holds a unix socket: ranks and standbys speak with their agent, stores do not."""
+    return bool(_sockets(pid) & set(_inodes(pid, "unix", 6)))
+
+
+def listening(pid: int) -> list[int]:
+    """TCP ports on which a process listens, read from ``/proc``."""
+    mine = _sockets(pid)
+    found = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and words[9] in mine:
+                    found.append(int(words[1].rpartition(":")[2], 16))
+    return found
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(fd))
+    return {name[8:-1] for name in found if name.startswith("socket:[")}
+
+
+def _inodes(pid: int, table: str, column: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [line.split()[column] for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+    return []

@@ -1,0 +1,290 @@
+"""Checkpoints as values, without torch: manifests, commit markers, the fence, and what may be deleted.
+
+::
+
+    <dir>/fence.json                      the run and attempt that may commit
+    <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
+    <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
+
+A checkpoint exists when its marker does and the fence (``core.fences``) admits it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from muster.checkpoint_format import fences
+from muster.storage import uris
+from muster.core.errors import CheckpointError, ConflictError
+from muster.core.types import Checkpoint, Layout
+from muster.core.protocols import Store
+from muster.storage.store import blobs
+
+FORMAT = 1
+_MARKER = re.compile(r"^step-(\d{8,})\.json$")
+_PREFIX = re.compile(r"^step-(\d{8,})\.a(\d+)$")
+_CHUNK_BYTES = 8 << 20
+OnSkip = Callable[[str, str], None]
+"""Called with (uri, reason) for what is there and not usable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """One file of a checkpoint. ``crc32`` is zlib's, of the whole file: any flipped byte changes it."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One committed checkpoint: everything needed to decide whether it can be restored."""
+
+    run_id: str
+    attempt: int
+    step: int
+    layout: Layout
+    prefix: str
+    """Folder of the data, relative to ``directory``: a moved folder still restores."""
+    files: tuple[StoredFile, ...]
+    bytes: int
+    created_ns: int
+    """Wall clock."""
+    version: str
+    """Of the code that wrote it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Small JSON values: data and model fingerprints."""
+    directory: str = ""
+    """Where it was found; not written into the marker."""
+
+    @property
+    def uri(self) -> str:
+        """The data's folder."""
+        return uris.join(self.directory, self.prefix)
+
+    @property
+    def marker_uri(self) -> str:
+        return marker_uri(self.directory, self.step)
+
+    def encode(self) -> builtins.bytes:
+        found = {key: value for key, value in asdict(self).items() if key != "directory"}
+        return (json.dumps({"format": FORMAT, **found}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def decode(cls, data: builtins.bytes, *, directory: str) -> Manifest:
+        """The inverse of ``encode``. Raises CheckpointError saying what is wrong."""
+        try:
+            found = json.loads(data)
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
+            if found.pop("format", None) != FORMAT:
+                raise ValueError("of an unknown format")
+            found["layout"] = Layout(**found["layout"])
+            found["files"] = tuple(StoredFile(**item) for item in found["files"])
+            manifest = cls(**found, directory=directory)
+            manifest._check()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"not a commit marker: {error}") from error
+        return manifest
+
+    def checkpoint(self, *, tier: str) -> Checkpoint:
+        """The noun that listings show."""
+        return Checkpoint(step=self.step, tier=tier, uri=self.uri, bytes=self.bytes, layout=self.layout, committed=True)
+
+    def _check(self) -> None:
+        numbers = (self.step, self.attempt, self.bytes, *(item.bytes for item in self.files))
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError("a number is missing or negative")
+        if _PREFIX.match(self.prefix) is None:
+            raise ValueError(f"unexpected prefix {self.prefix!r}")
+        for item in self.files:
+            # A name is joined to the folder and read: it must not lead out of it.
+            if not item.name or "/" in item.name or item.name.startswith("."):
+                raise ValueError(f"unexpected file name {item.name!r}")
+        if not self.files:
+            raise ValueError("it names no files")
+
+
+def crc32(data: bytes | bytearray | memoryview, so_far: int = 0) -> int:
+    """zlib's CRC-32: finds every flipped byte; about as fast as memory allows and without the GIL."""
+    return zlib.crc32(data, so_far)
+
+
+def step_prefix(step: int, attempt: int) -> str:
+    """The data folder's name: final, and different for each attempt, since a bucket cannot rename."""
+    return f"step-{step:08d}.a{attempt}"
+
+
+def marker_uri(directory: str, step: int) -> str:
+    return uris.join(directory, "commits", f"step-{step:08d}.json")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) -> list[Manifest]:
+    """Every committed checkpoint, newest step first. Looks at markers alone, not at the data.
+
+    Malformed markers, and markers that an older attempt wrote after it was fenced off, are passed to
+    ``on_skip`` and left out.
+    """
+    fence = fences.read(store, directory)
+    found = []
+    for uri in store.list(uris.join(directory, "commits")):
+        if _MARKER.match(uris.name(uri)) is None:
+            continue
+        try:
+            manifest = Manifest.decode(store.get(uri).data, directory=directory)
+            if uris.name(uri) != uris.name(manifest.marker_uri):
+                raise CheckpointError(f"the marker is of step {manifest.step}")
+            if fence is not None and not fence.admits(uris.name(uri), manifest.run_id, manifest.attempt):
+                raise CheckpointError(f"committed by attempt {manifest.attempt} after attempt {fence.attempt} began")
+        except FileNotFoundError:
+            continue  # pruned between the listing and the reading
+        except CheckpointError as error:
+            if on_skip is not None:
+                on_skip(uri, str(error))
+            continue
+        found.append(manifest)
+    return sorted(found, key=lambda manifest: (manifest.step, manifest.attempt), reverse=True)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def claim(store: Store, directory: str, *, run_id: str, attempt: int) -> None:
+    """Take the folder's fence: older attempts commit nothing from now on. Repeating it is harmless.
+
+    Raises:
+        ConflictError: a newer attempt of this run has taken it.
+    """
+
+    def heirs() -> dict[str, str]:
+        return {uris.name(m.marker_uri): f"{m.run_id}/{m.attempt}" for m in committed(store, directory)}
+
+    fences.claim(store, directory, run_id=run_id, attempt=attempt, heirs=heirs)
+
+
+def commit(store: Store, manifest: Manifest) -> None:
+    """Make the checkpoint exist: write its marker, if the fence is still ours.
+
+    A marker of the same step by an older attempt (whose data was not usable, or the run would have started
+    after it) is replaced.
+
+    Raises:
+        ConflictError: a newer attempt, or another run, has taken over.
+    """
+    directory, uri = manifest.directory, manifest.marker_uri
+    fences.check(store, directory, run_id=manifest.run_id, attempt=manifest.attempt)
+    data = manifest.encode()
+    while True:
+        try:
+            store.put_if_absent(uri, data)
+            return
+        except ConflictError:
+            pass
+        try:
+            there = store.get(uri)
+        except FileNotFoundError:
+            continue
+        if there.data == data:
+            return
+        try:
+            other = Manifest.decode(there.data, directory=directory)
+        except CheckpointError:
+            other = None
+        if other is not None and other.run_id == manifest.run_id and other.attempt > manifest.attempt:
+            raise ConflictError(f"{uri}: attempt {other.attempt} has committed this step already")
+        try:
+            store.put_if(uri, data, there.generation)
+            return
+        except ConflictError:
+            fences.check(store, directory, run_id=manifest.run_id, attempt=manifest.attempt)
+
+
+def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt: int) -> list[str]:
+    """Remove all but the ``keep_last`` newest checkpoints; returns the folders removed.
+
+    Newest means last committed: this attempt's own before older attempts', whatever their steps. Marker
+    first, data after, so that a kill in between leaves an orphan and never a marker without data. Should
+    the files of all those to be kept be missing or short, older ones are kept until one is whole.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, got {keep_last}")
+
+    def age(manifest: Manifest) -> tuple[bool, int, int]:
+        return (manifest.run_id == run_id, manifest.attempt, manifest.step)
+
+    removed = []
+    whole = False
+    for number, manifest in enumerate(sorted(committed(store, directory), key=age, reverse=True)):
+        if number < keep_last or not whole:
+            whole = whole or missing(manifest) is None
+            continue
+        fences.check(store, directory, run_id=run_id, attempt=attempt)
+        store.delete(manifest.marker_uri)
+        blobs.remove_tree(manifest.uri)
+        removed.append(manifest.uri)
+    return removed
+
+
+def remove_orphans(store: Store, directory: str, *, run_id: str, attempt: int) -> list[str]:
+    """Remove data that no marker names and that an older attempt wrote; returns the folders removed.
+
+    Call after ``claim``: whoever still writes there can no longer commit.
+    """
+    fences.check(store, directory, run_id=run_id, attempt=attempt)
+    named = set()
+    for uri in store.list(uris.join(directory, "commits")):
+        try:
+            named.add(Manifest.decode(store.get(uri).data, directory=directory).prefix)
+        except (CheckpointError, FileNotFoundError):
+            continue
+    removed = []
+    for prefix in blobs.folders(directory):
+        match = _PREFIX.match(prefix)
+        if match is not None and prefix not in named and int(match.group(2)) < attempt:
+            blobs.remove_tree(uris.join(directory, prefix))
+            removed.append(uris.join(directory, prefix))
+    return removed
+
+
+# ---------------------------------------------------------------- checking the data
+
+
+def missing(manifest: Manifest) -> str | None:
+    """Why the files cannot be all there, by their sizes alone; None when they can."""
+    for item in manifest.files:
+        uri = uris.join(manifest.uri, item.name)
+        try:
+            found = blobs.size(uri)
+        except FileNotFoundError:
+            return f"{item.name} is missing"
+        if found != item.bytes:
+            return f"{item.name} has {found} bytes, not {item.bytes}: truncated"
+    return None
+
+
+def damage(manifest: Manifest, *, part: int = 0, parts: int = 1) -> str | None:
+    """Read every ``parts``-th file from ``part`` on and compare checksums: what is wrong, or None."""
+    for item in manifest.files[part::parts]:
+        uri = uris.join(manifest.uri, item.name)
+        crc, count = 0, 0
+        try:
+            with blobs.reading(uri) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    crc, count = crc32(chunk, crc), count + len(chunk)
+        except FileNotFoundError:
+            return f"{item.name} is missing"
+        if count != item.bytes:
+            return f"{item.name} has {count} bytes, not {item.bytes}: truncated"
+        if crc != item.crc32:
+            return f"{item.name} does not match its checksum: damaged"
+    return None

@@ -1,0 +1,42 @@
+"""Writing a shard file to the disk or the bucket: by a host's mover, or by the rank where there is no mover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from muster.core.errors import CheckpointError
+from muster.checkpoint_format.manifest import crc32
+from muster.storage.store import blobs
+
+_PIECE_BYTES = 16 << 20
+
+
+def write_shard(
+    uri: str, parts: Iterable[bytes | bytearray | memoryview], *, wanted: Callable[[], bool] = lambda: True
+) -> tuple[int, int]:
+    """Write ``parts`` one behind the other as a new file; (bytes, CRC-32). Durable when it returns.
+
+    ``wanted`` is asked before every piece: a share whose rank has died is not written to its end.
+
+    Raises:
+        AccessError, BackendError: it cannot be written.
+        CheckpointError: nobody wants it any more.
+    """
+    count, crc = 0, 0
+    with blobs.writing(uri) as file:
+        for part in parts:
+            data = memoryview(part)
+            for start in range(0, len(data), _PIECE_BYTES):
+                if not wanted():
+                    raise CheckpointError(f"{uri}: nobody waits for it any more")
+                piece = data[start : start + _PIECE_BYTES]
+                _write_all(file, piece)
+                crc = crc32(piece, crc)
+            count += len(data)
+    return count, crc
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]

@@ -1,0 +1,89 @@
+"""A checkpoint's index: which file holds which box of which tensor, so that a reader opens one small file. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from muster.core.errors import CheckpointError
+from muster.checkpoint_format.shards import Chunk, chunk_from_json, chunk_to_json
+
+INDEX = "index.json"
+INDEX_FORMAT = 1
+
+Entry = tuple[str, int, tuple[Chunk, ...]]
+"""A file, where its tensors' bytes begin in it, and what they are."""
+
+
+def shard_file(rank: int) -> str:
+    """Name of the file that holds a rank's share."""
+    return f"rank-{rank:05d}.shard"
+
+
+def index_file(names: Iterable[str]) -> str:
+    """The index among a checkpoint's files. Raises CheckpointError when there is none."""
+    for name in names:
+        if name.endswith(INDEX):
+            return name
+    raise CheckpointError(f"{INDEX} is missing")
+
+
+def encode_index(files: Sequence[Entry]) -> bytes:
+    """The index's bytes."""
+    found = [
+        {"name": name, "begin": begin, "tensors": [chunk_to_json(chunk) for chunk in chunks]}
+        for name, begin, chunks in files
+    ]
+    return json.dumps({"format": INDEX_FORMAT, "files": found}, separators=(",", ":")).encode()
+
+
+def decode_index(data: bytes) -> list[Entry]:
+    """The inverse of ``encode_index``, every box checked. Raises CheckpointError."""
+    try:
+        found = json.loads(data)
+        if found["format"] != INDEX_FORMAT:
+            raise ValueError(f"unknown format {found['format']!r}")
+        return [
+            (str(item["name"]), int(item["begin"]), tuple(chunk_from_json(entry) for entry in item["tensors"]))
+            for item in found["files"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"no index: {error}") from error
+
+
+def boxes_of_table(table: Iterable[Mapping[str, Any]]) -> list[Chunk]:
+    """What a snapshot ring's header says its slots hold, empty boxes left out. Raises CheckpointError."""
+    try:
+        found = [
+            chunk_from_json(
+                [
+                    entry["name"],
+                    entry["dtype"],
+                    entry["global_shape"],
+                    entry["offsets"],
+                    entry["local_shape"],
+                    entry["byte_offset"],
+                ]
+            )
+            for entry in table
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"not a snapshot's table: {error}") from error
+    return [chunk for chunk in found if math.prod(chunk.shape)]
+
+
+def incomplete(files: Iterable[Sequence[Chunk]]) -> str | None:
+    """Which tensor's boxes do not make up the whole of it, over all files; None when all do."""
+    held: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    whole: dict[str, int] = {}
+    for chunks in files:
+        for chunk in chunks:
+            held[chunk.name][chunk.offsets] = math.prod(chunk.shape)
+            whole[chunk.name] = math.prod(chunk.global_shape)
+    for name, boxes in held.items():
+        if sum(boxes.values()) != whole[name]:
+            return f"{name}: {sum(boxes.values())} of its {whole[name]} elements"
+    return None if held else "no tensors"

@@ -1,0 +1,186 @@
+"""Verbs that act: train, submit, recover, restart, stop, down, export."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from muster.config.load import Loaded
+
+RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
+OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
+OUT = typer.Option(None, "--out", "-o", help="Folder to write; default: exports in the run's folder.")
+RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), its folder, or `last`.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order of the help."""
+    for command in (train, submit, recover, restart, stop, down, export):
+        app.command()(command)
+
+
+def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
+    """Train here, and watch. Ctrl-C saves and leaves; a second one leaves at once."""
+    from muster.app.run.train import train as train_here
+    from muster.cli.live import watching
+
+    loaded = _load(run_file, overrides)
+    with watching(loaded.spec) as display:
+        ended = train_here(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, on_event=display.event)
+    _leave(display.finish(ended.run), ended.exit_code)
+
+
+def submit(
+    run_file: str = RUN_FILE,
+    overrides: list[str] = OVERRIDES,
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be sent; touch nothing."),
+    backend: str | None = typer.Option(None, "--backend", help="In place of the file's: local, slurm, gke."),
+) -> None:
+    """Start a run in the background and print its id. The terminal may be closed."""
+    from muster.app.run import submit as use_case
+    from muster.cli import output
+
+    loaded = _load(run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])])
+    if dry_run:
+        from dataclasses import asdict
+
+        output.as_json(asdict(use_case.preview(loaded)))
+        return
+    found = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
+    output.data(found.run.run_id)
+    if found.again:
+        output.talk("it was running already; nothing was started")
+    output.talk(f"in {found.run.path}")
+    output.talk(
+        f"hint: muster status {found.run.run_id}, muster logs -f {found.run.run_id}, muster stop {found.run.run_id}"
+    )
+
+
+def recover(
+    run: str = RUN,
+    overrides: list[str] = OVERRIDES,
+    watch: bool = typer.Option(False, "--watch", "-w", help="Supervise from this terminal, as `train` does."),
+) -> None:
+    """Go on with a run whose supervisor is gone or that was stopped: living agents are adopted."""
+    from muster.app.run import recover as use_case
+    from muster.cli import output
+
+    argv = ["muster", *sys.argv[1:]]
+    if not watch:
+        found = use_case.recover(run, overrides or [], argv=argv)
+        output.data(found.run.run_id)
+        output.talk(f"hint: muster logs -f {found.run.run_id}")
+        return
+    from muster.app.inspect.status import spec_of
+    from muster.cli.live import watching
+    from muster.storage import run_registry
+
+    with watching(spec_of(run_registry.find(run))) as display:
+        ended = use_case.recover_here(run, overrides or [], argv=argv, on_start=display.started, on_event=display.event)
+    _leave(display.finish(ended.run), ended.exit_code)
+
+
+def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
+    """Start a failed run again, corrected, on the hosts that are kept warm (recovery.hold_s)."""
+    from muster.app.run.stop import restart as use_case
+    from muster.cli import output
+
+    run_id = use_case(run, overrides or []).run_id
+    output.data(run_id)
+    output.talk(f"hint: muster watch {run_id}, muster logs -f {run_id}")
+
+
+def stop(
+    run: str = RUN,
+    force: bool = typer.Option(False, "--force", help="Leave at once; the newest checkpoint stands."),
+    wait: bool = typer.Option(True, "--wait/--no-wait", help="Come back when the run has ended."),
+) -> None:
+    """Save a checkpoint and end the run."""
+    from muster.app.run.stop import stop as use_case
+    from muster.cli import output
+
+    found = use_case(run, force=force, wait=wait)
+    if not found.was_running:
+        output.talk(f"{found.run.run_id} had ended already: {found.status.state} ({found.status.reason})")
+    elif wait:
+        output.talk(f"{found.run.run_id}: {found.status.state}: {found.status.reason}")
+        output.talk(f"hint: muster recover {found.run.run_id} goes on from here")
+    else:
+        output.talk(f"{found.run.run_id} was asked to stop")
+
+
+def down(
+    run: str = RUN,
+    overrides: list[str] = OVERRIDES,
+    zone: str | None = typer.Option(None, "--zone", help="With a run file: the zone, where the file names several."),
+    keep_data: bool = typer.Option(False, "--keep-data", help="With a run file: keep its buckets."),
+    as_json: bool = typer.Option(False, "--json", help="What is left as JSON, with a run file with its cost a day."),
+) -> None:
+    """End everything of a run now, and prove that nothing is left; with a run file: what `muster up` made."""
+    from muster.app.run.stop import down as use_case
+    from muster.cli import output
+    from muster.core.errors import UsageError
+
+    if run.endswith((".yaml", ".yml")):
+        from muster.cli.cloud import give_back
+
+        give_back(run, overrides, zone, keep_data, as_json)
+        return
+    if beside := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
+        raise UsageError(
+            f"muster down ends one run at a time: {beside[0]!r} goes with a run file alone",
+            hint=f"muster down {run}, then the next one",
+        )
+    found = use_case(run)
+    if as_json:
+        usd = found.usd_per_hour
+        output.as_json(
+            {"run_id": found.run.run_id, "clean": not found.left, "left": found.left, "stopped_usd_per_hour": usd}
+        )
+        return
+    output.talk(f"{found.run.run_id} is down: no process, no memory is left; ${found.usd_per_hour:.2f}/h stopped")
+    output.talk(f"its folder stays: {found.run.path}")
+
+
+def export(
+    run: str = RUN,
+    out: Path | None = OUT,
+    step: int | None = typer.Option(None, "--step", help="Checkpoint of this step; default: the newest."),
+    adapter: bool = typer.Option(False, "--adapter", help="LoRA: write the adapter alone instead of merging it."),
+) -> None:
+    """Write a Hugging Face folder, reload it in a fresh process, and compare before saying done."""
+    from muster.app.run.export import export as use_case
+    from muster.cli import output
+
+    found = use_case(run, out=out, step=step, merge=not adapter)
+    output.data(str(found.folder))
+    for line in found.lines:
+        output.talk(line)
+
+
+def _load(run_file: str, overrides: list[str] | None) -> Loaded:
+    from muster.cli import output
+    from muster.config import load
+
+    if run_file.endswith(".json"):  # what `muster plan --out` wrote
+        from muster.app.planning.plan import open_plan
+
+        loaded = open_plan(run_file, overrides or [])
+    else:
+        loaded = load.load(run_file, overrides or [])
+    output.warnings(loaded.warnings)
+    return loaded
+
+
+def _leave(problem: str | None, code: int) -> None:
+    """Exit with the run's code, its verdict said."""
+    from muster.cli import output
+
+    if problem:
+        output.talk(problem)
+    if code:
+        raise typer.Exit(code)

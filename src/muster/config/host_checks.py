@@ -1,0 +1,132 @@
+"""What a run file needs of the machine that reads it: files, folders, packages, a GPU."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from muster.core.errors import Problem, UsageError
+from muster.storage.paths import check_memory_dir, memory_dir
+from muster.config.validation import config_problems, is_remote, looks_local
+from muster.config.spec import FileSource, HubSource, RunSpec
+
+
+def problems(spec: RunSpec) -> list[Problem]:
+    """What is missing here. Looks, changes nothing."""
+    found = [*_files(spec), *_folders(spec), *_packages(spec), *_memory(spec)]
+    if spec.backend == "local" and spec.resources.device == "cuda" and not has_gpu():
+        found.append(
+            Problem(key="resources.device", message="cuda: there is no NVIDIA GPU on this machine", hint="device: auto")
+        )
+    return found
+
+
+def has_gpu() -> bool:
+    """Does the NVIDIA driver show a device? No CUDA is touched."""
+    return Path("/dev/nvidia0").exists() or bool(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _files(spec: RunSpec) -> Iterator[Problem]:
+    for index, source in enumerate(spec.data.sources if spec.data else []):
+        if isinstance(source, FileSource):
+            for name in ("path", "heldout_path", "database"):
+                path = getattr(source, name)
+                if path is not None and not is_remote(path) and not _exists(path):
+                    yield Problem(key=f"data.sources.{index}.{name}", message=f"no file {path}", value=path)
+    model = spec.model
+    if model is not None and model.source is not None and looks_local(model.source):
+        yield from _model_folder(spec, model.source)
+    if model is not None and isinstance(model.config, str):
+        yield from _config_file(spec, model.config)
+    tokenizer = model.tokenizer if model is not None else None
+    if isinstance(tokenizer, str) and looks_local(tokenizer) and not _exists(tokenizer):
+        yield Problem(key="model.tokenizer", message=f"no folder {tokenizer}", value=tokenizer)
+    if spec.command and spec.command[0] != "-m" and not os.path.isfile(os.path.expanduser(spec.command[0])):
+        hint = 'paths start where you are; it begins with the script itself: ["train.py", "--flag"] or ["-m", "module"]'
+        yield Problem(key="command", message=f"no file {spec.command[0]}", value=spec.command[0], hint=hint)
+    if spec.recovery.policy.endswith(".py") and not _exists(spec.recovery.policy):
+        yield Problem(key="recovery.policy", message=f"no file {spec.recovery.policy}", value=spec.recovery.policy)
+
+
+def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:
+    folder = Path(os.path.expanduser(source))
+    if not os.path.exists(folder):
+        yield Problem(key="model.source", message=f"no folder {source}", value=source, hint="or a hub id: owner/name")
+    elif not (folder / "config.json").is_file():
+        yield Problem(key="model.source", message=f"{source} holds no config.json", value=source)
+    elif not list(folder.glob("*.safetensors")):
+        yield Problem(
+            key="model.source", message=f"{source} holds no *.safetensors", value=source,
+            hint="to start from random weights: model.config=" + str(folder / "config.json"),
+        )  # fmt: skip
+    else:
+        yield from _config_file(spec, str(folder / "config.json"), key="model.source")
+
+
+def _config_file(spec: RunSpec, path: str, *, key: str = "model.config") -> Iterator[Problem]:
+    if not _exists(path):
+        yield Problem(key=key, message=f"no file {path}", value=path)
+        return
+    try:
+        config = json.loads(Path(os.path.expanduser(path)).read_text())
+    except (OSError, ValueError) as error:
+        yield Problem(key=key, message=f"{path} is no JSON: {error}", value=path)
+        return
+    if isinstance(config, dict):
+        yield from config_problems(spec, config, key=key)
+
+
+def _folders(spec: RunSpec) -> Iterator[Problem]:
+    places = [("run_dir", spec.run_dir), ("checkpoint.dir", spec.checkpoint.dir)]
+    if spec.data is not None:
+        places.append(("data.cache_dir", spec.data.cache_dir))
+    for key, place in places:
+        if place is None or is_remote(place):
+            continue
+        folder = Path(os.path.expanduser(place))
+        if os.path.exists(folder) and not folder.is_dir():
+            yield Problem(key=key, message=f"{place} is a file, not a folder", value=place)
+            continue
+        parent = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            yield Problem(key=key, message=f"cannot write in {parent}", value=place, hint="choose another folder")
+
+
+def _memory(spec: RunSpec) -> Iterator[Problem]:
+    if spec.backend != "local":
+        return
+    try:
+        check_memory_dir(memory_dir(".", "", f"host-{spec.resources.hosts}"))
+    except UsageError as error:
+        yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint=error.hint)
+
+
+def _packages(spec: RunSpec) -> Iterator[Problem]:
+    tracker = spec.output.tracker
+    if spec.backend == "local" and tracker != "none" and importlib.util.find_spec(tracker) is None:
+        yield Problem(key="output.tracker", message=f"{tracker} is not installed", hint=f"pip install {tracker}")
+    if spec.backend == "local" and spec.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield Problem(key="output.tensorboard", message="is not installed", hint="pip install tensorboard")
+    for index, source in enumerate(spec.data.sources if spec.data else []):
+        parquet = isinstance(source, FileSource) and ".parquet" in source.path
+        if parquet and importlib.util.find_spec("pyarrow") is None:
+            yield Problem(
+                key=f"data.sources.{index}.path", message="Parquet needs pyarrow", hint="pip install 'muster[data]'"
+            )
+        if isinstance(source, HubSource) and importlib.util.find_spec("huggingface_hub") is None:
+            yield Problem(
+                key=f"data.sources.{index}", message="the hub needs huggingface_hub", hint="pip install 'muster[data]'"
+            )
+
+
+def _exists(path: str) -> bool:
+    expanded = os.path.expanduser(path)
+    if os.path.exists(expanded):  # Path.exists raises for a name that is too long, Path.expanduser for nobody's home
+        return True
+    if not any(sign in path for sign in "*?["):
+        return False
+    return bool(glob.glob(expanded, recursive=True))

@@ -1,0 +1,369 @@
+"""Reading a run file: YAML plus ``key.path=value`` overrides to a checked ``RunSpec``, or every problem at once."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from muster.config import schema_keys, validation, host_checks
+from muster.core.errors import Problem, RunFileError, UsageError
+from muster.config.unused_settings import no_effect
+from muster.config.spec import RunSpec
+from muster.config.yaml import KeyPath, dotted, parse, scalar
+
+COMMAND_LINE = "command line"
+MAX_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a value was given."""
+
+    source: str
+    line: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A run file that holds."""
+
+    spec: RunSpec
+    text: str
+    """As the user wrote it, before overrides."""
+    source: str
+    """The file's name, as given."""
+    overrides: tuple[str, ...] = ()
+    origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+    """Where each explicitly given key stands; what is not here is a default."""
+    warnings: tuple[Problem, ...] = ()
+    """Knobs that were set and have no effect in this combination."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True) -> Loaded:
+    """Read and check a run file whole; with ``environment``, this machine's files and folders too.
+
+    Relative local paths are taken from the current directory and returned absolute.
+
+    Raises:
+        RunFileError: everything that is wrong, in the order of the file.
+        UsageError: there is no such file, or it is no text.
+    """
+    source = str(path)
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise UsageError(f"no run file {source}", hint=_nearby(Path(path))) from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{source} is a folder, not a run file", hint="give a .yaml file") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {source}: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{source} is no run file: {len(data)} bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{source} is not UTF-8 text (byte {error.start})", hint="is it the right file? save it as UTF-8"
+        ) from error
+    return loads(text, overrides, source=source, environment=environment)
+
+
+def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file", environment: bool = True) -> Loaded:
+    """``load`` for a text."""
+    parsed = parse(text, source=source)
+    if parsed.problems and parsed.value is None:
+        raise RunFileError(parsed.problems)
+    if parsed.value is not None and not isinstance(parsed.value, dict):
+        hint = "begin with `name: ...`"
+        raise RunFileError(
+            [
+                Problem(
+                    key="",
+                    message=f"must be a mapping, got {schema_keys.shown(parsed.value)}",
+                    line=1,
+                    source=source,
+                    hint=hint,
+                )
+            ]
+        )
+    raw: dict[str, Any] = parsed.value or {}
+    problems = list(parsed.problems)
+    origins = {path: Origin(source=source, line=line) for path, line in parsed.lines.items() if path}
+    for override in overrides:
+        _override(raw, override, origins, problems)
+    spec, bad = _check_values(raw, origins, problems, source)
+    if spec is not None:
+        found = validation.problems(spec)
+        if environment:
+            found += host_checks.problems(spec)
+        problems += [_placed(each, origins, source) for each in found if not _touches(each.key, bad)]
+    if problems or spec is None:
+        raise RunFileError(sorted(problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
+    given = frozenset(dotted(path) for path in origins)
+    return Loaded(
+        spec=validation.absolute(spec),
+        text=text,
+        source=source,
+        overrides=tuple(overrides),
+        origins=origins,
+        warnings=tuple(_placed(each, origins, source) for each in no_effect(spec, given)),
+    )
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def _override(raw: dict[str, Any], text: str, origins: dict[KeyPath, Origin], problems: list[Problem]) -> None:
+    """Apply ``key.path=value`` in place, or note why not."""
+
+    def wrong(message: str, hint: str | None = None, key: str = "") -> None:
+        problems.append(Problem(key=key, message=message, source=COMMAND_LINE, hint=hint))
+
+    name, equals, value_text = text.partition("=")
+    if not equals or not name.strip():
+        wrong(
+            f"{schema_keys.shown(text, key=name)} is no override", hint="write key.path=value, for example training.steps=100"
+        )
+        return
+    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+    if "" in path:
+        wrong(f"`{name}` is no key path", hint="write key.path=value")
+        return
+    try:
+        value = scalar(value_text)
+    except ValueError as error:
+        wrong(f"cannot read the value {schema_keys.shown(value_text, key=name)}: {error}", "quote it: key='\"text\"'", name)
+        return
+    annotation, _ = schema_keys.at(path, raw)
+    if annotation is not None and not isinstance(value, str | dict | list | None) and _takes_text_alone(annotation):
+        value = value_text  # name=123 means the text
+    here: Any = raw
+    for index, part in enumerate(path[:-1]):
+        step = dotted(path[: index + 1])
+        if isinstance(here, list) and isinstance(part, int):
+            if part >= len(here):
+                wrong(f"there is no item {part} in `{dotted(path[:index])}`, it has {len(here)}", key=step)
+                return
+            here = here[part]
+        elif isinstance(here, dict):
+            inside = schema_keys.at(path[: index + 1], raw)[0]
+            if inside is not None and not schema_keys.holds_keys(inside):
+                wrong(f"`{step}` is not a section", key=name)
+                return
+            if not isinstance(here.get(str(part)), dict | list):
+                here[str(part)] = {}
+            here = here[str(part)]
+        else:
+            wrong(f"`{dotted(path[:index])}` is not a section", key=step)
+            return
+    last = path[-1]
+    if isinstance(here, list):
+        if not isinstance(last, int) or last > len(here):
+            wrong(f"there is no item {last} in `{dotted(path[:-1])}`, it has {len(here)}", key=name)
+            return
+        here[last:] = [value, *here[last + 1 :]]
+    else:
+        here[str(last)] = value
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+    origins[path] = Origin(source=COMMAND_LINE)
+
+
+def _takes_text_alone(annotation: Any) -> bool:
+    return {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)} == {str}
+
+
+# ---------------------------------------------------------------- values
+
+
+def _check_values(
+    raw: dict[str, Any], origins: Mapping[KeyPath, Origin], problems: list[Problem], source: str
+) -> tuple[RunSpec | None, set[str]]:
+    """Types, bounds and unknown keys. Returns what can still be checked further and the keys that cannot.
+
+    Values that do not hold are taken out and the rest is validated again, so that the rules across keys can
+    report on what remains.
+    """
+    bad: set[str] = set()
+    rest = copy.deepcopy(raw)
+    unknown = list(schema_keys.unknown(rest))
+    for path, hint in unknown:
+        problems.append(_problem(path, "unknown key", origins, source, hint=hint))
+        bad.add(dotted(path))
+    for path, _ in unknown:
+        _remove(rest, path)
+    for _ in range(4):  # taking a value out can uncover a missing one, then a section without its type
+        try:
+            return RunSpec.model_validate(rest), bad
+        except ValidationError as error:
+            found = _located(error, rest)
+        for path, kind in found.items():
+            if dotted(path) not in bad and not any(_within(dotted(path), other) for other in bad):
+                problems.append(_value_problem(path, kind, raw, origins, source))
+            bad.add(dotted(path))
+        for path in sorted(found, key=lambda each: tuple(map(str, each)), reverse=True):
+            if isinstance(path[-1], int):  # a list with a bad item says nothing
+                path = path[:-1]
+                bad.add(dotted(path))
+            _remove(rest, path)
+        if any(path == ("name",) for path in found):
+            rest["name"] = "unnamed"
+        for path, kind in found.items():
+            if kind in ("missing", "too_short", "union_tag_not_found", "union_tag_invalid") and len(path) > 1:
+                _remove(rest, path[:1])  # a section that cannot stand without it
+                bad.add(dotted(path[:1]))
+    return None, bad
+
+
+def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
+    """Key path -> kind of error; of errors inside each other the innermost."""
+    found: dict[KeyPath, str] = {}
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        path: KeyPath = ()
+        annotation: Any = RunSpec
+        here: Any = raw
+        for part in each["loc"]:
+            tagged = isinstance(here, dict) and len(schema_keys.sections(annotation)) > 1 and part == here.get("type")
+            known = schema_keys.fields(annotation, here) if isinstance(here, dict) else {}
+            if isinstance(part, str) and part in known and not (tagged and part not in here):
+                path, annotation = (*path, part), known[part].annotation
+                here = here.get(part) if isinstance(here, dict) else None
+            elif isinstance(part, int) and isinstance(here, list) and part < len(here):
+                path, annotation, here = (*path, part), schema_keys.item(annotation), here[part]
+        kind = each["type"]
+        if kind.startswith("union_tag"):
+            path = (*path, "type")
+        found.setdefault(path, kind)
+    return {
+        path: kind
+        for path, kind in found.items()
+        if not any(other != path and other[: len(path)] == path for other in found)
+    }
+
+
+def _value_problem(
+    path: KeyPath, kind: str, raw: dict[str, Any], origins: Mapping[KeyPath, Origin], source: str
+) -> Problem:
+    if kind.startswith("union_tag"):
+        given = _get(raw, path)
+        models = schema_keys.sections(schema_keys.at(path[:-1])[0])
+        known = [name for model in models for name in schema_keys.literal(model.model_fields.get("type"))]
+        message = f"must be one of {', '.join(known)}" + (f", got {schema_keys.shown(given)}" if given is not None else "")
+        return _problem(path, message, origins, source, hint=_near(given, known))
+    annotation, info = schema_keys.at(path, raw)
+    wanted = schema_keys.expected(annotation, info.metadata if info else None)
+    value = _get(raw, path)
+    if kind == "missing" and value is None:
+        return _problem(path, f"is missing: {wanted}", origins, source)
+    if kind == "too_short":
+        return _problem(path, f"must hold at least one item, got {schema_keys.shown(value)}", origins, source)
+    message = f"must be {wanted}, got {schema_keys.shown(value, key=dotted(path))}"
+    return _problem(path, message, origins, source, value=value, hint=_value_hint(value, annotation))
+
+
+def _value_hint(value: Any, annotation: Any) -> str | None:
+    """What the user probably wanted to write."""
+    kinds = {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)}
+    if isinstance(value, str):
+        choices = [name for leaf in schema_keys.leaves(annotation) for name in _choices(leaf)]
+        if choices and (near := _near(value, choices)):
+            return near
+        if bool in kinds and value.lower() in ("yes", "no", "on", "off"):
+            return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+        if kinds & {int, float}:
+            try:
+                float(value)
+            except ValueError:
+                return None
+            return "write the number without quotes"
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"write {int(value)}"
+    if str in kinds and isinstance(value, int | float) and not isinstance(value, bool):
+        return f'put it in quotes: "{value}"'
+    if isinstance(value, str | int | float) and any("list" in str(kind) for kind in kinds) and value is not None:
+        return f"write a list: [{value}]"
+    return None
+
+
+def _choices(leaf: Any) -> list[str]:
+    from typing import Literal, get_args, get_origin
+
+    bare = schema_keys.bare(leaf)
+    return [str(name) for name in get_args(bare)] if get_origin(bare) is Literal else []
+
+
+def _near(given: Any, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else None
+
+
+# ---------------------------------------------------------------- small things
+
+
+def _problem(
+    path: KeyPath,
+    message: str,
+    origins: Mapping[KeyPath, Origin],
+    source: str,
+    *,
+    value: object = None,
+    hint: str | None = None,
+) -> Problem:
+    origin = _origin(path, origins) or Origin(source=source)
+    return Problem(key=dotted(path), message=message, value=value, line=origin.line, source=origin.source, hint=hint)
+
+
+def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
+    """Where the key stands, or the nearest section around it."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return None
+
+
+def _placed(problem: Problem, origins: Mapping[KeyPath, Origin], source: str) -> Problem:
+    """A rule's problem, with the place of its key."""
+    path: KeyPath = (
+        tuple(int(part) if part.isdigit() else part for part in problem.key.split(".")) if problem.key else ()
+    )
+    return _problem(path, problem.message, origins, source, value=problem.value, hint=problem.hint)
+
+
+def _touches(key: str, bad: set[str]) -> bool:
+    return any(_within(key, other) or _within(other, key) for other in bad)
+
+
+def _within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+def _get(raw: Any, path: KeyPath) -> Any:
+    for part in path:
+        if isinstance(raw, dict):
+            raw = raw.get(str(part))
+        elif isinstance(raw, list) and isinstance(part, int) and part < len(raw):
+            raw = raw[part]
+        else:
+            return None
+    return raw
+
+
+def _remove(raw: Any, path: KeyPath) -> None:
+    parent = _get(raw, path[:-1]) if len(path) > 1 else raw
+    if isinstance(parent, dict) and path:
+        parent.pop(str(path[-1]), None)
+    elif isinstance(parent, list) and isinstance(path[-1], int) and path[-1] < len(parent):
+        del parent[path[-1]]
+
+
+def _nearby(path: Path) -> str | None:
+    folder = path.parent
+    names = [each.name for each in folder.glob("*.y*ml")] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"did you mean {folder / near[0]}?" if near else "is the path right?"

@@ -1,0 +1,247 @@
+"""The run file's keys as a tree: what may stand where, what was probably meant, and what a value must be."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from muster.core.redact import HIDDEN, is_secret, redact
+from muster.config.spec import RunSpec
+from muster.config.yaml import KeyPath
+
+#: What other programs call it -> what it is called here.
+OTHER_NAMES = {
+    "lr": "training.optimizer.learning_rate",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "num_train_epochs": "training.epochs",
+    "num_epochs": "training.epochs",
+    "batch_size": "training.global_batch_size",
+    "train_batch_size": "training.global_batch_size",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "local_batch_size": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size",
+    "seq_len": "training.sequence_length",
+    "max_length": "training.sequence_length",
+    "max_seq_length": "training.sequence_length",
+    "context_length": "training.sequence_length",
+    "gradient_checkpointing": "training.activation_checkpointing",
+    "max_grad_norm": "training.optimizer.max_grad_norm",
+    "model_name": "model.source",
+    "model_name_or_path": "model.source",
+    "nodes": "resources.hosts",
+    "num_nodes": "resources.hosts",
+    "nnodes": "resources.hosts",
+    "gpus": "resources.ranks_per_host",
+    "gpus_per_node": "resources.ranks_per_host",
+    "nproc_per_node": "resources.ranks_per_host",
+    "tensor_parallel": "parallelism.tp",
+    "tensor_parallel_size": "parallelism.tp",
+    "fsdp": "parallelism.dp_shard",
+    "dataset": "data.sources",
+    "datasets": "data.sources",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "precision": "model.dtype",
+    "output_dir": "run_dir",
+    "wandb": "output.tracker",
+    "partition": "resources.queue",
+    "zone": "resources.locations",
+    "region": "resources.locations",
+}
+
+
+def leaves(annotation: Any) -> list[Any]:
+    """The members of a union, at any depth; ``None`` left out, ``Annotated`` kept."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return [leaf for member in get_args(annotation) for leaf in leaves(member)]
+    if origin is Annotated and get_origin(get_args(annotation)[0]) in (Union, types.UnionType):
+        return leaves(get_args(annotation)[0])
+    return [] if annotation is type(None) else [annotation]
+
+
+def bare(annotation: Any) -> Any:
+    """Without ``Annotated``."""
+    return bare(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
+
+
+def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
+    """The sections that may stand here; where ``raw`` names its ``type``, that one alone."""
+    found = [leaf for leaf in map(bare, leaves(annotation)) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+    if len(found) > 1 and isinstance(raw, dict):
+        chosen = [model for model in found if raw.get("type") in literal(model.model_fields.get("type"))]
+        return chosen or found
+    return found
+
+
+def fields(annotation: Any, raw: Any = None) -> dict[str, FieldInfo]:
+    """Keys that may stand in the section."""
+    return {name: info for model in sections(annotation, raw) for name, info in model.model_fields.items()}
+
+
+def holds_keys(annotation: Any) -> bool:
+    """May a section, a mapping or a list stand here?"""
+    kinds = [bare(leaf) for leaf in leaves(annotation)]
+    return bool(sections(annotation)) or any((get_origin(kind) or kind) in (list, tuple, dict) for kind in kinds)
+
+
+def item(annotation: Any) -> Any:
+    """What the items of a list are; None where no list may stand."""
+    for leaf in map(bare, leaves(annotation)):
+        if get_origin(leaf) in (list, tuple):
+            return get_args(leaf)[0]
+    return None
+
+
+def at(path: KeyPath, raw: Any = None) -> tuple[Any, FieldInfo | None]:
+    """The annotation (and field) that ``path`` leads to; ``(None, None)`` where it leads nowhere."""
+    annotation: Any = RunSpec
+    info: FieldInfo | None = None
+    for part in path:
+        if isinstance(part, int):
+            annotation, info = item(annotation), None
+            raw = raw[part] if isinstance(raw, list) and part < len(raw) else None
+        else:
+            info = fields(annotation, raw).get(part)
+            annotation = info.annotation if info else None
+            raw = raw.get(part) if isinstance(raw, dict) else None
+        if annotation is None:
+            return None, None
+    return annotation, info
+
+
+@cache
+def every_key() -> dict[str, list[str]]:
+    """Key name -> the dotted paths where it may stand (list items as ``sources.0``)."""
+    found: dict[str, list[str]] = {}
+    for path, name in _walk(RunSpec, ""):
+        found.setdefault(name, []).append(path)
+    return found
+
+
+def _walk(annotation: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, info in fields(annotation).items():
+        path = f"{prefix}{name}"
+        yield path, name
+        yield from _walk(info.annotation, f"{path}.")
+        inner = item(info.annotation)
+        if inner is not None:
+            yield from _walk(inner, f"{path}.0.")
+
+
+def unknown(raw: Any, annotation: Any = RunSpec, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str | None]]:
+    """Every key that may not stand where it stands, with what was probably meant."""
+    if isinstance(raw, list):
+        inner = item(annotation)
+        for index, value in enumerate(raw if inner is not None else []):
+            yield from unknown(value, inner, (*path, index))
+    if not isinstance(raw, dict) or not sections(annotation, raw):
+        return
+    known = fields(annotation, raw)
+    for name, value in raw.items():
+        if name in known:
+            yield from unknown(value, known[name].annotation, (*path, name))
+        else:
+            yield (*path, name), meant(name, list(known), path)
+
+
+def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
+    """A suggestion for an unknown key: a sibling, the same key elsewhere, or what others call it."""
+    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.75)
+    if near:
+        return f"did you mean `{near[0]}`?"
+    elsewhere = every_key().get(name.lower(), [])
+    if len(elsewhere) == 1 or (elsewhere and len({place.rpartition(".")[0] for place in elsewhere}) == 1):
+        section = elsewhere[0].rpartition(".")[0]
+        return f"`{name}` belongs under `{section}`" if section else f"`{name}` belongs at the top of the file"
+    if elsewhere:
+        return f"`{name}` belongs under {' or '.join(f'`{place.rpartition(chr(46))[0]}`' for place in elsewhere[:3])}"
+    if name.lower() in OTHER_NAMES:
+        return f"here it is `{OTHER_NAMES[name.lower()]}`"
+    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean `{near[0]}`?"
+    near = difflib.get_close_matches(name.lower(), list(every_key()), n=1, cutoff=0.8)
+    if near:
+        return f"did you mean `{every_key()[near[0]][0]}`?"
+    return f"known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}" if siblings else None
+
+
+def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
+    """What a value must be, in words: ``a whole number of at least 1``."""
+    found: list[str] = []
+    for leaf in leaves(annotation):
+        notes = list(metadata or [])
+        while get_origin(leaf) is Annotated:
+            for note in get_args(leaf)[1:]:
+                notes += note.metadata if isinstance(note, FieldInfo) else [note]
+            leaf = get_args(leaf)[0]
+        words = _words(leaf, notes)
+        if words not in found:
+            found.append(words)
+    return " or ".join(found) or "left out"
+
+
+def _words(leaf: Any, notes: list[Any]) -> str:
+    origin = get_origin(leaf)
+    if origin is Literal:
+        names = [json.dumps(name) if not isinstance(name, str) else name for name in get_args(leaf)]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    if origin is list:
+        return f"a list of {_plural(get_args(leaf)[0])}"
+    if origin is tuple:
+        return f"a list of {len(get_args(leaf))} numbers"
+    if origin is dict or leaf is dict:
+        return "a mapping"
+    if isinstance(leaf, type) and issubclass(leaf, BaseModel):
+        return f"a section with the keys {', '.join(list(leaf.model_fields)[:6])}"
+    simple = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(leaf, str(leaf))
+    return simple + _bounds(leaf, notes)
+
+
+def _bounds(leaf: Any, notes: list[Any]) -> str:
+    low: list[str] = []
+    for note in notes:
+        for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+            limit = getattr(note, name, None)
+            if limit is not None:
+                low.append(f"{words} {limit:g}" if isinstance(limit, int | float) else f"{words} {limit}")
+        if leaf is str and getattr(note, "min_length", None):
+            low.append("not empty")
+        if leaf is str and getattr(note, "max_length", None):
+            low.append(f"at most {note.max_length} characters")
+    if not low:
+        return ""
+    return (", " if leaf is str else " of " if low[0].startswith("at") else " ") + " and ".join(low)
+
+
+def _plural(annotation: Any) -> str:
+    leaf = bare(annotation)
+    return {str: "texts", int: "whole numbers", float: "numbers"}.get(leaf, "sections")
+
+
+def shown(value: Any, *, key: str = "") -> str:
+    """A value as it stands in a message: short, secrets hidden."""
+    if is_secret(key):
+        return HIDDEN
+    if isinstance(value, dict):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if value is None:
+        return "nothing (null)"
+    text = redact(value) if isinstance(value, str) else value
+    words = json.dumps(text, ensure_ascii=False) if not isinstance(value, int) or value < 10**30 else "a huge number"
+    return words if len(words) <= 80 else words[:77] + "..."
+
+
+def literal(info: FieldInfo | None) -> tuple[Any, ...]:
+    return get_args(info.annotation) if info is not None and get_origin(info.annotation) is Literal else ()

@@ -1,0 +1,346 @@
+"""The run file as a value: every key, its type, default and meaning.
+
+``RunSpec`` is what ``runfile.load`` returns once the whole file has been checked. Pydantic supplies the
+type checks and the JSON schema for editors; rules across several keys live in ``core.rules``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from muster.config.section import Fraction, NotNegative, Positive, Section
+from muster.config.slurm import Slurm
+
+# ---------------------------------------------------------------- model
+
+
+class Lora(Section):
+    """Train low-rank adapters (PEFT) and leave the base frozen."""
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the linear modules that get an adapter, or all of them except the output head."""
+
+
+class TrainedTokenizer(Section):
+    """Train a small tokenizer on the run's own training text (from-scratch models)."""
+
+    vocab_size: Annotated[int, Field(ge=64, le=1_000_000)] = 512
+    kind: Literal["word", "bpe"] = "word"
+
+
+class Model(Section):
+    """Which causal language model, and how it is held."""
+
+    source: str | None = None
+    """Hugging Face hub id or local folder with weights (config.json, *.safetensors)."""
+    config: dict[str, Any] | str | None = None
+    """Instead of ``source``: a transformers config (inline, or a path to a config.json); random weights."""
+    revision: str | None = None
+    """Hub revision of ``source`` and its tokenizer."""
+    tokenizer: str | TrainedTokenizer | None = None
+    """Hub id or folder; default: that of ``source``. A mapping trains a small one from the data."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute precision. Master weights and optimizer state are float32 unless ``master_dtype`` says not."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["auto", "flash_attention_3", "flash_attention_2", "varlen", "flex", "sdpa", "document"] = "auto"
+    """Kernel for packed attention; ``auto`` takes the best one present and says which."""
+    lora: Lora | None = None
+
+
+# ---------------------------------------------------------------- data
+
+
+class PromptTemplate(Section):
+    """Prompt and completion as Python format strings over a row's columns: ``"Q: {question}\\nSQL: "``."""
+
+    prompt: str
+    completion: str
+
+
+class Source(Section):
+    """What every data source shares."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture's rows relative to the other sources."""
+    format: Literal["chat", "prompt_completion", "text"] | None = None
+    """Default: by the columns present (``messages``, ``prompt``/``completion`` or a template, ``text``)."""
+    template: PromptTemplate | None = None
+    limit: Positive | None = None
+    """Use at most this many rows."""
+
+
+class HubSource(Source):
+    """A data set on the Hugging Face hub."""
+
+    type: Literal["hub"]
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    heldout_split: str | None = None
+    revision: str | None = None
+
+
+class FileSource(Source):
+    """Local files: .jsonl, .json, .parquet, .txt, each also gzipped; a glob is allowed."""
+
+    type: Literal["file"]
+    path: str
+    heldout_path: str | None = None
+    database: str | None = None
+    """SQLite file that gold and predicted queries of this source run against (execution accuracy)."""
+
+
+class Text2SqlSource(Source):
+    """The built-in generator: schemas, filled databases, questions and gold queries."""
+
+    type: Literal["text2sql"]
+    level: Annotated[int, Field(ge=1, le=4)] = 1
+    """1: one table, four query shapes. 2: conditions and ordering. 3: joins and grouping. 4: nested too."""
+    rows: Positive = 20_000
+    heldout_rows: Positive = 200
+    seed: NotNegative = 0
+
+
+class RandomSource(Source):
+    """Random tokens, for benchmarks without data."""
+
+    type: Literal["random"]
+    rows: Positive = 4096
+    row_length: Positive | None = None
+    """Tokens a row; default the sequence length (one document a sequence)."""
+    seed: NotNegative = 0
+
+
+AnySource = Annotated[HubSource | FileSource | Text2SqlSource | RandomSource, Field(discriminator="type")]
+
+
+class Data(Section):
+    """What is trained on, how it becomes tokens, and which tokens count."""
+
+    sources: Annotated[list[AnySource], Field(min_length=1)]
+    loss_on: Literal["completions", "all"] | list[str] = "completions"
+    """Which tokens are supervised: completions (assistant turns), all of them, or a list of chat roles."""
+    packing: bool = True
+    """Several documents share a sequence, kept apart by attention; false pads each row to the length."""
+    overlong: Literal["drop", "split", "truncate"] = "drop"
+    """Rows longer than the sequence: dropped, split (plain text), or cut; always counted and reported."""
+    workers: NotNegative = 0
+    """Tokenising processes; 0: one per core."""
+    cache_dir: str | None = None
+    """Where prepared data lies; default ``~/.cache/muster/data``."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of the rows kept for evaluation where a source has no held-out part of its own."""
+
+
+# ---------------------------------------------------------------- training
+
+
+class Optimizer(Section):
+    """AdamW, whole or with 8-bit state."""
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: NotNegative = 0
+    min_lr_fraction: Fraction = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip to this global norm; null: no clipping (the norm is still reported)."""
+
+
+class Profile(Section):
+    """One profiler trace or memory snapshot."""
+
+    trace_step: NotNegative | None = None
+    """Write a Chrome trace of this step."""
+    memory_step: NotNegative | None = None
+    """Write a memory snapshot after this step (CUDA)."""
+
+
+class Training(Section):
+    """How long, in which pieces, with which numerics."""
+
+    steps: Positive | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Instead of ``steps``."""
+    sequence_length: Annotated[int, Field(ge=8)] = 2048
+    global_batch_size: Positive = 16
+    """Sequences a step, over all ranks: fixed, however many ranks share it."""
+    micro_batch_size: Positive = 1
+    """Sequences a rank holds at once."""
+    seed: NotNegative = 0
+    optimizer: Optimizer = Optimizer()
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    """torch.compile, per decoder layer, static shapes."""
+    loss_chunk_tokens: NotNegative = 1024
+    """Cross-entropy is taken over so many tokens at a time: the whole batch's logits never exist; 0: at once."""
+    deterministic: bool = False
+    """Deterministic kernels: a resume on the same layout continues bit for bit."""
+    exact: bool = False
+    """Sum gradients, norm and loss in 64-bit fixed point: bit for bit at any number of ranks."""
+    gc_every_steps: NotNegative = 50
+    """Collect garbage by hand every so many steps, on all ranks at once; 0: leave it to Python."""
+    state_hash_every_steps: NotNegative = 0
+    """Hash the whole training state every so many steps, into one number that is equal in any layout; 0: never."""
+    profile: Profile = Profile()
+
+
+class Parallelism(Section):
+    """How ranks share the model. dp_shard -1: all ranks that remain."""
+
+    dp_replicate: Positive = 1
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    tp: Positive = 1
+    pp: Literal[1] = 1
+    cp: Literal[1] = 1
+    reshard_after_forward: bool = True
+
+
+class Evaluation(Section):
+    """What is measured on held-out data while training."""
+
+    every_steps: NotNegative = 0
+    """0: only at the end (and at the start, where ``at_start``)."""
+    at_start: bool = True
+    loss_rows: NotNegative = 128
+    """Held-out sequences whose loss is taken; 0: none."""
+    questions: NotNegative = 0
+    """Text-to-SQL questions that are answered and run; 0: none."""
+    final_questions: NotNegative | None = None
+    """The same at the end of the run; default: as ``questions``."""
+    samples: NotNegative = 3
+    """Generations shown."""
+    max_new_tokens: Positive = 128
+    query_timeout_s: Annotated[float, Field(gt=0)] = 2.0
+
+
+class CheckpointSpec(Section):
+    """When training state is written, where, and how much of it is kept."""
+
+    every_steps: NotNegative | Literal["auto"] = 100
+    """0: only at the end and on notice. auto: from measured stall and failure rate."""
+    dir: str | None = None
+    """Folder or URI (``gs://``, ``s3://``, ``memory://``); default: ``checkpoints`` in the run's folder."""
+    keep_last: Positive = 2
+    asynchronous: bool = True
+    resume: bool = True
+    """Continue from the newest committed checkpoint found in ``dir``."""
+    memory_every_steps: NotNegative = 1
+    """In-memory snapshot held by the host's agent every so many steps; 0: none."""
+    peer_copy: bool | None = None
+    """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
+    (``dp_replicate``) holds the same state on another one."""
+
+
+class Recovery(Section):
+    """What happens when something breaks."""
+
+    policy: str = "default"
+    """``default``, ``conservative``, ``none`` (a failure ends the run), or a Python file of yours."""
+    max_restarts_without_progress: NotNegative = 3
+    """Restarts allowed since the last step that was new."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
+    """Silence of a host after which it counts as lost."""
+    step_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """No step for so long is a hang; default: 10 times the median step, at least 30 s."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Time for ranks to reach their first step. A script (`command`) has all it needs until it has spoken once."""
+    standby: bool | Literal["imports"] = True
+    """Keep warm processes that take over without imports. One that waits takes a tiny model's first steps too; on GPUs
+    with a CUDA context on the device of its place, unless less than 2 GiB of it are free then. ``imports``: neither."""
+    hold_s: Annotated[float, Field(ge=0)] = 0.0
+    """After the user's own failure the hosts stay warm for so long (``muster restart``)."""
+    grace_s: Annotated[float, Field(gt=0)] = 30.0
+    """Time to save after a notice or a stop."""
+    bad_sample: Literal["stop", "skip"] = "stop"
+    """A step that is not finite is taken once more; not finite again, the run stops, or its update is left out: at most
+    10 steps a run, never two in a row."""
+    reference_steps: NotNegative = 0
+    """Steps at the run's beginning without snapshots and saves: their rate is what goodput divides by, and what fault
+    tolerance costs is known. 200 are enough; a failure in them costs them. 0: none."""
+
+
+class Resources(Section):
+    """Which machines, how many."""
+
+    hosts: Positive = 1
+    min_hosts: Positive | None = None
+    """Go on with as few as this; default: ``hosts``."""
+    spare_hosts: NotNegative = 0
+    ranks_per_host: Positive | None = None
+    """Default: the GPUs of a host; on CPU 1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    accelerator: str | None = None
+    """For example ``B200``, ``H100``, ``H200``."""
+    machine: str | None = None
+    """For example ``a4-highgpu-8g``."""
+    locations: list[str] = Field([])
+    """Regions or zones, tried in order."""
+    mode: Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None = (
+        None
+    )
+    usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None
+    """What a host costs; default: the list price of ``machine``, ``mode`` and place where it is known, and nothing on
+    your own machine."""
+    reservation: str | None = None
+    project: str | None = None
+    cluster: str | None = None
+    image: str | None = None
+    queue: str | None = None
+    """Kueue local queue or Slurm partition."""
+    threads_per_rank: Positive | None = None
+    """Intra-op threads on CPU; default: the cores divided by the ranks."""
+
+
+class Limits(Section):
+    """What the run may cost. The plan keeps them at the 90th percentile; the supervisor saves and ends a run (exit code
+    130) before it breaks one."""
+
+    max_usd: Annotated[float, Field(gt=0)] | None = None
+    """Of hosts from purchase to release."""
+    deadline: str | None = None
+    """ISO 8601 moment with a zone."""
+    max_hours: Annotated[float, Field(gt=0)] | None = None
+    """In which hosts are held."""
+
+
+class Output(Section):
+    """What is shown and logged."""
+
+    log_every_steps: Positive = 1
+    tensorboard: bool | None = None
+    """Default: where it is installed."""
+    tracker: Literal["none", "wandb", "mlflow", "trackio"] = "none"
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Peak per GPU that MFU divides by; default: the catalogue's, or on CPU a measured matmul."""
+
+
+class RunSpec(Section):
+    """A whole run file, checked."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63)]
+    backend: Literal["local", "slurm", "gke", "vertex", "gce"] = "local"
+    run_dir: str | None = None
+    """Where this run lives; default ``~/.muster/runs/RUN_ID`` (or ``$MUSTER_HOME/runs``)."""
+    model: Model | None = None
+    data: Data | None = None
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    recovery: Recovery = Recovery()
+    resources: Resources = Resources()
+    limits: Limits = Limits()
+    output: Output = Output()
+    slurm: Slurm = Slurm()
+    command: list[str] | None = None
+    """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""

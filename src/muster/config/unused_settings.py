@@ -1,0 +1,136 @@
+"""Knobs that were set and change nothing in this combination: reported with the reason, never swallowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from muster.core.errors import Problem
+from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource
+
+#: Layers are compiled once, in tens of seconds; below so many steps that does not come back.
+COMPILE_PAYS_AFTER_STEPS = 50
+
+
+def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
+    """A problem per knob among ``given`` (dotted key paths set by the user) that has no effect."""
+    found: list[Problem] = []
+    for rule in (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery):
+        for key, reason in rule(spec):
+            if key in given:
+                found.append(Problem(key=key, message=f"has no effect: {reason}"))
+    return found
+
+
+def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    training, optimizer = spec.training, spec.training.optimizer
+    if optimizer.schedule == "constant":
+        yield "training.optimizer.min_lr_fraction", "the schedule is constant"
+    if training.exact and not training.deterministic:
+        yield "training.deterministic", "`exact: true` includes it"
+    if training.compile and training.steps is not None and training.steps < COMPILE_PAYS_AFTER_STEPS:
+        yield "training.compile", f"compiling costs more than it saves in {training.steps} steps"
+    if spec.resources.device == "cpu":
+        yield "training.profile.memory_step", "memory snapshots are of CUDA memory, and device is cpu"
+    if optimizer.name == "adamw_8bit" and spec.model is not None and spec.model.lora is not None:
+        yield "training.optimizer.name", "8-bit state saves next to nothing on adapters alone"
+    ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
+    shards = ranks // (spec.parallelism.dp_replicate * spec.parallelism.tp)
+    if (
+        (spec.parallelism.dp_shard == 1 or shards <= 1) and spec.resources.device == "cpu"
+    ) or spec.parallelism.dp_shard == 1:
+        yield "parallelism.reshard_after_forward", "nothing is sharded (dp_shard is 1)"
+
+
+def _model(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    model = spec.model
+    if model is None:
+        return
+    if model.config is not None:
+        yield "model.revision", "it names a version of `source`, and the model starts from `config`"
+    if spec.command is not None:
+        yield "model.lora", "`command` trains, not Muster's trainer"
+    if model.dtype == "float32" and model.master_dtype == "float32":
+        yield "model.master_dtype", "everything is float32 already"
+
+
+def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    data = spec.data
+    if data is None:
+        return
+    if len(data.sources) == 1:
+        yield "data.sources.0.weight", "there is only one source"
+    own = [
+        isinstance(source, Text2SqlSource | RandomSource)
+        or bool(getattr(source, "heldout_path", None) or getattr(source, "heldout_split", None))
+        for source in data.sources
+    ]
+    if all(own):
+        yield "data.heldout_fraction", "every source has a held-out part of its own, or needs none"
+    if all(isinstance(source, RandomSource) for source in data.sources):
+        yield "data.workers", "random tokens are not tokenised"
+        yield "data.loss_on", "random tokens are all supervised"
+    for index, source in enumerate(data.sources):
+        if isinstance(source, Text2SqlSource | RandomSource):
+            for name in ("format", "template"):
+                yield f"data.sources.{index}.{name}", f"a {source.type} source writes its own rows"
+        if isinstance(source, RandomSource):
+            yield f"data.sources.{index}.limit", "`rows` says how many"
+
+
+def _evaluation(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    evaluation, steps = spec.evaluation, spec.training.steps
+    sources = spec.data.sources if spec.data else []
+    asks = any(isinstance(source, Text2SqlSource | FileSource) for source in sources)
+    if spec.data is not None and not asks:
+        for name in ("questions", "final_questions", "query_timeout_s"):
+            yield f"evaluation.{name}", "no source has questions with gold queries"
+    elif evaluation.questions == 0 and not evaluation.final_questions:
+        yield "evaluation.query_timeout_s", "no questions are asked (`questions: 0`)"
+        if evaluation.samples == 0:
+            yield "evaluation.max_new_tokens", "nothing is generated"
+    if steps is not None and evaluation.every_steps > steps:
+        yield "evaluation.every_steps", f"the run has only {steps} steps"
+
+
+def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    checkpoint, steps = spec.checkpoint, spec.training.steps
+    if isinstance(checkpoint.every_steps, int) and steps is not None and checkpoint.every_steps > steps:
+        yield "checkpoint.every_steps", f"the run has only {steps} steps; one is written at the end"
+    if checkpoint.peer_copy and spec.resources.hosts + spec.resources.spare_hosts < 2:
+        yield "checkpoint.peer_copy", "there is no second host"
+
+
+def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    if spec.backend == "local":
+        here = "backend is local: the run uses this machine"
+        for name in (
+            "accelerator",
+            "machine",
+            "locations",
+            "mode",
+            "reservation",
+            "project",
+            "cluster",
+            "image",
+            "queue",
+        ):
+            yield f"resources.{name}", here
+        if not spec.resources.usd_per_host_hour:
+            yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour says no price"
+    if spec.backend != "slurm":
+        yield "slurm", f"backend is {spec.backend}"
+    if spec.resources.device == "cuda":
+        yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
+    if spec.resources.mode in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):
+        yield "resources.reservation", f"mode is {spec.resources.mode}"
+
+
+def _recovery(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    if spec.recovery.policy == "none":
+        for name in ("max_restarts_without_progress", "standby", "bad_sample"):
+            yield f"recovery.{name}", "policy is none: a failure ends the run"
+    if spec.command is not None:
+        yield "recovery.reference_steps", "`command` trains, not Muster's trainer"
+        yield "recovery.bad_sample", "`command` trains, not Muster's trainer"
+        for section in ("evaluation", "training", "parallelism"):
+            yield section, "`command` trains, not Muster's trainer"

@@ -1,0 +1,322 @@
+"""Rules across several keys of the run file, with reasons. Pure: ``surroundings`` looks at the machine.
+
+A rule yields ``Problem``s that name the key to change; ``runfile`` adds where that key stands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from muster.core.errors import Problem
+from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource, TrainedTokenizer
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
+#: ``recovery.reference_steps`` begin after so many steps of the run, and the first of them settle.
+REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
+REFERENCE_LEAST = 20
+SCHEMES = ("gs", "s3", "memory", "file")
+
+
+def problems(spec: RunSpec) -> list[Problem]:
+    """What cannot work together, whatever machine this is."""
+    found: list[Problem] = []
+    for rule in (_whole, _model, _data, _training, _numerics, _parallelism, _evaluation, _places, _recovery, _limits):
+        found += rule(spec)
+    return found
+
+
+def world_size(spec: RunSpec) -> int | None:
+    """Ranks of the run, where the file says it (or CPU is asked for)."""
+    per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else None)
+    return per_host * spec.resources.hosts if per_host else None
+
+
+def is_remote(path: str) -> bool:
+    """Is it a URI of some store rather than a path on this machine?"""
+    return "://" in path and not path.startswith("file://")
+
+
+def looks_local(name: str) -> bool:
+    """Is this a folder of the user's rather than a hub id?"""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.exists(name)
+
+
+# ---------------------------------------------------------------- pure rules
+
+
+def _whole(spec: RunSpec) -> Iterator[Problem]:
+    if spec.command is not None:
+        if not spec.command:
+            yield Problem(key="command", message="is empty", hint='for example ["train.py", "--flag"]')
+        elif spec.command == ["-m"]:
+            yield Problem(key="command", message="names no module", hint='for example ["-m", "package.train"]')
+        for key in ("model", "data"):
+            if getattr(spec, key) is not None:
+                yield Problem(key=key, message="cannot stand beside `command`, which brings its own", hint="remove one")
+        return
+    for key in ("model", "data"):
+        if getattr(spec, key) is None:
+            yield Problem(key=key, message="is missing: a section", hint="give `model` and `data`, or a `command`")
+
+
+def _model(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model is None:
+        return
+    if (model.source is None) == (model.config is None):
+        what = "both are given" if model.source else "neither is given"
+        yield Problem(
+            key="model", message=f"needs either `source` or `config`: {what}",
+            hint="`source` loads weights, `config` starts from random ones",
+        )  # fmt: skip
+    if model.source is not None and isinstance(model.tokenizer, TrainedTokenizer):
+        yield Problem(
+            key="model.tokenizer",
+            message="a newly trained vocabulary does not fit the weights of `model.source`",
+            hint="remove `tokenizer`, or start from `model.config`",
+        )
+    random_only = spec.data is not None and all(isinstance(each, RandomSource) for each in spec.data.sources)
+    if model.config is not None and model.tokenizer is None and spec.data is not None and not random_only:
+        yield Problem(
+            key="model", message="`config` alone has no tokenizer",
+            hint="add `tokenizer: {kind: word, vocab_size: 512}` or a hub id",
+        )  # fmt: skip
+    if model.lora is not None and model.lora.targets == []:
+        yield Problem(key="model.lora.targets", message="is empty: nothing would train", hint="all-linear")
+    if isinstance(model.config, Mapping):
+        yield from config_problems(spec, model.config, key="model.config")
+
+
+def config_problems(spec: RunSpec, config: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
+    """What a transformers config says against the rest of the file."""
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    hidden, context, tp = config.get("hidden_size"), config.get("max_position_embeddings"), spec.parallelism.tp
+    if key == "model.config" and not isinstance(config.get("model_type"), str):
+        yield Problem(key=key, message="says no `model_type`", hint="for example model_type: llama")
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if isinstance(count, int) and count > 0 and count % tp:
+            yield Problem(
+                key="parallelism.tp", message=f"{name} = {count} does not divide into tp = {tp}", value=tp,
+                hint=f"tp must divide {count}",
+            )  # fmt: skip
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and hidden % heads and "head_dim" not in config:
+        yield Problem(key=key, message=f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+        yield Problem(
+            key=key, message=f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
+        )
+    longest = spec.training.sequence_length
+    if isinstance(context, int) and longest > context:
+        yield Problem(
+            key="training.sequence_length", message=f"{longest} is longer than the model's context of {context}",
+            value=longest, hint=f"at most {context}",
+        )  # fmt: skip
+
+
+def _data(spec: RunSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data is None:
+        return
+    if data.overlong == "split" and not data.packing:
+        yield Problem(
+            key="data.overlong", hint="drop or truncate",
+            message="`split` needs `packing: true`: each piece would be padded to a whole sequence",
+        )  # fmt: skip
+    if isinstance(data.loss_on, list) and not data.loss_on:
+        yield Problem(key="data.loss_on", message="is an empty list: no token would be supervised", hint="completions")
+    for index, source in enumerate(data.sources):
+        key = f"data.sources.{index}"
+        made = isinstance(source, Text2SqlSource | RandomSource)
+        if data.overlong == "split" and not made and source.format in ("chat", "prompt_completion"):
+            yield Problem(
+                key="data.overlong", message=f"`split` is for plain text: source {index} is {source.format}, whose "
+                "later pieces would lose their prompt", hint="drop or truncate",
+            )  # fmt: skip
+        if source.template is not None and source.format in ("chat", "text"):
+            yield Problem(key=f"{key}.template", message=f"does not go with format: {source.format}", hint="remove one")
+        if isinstance(source, FileSource) and not source.path.endswith(FILE_ENDINGS):
+            yield Problem(
+                key=f"{key}.path", message=f"{source.path!r} is of no kind that can be read", value=source.path,
+                hint="jsonl, json, parquet or txt, each also .gz",
+            )  # fmt: skip
+
+
+def _training(spec: RunSpec) -> Iterator[Problem]:
+    training = spec.training
+    if training.steps is not None and training.epochs is not None:
+        yield Problem(key="training.epochs", message="is given beside `steps`", hint="give one of them")
+    if training.steps is None and training.epochs is None and spec.command is None:
+        yield Problem(key="training", message="does not say how long: give `steps` or `epochs`", hint="steps: 100")
+    if training.global_batch_size % training.micro_batch_size:
+        yield Problem(
+            key="training.micro_batch_size",
+            message=f"{training.micro_batch_size} does not divide global_batch_size = {training.global_batch_size}",
+            value=training.micro_batch_size, hint="a step is made of whole micro-batches",
+        )  # fmt: skip
+    warmup = training.optimizer.warmup_steps
+    if training.steps is not None and warmup > training.steps:
+        yield Problem(
+            key="training.optimizer.warmup_steps", message=f"{warmup} is more than steps = {training.steps}",
+            value=warmup, hint="the learning rate would never reach its peak",
+        )  # fmt: skip
+    for index, beta in enumerate(training.optimizer.betas):
+        if not 0 <= beta < 1:
+            yield Problem(key="training.optimizer.betas", message=f"item {index} must be in [0, 1), got {beta}")
+
+
+def _numerics(spec: RunSpec) -> Iterator[Problem]:
+    training, model = spec.training, spec.model
+    if model is not None and model.master_dtype == "bfloat16" and model.dtype == "float32":
+        yield Problem(key="model.master_dtype", message="bfloat16 is coarser than dtype: float32", hint="float32")
+    if model is not None and model.attention.startswith("flash") and spec.resources.device == "cpu":
+        yield Problem(key="model.attention", message=f"{model.attention} needs CUDA, and device is cpu", hint="auto")
+    if model is not None and model.attention.startswith("flash") and model.dtype == "float32":
+        yield Problem(key="model.attention", message=f"{model.attention} cannot compute in float32", hint="auto")
+    if not training.exact:
+        return
+    if model is not None and (model.dtype, model.master_dtype) != ("float32", "float32"):
+        yield Problem(
+            key="training.exact", message="needs model.dtype: float32 (and master_dtype): sums are exact only then",
+            hint="dtype: float32",
+        )  # fmt: skip
+    if spec.parallelism.tp > 1:
+        yield Problem(
+            key="training.exact", hint="tp: 1",
+            message=f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
+        )  # fmt: skip
+    if training.optimizer.name == "adamw_8bit":
+        yield Problem(
+            key="training.exact", message="cannot hold with adamw_8bit, whose rounding depends on how state is sharded",
+            hint="name: adamw",
+        )  # fmt: skip
+
+
+def _parallelism(spec: RunSpec) -> Iterator[Problem]:
+    shape, ranks = spec.parallelism, world_size(spec)
+    if shape.dp_shard == 0:
+        yield Problem(key="parallelism.dp_shard", message="must be -1 (what remains) or at least 1, got 0", value=0)
+        return
+    if ranks is None:
+        return
+    fixed = shape.dp_replicate * shape.tp * max(shape.dp_shard, 1)
+    terms = f"dp_replicate {shape.dp_replicate} x tp {shape.tp}"
+    where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
+    if shape.dp_shard > 0 and fixed != ranks:
+        yield Problem(
+            key="parallelism", message=f"{terms} x dp_shard {shape.dp_shard} = {fixed}, but there are {where}",
+            hint="dp_shard: -1 takes what remains",
+        )  # fmt: skip
+    elif shape.dp_shard == -1 and ranks % fixed:
+        yield Problem(key="parallelism", message=f"{terms} = {fixed} does not divide {where}")
+
+
+def _evaluation(spec: RunSpec) -> Iterator[Problem]:
+    steps, profile = spec.training.steps, spec.training.profile
+    for name in ("trace_step", "memory_step"):
+        at = getattr(profile, name)
+        if steps is not None and at is not None and at > steps:
+            yield Problem(key=f"training.profile.{name}", message=f"step {at} is after the last one, {steps}", value=at)
+
+
+def _places(spec: RunSpec) -> Iterator[Problem]:
+    for key, place in (("checkpoint.dir", spec.checkpoint.dir), ("run_dir", spec.run_dir)):
+        scheme = place.partition("://")[0] if place and "://" in place else None
+        if scheme is not None and scheme not in SCHEMES:
+            yield Problem(key=key, message=f"the scheme {scheme}:// is not known", value=place, hint="gs, s3 or a path")
+    if spec.run_dir is not None and is_remote(spec.run_dir) and spec.backend == "local":
+        yield Problem(key="run_dir", message="must be a folder of this machine", value=spec.run_dir)
+    if spec.checkpoint.peer_copy and spec.checkpoint.memory_every_steps == 0:
+        yield Problem(key="checkpoint.peer_copy", message="has nothing to copy: memory_every_steps is 0", hint="1")
+    if spec.command is not None and spec.checkpoint.every_steps == "auto":
+        yield Problem(
+            key="checkpoint.every_steps", message="auto is Muster's own loop's; a `command` saves at a number of steps",
+            value="auto", hint="100",
+        )  # fmt: skip
+
+
+def _recovery(spec: RunSpec) -> Iterator[Problem]:
+    policy = spec.recovery.policy
+    if policy not in ("default", "conservative", "none") and not policy.endswith(".py"):
+        yield Problem(
+            key="recovery.policy", message=f"{policy!r} is no policy", value=policy,
+            hint="default, conservative, none, or a Python file",
+        )  # fmt: skip
+    steps, wanted = spec.training.steps, spec.recovery.reference_steps
+    if 0 < wanted < REFERENCE_LEAST:
+        yield Problem(
+            key="recovery.reference_steps", message=f"{wanted} are too few for a median", value=wanted,
+            hint=f"at least {REFERENCE_LEAST}; 200 are enough",
+        )  # fmt: skip
+    elif wanted and steps is not None and wanted + REFERENCE_AFTER > steps:
+        yield Problem(
+            key="recovery.reference_steps", value=wanted,
+            message=f"does not fit: the {wanted} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
+            hint="fewer, or a longer run",
+        )  # fmt: skip
+    resources = spec.resources
+    if resources.min_hosts is not None and resources.min_hosts > resources.hosts:
+        yield Problem(
+            key="resources.min_hosts", message=f"{resources.min_hosts} is more than hosts = {resources.hosts}",
+            value=resources.min_hosts,
+        )  # fmt: skip
+
+
+def _limits(spec: RunSpec, *, now: datetime | None = None) -> Iterator[Problem]:
+    text = spec.limits.deadline
+    if text is None:
+        return
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        yield Problem(key="limits.deadline", message=f"{text!r} is no moment", hint="2030-01-31T18:00:00Z")
+        return
+    if moment.tzinfo is None:
+        yield Problem(key="limits.deadline", message=f"{text!r} has no zone", hint=f"{text}Z or {text}+02:00")
+    elif moment <= (now or datetime.now(UTC)):
+        yield Problem(key="limits.deadline", message=f"{text} is in the past", hint="it is now " + _now_text(now))
+
+
+def _now_text(now: datetime | None) -> str:
+    return (now or datetime.now(UTC)).isoformat(timespec="seconds")
+
+
+# ---------------------------------------------------------------- paths
+
+
+def absolute(spec: RunSpec) -> RunSpec:
+    """The same spec with local paths made absolute: other processes have other working directories."""
+
+    def full(path: str | None) -> str | None:
+        return path if path is None or is_remote(path) else os.path.abspath(os.path.expanduser(path))
+
+    changes: dict[str, Any] = {
+        "run_dir": full(spec.run_dir),
+        "checkpoint": spec.checkpoint.model_copy(update={"dir": full(spec.checkpoint.dir)}),
+    }
+    if spec.recovery.policy.endswith(".py"):
+        changes["recovery"] = spec.recovery.model_copy(update={"policy": full(spec.recovery.policy)})
+    if spec.model is not None:
+        found: dict[str, Any] = {}
+        for name in ("source", "tokenizer"):
+            value = getattr(spec.model, name)
+            if isinstance(value, str) and looks_local(value):
+                found[name] = full(value)
+        if isinstance(spec.model.config, str):
+            found["config"] = full(spec.model.config)
+        changes["model"] = spec.model.model_copy(update=found)
+    if spec.data is not None:
+        sources = [
+            source.model_copy(
+                update={name: full(getattr(source, name)) for name in ("path", "heldout_path", "database")}
+            )
+            if isinstance(source, FileSource)
+            else source
+            for source in spec.data.sources
+        ]
+        changes["data"] = spec.data.model_copy(update={"sources": sources, "cache_dir": full(spec.data.cache_dir)})
+    if spec.command and spec.command[0] != "-m":
+        changes["command"] = [full(spec.command[0]), *spec.command[1:]]
+    return spec.model_copy(update=changes)

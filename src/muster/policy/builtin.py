@@ -1,0 +1,207 @@
+"""The policies that ship: ``default``, ``conservative`` and ``none``.
+
+The ladder is restart -> reset -> swap -> shrink -> wait -> stop: the cheapest step that can heal the
+incident is taken. Budgets count restarts since the last new step, not restarts in all: a run that
+advances may fail a hundred times (NVRx's progress rule; a count alone ends long runs for nothing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from muster.core.types import Action, Decision, Incident, IncidentKind
+from muster.policy.cluster_state import Situation
+
+#: A host blamed this often within the window is a lemon: it is replaced rather than restarted.
+LEMON_FAILURES = 3
+#: Steps that a run may leave out because their batch is never finite; with more it is not a sample that is bad.
+MAX_SKIPS = 10
+
+_HOST_GONE = (IncidentKind.HOST_LOST, IncidentKind.HOST_UNHEALTHY)
+
+
+def _decision(incident: Incident, action: Action, reason: str, **more: object) -> Decision:
+    if action is Action.STOP and "exit_code" in incident.detail:
+        more.setdefault("exit_code", incident.detail["exit_code"])
+    return Decision(incident_id=incident.incident_id, action=action, reason=reason, **more)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class DefaultPolicy:
+    """Keep the run alive at the lowest cost that heals."""
+
+    max_wait_s: float = 3600.0
+    """Capacity is waited for so long before the run stops (75: it may be started again)."""
+    notice_waits: bool = False
+
+    def decide(self, situation: Situation, incident: Incident) -> Decision:
+        """Raises nothing; every incident kind has an answer."""
+        kind = incident.kind
+        if kind is IncidentKind.NOT_FINITE:
+            return self._not_finite(situation, incident)
+        if kind is IncidentKind.STRAGGLER:
+            return _decision(incident, Action.IGNORE, "slow, but going on costs less than a restart")
+        if kind is IncidentKind.HOST_RETURNED:
+            return self._grow(situation, incident)
+        if kind is IncidentKind.CAPACITY:
+            return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
+        if kind is IncidentKind.HOST_UNHEALTHY and "signature" in incident.detail:
+            return self._suspect(situation, incident)
+        if kind is IncidentKind.PREEMPTION_NOTICE or kind in _HOST_GONE or kind is IncidentKind.LINK_FLAP:
+            return self._replace(situation, incident)
+        return self._restart(situation, incident)
+
+    def _restart(self, situation: Situation, incident: Incident) -> Decision:
+        own = incident.kind in (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.RANK_OOM)
+        if own and situation.last_applied_step == 0:
+            return _decision(
+                incident, Action.STOP, f"{incident.evidence} (before any step: a restart would fail alike)"
+            )
+        unnamed = incident.kind is IncidentKind.RANK_EXCEPTION and incident.host in situation.active
+        if unnamed and situation.same_error_repeats == 2 and situation.same_error_hosts == 1 and _sound(situation):
+            why = f"the same error again on {incident.host}; on another host it would be the program's own"
+            return _decision(incident, Action.SWAP, why, host=incident.host, replacement=_sound(situation)[0])
+        if own and situation.same_error_repeats >= 2:
+            return _decision(
+                incident,
+                Action.STOP,
+                f"the same error stood at the same step {situation.same_error_repeats} times: {incident.evidence}",
+            )
+        if situation.restarts_without_progress >= situation.max_restarts_without_progress:
+            return _decision(
+                incident,
+                Action.STOP,
+                f"{situation.restarts_without_progress} restarts brought no new step; last: {incident.evidence}",
+            )
+        host = incident.host
+        lemon = host is not None and situation.host_failures.get(host, 0) >= LEMON_FAILURES
+        if lemon and (situation.spares or len(situation.active) - 1 >= situation.min_hosts):
+            return self._replace(situation, incident, lemon=True)
+        return _decision(incident, Action.RESTART, "the hosts are sound: restart the ranks in place", host=host)
+
+    def _suspect(self, situation: Situation, incident: Incident) -> Decision:
+        """A rank's words speak of a device or network: the host is to blame, unless the words follow the ranks."""
+        times, where = situation.same_error_repeats, situation.same_error_hosts
+        if where >= 2:
+            why = f"the same error followed the ranks to another host, so it is the program's own: {incident.evidence}"
+            return _decision(incident, Action.STOP, why)
+        if situation.restarts_without_progress >= situation.max_restarts_without_progress:
+            return self._restart(situation, incident)
+        if incident.host in situation.resettable or _sound(situation):
+            return self._replace(situation, incident)
+        if times < 2:
+            why = f"no spare stands by, so once more in place: {incident.evidence}"
+            return _decision(incident, Action.RESTART, why, host=incident.host)
+        if len(situation.active) - 1 >= max(1, situation.min_hosts):
+            return self._replace(situation, incident)
+        why = f"the same error stood at the same step {times} times, and no other host is there: {incident.evidence}"
+        return _decision(incident, Action.STOP, why)
+
+    def _not_finite(self, situation: Situation, incident: Incident) -> Decision:
+        """Replayed once, since a flipped bit does not come again; then the batch is bad."""
+        step, skipped = incident.step or 0, situation.skipped_steps
+        if situation.restarts_without_progress >= situation.max_restarts_without_progress:
+            return _decision(incident, Action.STOP, f"not finite: {incident.evidence}")
+        if situation.same_error_repeats < 2:
+            why = f"the step is taken once more, since a flipped bit does not come again: {incident.evidence}"
+            return _decision(incident, Action.RESTART, why, host=incident.host)
+        again = f"not finite again at the same step, so the batch is bad: {incident.evidence}"
+        if situation.bad_sample != "skip":
+            return _decision(incident, Action.STOP, again)
+        if len(skipped) >= MAX_SKIPS:
+            return _decision(incident, Action.STOP, f"{len(skipped)} steps were left out already; {again}")
+        if {step - 1, step, step + 1} & set(skipped):
+            return _decision(incident, Action.STOP, f"no two steps in a row are left out; {again}")
+        why = f"recovery.bad_sample is skip, so step {step} is left out: {again}"
+        return _decision(incident, Action.RESTART, why, host=incident.host, detail={"skip_steps": [step]})
+
+    def _replace(self, situation: Situation, incident: Incident, *, lemon: bool = False) -> Decision:
+        host = incident.host
+        why = f"{host} failed {situation.host_failures.get(host or '', 0)} times" if lemon else incident.evidence
+        if not lemon and host in situation.resettable:
+            return _decision(incident, Action.RESET, f"a reset may heal it: {why}", host=host)
+        remaining = tuple(name for name in situation.active if name != host and name not in situation.noticed)
+        sound = _sound(situation)
+        if incident.kind is IncidentKind.PREEMPTION_NOTICE and not remaining and not situation.spares:
+            why = f"every host goes away, so the state is saved now: {why}"
+            return _decision(incident, Action.STOP, why, host=host, exit_code=75)
+        flapping = [name for name in situation.spares if name not in sound]
+        if sound or (flapping and len(remaining) < max(1, situation.min_hosts)):
+            replacement = (sound or flapping)[0]
+            return _decision(incident, Action.SWAP, f"a spare is ready: {why}", host=host, replacement=replacement)
+        if len(remaining) >= max(1, situation.min_hosts):
+            return _decision(incident, Action.SHRINK, f"no spare; {len(remaining)} hosts go on: {why}", host=host)
+        return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
+
+    def wait_or_stop(self, situation: Situation, incident: Incident, *, hosts: int) -> Decision:
+        """Wait until ``hosts`` are there, but not for ever."""
+        if situation.waited_s >= self.max_wait_s:
+            return _decision(
+                incident,
+                Action.STOP,
+                f"no capacity within {situation.waited_s:.0f} s: {incident.evidence}",
+                exit_code=75,
+            )
+        return _decision(
+            incident,
+            Action.WAIT,
+            f"{len(situation.active)} of {hosts} hosts: wait for one to return",
+            host=incident.host,
+            detail={"hosts": hosts},
+            wait_s=self.max_wait_s - situation.waited_s,
+        )
+
+    def _grow(self, situation: Situation, incident: Incident) -> Decision:
+        if len(situation.active) >= situation.wanted_hosts:
+            return _decision(incident, Action.IGNORE, "enough hosts run; it stays as a spare", host=incident.host)
+        failures = situation.host_failures.get(incident.host or "", 0)
+        if failures >= LEMON_FAILURES:  # a flapping link: each return would cost a pause, and each loss another
+            return _decision(
+                incident, Action.IGNORE, f"{incident.host} was lost {failures} times: it stays out", host=incident.host
+            )
+        others = [
+            name
+            for name in situation.spares
+            if name != incident.host and situation.host_failures.get(name, 0) < LEMON_FAILURES
+        ]
+        room = situation.wanted_hosts - len(situation.active)
+        return _decision(
+            incident,
+            Action.GROW,
+            f"{len(situation.active)} of {situation.wanted_hosts} hosts run",
+            host=incident.host,
+            detail={"hosts": [incident.host, *others][:room]},
+        )
+
+
+def _sound(situation: Situation) -> list[str]:
+    """Spares that do not fail again and again themselves."""
+    return [name for name in situation.spares if situation.host_failures.get(name, 0) < LEMON_FAILURES]
+
+
+@dataclass(frozen=True)
+class ConservativePolicy:
+    """As ``default``, but never on fewer hosts than asked for: numerics stay those of one layout."""
+
+    inner: DefaultPolicy = DefaultPolicy()
+
+    def decide(self, situation: Situation, incident: Incident) -> Decision:
+        decision = self.inner.decide(situation, incident)
+        if decision.action is Action.SHRINK:
+            return self.inner.wait_or_stop(situation, incident, hosts=situation.wanted_hosts)
+        return decision
+
+
+@dataclass(frozen=True)
+class NoRecovery:
+    """Every failure ends the run: for debugging."""
+
+    def decide(self, situation: Situation, incident: Incident) -> Decision:
+        if incident.kind in (IncidentKind.STRAGGLER, IncidentKind.HOST_RETURNED):
+            return _decision(incident, Action.IGNORE, "recovery.policy is none")
+        if incident.kind is IncidentKind.PREEMPTION_NOTICE:
+            return _decision(incident, Action.STOP, incident.evidence, exit_code=75)
+        return _decision(incident, Action.STOP, incident.evidence or str(incident.kind))
+
+
+SHIPPED = {"default": DefaultPolicy(), "conservative": ConservativePolicy(), "none": NoRecovery()}

@@ -1,0 +1,68 @@
+"""What a policy may look at, and the protocol it fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from muster.core.types import Decision, Incident
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The run as the supervisor sees it at the moment of an incident."""
+
+    active: tuple[str, ...]
+    """Hosts that run ranks and are not lost."""
+    spares: tuple[str, ...]
+    """Hosts that could take over now."""
+    wanted_hosts: int
+    min_hosts: int
+    last_applied_step: int
+    """Highest step that every rank applied; 0: none."""
+    restarts_without_progress: int
+    """Attempts since the last step that was new."""
+    max_restarts_without_progress: int
+    same_error_repeats: int = 0
+    """How often this very error has now stood at this very step, this time included."""
+    same_error_hosts: int = 0
+    """On how many hosts it stood."""
+    noticed: frozenset[str] = frozenset()
+    """Hosts of ``active`` that were told to go."""
+    bad_sample: str = "stop"
+    """``recovery.bad_sample``: what a step that is never finite leads to, stop or skip."""
+    skipped_steps: tuple[int, ...] = ()
+    """Steps whose update is left out already."""
+    host_failures: Mapping[str, int] = field(default_factory=dict)
+    """Host -> incidents it was blamed for, within the policy's window."""
+    resettable: frozenset[str] = frozenset()
+    """Hosts whose fault a reset may heal (the health verdict's word)."""
+    waited_s: float = 0.0
+    """Time already spent waiting for capacity in this incident."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewWorld:
+    """The world that is about to begin, for a policy that adjusts batch or learning rate to it."""
+
+    num_hosts: int
+    wanted_hosts: int
+    world_size: int
+    data_ranks: int
+    """Ranks that read different micro-batches."""
+    resume_step: int
+    """The last step that was applied; what is wanted counts from the next one (steps taken again stay as they were)."""
+    global_batch_size: int
+    """As the run file gives it."""
+
+
+class Policy(Protocol):
+    """Decides. Pure: the same situation and incident give the same decision.
+
+    A policy may also have ``adjust(world: NewWorld) -> Mapping``, asked before every attempt: ``global_batch_size``
+    and ``learning_rate_scale`` (times the schedule's rate) from the next step on, each as the run file says where
+    it is not given.
+    """
+
+    def decide(self, situation: Situation, incident: Incident) -> Decision: ...

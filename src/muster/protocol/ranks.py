@@ -1,0 +1,146 @@
+"""What a rank is told when it starts, and the link over which it speaks to its host's agent."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from muster.core.types import Layout
+
+#: What a rank says when its peer died under it: a consequence, never the cause.
+LOST_PEER = re.compile(
+    r"Connection (reset|closed|refused)|connection closed|Broken pipe|gloo.*(transport|peer|timed out)|NCCL.*abort"
+    r"|Timed out waiting|recvValue|Socket closed|DistNetworkError|Socket operation|Transport endpoint",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """Where a rank's state comes from, when not from the checkpoint folder."""
+
+    step: int
+    """Last applied step; training goes on with the next one."""
+    attempt: int = 0
+    """The attempt that took the snapshots: versions of two attempts never mix."""
+    tier: str = "memory"
+    """memory or peer."""
+    shards: Mapping[str, str] = field(default_factory=dict)
+    """Rank of the earlier world (as text) -> snapshot file on this host; one that is being fetched appears
+    under its name when it is whole."""
+    layout: Layout = field(default_factory=Layout)
+    """Layout of the world that took the snapshots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """One rank's place in the world."""
+
+    run_id: str
+    run_dir: str
+    attempt: int
+    host: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    layout: Layout
+    master_addr: str
+    master_port: int
+    snapshot_dir: str | None = None
+    """Folder in memory (tmpfs) for this rank's snapshots; None: take none."""
+    restore: Restore | None = None
+    peer_copy: bool = False
+    """Another host gets copies of snapshots, the next one when all ranks' hosts hold the one before."""
+    course: Sequence[Mapping[str, Any]] = ()
+    """Changes of batch and rate on the way (``core.course.Stretch``)."""
+    kept_rank: int | None = None
+    """The rank of the attempt before whose process goes on as this one; None: a fresh process."""
+    failures: int = 0
+    """Failures of the run that the supervisor has seen, and the seconds in which it saw them: for the interval of
+    saves (``core.intervals``)."""
+    observed_s: float = 0.0
+    skip_steps: tuple[int, ...] = ()
+    """Steps whose update is not applied: their batch is not finite each time (``recovery.bad_sample: skip``)."""
+
+    def to_json(self) -> dict[str, Any]:
+        # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
+        restore = self.restore
+        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "course": list(self.course)}
+        if restore is not None:
+            found["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
+        return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> RankContext:
+        """The inverse of ``to_json``. Raises TypeError on unknown or missing keys."""
+        given = dict(found)
+        given["layout"] = Layout(**given["layout"])
+        given["skip_steps"] = tuple(int(step) for step in given.get("skip_steps", ()))
+        if given.get("restore") is not None:
+            restore = dict(given["restore"])
+            restore["layout"] = Layout(**restore["layout"])
+            given["restore"] = Restore(**restore)
+        return cls(**given)
+
+
+#: A rank that leaves because it was asked to, without an end to the run (the world grows).
+YIELDED = 76
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the supervisor wants of the ranks, through the agent."""
+
+    kind: str
+    """``stop``: save and leave after the current step."""
+    save: bool = True
+    exit_code: int = 0
+    """What the run will answer: 130 the user stopped it, 75 it was preempted. ``YIELDED``: it goes on in another
+    world."""
+    deadline_s: float | None = None
+    """Seconds from when it was heard."""
+    heard_s: float = field(default_factory=time.monotonic, compare=False)
+    """When, on this process's monotonic clock; not sent."""
+
+
+class Link(Protocol):
+    """A rank's end of the line to its agent. Calls return at once and never raise for a slow reader."""
+
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
+        """Send one event of ``core.events``."""
+        ...
+
+    def beat(self, step: int) -> None:
+        """Progress: micro-batches and steps, for the watchdog."""
+        ...
+
+    def progress(self, *, for_s: float = 0.0) -> None:
+        """Progress in something that is no step (an evaluation, a save): the step watchdog begins anew.
+
+        Cheap enough for every batch. ``for_s``: what comes now cannot say so itself; it counts as progress for so
+        long, or until the next call.
+        """
+        ...
+
+    def order(self) -> Order | None:
+        """The newest order not yet taken, or None."""
+        ...
+
+    def pause_asked(self) -> bool:
+        """Whether this rank is to leave the world it is in, and to go on in another with what it holds."""
+        ...
+
+    def on_pause(self, act: Callable[[], None]) -> None:
+        """Call ``act``, from another thread, as soon as a pause is asked: it frees a rank that waits for a peer."""
+        ...
+
+    def next_place(self, step: int) -> RankContext | None:
+        """Say that the rank stands still after ``step`` and wait for its place in the next attempt.
+
+        None: nobody gives it one, so whatever broke its world stands.
+        """
+        ...

@@ -1,0 +1,392 @@
+"""The fork server: imports torch once, then forks a rank in milliseconds.
+
+A program of its own (``python -m muster.rank.fork_server``), started by the agent. Before a fork it runs
+no tensor operation, starts no thread and touches no CUDA: a fork of a process that did any of these can
+deadlock or inherit a dead context, so it asserts that it is alone. A forked child waits as a *standby*
+until the agent gives it a rank. Another child serves the rendezvous store, a fresh one for each attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from muster.core.errors import AccessError, MusterError
+from muster.protocol.ranks import RankContext
+from muster.config.spec import RunSpec
+from muster.transport.secure_session import read_token
+from muster.rank.agent_connection import Line, RankLink
+
+#: A standby that got no rank within so long warms up: the first attempt's ranks are not held up by it.
+WARM_AFTER_S = 0.5
+#: Codes of a rank that was done, or left as it was told to (saved; to make room; stopped). It says so before it goes:
+#: where its fork server died meanwhile, nobody can ask the kernel.
+LEFT_WELL = (0, 75, 76, 130)
+
+
+def main() -> None:
+    """Serve until the agent says so, or stays away for ``--orphan-s``."""
+    parser = argparse.ArgumentParser(description="fork ranks for a Muster agent")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--agent-socket", required=True)
+    parser.add_argument("--bind", default="127.0.0.1")
+    parser.add_argument("--orphan-s", type=float, default=30.0)
+    parser.add_argument("--beat-every-s", type=float, default=0.25)
+    arguments = parser.parse_args()
+    os.setpriority(
+        os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0"))
+    )  # the keeper's priority is for heartbeats, not for the ranks' work
+    token = read_token(str(Path(arguments.run_dir) / "token"))
+    spec = json.loads((Path(arguments.run_dir) / "resolved.json").read_text())
+    _import_everything(spec)
+    gc.collect()
+    gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared
+    _assert_alone()
+    _choose_interface(arguments.bind)
+    Server(
+        address=arguments.agent_socket,
+        token=token,
+        bind=arguments.bind,
+        orphan_s=arguments.orphan_s,
+        beat_every_s=arguments.beat_every_s,
+        spec=spec,
+    ).serve()
+
+
+def _import_everything(spec: dict[str, Any]) -> None:
+    """Pay for every import that a rank needs, and for the lazy ones behind the first model build."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.profiler
+
+    from muster.rank import worker
+
+    dist.is_available()
+    torch.is_grad_enabled()
+    if spec.get("model"):
+        worker.preload(spec)
+
+
+def _assert_alone() -> None:
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads before the fork: a forked rank could deadlock"
+
+
+def _choose_interface(address: str) -> None:
+    """Tell gloo which interface the host's address belongs to: else it asks the host's name, often loopback."""
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _serve_store(bind: str, inherited: list[int]) -> tuple[int, tuple[str, int]]:
+    """Fork a rendezvous store's process, which ends with this one; (pid, address)."""
+    listener = socket.create_server((bind, 0), backlog=1024)
+    address = listener.getsockname()[:2]
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _die_with_parent(parent)
+        for fd in inherited:
+            os.close(fd)
+        import torch.distributed as dist
+
+        _store = dist.TCPStore(
+            address[0], address[1], None, True, wait_for_workers=False, master_listen_fd=listener.fileno()
+        )
+        while True:
+            time.sleep(3600)
+    listener.close()
+    return pid, (address[0], address[1])
+
+
+def _die_with_parent(parent: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Server:
+    """Forks on request, reaps, reports."""
+
+    def __init__(
+        self, *, address: str, token: bytes, bind: str, orphan_s: float, beat_every_s: float, spec: dict[str, Any]
+    ) -> None:
+        self.address, self.token, self.bind, self.spec = address, token, bind, spec
+        self.orphan_s, self.beat_every_s = orphan_s, beat_every_s
+        self.children: dict[int, int] = {}  # pidfd -> pid
+        self.line: Line | None = None
+        self.stores: list[int] = []  # pids, oldest first
+        self.store = self._new_store()
+
+    def _new_store(self) -> tuple[str, int]:
+        """A store that no world has met in: scripts of others key nothing by attempt (pytorch#135712).
+
+        The one before serves the running attempt and stays; older ones end.
+        """
+        inherited = [*self.children, *([self.line.sock.fileno()] if self.line else [])]
+        pid, address = _serve_store(self.bind, inherited)
+        self.stores.append(pid)
+        while len(self.stores) > 2:
+            old = self.stores.pop(0)
+            os.kill(old, signal.SIGKILL)
+            os.waitpid(old, 0)
+        return address
+
+    def serve(self) -> None:
+        import select
+
+        while True:
+            if self.line is None:
+                self._connect()
+            assert self.line is not None
+            watched: list[Any] = [self.line.sock, *self.children]
+            ready, _, _ = select.select(watched, [], [])
+            for fd in [fd for fd in ready if isinstance(fd, int)]:
+                self._reap(fd)
+            if self.line is not None and self.line.sock in ready:
+                self._obey()
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + self.orphan_s
+        while True:
+            children = list(self.children.values())  # an agent that begins anew cannot know those that say nothing
+            hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
+            hello["children"] = children
+            try:
+                self.line = Line(self.address, self.token, hello)
+                return
+            except (OSError, AccessError, ValueError):
+                if time.monotonic() > deadline:
+                    self._end_all()
+                    sys.exit(1)
+                time.sleep(0.1)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            if self.line is not None:
+                self.line.send(message)
+        except OSError:
+            self.line = None
+
+    def _obey(self) -> None:
+        assert self.line is not None
+        try:
+            messages = self.line.wait(1.0)
+        except (OSError, AccessError, ValueError):
+            self.line = None
+            return
+        for message in messages:
+            if message["t"] == "spawn":
+                for local_rank in message["local_ranks"]:
+                    self._fork(int(local_rank), context=bool(message["contexts"]))
+            elif message["t"] == "store":
+                self.store = self._new_store()
+                self._send({"t": "store", "store": list(self.store)})
+            elif message["t"] == "exit":
+                self._end_all()
+                os._exit(0)
+
+    def _fork(self, local_rank: int, *, context: bool) -> None:
+        _assert_alone()
+        pid = os.fork()
+        if pid == 0:
+            self._become_standby(local_rank, context=context)
+        fd = os.pidfd_open(pid)
+        self.children[fd] = pid
+        self._send({"t": "spawned", "pid": pid})
+
+    def _become_standby(self, local_rank: int, *, context: bool) -> None:
+        """In the child; never returns."""
+        code = 1
+        try:
+            os.setsid()  # a Ctrl-C in the terminal reaches the supervisor alone
+            for fd in self.children:
+                os.close(fd)
+            if self.line is not None:
+                self.line.sock.close()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            ignored = os.environ.get("MUSTER_TERM") == "ignored"  # a scheduler that signals every process of a job
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            code = standby(
+                self.address,
+                self.token,
+                spec=self.spec,
+                local_rank=local_rank,
+                context=context,
+                orphan_s=self.orphan_s,
+                beat_every_s=self.beat_every_s,
+            )
+        except BaseException:  # noqa: BLE001 (a process's edge: nothing may unwind into the fork server)
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self, fd: int) -> None:
+        pid = self.children.pop(fd)
+        _, status = os.waitpid(pid, 0)
+        os.close(fd)
+        self._send({"t": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _end_all(self) -> None:
+        for pid in self.children.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def standby(
+    address: str,
+    token: bytes,
+    *,
+    spec: Mapping[str, Any],
+    local_rank: int,
+    context: bool,
+    orphan_s: float,
+    beat_every_s: float,
+) -> int:
+    """Wait for a rank, run it, return its exit code.
+
+    ``local_rank``: the place that this one is meant for. ``context``: it may wait with a CUDA context on that GPU.
+    """
+    hello: dict[str, Any] = {"t": "hello", "role": "rank", "pid": os.getpid()}
+    try:
+        line = Line(address, token, {**hello, "local_rank": local_rank, "bound": context})
+        message = _first(line, spec, local_rank=local_rank, context=context)
+    except ConnectionError:
+        # The agent died while we stood by: nobody's work is lost, its successor forks new ones.
+        return 0
+    if message["t"] != "run":
+        return 0
+    place = RankContext.from_json(message["context"])
+    _redirect(message["log"])
+    _environment(place)
+    hello |= {"attempt": place.attempt, "rank": place.rank}
+    link = RankLink(
+        line,
+        address=address,
+        token=token,
+        hello=hello,
+        attempt=place.attempt,
+        rank=place.rank,
+        beat_every_s=beat_every_s,
+        orphan_s=orphan_s,
+    )
+    return _run(place, link)
+
+
+def _first(line: Line, spec: Mapping[str, Any], *, local_rank: int, context: bool) -> dict[str, Any]:
+    """The agent's first message that gives us work. Where it leaves us the time, or asks for it, pay for the first step
+    before."""
+    with contextlib.suppress(TimeoutError):
+        for message in line.wait(WARM_AFTER_S):
+            if message["t"] != "warm":
+                return message
+    from muster.rank import warmup
+
+    fit = True
+    if warmup.wanted(spec, context=context):
+        fit = warmup.warm_up(RunSpec.model_validate(spec), gpu=local_rank if context else None) or not context
+    # Where it did not fit the agent ends us, and starts no other like it. One that has been given a rank by then tries.
+    line.send({"t": "warm" if fit else "unfit"})
+    while True:
+        for message in line.wait(None):
+            if message["t"] != "warm":
+                return message
+
+
+def _run(context: RankContext, link: RankLink) -> int:
+    try:
+        command = json.loads((Path(context.run_dir) / "resolved.json").read_text()).get("command")
+        if command:
+            from muster.rank.user_script import run_command
+
+            code = run_command(command, context, link)
+        else:
+            from muster.rank import worker
+
+            code = worker.run_rank(context, link)
+        if code in LEFT_WELL:
+            link.last_words({"left": code})
+        return code
+    except MusterError as error:
+        link.last_words(
+            {
+                "exception": type(error).__name__,
+                "message": str(error),
+                "hint": error.hint,
+                "exit_code": error.exit_code,
+                "not_finite": bool(getattr(error, "not_finite", False)),
+            }
+        )
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001 (the process's edge: whatever it was, the agent must know)
+        link.last_words(
+            {"exception": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-4000:]}
+        )
+        traceback.print_exc()
+        return 1
+    finally:
+        link.close()
+
+
+def _redirect(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def _environment(context: RankContext) -> None:
+    """What torchrun would set, so that any script finds its place."""
+    os.environ.update(
+        {
+            "RANK": str(context.rank),
+            "LOCAL_RANK": str(context.local_rank),
+            "WORLD_SIZE": str(context.world_size),
+            "LOCAL_WORLD_SIZE": str(context.local_world_size),
+            "GROUP_RANK": str(context.rank // context.local_world_size),  # hosts have equally many ranks
+            "GROUP_WORLD_SIZE": str(context.world_size // context.local_world_size),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(context.rank),
+            "ROLE_WORLD_SIZE": str(context.world_size),
+            "TORCHELASTIC_MAX_RESTARTS": "0",  # of a launcher's count there is none: the policy decides
+            "MASTER_ADDR": context.master_addr,
+            "MASTER_PORT": str(context.master_port),
+            "TORCHELASTIC_RUN_ID": context.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(context.attempt - 1),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MUSTER_STORE_HOSTED": "1",
+            "MUSTER_ATTEMPT": str(context.attempt),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Somebody else's training script as a rank: the environment that torchrun gives, under our agents."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import muster.run
+from muster.core.errors import UsageError
+from muster.protocol.ranks import Link, RankContext
+
+
+def run_command(command: list[str], context: RankContext, link: Link) -> int:
+    """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code.
+
+    ``env://`` finds the run's own rendezvous store, with keys of this attempt.
+
+    Raises:
+        UsageError: no such script.
+    """
+    muster.run.enter(context, link)
+    link.emit("phase", phase="start")
+    script, arguments = command[0], command[1:]
+    try:
+        if script == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            if not os.path.isfile(script):
+                raise UsageError(
+                    f"command: no script {script!r} in {os.getcwd()}", hint="give a path that every host has"
+                )
+            sys.argv = [script, *arguments]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else (0 if leaving.code is None else 1)
+    return 0

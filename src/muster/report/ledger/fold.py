@@ -1,0 +1,176 @@
+"""The ledger: a pure fold over the event log into host-time by category, tokens, incidents and exposure.
+
+Identity: over all hosts, the nanoseconds in ``categories`` sum to the nanoseconds held. It holds by
+tiling, not by a remainder: what the log does not explain is ``unattributed`` or ``other``, by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from muster.core.events import Event
+from muster.report.ledger.time_axis import Aligned, Timed, align, writer_of
+from muster.report.ledger.categories import CATEGORIES, RECOVERY
+from muster.report.ledger.coverage import Coverage
+from muster.report.ledger.host_timeline import HostLane, Segment, cut, held_lanes, tell
+from muster.report.ledger.lineage import Lineage, trace
+from muster.report.ledger.reference_rate import Reference, reference_rate
+from muster.report.ledger.incident_record import Trouble, troubles
+
+
+@dataclass
+class Ledger:
+    """Everything a report is made of. Times are integer nanoseconds on the axis of ``aligned``."""
+
+    run_id: str
+    aligned: Aligned
+    begin_ns: int
+    end_ns: int
+    finished: Event | None
+    lineage: Lineage
+    lanes: dict[str, HostLane]
+    coverage: dict[int, Coverage]
+    reference: Reference | None
+    troubles: dict[str, Trouble]
+    host_ns: dict[str, dict[str, int]]
+    """Host -> category -> nanoseconds."""
+    queue_ns: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[Timed]:
+        return self.aligned.events
+
+    @property
+    def purchased_ns(self) -> int:
+        return sum(lane.held_ns for lane in self.lanes.values())
+
+    @property
+    def categories_ns(self) -> dict[str, int]:
+        """Category -> host-nanoseconds over all hosts, in the order of ``CATEGORIES``."""
+        return {name: sum(spent.get(name, 0) for spent in self.host_ns.values()) for name in CATEGORIES}
+
+    @property
+    def identity_error(self) -> float:
+        """|sum of categories - purchased| / purchased. 0.0 where nothing was purchased."""
+        purchased = self.purchased_ns
+        return abs(sum(self.categories_ns.values()) - purchased) / purchased if purchased else 0.0
+
+
+def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float | None = None) -> Ledger:
+    """Read a whole run out of its files' events. Any order of events is accepted; nothing raises for content."""
+    aligned = align(files)
+    events = aligned.events
+    begin = events[0].t_ns if events else 0
+    end = events[-1].t_ns if events else 0
+    finished = _finished(events)
+    lineage = trace(events, end, finished.detail.get("outcome") if finished else None)
+    reference = reference_rate(events, lineage.steps, reference_tokens_per_s)
+    found = troubles(events, lineage, _shifts(events))
+    coverage = {
+        attempt.number: Coverage([s for s in lineage.steps if s.attempt == attempt.number], reference)
+        for attempt in lineage.attempts
+    }
+    lanes = held_lanes(events, end)
+    story = tell(events, lineage.attempts, coverage, found, finished is not None)
+    host_ns = {}
+    for host, lane in lanes.items():
+        cut(lane, story)
+        host_ns[host] = _spent(lane, coverage, found)
+    _charge_redone(lineage, found)
+    return Ledger(
+        run_id=events[0].event.run_id if events else "",
+        aligned=aligned,
+        begin_ns=begin,
+        end_ns=end,
+        finished=finished,
+        lineage=lineage,
+        lanes=lanes,
+        coverage=coverage,
+        reference=reference,
+        troubles=found,
+        host_ns=host_ns,
+        queue_ns=_queue(events, lanes, end),
+        notes=[*aligned.notes, *_notes(lineage, lanes)],
+    )
+
+
+def _finished(events: Sequence[Timed]) -> Event | None:
+    """The run's end, unless it was taken up again."""
+    for timed in reversed(events):
+        if timed.event.kind == "run.finished":
+            return timed.event
+        if timed.event.kind in ("run.submitted", "attempt.started"):
+            return None
+    return None
+
+
+def _shifts(events: Sequence[Timed]) -> dict[str, int]:
+    return {timed.file: timed.t_ns - timed.event.mono_ns for timed in events if writer_of(timed.file) == "supervisor"}
+
+
+def _spent(lane: HostLane, coverage: Mapping[int, Coverage], found: Mapping[str, Trouble]) -> dict[str, int]:
+    """Category -> nanoseconds of one host; also charges incidents with what they cost here."""
+    total: dict[str, int] = defaultdict(int)
+    for segment in lane.segments:
+        spent = _segment(segment, coverage)
+        for name, ns in spent.items():
+            total[name] += ns
+        trouble = found.get(segment.incident_id or "")
+        if trouble is not None:
+            for name, ns in spent.items():
+                if name in RECOVERY or name == "start":
+                    trouble.host_ns[name] = trouble.host_ns.get(name, 0) + ns
+    return dict(total)
+
+
+def _segment(segment: Segment, coverage: Mapping[int, Coverage]) -> dict[str, int]:
+    length = segment.end_ns - segment.begin_ns
+    if segment.state != "train" or segment.attempt is None:
+        return {segment.state if segment.state in CATEGORIES else "unattributed": length}
+    steps = coverage[segment.attempt]
+    if segment.warming:
+        ideal = steps.ideal_ns(segment.begin_ns, segment.end_ns)
+        if ideal is not None:
+            productive = min(length, ideal)
+            return {"productive": productive, "warmup": length - productive}
+    return steps.spent(segment.begin_ns, segment.end_ns)
+
+
+def _charge_redone(lineage: Lineage, found: Mapping[str, Trouble]) -> None:
+    hosts = {attempt.number: len(attempt.hosts) for attempt in lineage.attempts}
+    for step in lineage.steps:
+        trouble = found.get(step.lost_to or "")
+        if trouble is not None and not step.final:
+            trouble.host_ns["redone"] = trouble.host_ns.get("redone", 0) + step.length_ns * hosts[step.attempt]
+
+
+def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:
+    """Wall time in which hosts were wanted and none was held."""
+    wanted = next(
+        (timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")),
+        None,
+    )
+    if wanted is None:
+        return 0
+    begins = [begin for lane in lanes.values() for begin, _ in lane.held]
+    return max(0, min(begins, default=end_ns) - wanted)
+
+
+def _notes(lineage: Lineage, lanes: Mapping[str, HostLane]) -> list[str]:
+    found = []
+    if lineage.fenced:
+        found.append(f"{lineage.fenced} step events of replaced attempts were fenced: they changed nothing")
+    for lane in lanes.values():
+        if not lane.purchase_logged:
+            found.append(f"{lane.host}: no purchase in the log; held from its first event on is an assumption")
+    missing = sum(
+        later.step - earlier.step - 1
+        for stint in lineage.stints
+        for earlier, later in zip(stint.steps, stint.steps[1:], strict=False)
+    )
+    if missing:
+        found.append(f"{missing} steps have no event: their tokens are not counted")
+    return found

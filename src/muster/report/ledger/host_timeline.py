@@ -1,0 +1,397 @@
+"""What every purchased host was doing, as segments that tile its purchased time without a gap."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from muster.report.ledger.time_axis import Timed, writer_of
+from muster.report.ledger.coverage import Coverage
+from muster.report.ledger.lineage import Attempt
+from muster.report.ledger.incident_record import Trouble, ended_by
+
+#: A host is as far as its least advanced rank: earlier in this list wins.
+_RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")
+
+_FATES = ("host.lost", "host.quarantined", "host.granted")
+_LANE_KINDS = ("phase", "rank.exited", "agent.started", *_FATES)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One host in one state. ``state`` is a category, or ``train`` for time that steps cover."""
+
+    begin_ns: int
+    end_ns: int
+    state: str
+    attempt: int | None = None
+    incident_id: str | None = None
+    warming: bool = False
+    """Within the warm-up phase: what exceeds a normal step is warm-up."""
+
+
+@dataclass
+class HostLane:
+    """One host: what it cost, when it was ours, and what it did."""
+
+    host: str
+    gpus: int = 1
+    role: str = "active"
+    usd_per_hour: float | None = None
+    peak_flops: float | None = None
+    machine: str | None = None
+    location: str | None = None
+    held: list[tuple[int, int]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    purchase_logged: bool = True
+
+    @property
+    def held_ns(self) -> int:
+        return sum(end - begin for begin, end in self.held)
+
+
+@dataclass
+class Story:
+    """What lanes are cut from."""
+
+    by_host: Mapping[str, Sequence[Timed]]
+    """Each host's events in time order, steps left out."""
+    fates: Mapping[str, Sequence[tuple[int, str]]]
+    """Host -> when it was granted, lost or quarantined."""
+    run_states: Sequence[tuple[int, str]]
+    """The supervisor's own phases (hold, wait): the whole run's, not a rank's."""
+    attempts: Sequence[Attempt]
+    coverage: Mapping[int, Coverage]
+    troubles: Mapping[str, Trouble]
+    finished: bool
+
+
+def tell(
+    events: Sequence[Timed],
+    attempts: Sequence[Attempt],
+    coverage: Mapping[int, Coverage],
+    troubles: Mapping[str, Trouble],
+    finished: bool,
+) -> Story:
+    """Index the events once; every lane reads from this."""
+    by_host: dict[str, list[Timed]] = defaultdict(list)
+    run_states = []
+    for timed in events:
+        event = timed.event
+        if event.kind in _LANE_KINDS:
+            by_host[event.host].append(timed)
+            if event.phase in ("hold", "wait") and event.rank is None and writer_of(timed.file) == "supervisor":
+                run_states.append((timed.t_ns, event.phase))
+    return Story(
+        by_host=by_host,
+        fates={
+            host: [(timed.t_ns, timed.event.kind) for timed in found if timed.event.kind in _FATES]
+            for host, found in by_host.items()
+        },
+        run_states=run_states,
+        attempts=attempts,
+        coverage=coverage,
+        troubles=troubles,
+        finished=finished,
+    )
+
+
+def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
+    """Hosts and when they were ours. Still held at ``end_ns``: closed there."""
+    lanes: dict[str, HostLane] = {}
+    since: dict[str, int] = {}
+    for timed in events:
+        event = timed.event
+        if event.kind == "host.granted":
+            lane = lanes.setdefault(event.host, HostLane(host=event.host))
+            detail = event.detail
+            if event.host not in since:
+                since[event.host] = timed.t_ns
+            lane.gpus = max(1, int(detail["gpus"]))
+            lane.role = str(detail["role"])
+            lane.usd_per_hour = detail.get("usd_per_hour", lane.usd_per_hour)
+            lane.peak_flops = detail.get("peak_flops", lane.peak_flops)
+            lane.machine, lane.location = detail.get("machine"), detail.get("location")
+        elif event.kind == "host.released" and event.host in since:
+            lanes[event.host].held.append((since.pop(event.host), timed.t_ns))
+    for host, begin in since.items():
+        lanes[host].held.append((begin, max(begin, end_ns)))
+    for host, lane in _without_purchase(events, lanes, end_ns).items():
+        lanes[host] = lane
+    return dict(sorted(lanes.items()))
+
+
+def _without_purchase(events: Sequence[Timed], known: Mapping[str, HostLane], end_ns: int) -> dict[str, HostLane]:
+    """Hosts that ran ranks although no purchase is logged: held from their first sign of life to their last."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for timed in events:
+        host = timed.event.host
+        if host in known or writer_of(timed.file) in ("supervisor", "client"):
+            continue
+        first.setdefault(host, timed.t_ns)
+        last[host] = timed.t_ns if timed.event.kind == "agent.ended" else end_ns
+        if timed.event.rank is not None:
+            ranks[host].add(timed.event.rank)
+    return {
+        host: HostLane(host=host, gpus=max(1, len(ranks[host])), held=[(begin, last[host])], purchase_logged=False)
+        for host, begin in first.items()
+    }
+
+
+def cut(lane: HostLane, story: Story) -> None:
+    """Fill ``lane.segments``: they tile every held interval."""
+    found: list[Segment] = []
+    for begin, end in lane.held:
+        for segment in _timeline(lane, story, begin, end):
+            if segment.end_ns <= segment.begin_ns:
+                continue
+            if found and _joins(found[-1], segment):
+                last = found.pop()
+                segment = Segment(
+                    last.begin_ns, segment.end_ns, last.state, last.attempt, last.incident_id, last.warming
+                )
+            found.append(segment)
+    lane.segments = found
+
+
+def _joins(left: Segment, right: Segment) -> bool:
+    return (left.end_ns, left.state, left.attempt, left.incident_id, left.warming) == (
+        right.begin_ns,
+        right.state,
+        right.attempt,
+        right.incident_id,
+        right.warming,
+    )
+
+
+def _timeline(lane: HostLane, story: Story, begin: int, end: int) -> Iterator[Segment]:
+    """One held interval, from moment to moment between attempts' starts and ends."""
+    at = begin
+    previous: Attempt | None = None
+    for position, attempt in enumerate(story.attempts):
+        following = story.attempts[position + 1] if position + 1 < len(story.attempts) else None
+        upto = min(end, attempt.start_ns)
+        if at < upto:
+            yield from _between(lane, story, previous, attempt, at, upto)
+            at = upto
+        upto = min(end, attempt.end_ns)
+        if at < upto:
+            yield from _inside(lane, story, attempt, following, at, upto)
+            at = upto
+        previous = attempt
+    if at < end:
+        yield from _between(lane, story, previous, None, at, end)
+
+
+# ---------------------------------------------------------------- between attempts
+
+
+def _between(
+    lane: HostLane, story: Story, before: Attempt | None, after: Attempt | None, begin: int, end: int
+) -> Iterator[Segment]:
+    if before is None:
+        ready = _ready(lane, story, begin)
+        ready = begin if ready is None and not lane.purchase_logged else ready
+        yield Segment(begin, min(end, end if ready is None else max(begin, ready)), "provision")
+        if ready is not None and ready < end:
+            yield Segment(max(begin, ready), end, "start")
+        return
+    trouble = ended_by(before, after, story.troubles)
+    name = trouble.incident_id if trouble else None
+    used = lane.host in before.hosts or (after is not None and lane.host in after.hosts and not _is_new(lane, after))
+    cuts = sorted(
+        {begin, end, *(t for t, _ in story.run_states if begin <= t < end), *_own_losses(lane, story, begin, end)}
+    )
+    for lower, upper in itertools.pairwise(cuts):
+        if _lost_before(lane, story, lower):
+            state = "out"
+        elif not used:
+            state = "spare"
+        elif after is None and (trouble is None or not trouble.stopped_training or story.finished):
+            state = _run_state(story, lower, before.start_ns) or "idle"
+        else:
+            state = _run_state(story, lower, before.start_ns) or "restart"
+        yield Segment(lower, upper, state, None, name if state in ("restart", "wait") else None)
+
+
+def _is_new(lane: HostLane, attempt: Attempt) -> bool:
+    """Whether the host joins from the bench."""
+    return lane.role == "spare"
+
+
+def _run_state(story: Story, at: int, since: int) -> str | None:
+    return next((phase for t, phase in reversed(story.run_states) if since <= t <= at), None)
+
+
+def _own_losses(lane: HostLane, story: Story, begin: int, end: int) -> list[int]:
+    return [t for t, _ in story.fates.get(lane.host, ()) if begin < t < end]
+
+
+def _lost_before(lane: HostLane, story: Story, at: int) -> bool:
+    """Lost, quarantined or back again, and not used since."""
+    state = False
+    fates = story.fates.get(lane.host, ())
+    used = [attempt.start_ns for attempt in story.attempts if lane.host in attempt.hosts]
+    for t, kind in fates:
+        if t <= at:
+            state = kind != "host.granted" and not any(t < start <= at for start in used)
+    return state
+
+
+# ---------------------------------------------------------------- inside an attempt
+
+
+def _inside(
+    lane: HostLane, story: Story, attempt: Attempt, following: Attempt | None, begin: int, end: int
+) -> Iterator[Segment]:
+    if lane.host not in attempt.hosts:
+        cuts = [begin, *_own_losses(lane, story, begin, end), end]
+        ready = _ready(lane, story, begin)
+        if ready is not None and begin < ready < end:
+            cuts = sorted({*cuts, ready})
+        for lower, upper in itertools.pairwise(cuts):
+            unborn = ready is not None and upper <= ready
+            yield Segment(
+                lower, upper, "out" if _lost_before(lane, story, lower) else "provision" if unborn else "spare"
+            )
+        return
+    trouble = ended_by(attempt, following, story.troubles)
+    first = attempt is story.attempts[0]
+    coverage = story.coverage[attempt.number]
+    for lower, upper, phase in _phases(lane, story, attempt, begin, end):
+        for a, b in _around(trouble, lower, upper):
+            yield from _classified(story, attempt, trouble, coverage, a, b, phase, first)
+
+
+def _around(trouble: Trouble | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The span, cut at the fault and at its detection."""
+    cuts = [begin, end]
+    if trouble is not None:
+        cuts += [t for t in (trouble.fault_ns, trouble.detected_ns) if begin < t < end]
+    ordered = sorted(set(cuts))
+    yield from itertools.pairwise(ordered)
+
+
+def _classified(
+    story: Story,
+    attempt: Attempt,
+    trouble: Trouble | None,
+    coverage: Coverage,
+    begin: int,
+    end: int,
+    phase: str,
+    first: bool,
+) -> Iterator[Segment]:
+    """One span in one phase: what steps cover is training, the rest is named by its place."""
+    number = attempt.number
+    if phase in ("train", "warmup", "down", "idle"):
+        for lower, upper, final in coverage.pieces(begin, end):
+            if final is not None:
+                yield Segment(lower, upper, "train" if final else "redone", number, None, phase == "warmup" and final)
+            else:
+                state = _gap(story, attempt, trouble, coverage, lower, upper, phase)
+                yield _tagged(lower, upper, state, attempt, trouble, coverage)
+        return
+    if trouble is not None and begin >= trouble.fault_ns and phase not in ("checkpoint", "eval"):
+        phase = "detect" if begin < trouble.detected_ns else "restart"
+    elif phase == "start" and not first:
+        phase = "restart"
+    yield _tagged(begin, end, phase, attempt, trouble, coverage)
+
+
+def _gap(
+    story: Story, attempt: Attempt, trouble: Trouble | None, coverage: Coverage, begin: int, end: int, phase: str
+) -> str:
+    """Time in training that no applied step covers."""
+    tail = coverage.last_end_ns is None or begin >= coverage.last_end_ns
+    if trouble is not None and begin >= trouble.fault_ns:
+        return "detect" if begin < trouble.detected_ns else "restart"
+    if phase == "idle":
+        return "idle"
+    if phase == "down":
+        return "detect" if trouble is not None or not attempt.closed else "idle"
+    if not tail:
+        return "warmup" if phase == "warmup" else "other"
+    if trouble is not None or not story.finished:
+        return "unfinished"
+    return "warmup" if phase == "warmup" else "other"
+
+
+def _tagged(begin: int, end: int, state: str, attempt: Attempt, trouble: Trouble | None, coverage: Coverage) -> Segment:
+    """Name the incident that this loss belongs to: the one that broke the attempt, or the one it recovers from."""
+    name = None
+    if state in ("detect", "restart", "restore", "warmup", "wait", "unfinished", "start"):
+        first = coverage.first_begin_ns
+        if trouble is not None and (begin >= trouble.fault_ns or state == "unfinished"):
+            name = trouble.incident_id
+        elif first is None or begin <= first:
+            name = attempt.cause
+    return Segment(begin, end, state, attempt.number, name)
+
+
+def _phases(lane: HostLane, story: Story, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+    """(begin, end, phase) of the host in this attempt: that of its least advanced rank."""
+    ranks = attempt.hosts[lane.host]
+    changes = list(_changes(story, lane.host, attempt))
+    if not any(phase not in ("down", "idle") for _, _, phase in changes):
+        yield from _phases_unsaid(story, attempt, begin, end)
+        return
+    states = dict.fromkeys(ranks, "start")
+    at = begin
+    for t, rank, phase in changes:
+        moment = min(max(t, begin), end)
+        if moment > at:
+            yield at, moment, _worst(states.values())
+            at = moment
+        if rank is None:
+            states = dict.fromkeys(states, phase)
+        elif states.get(rank) != "down":
+            states[rank] = phase
+    if at < end:
+        yield at, end, _worst(states.values())
+
+
+def _phases_unsaid(story: Story, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+    """Ranks that log no phases: what steps cover is training, the time before them the start."""
+    first = story.coverage[attempt.number].first_begin_ns
+    if first is None:
+        yield begin, end, "start"
+        return
+    moment = min(max(first, begin), end)
+    if begin < moment:
+        yield begin, moment, "start"
+    if moment < end:
+        yield moment, end, "train"
+
+
+def _changes(story: Story, host: str, attempt: Attempt) -> Iterator[tuple[int, int | None, str]]:
+    for timed in story.by_host.get(host, ()):
+        event = timed.event
+        if event.attempt != attempt.number:
+            continue
+        if event.kind == "phase" and event.phase is not None:
+            yield timed.t_ns, event.rank, event.phase
+        elif event.kind == "rank.exited" and event.rank is not None:
+            yield timed.t_ns, event.rank, "idle" if event.detail.get("exit_code") == 0 else "down"
+
+
+def _worst(states: Iterable[str]) -> str:
+    known = [state if state in _RANK_STATES else "idle" for state in states]
+    return min(known, key=_RANK_STATES.index, default="start")
+
+
+def _ready(lane: HostLane, story: Story, at: int) -> int | None:
+    """When the agent was up in the purchase that holds ``at``; it may say so just before the purchase is logged."""
+    since = max((end for _, end in lane.held if end <= at), default=None)
+    return next(
+        (
+            timed.t_ns
+            for timed in story.by_host.get(lane.host, ())
+            if timed.event.kind == "agent.started" and (since is None or timed.t_ns > since)
+        ),
+        None,
+    )

@@ -1,0 +1,252 @@
+"""Attempts, the steps they applied, and the final lineage: the one chain of steps that the last state rests on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.report.ledger.time_axis import Timed
+
+#: Between a step's end and its event's own time stamp lie microseconds: a smaller gap is no gap.
+_SEAM_NS = 1_000_000
+
+
+@dataclass
+class Attempt:
+    """One world of ranks, from its start until it was ended or replaced. Times on the axis."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    hosts: dict[str, list[int]]
+    world_size: int
+    layout: dict[str, int] = field(default_factory=dict)
+    resume_step: int | None = None
+    tier: str | None = None
+    cause: str | None = None
+    end_reason: str | None = None
+    closed: bool = False
+
+
+@dataclass
+class Step:
+    """One optimizer step that was applied, in some attempt."""
+
+    attempt: int
+    step: int
+    begin_ns: int
+    end_ns: int
+    world_size: int
+    detail: dict[str, Any]
+    final: bool = False
+    lost_to: str | None = None
+    """The incident whose recovery threw this step away."""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.detail.get("tokens", 0))
+
+    @property
+    def length_ns(self) -> int:
+        """On the axis, the microseconds until its event was written included."""
+        return self.end_ns - self.begin_ns
+
+    @property
+    def measured_ns(self) -> int:
+        """As the trainer measured it, and never more than the axis has room for."""
+        told = int(self.detail.get("step_ns", 0))
+        return min(told, self.length_ns) if told > 0 else self.length_ns
+
+
+@dataclass
+class Stint:
+    """Steps of one attempt in rising order, and the step they started from."""
+
+    attempt: int
+    resume_step: int
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1].step if self.steps else self.resume_step
+
+
+@dataclass
+class Lineage:
+    """What became of every applied step."""
+
+    attempts: list[Attempt]
+    steps: list[Step]
+    """Every applied step, in time order; ``final`` tells which count."""
+    stints: list[Stint]
+    fenced: int = 0
+    """Step events of an attempt that had already been replaced: they changed nothing."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """Attempt -> the highest step that it applied, what it applied after its end was decided included."""
+
+    @property
+    def final(self) -> list[Step]:
+        """The final lineage, in step order."""
+        return sorted((step for step in self.steps if step.final), key=lambda step: step.step)
+
+
+def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
+    """Fold attempts and steps out of the events. ``end_ns`` closes what is still open; ``outcome`` None: runs.
+
+    A run that ended without success keeps only what a disk or bucket checkpoint holds: memory ended with it.
+    """
+    attempts = _attempts(events, end_ns)
+    by_number = {attempt.number: attempt for attempt in attempts}
+    steps: list[Step] = []
+    fenced = 0
+    last_end: dict[int, int] = {}
+    reached: dict[int, int] = {}
+    for timed in events:
+        event = timed.event
+        if event.kind != "step" or event.step is None or event.rank not in (0, None):
+            continue
+        attempt = by_number.get(event.attempt)
+        if attempt is None:
+            continue
+        reached[event.attempt] = max(event.step, reached.get(event.attempt, 0))
+        if timed.t_ns > attempt.end_ns and attempt.closed:
+            fenced += 1
+            continue
+        floor = last_end.get(event.attempt, attempt.start_ns)
+        length = max(0, int(event.detail.get("step_ns", 0)))
+        begin = max(floor, timed.t_ns - length)
+        if begin - floor < max(_SEAM_NS, length // 100):
+            begin = floor
+        end = max(begin, timed.t_ns)
+        last_end[event.attempt] = end
+        steps.append(
+            Step(
+                attempt=event.attempt,
+                step=event.step,
+                begin_ns=begin,
+                end_ns=end,
+                world_size=attempt.world_size,
+                detail=dict(event.detail),
+            )
+        )
+    stints = _stints(attempts, steps, _restored(events))
+    _mark(stints, by_number, _durable_limit(events, outcome))
+    return Lineage(attempts=attempts, steps=steps, stints=stints, fenced=fenced, reached=reached)
+
+
+def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
+    found: dict[int, Attempt] = {}
+    for timed in events:
+        event = timed.event
+        if event.kind == "attempt.started" and event.attempt not in found:
+            detail = event.detail
+            found[event.attempt] = Attempt(
+                number=event.attempt,
+                start_ns=timed.t_ns,
+                end_ns=end_ns,
+                hosts={host: list(ranks) for host, ranks in dict(detail["hosts"]).items()},
+                world_size=int(detail["world_size"]),
+                layout=dict(detail.get("layout") or {}),
+                resume_step=detail.get("resume_step"),
+                tier=detail.get("tier"),
+                cause=detail.get("cause"),
+            )
+        elif event.kind == "attempt.ended" and event.attempt in found and not found[event.attempt].closed:
+            attempt = found[event.attempt]
+            attempt.end_ns, attempt.closed = max(attempt.start_ns, timed.t_ns), True
+            attempt.end_reason = str(event.detail.get("reason"))
+    if not found:
+        _from_ranks(events, end_ns, found)
+    ordered = sorted(found.values(), key=lambda attempt: attempt.number)
+    for attempt, following in itertools.pairwise(ordered):
+        if attempt.end_ns > following.start_ns or not attempt.closed:
+            attempt.end_ns, attempt.closed = max(attempt.start_ns, following.start_ns), True
+    return ordered
+
+
+def _from_ranks(events: Sequence[Timed], end_ns: int, found: dict[int, Attempt]) -> None:
+    """A log without a supervisor (a lone trainer): its ranks' own events say what attempts there were."""
+    for timed in events:
+        event = timed.event
+        if event.rank is None:
+            continue
+        attempt = found.setdefault(
+            event.attempt,
+            Attempt(number=event.attempt, start_ns=timed.t_ns, end_ns=end_ns, hosts={}, world_size=0),
+        )
+        ranks = attempt.hosts.setdefault(event.host, [])
+        if event.rank not in ranks:
+            ranks.append(event.rank)
+            attempt.world_size += 1
+
+
+def _restored(events: Sequence[Timed]) -> dict[int, int]:
+    """Attempt -> the step its ranks say they restored."""
+    return {
+        timed.event.attempt: timed.event.step
+        for timed in events
+        if timed.event.kind == "checkpoint.restored" and timed.event.step is not None
+    }
+
+
+def _durable_limit(events: Sequence[Timed], outcome: str | None) -> int | None:
+    """Newest restorable step of a run that failed or was broken off; None: no limit."""
+    if outcome in (None, "succeeded"):
+        return None
+    return max(
+        (
+            timed.event.step or 0
+            for timed in events
+            if timed.event.kind == "checkpoint.committed" and timed.event.detail.get("tier") in ("disk", "bucket")
+        ),
+        default=0,
+    )
+
+
+def _stints(attempts: Sequence[Attempt], steps: Sequence[Step], restored: dict[int, int]) -> list[Stint]:
+    """Cut each attempt's steps where the numbers do not rise: a rollback within the attempt."""
+    found: list[Stint] = []
+    for attempt in attempts:
+        own = [step for step in steps if step.attempt == attempt.number]
+        told = attempt.resume_step if attempt.resume_step is not None and attempt.resume_step >= 0 else None
+        resume = own[0].step - 1 if own else restored.get(attempt.number, told)
+        if resume is None:
+            continue  # it never came to hold a state
+        stint = Stint(attempt=attempt.number, resume_step=max(0, resume))
+        for step in own:
+            if step.step <= stint.last_step and stint.steps:
+                found.append(stint)
+                stint = Stint(attempt=attempt.number, resume_step=step.step - 1)
+            stint.steps.append(step)
+        found.append(stint)
+    return found
+
+
+def _mark(stints: Sequence[Stint], attempts: dict[int, Attempt], limit: int | None) -> None:
+    """Walk back from the last state; what is not on the way was lost to the recovery that left it behind.
+
+    A stint rests on the newest earlier one that held its first state: a restart that stepped back and was
+    itself replaced by one that stepped back less throws nothing away.
+    """
+    position = len(stints) - 1
+    while position >= 0:
+        stint = stints[position]
+        for step in stint.steps:
+            step.final = limit is None or step.step <= limit
+        limit = stint.resume_step if limit is None else min(limit, stint.resume_step)
+        position -= 1
+        while position >= 0 and not stints[position].resume_step <= limit <= stints[position].last_step:
+            position -= 1
+    for position, stint in enumerate(stints):
+        for step in stint.steps:
+            if not step.final:
+                step.lost_to = next(
+                    (
+                        attempts[later.attempt].cause
+                        for later in stints[position + 1 :]
+                        if later.resume_step < step.step and later.attempt in attempts
+                    ),
+                    None,
+                )

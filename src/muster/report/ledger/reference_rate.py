@@ -1,0 +1,133 @@
+"""The reference rate R*: what the same ranks do when nothing is lost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from muster.report.ledger.time_axis import Timed
+from muster.report.ledger.lineage import Step
+
+#: Steps at the start of each attempt that are warm-up, never reference.
+WARMUP_STEPS = 2
+#: Fewer clean steps than this give no reference.
+MIN_CLEAN_STEPS = 5
+#: A step is slow beyond the median + 3 robust standard deviations (1.4826 MAD each), and 5 % at least.
+_SLOW_DEVIATIONS = 3
+_SLOW_AT_LEAST = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """R*, per rank so that it holds for any number of ranks."""
+
+    tokens_per_s: float
+    """Of ``world_size`` ranks together."""
+    world_size: int
+    source: str
+    steps: int
+    spread: float | None
+    """Robust standard deviation over the median; None: not known."""
+    slow_beyond: float
+    """A step slower than this multiple of its share counts as slow."""
+
+    @property
+    def tokens_per_rank_s(self) -> float:
+        return self.tokens_per_s / self.world_size
+
+    def ideal_ns(self, tokens: int, world_size: int) -> int:
+        """What a step of ``tokens`` takes ``world_size`` ranks at the reference rate."""
+        return round(tokens / (self.tokens_per_rank_s * max(1, world_size)) * 1e9)
+
+
+def net_ns(step: Step) -> int:
+    """The step's time without waits for data and stalls for snapshots."""
+    waits = int(step.detail.get("data_wait_ns", 0)) + int(step.detail.get("stall_ns", 0))
+    return max(1, step.measured_ns - max(0, waits))
+
+
+def clean_steps(steps: Sequence[Step]) -> list[Step]:
+    """Steps of the final lineage beyond each attempt's warm-up, with tokens and a length."""
+    seen: dict[int, int] = defaultdict(int)
+    found = []
+    for step in sorted(steps, key=lambda step: step.end_ns):
+        seen[step.attempt] += 1
+        if step.final and seen[step.attempt] > WARMUP_STEPS and step.tokens > 0 and step.measured_ns > 0:
+            found.append(step)
+    return found
+
+
+def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float | None) -> Reference | None:
+    """R*: the one given by hand, else the one measured into the log, else the median of clean steps.
+
+    The median's own steps ran with fault tolerance on, so it cannot show what fault tolerance itself costs;
+    ``source`` says which it is. None: too few clean steps to say.
+    """
+    clean = clean_steps(steps)
+    worlds: dict[int, list[float]] = defaultdict(list)
+    for step in clean:
+        worlds[step.world_size].append(net_ns(step) / step.tokens)
+    enough = [world for world, found in worlds.items() if len(found) >= MIN_CLEAN_STEPS]
+    world = max(enough) if enough else 0
+    per_token = median(worlds[world]) if enough else 0.0
+    spread = _spread(worlds[world], per_token) if enough else None
+    slow = 1 + max(_SLOW_AT_LEAST, _SLOW_DEVIATIONS * spread if spread is not None else _SLOW_AT_LEAST)
+    measured = [timed.event.detail for timed in events if timed.event.kind == "reference"]
+    if given is not None:
+        return Reference(
+            tokens_per_s=given,
+            world_size=world or max((step.world_size for step in steps), default=1),
+            source="given",
+            steps=0,
+            spread=None,
+            slow_beyond=slow,
+        )
+    if measured:
+        detail = measured[-1]
+        return Reference(
+            tokens_per_s=float(detail["tokens_per_s"]),
+            world_size=int(detail["world_size"]),
+            source="measured with fault tolerance off",
+            steps=int(detail["steps"]),
+            spread=detail.get("spread"),
+            slow_beyond=slow,
+        )
+    if not enough:
+        return None
+    return Reference(
+        tokens_per_s=1e9 / per_token,
+        world_size=world,
+        source="median of this run's clean steps (fault tolerance on)",
+        steps=len(worlds[world]),
+        spread=spread,
+        slow_beyond=slow,
+    )
+
+
+def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
+    """What fault tolerance costs a step, as a share of the measured reference rate: stalls for snapshots, and what
+    their copies slow down. None: no reference was measured, or too few clean steps of its world follow.
+
+    Saves and recoveries are not in it: they stand in categories of their own. Slightly negative is noise.
+    """
+    measured = [timed.event for timed in events if timed.event.kind == "reference"]
+    if not measured:
+        return None
+    event = measured[-1]
+    rate = float(event.detail["tokens_per_s"])
+    first = int(event.detail.get("first_step", 0))
+    without = range(first, (event.step or first) + 1)
+    found = [
+        (step.measured_ns - max(0, int(step.detail.get("data_wait_ns", 0)))) / step.tokens
+        for step in clean_steps(steps)
+        if step.world_size == event.detail["world_size"] and step.step not in without
+    ]
+    if len(found) < MIN_CLEAN_STEPS or rate <= 0 or median(found) <= 0:
+        return None
+    return 1 - 1e9 / median(found) / rate
+
+
+def _spread(values: Sequence[float], middle: float) -> float:
+    return 1.4826 * median(abs(value - middle) for value in values) / middle

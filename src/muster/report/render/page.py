@@ -1,0 +1,52 @@
+"""One self-contained HTML page: data, style, script and the plotting library in one file. The report is one such.
+
+Plotting: uPlot 1.6.32 (npm ``uplot``, MIT, ``assets/LICENSE.uplot``), bundled unchanged. The page loads nothing
+from anywhere: its content security policy forbids it.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+from muster.report.ledger.fold import Ledger
+from muster.report.render.series import series
+
+
+def render(ledger: Ledger, found: dict[str, Any]) -> str:
+    """The page of one run. ``found``: the document of the same ledger."""
+    return fill({"report": found, "series": series(ledger)}, title=f"{found['name'] or found['run_id']} · Muster")
+
+
+def fill(data: dict[str, Any], *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:
+    """The page around ``data``, drawn by ``script``; ``plain``: the command that says the same without JavaScript.
+
+    Text from a run never becomes markup: the script writes it as text alone.
+    """
+    page = _asset("page.html")
+    for mark, text in (
+        ("/*STYLE*/", _asset("uplot.min.css") + _asset("page.css")),
+        ("/*LIBRARY*/", _asset("uplot.iife.min.js")),
+        ("/*SCRIPT*/", _asset(script)),
+        ("<!--TITLE-->", _text(title)),
+        ("<!--PLAIN-->", _text(plain)),
+        ("/*DATA*/", _embedded(data)),
+    ):
+        before, _, after = page.partition(mark)
+        page = before + text + after
+    return page
+
+
+def _asset(name: str) -> str:
+    return resources.files("muster.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _text(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that cannot end its own script element."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

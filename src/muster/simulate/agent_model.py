@@ -1,0 +1,97 @@
+"""What a virtual host's agent does with the machine's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from muster.core.types import Layout
+from muster.simulate.host_time import VirtualHost
+
+if TYPE_CHECKING:
+    from muster.simulate.cluster import Cluster
+
+
+def take(cluster: Cluster, name: str, message: Mapping[str, Any]) -> None:
+    """A message of the machine reaches a host; one that is not up does not hear it."""
+    host = cluster.hosts.get(name)
+    if host is None or not host.up or not host.linked:
+        return
+    kind = message["t"]
+    if kind == "start" and int(message["attempt"]) > host.attempt:
+        host.begin(int(message["attempt"]), [int(context["rank"]) for context in message["contexts"]])
+        cluster.maybe_begin(host.attempt, message)
+    elif kind == "end":
+        cluster.end_ranks(host, int(message["attempt"]), message.get("keep", ()), reset="reset" in message)
+    elif kind == "order":
+        obey(cluster, message["order"])
+    elif kind == "flush":
+        flush(cluster, host, message)
+    elif kind == "flush_commit":
+        flush_commit(cluster, host, message)
+
+
+def obey(cluster: Cluster, order: Mapping[str, Any]) -> None:
+    """Save and leave (or only leave) after the step under way; ranks that hang in their save do neither."""
+    if not cluster.stepping:
+        return
+    if not cluster.ranks_obey:
+        cluster.halt("detect")
+        return
+    cluster.leave_after_step(int(order["exit_code"]), save=bool(order["save"]))
+
+
+def saved(cluster: Cluster, step: int, attempt: int) -> None:
+    """The ranks' last save stands, and the one that puts markers says so."""
+    cluster.disk_step = max(cluster.disk_step, step)
+    detail = {"tier": "disk", "uri": "disk", "bytes": 1}
+    event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
+    first = cluster.running(0)
+    if first is not None:
+        cluster.hear(first, {"t": "event", "event": event})
+
+
+def exit_all(cluster: Cluster, attempt: int, code: int) -> None:
+    """Every rank leaves with ``code``."""
+    for host in list(cluster.hosts.values()):
+        for rank in list(host.ranks) if host.up else []:
+            host.dead.add(rank)
+            cluster.hear(host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}})
+        host.ranks = []
+
+
+def flush(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
+    """Write the shards that this host was asked for, if it holds them."""
+    step, attempt, layout = int(order["step"]), int(order["attempt"]), str(order["layout"])
+    held = all(
+        host.snapshots.get((layout, int(item["held_as"]), str(item["tier"]))) == (step, attempt)
+        for item in order["ranks"]
+    )
+    answer: dict[str, Any] = {"t": "flushed", "step": step, "attempt": attempt, "ok": held and cluster.disk_takes}
+    if answer["ok"]:
+        answer["files"] = [{"rank": int(item["rank"])} for item in order["ranks"]]
+    else:
+        answer["reason"] = "no space left on device" if held else "no longer held"
+    _later(cluster, host, answer)
+
+
+def flush_commit(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
+    """Put the marker, if every rank's shard was written once."""
+    step, attempt = int(order["step"]), int(order["attempt"])
+    whole = sorted(item["rank"] for item in order["files"]) == list(range(Layout.from_key(order["layout"]).world_size))
+    answer: dict[str, Any] = {"t": "flush_committed", "step": step, "attempt": attempt, "ok": whole}
+    if whole:
+        cluster.disk_step = max(cluster.disk_step, step)
+        answer |= {"uri": order["uri"], "bytes": 1}
+        detail = {"tier": "disk", "uri": order["uri"], "bytes": 1}
+        event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
+        cluster.hear(host, {"t": "event", "event": event})
+    else:
+        answer["reason"] = "a shard is missing"
+    cluster.hear(host, answer)
+
+
+def _later(cluster: Cluster, host: VirtualHost, answer: Mapping[str, Any]) -> None:
+    boots = host.boots
+    seconds = cluster.draw("flush", cluster.stages.flush_s)
+    cluster.after(seconds, lambda: cluster.hear(host, answer) if host.boots == boots and host.up else None)

@@ -1,0 +1,78 @@
+"""Who hears whom: a supervisor that is killed and followed by another, agents that begin anew, what is told again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from muster.simulate import agent_model
+from muster.simulate.host_time import VirtualHost
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state import FromHost, HostUp, Phase
+
+if TYPE_CHECKING:
+    from muster.simulate.cluster import Cluster
+
+
+def say(cluster: Cluster, host: VirtualHost, message: Mapping[str, Any]) -> None:
+    """An agent has something to say. Without a supervisor it keeps what was an end, and acts on a notice itself."""
+    kind = message["t"]
+    if kind == "event":
+        cluster.written.append((cluster.now_s, host.name, message["event"]))
+    elif kind == "rank_exit" and message["attempt"] == host.attempt:
+        host.exits[int(message["rank"])] = message
+    if host.linked:
+        cluster.give(FromHost(host=host.name, message=message))
+    elif kind == "notice" and host.ranks:  # its ranks save and leave, and all others with them
+        agent_model.obey(cluster, {"exit_code": 75, "save": True})
+    elif kind == "notice":
+        cluster.kill_host(host.name)
+
+
+def greet(cluster: Cluster, host: VirtualHost, step: int) -> None:
+    """An agent has found the supervisor: its hello, then what ended before, and what stands still."""
+    host.linked = cluster.supervised
+    cluster.give(HostUp(host=host.name, hello=host.hello(step)))
+    for report in list(host.exits.values()):
+        cluster.give(FromHost(host=host.name, message=report))
+    hung = host.hung
+    if hung is not None:
+        cluster.after(cluster.stages.detect_exit_s, lambda: cluster.hear(host, hung))
+
+
+def restart_agent(cluster: Cluster, name: str) -> None:
+    """A host's agent is killed and started anew: what it alone knew is gone, living ranks come back to it."""
+    host = cluster.hosts[name]
+    if not host.up or not host.joined:
+        return
+    host.boots += 1
+    host.exits = {}
+    if set(host.ranks) <= host.dead:
+        host.begin(0, [])
+    cluster.join(name)
+
+
+def lose_supervisor(cluster: Cluster) -> None:
+    """It is killed. Nobody hears the hosts until there is another; they go on with what they were told."""
+    cluster.supervised = cluster.dies_at_send = False
+    for host in cluster.hosts.values():
+        host.linked = False
+
+
+def cut_off(cluster: Cluster) -> bool:
+    """Whether the supervisor is killed at this moment, between what it logged and what it was to send."""
+    if cluster.dies_at_send and cluster.machine.state.phase is not Phase.ENDED:
+        lose_supervisor(cluster)
+        return True
+    return False
+
+
+def replace_supervisor(cluster: Cluster, machine: Machine, *, apart_s: float = 0.0) -> None:
+    """It died; another one takes over with what the log told it. Hosts find it ``apart_s`` after each other."""
+    lose_supervisor(cluster)
+    cluster.appoint(machine)
+    for index, host in enumerate(list(cluster.hosts.values())):
+        if host.up and apart_s:
+            cluster.after(index * apart_s, lambda name=host.name, boots=host.boots: cluster.join(name, boots=boots))  # type: ignore[misc]
+        elif host.up:
+            cluster.join(host.name)

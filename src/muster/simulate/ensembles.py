@@ -1,0 +1,268 @@
+"""Many seeds at once, and what is read off them: spread, categories, contributions, the best of a few choices."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from muster.simulate.host_time import CATEGORIES
+from muster.simulate.stage_times import shipped
+from muster.simulate.rehearsal import Outcome, rehearse
+from muster.simulate.scenario import Saves, Scenario
+
+#: (done, of how many)
+Progress = Callable[[int, int], None]
+#: A synchronous save stands still for so long (Google's case study: tens of seconds; 43 s in the reference).
+SYNCHRONOUS_STALL_S = 43.0
+#: For ever: the shipped policies' patience in comparisons where waiting is the point.
+PATIENCE_S = 1e8
+
+
+def many(
+    jobs: Sequence[tuple[Scenario, int]], *, workers: int | None = None, progress: Progress | None = None
+) -> list[Outcome]:
+    """Rehearse each (scenario, seed), in parallel processes; in the order given."""
+    workers = min(workers or os.cpu_count() or 1, len(jobs))
+    told = progress or (lambda done, total: None)
+    if workers <= 1:
+        found = []
+        for index, (scenario, seed) in enumerate(jobs):
+            found.append(rehearse(scenario, seed))
+            told(index + 1, len(jobs))
+        return found
+    outcomes: dict[int, Outcome] = {}
+    with ProcessPoolExecutor(workers) as pool:
+        waiting = {pool.submit(rehearse, scenario, seed): index for index, (scenario, seed) in enumerate(jobs)}
+        for done in as_completed(waiting):
+            outcomes[waiting[done]] = done.result()
+            told(len(outcomes), len(jobs))
+    return [outcomes[index] for index in range(len(jobs))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A figure over seeds."""
+
+    mean: float
+    sd: float
+    p5: float
+    p50: float
+    p95: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean, standard deviation of one run, and percentiles (nearest rank)."""
+    ordered = sorted(values)
+    return Spread(
+        mean=fmean(ordered),
+        sd=stdev(ordered) if len(ordered) > 1 else 0.0,
+        p5=percentile(ordered, 0.05),
+        p50=percentile(ordered, 0.50),
+        p95=percentile(ordered, 0.95),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank. ``ordered`` ascending and not empty."""
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One variant beside the scenario, on the same seeds and blows."""
+
+    name: str
+    about: str
+    active: float
+    purchased: float
+    change_active: float
+    """Against the scenario as given; points are 100 times this."""
+    change_purchased: float
+    error: float
+    """Standard error of ``change_active``, from paired seeds."""
+    gave_up: float
+    """Times a run had to be started again, on average."""
+    cost_ratio: float
+    """Purchased host-hours for an hour of the whole job's progress, per host: 1 is ideal."""
+
+
+def choice(name: str, about: str, found: Sequence[Outcome], base: Sequence[Outcome]) -> Choice:
+    """How a variant did against the base, seed by seed."""
+    changes = [one.goodput_active - other.goodput_active for one, other in zip(found, base, strict=True)]
+    purchased = [one.goodput_purchased - other.goodput_purchased for one, other in zip(found, base, strict=True)]
+    work = sum(one.productive_s * one.hosts for one in found)
+    return Choice(
+        name=name,
+        about=about,
+        active=fmean(one.goodput_active for one in found),
+        purchased=fmean(one.goodput_purchased for one in found),
+        change_active=fmean(changes),
+        change_purchased=fmean(purchased),
+        error=stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else 0.0,
+        gave_up=fmean(one.gave_up for one in found),
+        cost_ratio=sum(one.purchased_host_s for one in found) / work if work else math.inf,
+    )
+
+
+def without(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
+    """Technique -> (in words, the scenario without it); only those that the scenario uses."""
+    found: dict[str, tuple[str, Scenario]] = {}
+    if scenario.fast_detection and not scenario.profile.detect_s:
+        found["fast detection"] = ("found with the usual timeouts", scenario.with_(fast_detection=False))
+    cold = shipped("google-restart")
+    if scenario.profile.mean_s("start") + scenario.profile.mean_s("warmup") < 254:
+        slow = {name: cold.stages[name] for name in ("start", "warmup", "relayout")}
+        profile = replace(scenario.profile, stages={**scenario.profile.stages, **slow})
+        found["warm standby"] = (
+            "124 s to start and 130 s to warm up, as in Google's log",
+            scenario.with_(profile=profile),
+        )
+    if scenario.memory_tier:
+        found["state in memory"] = ("every failure goes back to the last save", scenario.with_(memory_tier=False))
+        if scenario.peer_copy and scenario.replicas == 1:
+            found["copy on a peer"] = ("a lost host goes back to the last save", scenario.with_(peer_copy=False))
+    saves = scenario.saves
+    if saves is not None:
+        if saves.stall_s < SYNCHRONOUS_STALL_S / 2:
+            blocking = replace(saves, stall_s=SYNCHRONOUS_STALL_S, drain_s=0.0, slowdown=0.0)
+            found["asynchronous saves"] = (
+                f"training waits {SYNCHRONOUS_STALL_S:g} s for each",
+                scenario.with_(saves=blocking),
+            )
+        if saves.every_s is None:
+            hourly = replace(saves, every_s=3600.0)
+            found["interval by formula"] = ("a save an hour", scenario.with_(saves=hourly))
+    if scenario.policy == "default":
+        waits = scenario.with_(policy="conservative", max_wait_s=PATIENCE_S)
+        if scenario.min_hosts != scenario.hosts:
+            found["going on with fewer"] = ("waits for the full number of hosts", waits)
+    if scenario.spares and scenario.trace is None:
+        found["spares"] = ("none held", scenario.with_(spares=0))
+    return found
+
+
+def spares_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
+    """Other numbers of spares."""
+    counts = sorted({0, 1, 2, 3, 4, scenario.spares} - {scenario.spares})
+    return {str(count): (f"{count} spares", scenario.with_(spares=count)) for count in counts}
+
+
+def intervals_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
+    """Save intervals from a quarter to four times the scenario's."""
+    if scenario.saves is None or math.isinf(scenario.every_s):
+        return {}
+    found = {}
+    for factor in (0.25, 0.5, 2.0, 4.0):
+        every_s = scenario.every_s * factor
+        saves: Saves = replace(scenario.saves, every_s=every_s)
+        found[f"{every_s:.0f} s"] = (f"{factor:g} x", scenario.with_(saves=saves))
+    return found
+
+
+def policies_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
+    """Ways to meet missing hosts, other than the scenario's own."""
+    least = scenario.quantum_hosts or 1
+    found = {
+        "default, min_hosts low": (
+            f"goes on with as few as {least}",
+            scenario.with_(policy="default", min_hosts=least),
+        ),
+        "default, all hosts": (
+            "waits an hour, then leaves and is queued",
+            scenario.with_(policy="default", min_hosts=scenario.hosts),
+        ),
+        "conservative": ("the same with swaps only", scenario.with_(policy="conservative", min_hosts=scenario.hosts)),
+    }
+    return {name: (about, other) for name, (about, other) in found.items() if other != scenario}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Everything that ``muster simulate`` answers."""
+
+    scenario: Scenario
+    outcomes: tuple[Outcome, ...]
+    contributions: tuple[Choice, ...] = ()
+    spares: tuple[Choice, ...] = ()
+    intervals: tuple[Choice, ...] = ()
+    policies: tuple[Choice, ...] = ()
+
+    @property
+    def active(self) -> Spread:
+        return spread([one.goodput_active for one in self.outcomes])
+
+    @property
+    def purchased(self) -> Spread:
+        return spread([one.goodput_purchased for one in self.outcomes])
+
+    @property
+    def host_s(self) -> dict[str, float]:
+        """Category -> host-seconds, mean over seeds."""
+        return {name: fmean(one.host_s[name] for one in self.outcomes) for name in CATEGORIES}
+
+    @property
+    def lost_s(self) -> Mapping[str, list[float]]:
+        """Kind -> L of every interruption of every seed, ascending."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for one in self.outcomes:
+            for each in one.interruptions:
+                found[each.kind].append(each.lost_s)
+        return {kind: sorted(values) for kind, values in sorted(found.items())}
+
+
+def study(
+    scenario: Scenario,
+    *,
+    seeds: int = 100,
+    paired: int = 20,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Study:
+    """Rehearse ``seeds`` seeds, and each variant on the first ``paired`` of them; 0: no variants."""
+    paired = min(paired, seeds)
+    groups: dict[str, dict[str, tuple[str, Scenario]]] = {}
+    if paired:
+        groups = {
+            "contributions": without(scenario),
+            "spares": spares_around(scenario) if scenario.trace is None else {},
+            "intervals": intervals_around(scenario),
+            "policies": policies_around(scenario),
+        }
+    jobs = [(scenario, seed) for seed in range(seeds)]
+    for group in groups.values():
+        jobs += [(variant, seed) for _, variant in group.values() for seed in range(paired)]
+    outcomes = many(jobs, workers=workers, progress=progress)
+    base, at = outcomes[:seeds], seeds
+    found: dict[str, Any] = {}
+    own = {"spares": (str(scenario.spares), "as given"), "intervals": (f"{scenario.every_s:.0f} s", "as given"),
+           "policies": (scenario.policy, "as given")}  # fmt: skip
+    for name, group in groups.items():
+        choices = [choice(*own[name], base[:paired], base[:paired])] if name in own and group else []
+        for variant, (about, _) in group.items():
+            choices.append(choice(variant, about, outcomes[at : at + paired], base[:paired]))
+            at += paired
+        found[name] = tuple(choices)
+    return Study(scenario=scenario, outcomes=tuple(base), **found)
+
+
+def spares_for(mean_out: float, share: float) -> int:
+    """Fewest spares with which at most as many hosts are out for ``share`` of the time: the Poisson tail (M/G/inf:
+    only the mean number in repair matters)."""
+    spares, term = 0, math.exp(-mean_out)
+    covered = term
+    while covered < share:
+        spares += 1
+        term *= mean_out / spares
+        covered += term
+    return spares
+
+
+def best(choices: Sequence[Choice]) -> Choice | None:
+    """The one that gets most of what is paid for; None of none."""
+    return min(choices, key=lambda each: each.cost_ratio, default=None)

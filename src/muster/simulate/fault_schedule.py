@@ -1,0 +1,111 @@
+"""When which fault strikes: drawn once from the seed, so that two policies meet the very same blows."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from muster.simulate.stage_times import log_normal
+from muster.simulate.scenario import DAY_S, HOUR_S, FaultKind, Scenario
+
+#: Fail-slow episodes: excess factor and duration (FALCON: tens of seconds to about 10 h).
+SLOW_FACTOR = (1.05, 3.0)
+SLOW_MEDIAN_S, SLOW_SIGMA, SLOW_LIMITS_S = 600.0, 1.5, (30.0, 36_000.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One blow. ``where`` in [0, 1) chooses the victim among the hosts that run then."""
+
+    at_s: float
+    kind: str
+    where: float = 0.0
+    hosts: int = 1
+    swap: bool = False
+    hangs: bool = False
+    detect_s: float = 0.0
+    repair_s: float = 0.0
+    reset_s: float = 0.0
+    factor: float = 1.0
+    """Of a slow host."""
+
+
+def schedule(scenario: Scenario, seed: int) -> list[Fault]:
+    """Every fault of one rehearsal, in order of time. Each source has a random stream of its own, so that a changed
+    rate of one leaves the others alone; spares, interval and policy change nothing."""
+    found = [
+        *_failures(scenario, random.Random(f"{seed}:failures")),
+        *_bursts(scenario, random.Random(f"{seed}:bursts")),
+        *_plans(scenario, random.Random(f"{seed}:maintenance")),
+        *_alarms(scenario, random.Random(f"{seed}:alarms")),
+        *_slow(scenario, random.Random(f"{seed}:slow")),
+    ]
+    return sorted(found, key=lambda fault: fault.at_s)
+
+
+def _gaps(rng: random.Random, per_day: float, hours: float, shape: float = 1.0) -> Iterator[float]:
+    """Times of a renewal process with this mean rate; ``shape`` of its Weibull gaps."""
+    if per_day <= 0:
+        return
+    scale_s = DAY_S / per_day / math.gamma(1 + 1 / shape)
+    at_s = 0.0
+    while True:
+        at_s += rng.weibullvariate(scale_s, shape)
+        if at_s >= hours * HOUR_S:
+            return
+        yield at_s
+
+
+def _failures(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+    names, shares = list(scenario.kinds), [kind.share for kind in scenario.kinds.values()]
+    for at_s in _gaps(rng, scenario.failures_per_day, scenario.hours, scenario.weibull_shape):
+        name = rng.choices(names, shares)[0]
+        yield _blow(scenario, scenario.kinds[name], name, at_s, rng)
+
+
+def _blow(scenario: Scenario, kind: FaultKind, name: str, at_s: float, rng: random.Random) -> Fault:
+    # Every fault takes as many numbers from the stream, so that a changed mix does not shift those after it.
+    where, swapped, detection, repair = rng.random(), rng.random(), rng.getrandbits(32), rng.getrandbits(32)
+    measured = scenario.profile.detect_s.get(name)
+    if measured:
+        detect_s = random.Random(detection).choice(measured)
+    else:
+        mean_s = kind.fast_s if scenario.fast_detection else kind.slow_s
+        detect_s = log_normal(random.Random(detection), mean_s, scenario.detect_cv)
+    return Fault(
+        at_s=at_s,
+        kind=name,
+        where=where,
+        hosts=kind.hosts,
+        swap=swapped < kind.swap,
+        hangs=kind.hangs,
+        detect_s=detect_s,
+        repair_s=log_normal(random.Random(repair), scenario.repair_h * HOUR_S, scenario.repair_cv),
+        reset_s=kind.reset_s,
+    )
+
+
+def _bursts(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+    kind = FaultKind(share=1, slow_s=8, fast_s=3, swap=1, hosts=scenario.correlated_hosts)
+    for at_s in _gaps(rng, scenario.correlated_per_day, scenario.hours):
+        yield _blow(scenario, kind, "rack", at_s, rng)
+
+
+def _plans(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+    for at_s in _gaps(rng, scenario.maintenance_per_day, scenario.hours):
+        yield Fault(at_s=at_s, kind="maintenance", where=rng.random(), swap=True,
+                    repair_s=scenario.maintenance_h * HOUR_S)  # fmt: skip
+
+
+def _alarms(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+    for at_s in _gaps(rng, scenario.false_alarms_per_day, scenario.hours):
+        yield Fault(at_s=at_s, kind="false_alarm", where=rng.random())
+
+
+def _slow(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+    for at_s in _gaps(rng, scenario.slow_per_day, scenario.hours):
+        lasts_s = rng.lognormvariate(math.log(SLOW_MEDIAN_S), SLOW_SIGMA)
+        lasts_s = min(max(lasts_s, SLOW_LIMITS_S[0]), SLOW_LIMITS_S[1])
+        yield Fault(at_s=at_s, kind="slow", repair_s=lasts_s, factor=rng.uniform(*SLOW_FACTOR))

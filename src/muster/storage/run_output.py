@@ -1,0 +1,63 @@
+"""What lies in a run's folder for whoever follows it: the output of its processes, and how it ended."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from muster.core.types import LogChunk
+
+#: Bytes of a log read at once.
+CHUNK_BYTES = 1 << 20
+
+
+def chunks(run_dir: Path, after: Mapping[str, int]) -> Iterator[LogChunk]:
+    """What each file in the run's ``logs`` holds beyond ``after``; a half character waits for its rest."""
+    folder = run_dir / "logs"
+    for path in sorted(folder.glob("*.log")) if folder.is_dir() else []:
+        position = after.get(path.stem, 0)
+        while chunk := _chunk(path, position):
+            position = chunk.next_offset
+            yield chunk
+
+
+def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
+    """The ``run.finished`` since then, with its ``wall_ns``; it stands near the end of the newest supervisor's file."""
+    folder = run_dir / "events"
+    if not folder.is_dir():
+        return None
+    files = sorted(folder.glob("supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
+    for path in files[-1:]:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            lines = file.read().split(b"\n")
+        for line in reversed(lines):
+            if b'"run.finished"' in line:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    return (
+                        {**event["detail"], "wall_ns": event["wall_ns"]} if event["wall_ns"] >= since_wall_ns else None
+                    )
+    return None
+
+
+def _chunk(path: Path, position: int) -> LogChunk | None:
+    try:
+        with open(path, "rb") as file:
+            if position > os.fstat(file.fileno()).st_size:
+                position = 0  # replaced by a new file
+            file.seek(position)
+            data = file.read(CHUNK_BYTES)
+    except OSError:
+        return None
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text = decoder.decode(data)
+    waiting = len(decoder.getstate()[0])
+    if not text:
+        return None
+    return LogChunk(task=path.stem, text=text, next_offset=position + len(data) - waiting)

@@ -1,0 +1,74 @@
+"""Small objects under URIs, with the conditional writes that leases, fences and commits need.
+
+``open_store()`` gives one ``Store`` (``core.seams``) for every scheme: it picks the adapter by the URI and
+imports its library then, not before. ``core.store.blobs`` moves large files under the same URIs.
+
+================  ==================================================  =====================================
+scheme            conditional writes                                  generation
+================  ==================================================  =====================================
+plain, file://    ``link(2)``; ``flock`` and an atomic replace        modification time (forced to rise) + inode
+memory://         a lock in this process                              a counter
+gs://             ``ifGenerationMatch``                               the object's generation
+s3://             ``If-None-Match: *`` and ``If-Match``               ETag (never run here, see ``s3``)
+================  ==================================================  =====================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from muster.storage import uris
+from muster.core.errors import UsageError
+from muster.core.protocols import Store, Stored
+from muster.storage.store.local import LocalStore
+from muster.storage.store.memory import MemoryStore
+
+__all__ = ["AnyStore", "LocalStore", "MemoryStore", "open_store"]
+
+
+@dataclass
+class AnyStore:
+    """Hands each call to the store of the URI's scheme. Safe to share between threads."""
+
+    adapters: dict[str, Store] = field(default_factory=lambda: {"file": LocalStore(), "memory": MemoryStore()})
+
+    def get(self, uri: str) -> Stored:
+        return self._of(uri).get(uri)
+
+    def put(self, uri: str, data: bytes) -> str:
+        return self._of(uri).put(uri, data)
+
+    def put_if_absent(self, uri: str, data: bytes) -> str:
+        return self._of(uri).put_if_absent(uri, data)
+
+    def put_if(self, uri: str, data: bytes, generation: str) -> str:
+        return self._of(uri).put_if(uri, data, generation)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._of(prefix).list(prefix)
+
+    def delete(self, uri: str) -> None:
+        self._of(uri).delete(uri)
+
+    def _of(self, uri: str) -> Store:
+        scheme = uris.scheme(uri)
+        if scheme not in self.adapters:
+            self.adapters[scheme] = _open(scheme, uri)
+        return self.adapters[scheme]
+
+
+def open_store() -> AnyStore:
+    """A store for every scheme. Nothing is contacted before the first call."""
+    return AnyStore()
+
+
+def _open(scheme: str, uri: str) -> Store:
+    if scheme == "gs":
+        from muster.storage.store.gcs import GcsStore
+
+        return GcsStore()
+    if scheme == "s3":
+        from muster.storage.store.s3 import S3Store
+
+        return S3Store()
+    raise UsageError(f"{uri!r}: no store for the scheme {scheme!r}", hint="use a path, gs://, s3:// or memory://")

@@ -1,0 +1,151 @@
+"""Large files under the store's URIs: streams, ranges and sizes; never conditional, never renamed.
+
+A blob is written once under its final name and counts only when something conditional (a commit marker)
+says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from typing import IO, Any
+
+from muster.storage import uris
+from muster.core.errors import AccessError, BackendError, MusterError
+from muster.storage.store.local import sync_directory, translated
+
+_REFUSALS = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "Access Denied")
+
+
+@contextlib.contextmanager
+def writing(uri: str) -> Iterator[IO[bytes]]:
+    """A stream to a new blob (parents made, an old one replaced); its bytes are durable when the block ends.
+
+    Raises:
+        AccessError, BackendError: also from ``write`` and from the block's end. An exception inside the block
+            leaves no blob in a bucket and a short file on a disk.
+    """
+    with _errors(uri):
+        if uris.is_local(uri):
+            path = uris.local_path(uri)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb", buffering=0) as file:
+                yield file
+                os.fsync(file.fileno())
+            for folder in (path.parent, path.parent.parent):  # its name in its folder, and the folder's own
+                sync_directory(folder)
+        else:
+            file = filesystem(uri).open(uri, "wb")
+            try:
+                yield file
+            except BaseException:
+                # Closing would finish the upload with what there is of it.
+                with contextlib.suppress(AttributeError):
+                    file.closed = True
+                raise
+            file.close()
+
+
+@contextlib.contextmanager
+def reading(uri: str) -> Iterator[IO[bytes]]:
+    """A seekable stream of the blob. Raises FileNotFoundError when absent."""
+    with _errors(uri):
+        if uris.is_local(uri):
+            with open(uris.local_path(uri), "rb") as file:
+                yield file
+        else:
+            with filesystem(uri).open(uri, "rb") as file:
+                yield file
+
+
+def read_range(uri: str, start: int, stop: int) -> bytes:
+    """Bytes ``start`` to ``stop``; fewer where the blob ends before."""
+    with _errors(uri):
+        if uris.is_local(uri):
+            with open(uris.local_path(uri), "rb", buffering=0) as file:
+                return os.pread(file.fileno(), stop - start, start)
+        found: bytes = filesystem(uri).cat_file(uri, start=start, end=stop)
+        return found
+
+
+def size(uri: str) -> int:
+    """Bytes. Raises FileNotFoundError when absent."""
+    with _errors(uri):
+        if uris.is_local(uri):
+            return uris.local_path(uri).stat().st_size
+        system = filesystem(uri)
+        system.invalidate_cache()
+        return int(system.size(uri))
+
+
+def folders(uri: str) -> list[str]:
+    """Names of the folders directly below ``uri``, sorted; empty where nothing is."""
+    with _errors(uri):
+        try:
+            if uris.is_local(uri):
+                return sorted(entry.name for entry in os.scandir(uris.local_path(uri)) if entry.is_dir())
+            system = filesystem(uri)
+            system.invalidate_cache()
+            return sorted(
+                uris.name(item["name"]) for item in system.ls(uri, detail=True) if item["type"] == "directory"
+            )
+        except FileNotFoundError:
+            return []
+
+
+def remove_tree(uri: str) -> None:
+    """Remove everything below ``uri`` and, where folders exist, the folder; absent is success."""
+    with _errors(uri):
+        try:
+            if uris.is_local(uri):
+                shutil.rmtree(uris.local_path(uri))
+            else:
+                system = filesystem(uri)
+                system.invalidate_cache()
+                system.rm(uri, recursive=True)
+        except FileNotFoundError:
+            pass
+
+
+def filesystem(uri: str) -> Any:
+    """fsspec's file system for ``uri``. Raises BackendError where its library is missing."""
+    # Without this each new bucket costs gcsfs about a minute of gRPC attempts against an emulator.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import fsspec
+
+    scheme = uris.scheme(uri)
+    extra = {"gs": "gcs", "s3": "s3"}.get(scheme)
+    try:
+        if scheme == "gs" and os.environ.get("STORAGE_EMULATOR_HOST"):
+            return fsspec.filesystem(scheme, token="anon")
+        return fsspec.filesystem(scheme)
+    except ImportError as error:
+        hint = f"pip install 'muster[{extra}]'" if extra else None
+        raise BackendError(f"{uri}: {error}", hint=hint) from error
+    except ValueError as error:
+        raise BackendError(f"{uri}: {error}") from error
+
+
+@contextlib.contextmanager
+def _errors(uri: str) -> Iterator[None]:
+    if uris.is_local(uri):
+        with translated(uri):
+            yield
+        return
+    try:
+        yield
+    except (MusterError, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise translate(uri, error) from error
+
+
+def translate(uri: str, error: Exception) -> MusterError:
+    """A cloud library's exception as ours: credentials and permissions apart, everything else the back end's."""
+    code = str(getattr(error, "code", "") or getattr(error, "status", ""))
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if code in ("401", "403") or isinstance(error, PermissionError) or any(word in text for word in _REFUSALS):
+        return AccessError(f"{uri}: {text}", hint="check the credentials and the bucket's permissions")
+    return BackendError(f"{uri}: {text}")

@@ -1,0 +1,171 @@
+"""Objects as files: ``link(2)`` makes one winner, a locked atomic replace makes one successor.
+
+A file is never changed in place: every write is a new file that takes the name once its bytes are on the
+disk, so a reader opens an old version or a new one, and a killed writer leaves at most a hidden
+temporary file. A generation is the modification time, which each write forces above the one before it
+(the kernel's own stamps come in ticks of milliseconds), with the inode. Locks are ``flock``: on a shared
+file system they must reach across its hosts (NFSv4, Lustre with ``-o flock``, Filestore do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from muster.storage import uris
+from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.protocols import Stored
+
+_HIDDEN = ".muster-"
+_LOCK = f"{_HIDDEN}lock"
+# What a file system's clock may round to: ns (ext4, xfs, tmpfs, NFS), 100 ns, 1 us, 1 ms, 1 s, 2 s (FAT).
+_TICKS_NS = (1, 100, 1_000, 1_000_000, 1_000_000_000, 2_000_000_000)
+
+
+class LocalStore:
+    """The ``Store`` of plain paths and ``file://``."""
+
+    def get(self, uri: str) -> Stored:
+        with translated(uri), open(uris.local_path(uri), "rb") as file:
+            return Stored(generation=_generation(os.fstat(file.fileno())), data=file.read())
+
+    def put(self, uri: str, data: bytes) -> str:
+        path = uris.local_path(uri)
+        with translated(uri), _locked(path.parent):
+            return _replace(path, data, after_ns=_modified_ns(path))
+
+    def put_if_absent(self, uri: str, data: bytes) -> str:
+        path = uris.local_path(uri)
+        with translated(uri):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = _written(path, data, after_ns=0)
+            try:
+                generation = _generation(temporary.stat())
+                os.link(temporary, path)
+            except FileExistsError as error:
+                raise ConflictError(f"{uri} exists already") from error
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_directory(path.parent)
+            return generation
+
+    def put_if(self, uri: str, data: bytes, generation: str) -> str:
+        path = uris.local_path(uri)
+        with translated(uri):
+            if not path.parent.is_dir():
+                raise ConflictError(f"{uri} is gone; expected generation {generation}")
+            with _locked(path.parent):
+                try:
+                    found = path.stat()
+                except FileNotFoundError as error:
+                    raise ConflictError(f"{uri} is gone; expected generation {generation}") from error
+                if _generation(found) != generation:
+                    raise ConflictError(f"{uri} is at generation {_generation(found)}, not {generation}")
+                return _replace(path, data, after_ns=found.st_mtime_ns)
+
+    def list(self, prefix: str) -> list[str]:
+        root = uris.local_path(prefix)
+        found = []
+        with translated(prefix):
+            for folder, folders, files in os.walk(root):
+                folders.sort()
+                for file in files:
+                    if not file.startswith(_HIDDEN):
+                        inside = Path(folder, file).relative_to(root).as_posix()
+                        found.append(uris.join(prefix, inside))
+        return sorted(found)
+
+    def delete(self, uri: str) -> None:
+        path = uris.local_path(uri)
+        with translated(uri):
+            if path.parent.is_dir() and path.exists():
+                with _locked(path.parent):
+                    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def translated(uri: str) -> Iterator[None]:
+    """Turn operating-system errors into the store's; FileNotFoundError passes as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        raise AccessError(f"{uri}: {error.strerror}", hint="check the owner and mode of the folder") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BackendError(f"{uri}: {error.strerror}", hint="free some space or choose another folder") from error
+        if error.errno == errno.EROFS:
+            raise AccessError(f"{uri}: {error.strerror}") from error
+        raise BackendError(f"{uri}: {error.strerror or error}") from error
+
+
+def _replace(path: Path, data: bytes, *, after_ns: int) -> str:
+    temporary = _written(path, data, after_ns=after_ns)
+    try:
+        generation = _generation(temporary.stat())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+    return generation
+
+
+def _written(path: Path, data: bytes, *, after_ns: int) -> Path:
+    """A hidden sibling with ``data`` on the disk and a modification time later than ``after_ns``."""
+    temporary = path.parent / f"{_HIDDEN}{path.name[:100]}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            _stamp_after(file.fileno(), after_ns)
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def _stamp_after(fd: int, after_ns: int) -> None:
+    import time
+
+    now = max(time.time_ns(), after_ns)
+    for tick in _TICKS_NS:
+        os.utime(fd, ns=(now + tick, now + tick))
+        if os.fstat(fd).st_mtime_ns > after_ns:
+            return
+    raise BackendError("the file system keeps no usable modification times; conditional writes need them")
+
+
+def _generation(stat: os.stat_result) -> str:
+    return f"{stat.st_mtime_ns}.{stat.st_ino}"
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / _LOCK, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def sync_directory(folder: Path) -> None:
+    """The names in it are on the disk when this returns."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

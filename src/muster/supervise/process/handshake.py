@@ -1,0 +1,65 @@
+"""Who calls the supervisor, and whether what it says can be used: it may be of another version, or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.supervise.recovery.state import FromHost, StopRequest
+
+#: What a message that cannot be used raises, here and where its fields are read.
+UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Who:
+    """Who is at the other end of a connection."""
+
+    role: str
+    """agent, beat (its keeper) or client (a verb of another terminal)."""
+    host: str = ""
+
+
+def introduced(hello: Mapping[str, Any]) -> Who:
+    """Who says so. Raises one of ``UNUSABLE`` where it cannot be used; nothing was done with it then."""
+    who = Who(role=str(hello["role"]), host=str(hello.get("host", "")))
+    if who.role not in ("agent", "beat", "client"):
+        raise ValueError(f"role {who.role[:40]!r}")
+    if who.role != "client" and not who.host:
+        raise ValueError("no host")
+    if who.role == "agent":
+        _ranks_of(hello)
+    if not 0 <= float(hello.get("every_s", 0.0)) <= 3600:
+        raise ValueError("every_s")
+    return who
+
+
+def _ranks_of(hello: Mapping[str, Any]) -> None:
+    """Read every field as the machine will."""
+    dict(hello.get("alive", {}).items())
+    [int(rank) for rank in (*hello.get("alive", {}), *hello.get("exited", ()))]
+    [int(hello.get(name, 0)) for name in ("attempt", "step")]
+    for held in hello.get("snapshots", ()):
+        [int(held[name]) for name in ("step", "attempt", "rank")]
+        [str(held[name]) for name in ("layout", "tier")]
+    for name in ("store", "memory"):
+        if hello.get(name):
+            _, _port = str(hello[name][0]), int(hello[name][1])
+
+
+def stop_of(message: Mapping[str, Any]) -> StopRequest:
+    """``muster stop``; ``again``: a scheduler that starts the run anew."""
+    return StopRequest(
+        source=str(message.get("source", "muster stop")),
+        save=bool(message.get("save", True)),
+        exit_code=75 if message.get("again") else 130,
+        force=bool(message.get("force", False)),
+    )
+
+
+def health_of(message: Mapping[str, Any]) -> FromHost:
+    """A check's verdict on a host; the check itself runs wherever it likes. Raises one of ``UNUSABLE``."""
+    gpus = [int(gpu) for gpu in message.get("resettable", ())]
+    verdict = {"t": "health", "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
+    return FromHost(host=str(message.get("host", "")), message=verdict)

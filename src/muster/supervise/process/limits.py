@@ -1,0 +1,103 @@
+"""The guard over ``limits``: when a run has to stop because the run file says so. A fold over events, without a clock.
+
+Hours and dollars count from purchase to release of hosts, over all terms of the supervisor: the same spans as the
+ledger's. Time between two lives of a run, in which it holds no host, is free and is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from muster.core.events import Event
+from muster.config.spec import Limits
+
+SECOND_NS = 1_000_000_000
+HOUR_NS = 3600 * SECOND_NS
+#: A limit is met by stopping so much earlier that the save is done by then: the grace, at most this share of the limit.
+EARLIER_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """A limit, and when the run has to be told to stop because of it."""
+
+    at_wall_ns: int
+    why: str
+
+
+@dataclass
+class LimitsGuard:
+    """Feed it every event of the run, in order; ask it when the next limit is due."""
+
+    limits: Limits
+    grace_s: float
+    _held: dict[str, tuple[int, float | None]] = field(default_factory=dict)
+    """Host -> (bought at, dollars an hour; None: unknown)."""
+    _usd: float = 0.0
+    """Of hosts that were given back."""
+    _hours_ns: int = 0
+    """In which some host was held, up to ``_since_ns``."""
+    _since_ns: int | None = None
+
+    def add(self, event: Event) -> None:
+        """Take one event; kinds that do not matter are ignored."""
+        if event.kind == "host.granted" and event.host not in self._held:
+            price = event.detail.get("usd_per_hour")
+            self._held[event.host] = (event.wall_ns, None if price is None else float(price))
+            self._since_ns = event.wall_ns if self._since_ns is None else self._since_ns
+        elif event.kind == "host.released" and event.host in self._held:
+            bought_ns, price = self._held.pop(event.host)
+            self._usd += (price or 0.0) * max(0, event.wall_ns - bought_ns) / HOUR_NS
+            if not self._held and self._since_ns is not None:
+                self._hours_ns += max(0, event.wall_ns - self._since_ns)
+                self._since_ns = None
+
+    def spent_usd(self, wall_ns: int) -> float:
+        """Dollars by then, of the hosts whose price is known."""
+        return self._usd + sum(
+            (price or 0.0) * max(0, wall_ns - bought_ns) / HOUR_NS for bought_ns, price in self._held.values()
+        )
+
+    def next(self, wall_ns: int, *, clock_ns: int | None = None) -> Reached | None:
+        """The limit that is due first as things stand now; None: none is set, or none will be reached like this.
+
+        ``clock_ns``: what the wall clock says, where ``wall_ns`` is by one that is never stepped: a deadline is the
+        wall clock's.
+        """
+        ahead_ns = 0 if clock_ns is None else clock_ns - wall_ns
+        found = [each for each in (self._deadline(ahead_ns), self._hours(), self._dollars(wall_ns)) if each is not None]
+        return min(found, key=lambda each: each.at_wall_ns, default=None)
+
+    @property
+    def unpriced(self) -> list[str]:
+        """Hosts of which nobody knows what they cost, where ``limits.max_usd`` is to be kept: it cannot be for them."""
+        if self.limits.max_usd is None:
+            return []
+        return sorted(host for host, (_, price) in self._held.items() if price is None)
+
+    def _deadline(self, ahead_ns: int) -> Reached | None:
+        if self.limits.deadline is None:
+            return None
+        at_ns = int(datetime.fromisoformat(self.limits.deadline).timestamp() * SECOND_NS)
+        at_ns -= int(self.grace_s * SECOND_NS) + ahead_ns
+        return Reached(at_wall_ns=at_ns, why=f"limits.deadline {self.limits.deadline}")
+
+    def _hours(self) -> Reached | None:
+        if self.limits.max_hours is None or self._since_ns is None:
+            return None
+        length_ns = int(self.limits.max_hours * HOUR_NS)
+        left_ns = length_ns - self._earlier_ns(length_ns) - self._hours_ns
+        return Reached(at_wall_ns=self._since_ns + left_ns, why=f"limits.max_hours {self.limits.max_hours:g}")
+
+    def _dollars(self, wall_ns: int) -> Reached | None:
+        per_hour = sum(price or 0.0 for _, price in self._held.values())
+        if self.limits.max_usd is None or per_hour <= 0:
+            return None
+        length_ns = int(self.limits.max_usd / per_hour * HOUR_NS)
+        left_ns = int((self.limits.max_usd - self.spent_usd(wall_ns)) / per_hour * HOUR_NS)
+        at_ns = wall_ns + left_ns - self._earlier_ns(length_ns)
+        return Reached(at_wall_ns=at_ns, why=f"limits.max_usd {self.limits.max_usd:g}")
+
+    def _earlier_ns(self, length_ns: int) -> int:
+        return min(int(self.grace_s * SECOND_NS), int(length_ns * EARLIER_SHARE))

@@ -1,0 +1,85 @@
+"""From what an agent reports to what kind of incident it is, in words. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from muster.core.types import IncidentKind
+from muster.protocol.ranks import LOST_PEER
+
+#: What allocators say (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+
+
+#: What drivers and runtimes say of a broken device or link: cudaGetErrorString (cudaErrorECCUncorrectable,
+#: cudaErrorLaunchFailure, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError, cudaErrorDevicesUnavailable,
+#: cudaErrorContained), the kernel's "NVRM: Xid" lines, cuBLAS.
+#: A launch failure can be a kernel's own bug too: then it follows the ranks to the next host.
+_DEVICE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|uncorrectable error|CUDA error: uncorrectable|\bXid\b"
+    r"|unspecified launch failure|hardware stack error|GPU has fallen off the bus|GPU is lost"
+    r"|busy or unavailable|unable to determine the device handle"
+    r"|Contained error|CUBLAS_STATUS_INTERNAL_ERROR",
+    re.IGNORECASE,
+)
+#: NCCL's words for a failed system call or network card (ncclSystemError; in PyTorch "unhandled system error"). A
+#: peer's death says so as well, and names the broken connection.
+_NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
+#: A snapshot that could not be read, by the name of its ring (``core.ring.file_name``) or in words.
+_SNAPSHOT = re.compile(r"\b(own|peer|fetched)\.r\d+s\d+t\d+|snapshot", re.IGNORECASE)
+#: No memory for a snapshot (``core.ring.NoRoom``): nothing is wrong with the snapshot.
+_NO_ROOM = re.compile(r"\bno room for snapshots\b")
+
+#: How the trainer's guard begins (``train.guard``).
+_STEP = re.compile(r"step (\d+):")
+
+
+def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str, dict[str, Any]]:
+    """(kind, evidence, detail) for a rank that left without being asked to."""
+    rank, code = message["rank"], int(message["code"])
+    last = message.get("last") or {}
+    where = f"rank {rank} on {host}"
+    text = str(last.get("message", "")).strip()
+    first_line = text.splitlines()[0] if text else ""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+        return IncidentKind.RANK_EXIT, f"{where} was killed by {name}", {"signal": -code}
+    kind = str(last.get("exception", ""))
+    detail: dict[str, Any] = {
+        "exception": kind,
+        "message": text[:2000],
+        "signature": f"{kind}:{re.sub(r'[0-9]+', '#', first_line)[:200]}",
+    }
+    if "exit_code" in last:
+        detail["exit_code"] = int(last["exit_code"])
+    if last.get("hint"):
+        detail["hint"] = last["hint"]
+    if not last:
+        return IncidentKind.RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
+    if last.get("not_finite"):
+        named = _STEP.match(first_line)  # the rank may be at the next one by the time it looks at the numbers
+        if named:
+            detail["step"] = int(named[1])
+        return IncidentKind.NOT_FINITE, f"{where}: {first_line}", detail
+    if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
+        return IncidentKind.RANK_OOM, f"{where} ran out of memory: {first_line}", detail
+    if _DEVICE.search(text):
+        return IncidentKind.HOST_UNHEALTHY, f"{where}, its device: {first_line}", detail
+    if LOST_PEER.search(text):
+        return IncidentKind.RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
+    if _NCCL_SYSTEM.search(text):
+        return IncidentKind.HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
+    if _NO_ROOM.search(text):
+        return IncidentKind.RANK_EXCEPTION, f"{where}, its host's memory: {first_line}", detail
+    if kind == "CheckpointError" and _SNAPSHOT.search(text):
+        return IncidentKind.RANK_EXIT, f"{where} could not read its snapshot: {first_line}", {"unreadable": True}
+    name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
+    return IncidentKind.RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
+
+
+def natural_key(name: str) -> tuple[Any, ...]:
+    """Sort ``host-2`` before ``host-10``."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))

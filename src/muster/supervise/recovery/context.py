@@ -1,0 +1,66 @@
+"""What every part of the machine works on: the settings, the state, the time, and the effects so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.protocol.ranks import YIELDED
+from muster.policy.cluster_state import Policy
+from muster.supervise.recovery.classify import natural_key
+from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
+
+#: Exit codes of ranks that left when told to.
+LEFT = (130, 75, YIELDED)
+
+
+@dataclass
+class Context:
+    """One run's supervisor, between two inputs. The functions beside it fold one thing each."""
+
+    settings: Settings
+    policy: Policy
+    state: State = field(default_factory=State)
+    now_ns: int = 0
+    effects: list[Effect] = field(default_factory=list)
+
+    def log(self, kind: str, detail: Mapping[str, Any], **more: Any) -> None:
+        self.effects.append(Log(kind=kind, detail=detail, **more))
+
+    def send(self, host: str, message: Mapping[str, Any]) -> None:
+        self.effects.append(Send(host=host, message=message))
+
+    def deadline(self, seconds: float) -> None:
+        """Wake the machine then, if nothing sets another deadline before."""
+        self.state.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
+
+    def await_first_step(self) -> None:
+        """From now on the ranks have ``start_timeout_s`` to step or to say that they are getting there.
+
+        A script of the user's own that has never said a word (``muster.run``) cannot be told from one that hangs: it
+        has all the time there is.
+        """
+        silent = self.settings.spec.command is not None and not self.state.last_applied_step
+        if silent:
+            self.state.deadline_ns = None
+        else:
+            self.deadline(self.settings.spec.recovery.start_timeout_s)
+
+    def alarm(self, name: str, seconds: float) -> None:
+        """Besides: look at ``name`` then (``Machine`` knows the names)."""
+        self.state.alarms[name] = self.now_ns + int(seconds * SECOND_NS)
+
+    def usable(self) -> list[str]:
+        """Hosts that could run ranks now, in natural order."""
+        return sorted((host.name for host in self.state.hosts.values() if usable(host)), key=natural_key)
+
+    def needed(self) -> int:
+        """With fewer hosts the next attempt is not begun."""
+        return max(1, self.settings.min_hosts, self.state.needed_hosts)
+
+
+def usable(host: Host) -> bool:
+    """Whether it could run ranks now, and for longer than a moment."""
+    there = host.connected and host.ready and not host.cannot_start
+    return there and not host.quarantined and host.going_s is None

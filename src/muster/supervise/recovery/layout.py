@@ -1,0 +1,108 @@
+"""How many ranks make which layout, and which state they can start from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from muster.core.types import Layout
+from muster.config.spec import Parallelism
+
+
+def layout_for(parallelism: Parallelism, world_size: int) -> Layout | None:
+    """The layout that ``world_size`` ranks can form; None when they cannot.
+
+    Tensor parallelism is kept as given. Replicas are given up before shards: with the replica's size fixed
+    (``dp_shard`` given), as many whole replicas as fit; with ``dp_shard: -1`` the replicas asked for if
+    they divide the ranks, else one.
+    """
+    tp = parallelism.tp
+    if world_size < tp or world_size % tp:
+        return None
+    data_ranks = world_size // tp
+    if parallelism.dp_shard == -1:
+        replicas = parallelism.dp_replicate if data_ranks % parallelism.dp_replicate == 0 else 1
+        return Layout(dp_replicate=replicas, dp_shard=data_ranks // replicas, tp=tp)
+    if data_ranks % parallelism.dp_shard == 0 and data_ranks >= parallelism.dp_shard:
+        return Layout(dp_replicate=data_ranks // parallelism.dp_shard, dp_shard=parallelism.dp_shard, tp=tp)
+    return Layout(dp_shard=data_ranks, tp=tp) if data_ranks < parallelism.dp_shard else None
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Snapshot:
+    """One rank's in-memory snapshot as a host reports it."""
+
+    step: int
+    attempt: int
+    rank: int
+    layout: str
+    """``Layout.key`` of the world that took it."""
+    host: str
+    tier: str
+    """memory (its own) or peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A complete version and where each of its shards lies."""
+
+    step: int
+    attempt: int
+    layout: Layout
+    shards: Mapping[int, Snapshot]
+    """Rank of that world -> where its state lies; with replicas perhaps under a twin's rank."""
+    holders: Mapping[int, Sequence[Snapshot]] = field(default_factory=dict)
+    """All places of each."""
+
+    def nearest(self, rank: int, host: str) -> Snapshot:
+        """Where ``host`` takes a rank's state from: its own memory before any other host's, a peer's copy included."""
+        here = (held for held in self.holders.get(rank, ()) if held.host == host)
+        return next(here, self.shards[rank])
+
+
+def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
+    """The newest step whose every shard exists on a living host; None when there is none.
+
+    Shards of one version are of one layout, one step and one attempt: versions never mix. A replica's
+    shard stands in for its twin in another replica (``dp_replicate`` > 1: the same state).
+    """
+    versions: dict[tuple[int, int, str], dict[int, list[Snapshot]]] = {}
+    for found in snapshots:
+        versions.setdefault((found.step, found.attempt, found.layout), {}).setdefault(found.rank, []).append(found)
+    for (step, attempt, key), ranks in sorted(versions.items(), reverse=True):
+        layout = Layout.from_key(key)
+        places: dict[int, list[Snapshot]] = {}
+        for rank in range(layout.world_size):
+            holders = [
+                held
+                for twin in (rank, *twins_of(layout, rank))
+                for held in sorted(ranks.get(twin, ()), key=lambda found: found.tier != "memory")
+            ]
+            if not holders:
+                break
+            places[rank] = holders
+        else:
+            shards = {rank: holders[0] for rank, holders in places.items()}
+            return Choice(step=step, attempt=attempt, layout=layout, shards=shards, holders=places)
+    return None
+
+
+def twins_of(layout: Layout, rank: int) -> list[int]:
+    """Ranks of other replicas that hold the same state."""
+    size = layout.ranks_per_replica
+    return [other for other in range(rank % size, layout.world_size, size) if other != rank]
+
+
+def needed_shards(choice: Choice, name: str) -> list[int]:
+    """Ranks whose shards a host needs to form any part of the state: one of each set of twins, one that lies there
+    already where there is one."""
+    return [
+        next((twin for twin in (rank, *twins_of(choice.layout, rank)) if choice.shards[twin].host == name), rank)
+        for rank in range(choice.layout.ranks_per_replica)
+    ]
+
+
+def twins_elsewhere(layout: Layout, ranks: Mapping[int, str], name: str) -> bool:
+    """Whether the state of every rank on host ``name`` is on another host too, in another replica."""
+    mine = [rank for rank, host in ranks.items() if host == name]
+    return bool(mine) and all(any(ranks.get(twin) != name for twin in twins_of(layout, rank)) for rank in mine)

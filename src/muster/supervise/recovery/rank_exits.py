@@ -1,0 +1,65 @@
+"""Ranks that leave: done, asked to, or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from muster.core.types import IncidentKind
+from muster.protocol.ranks import YIELDED
+from muster.supervise.recovery import classify
+from muster.supervise.recovery.attempts import check_left
+from muster.supervise.recovery.context import LEFT, Context
+from muster.supervise.recovery.final_flush import done
+from muster.supervise.recovery.incidents import go_on_leaving, incident
+from muster.supervise.recovery.state import Phase
+
+
+def rank_exit(c: Context, host: str, message: Mapping[str, Any]) -> None:
+    """A rank of ``host`` is gone. One of another attempt changes nothing; each is counted once."""
+    state = c.state
+    if message["attempt"] == state.attempt and state.phase is Phase.COLLECT:
+        _cause(c, host, message)
+    if message["attempt"] != state.attempt or state.phase not in (Phase.RUN, Phase.STOPPING):
+        return
+    rank, code = int(message["rank"]), int(message["code"])
+    if rank in state.exited:
+        return
+    state.exited[rank] = code
+    if code == YIELDED and state.phase is Phase.RUN and not state.yielding and state.adopted == state.attempt:
+        go_on_leaving(c)
+    if state.phase is Phase.STOPPING or (state.yielding and code == YIELDED):
+        check_left(c)
+    elif code == 0:
+        if len(state.exited) == len(state.ranks) and not any(state.exited.values()):
+            done(c)
+    elif code in LEFT:
+        state.phase = Phase.STOPPING
+        state.stop = ("stopped", 130) if code == 130 else ("preempted", 75)
+        c.deadline(c.settings.spec.recovery.grace_s)
+        check_left(c)
+    else:
+        _failed(c, host, rank, message)
+
+
+def _failed(c: Context, host: str, rank: int, message: Mapping[str, Any]) -> None:
+    state = c.state
+    kind, evidence, detail = classify.rank_exit(host, message)
+    if detail.get("unreadable") and state.resumed is not None and not state.stepped:
+        state.distrusted.add(state.resumed)
+        detail["distrusted"] = list(state.resumed)
+    step = detail.get("step", message.get("step"))
+    incident(c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
+
+
+def _cause(c: Context, host: str, message: Mapping[str, Any]) -> None:
+    """A rank's own error, reported after its peer's broken connection: that was the cause, and is judged."""
+    state = c.state
+    code = int(message["code"])
+    if state.open is None or not state.open.secondary or code <= 0 or code in LEFT:
+        return
+    kind, _, detail = classify.rank_exit(host, message)
+    if kind is IncidentKind.RANK_EXIT and not detail.get("unreadable"):
+        return
+    state.open.secondary = False
+    _failed(c, host, int(message["rank"]), message)

@@ -1,0 +1,91 @@
+"""Which ranks outlive their attempt: whole replicas beside the one that was lost. Pure.
+
+A rank that is ended comes back from a standby; a rank of a healthy replica keeps its process, its device and its
+model, and only the groups that cross replicas are made anew. That needs every rank of the replica, since they share
+a sharded model, and a snapshot of the same step for those that do not survive.
+
+Such a rank stands still where its whole replica does: after the micro-batch it is in or the next one, at the latest
+with its step (``train.standing``). So what it is given follows what steps take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from muster.core.types import Layout
+from muster.supervise.recovery.context import Context
+
+#: A kept rank has at least so long to stand still, however short the steps are: the machine may be busy.
+PAUSE_S = 4.0
+#: Of the longest of the last steps: one that computes beside a recovery is slower than those before.
+PAUSE_STEPS = 1.5
+#: Besides, for what is no computing: its last event, its snapshot.
+PAUSE_MARGIN_S = 1.0
+
+
+def keepable(c: Context) -> set[int]:
+    """Ranks that could go on without a new process, as far as is known when their attempt is ended."""
+    state, spec = c.state, c.settings.spec
+    layout, size = state.layout, state.layout.ranks_per_replica
+    replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one may be left of several
+    if not replicated or not state.stepped or spec.command or not spec.checkpoint.memory_every_steps:
+        return set()
+    if spec.training is not None and spec.training.optimizer.name == "adamw_8bit":
+        return set()  # its moments come back from a snapshot within a code: the replicas would drift apart
+    found: set[int] = set()
+    for replica in range(layout.dp_replicate):
+        ranks = range(replica * size, (replica + 1) * size)
+        if not any(rank in state.exited or rank in state.blamed for rank in ranks) and all(
+            _stays(c, state.ranks.get(rank)) for rank in ranks
+        ):
+            found |= set(ranks)
+    return found
+
+
+def pause_s(c: Context) -> float:
+    """How long a kept rank may take to stand still before it is replaced like any other."""
+    wanted = PAUSE_STEPS * max(c.state.recent_step_s, default=0.0) + PAUSE_MARGIN_S
+    limit = c.settings.spec.recovery.step_timeout_s  # a step that takes longer is a hang
+    return max(PAUSE_S, wanted if limit is None else min(wanted, limit))
+
+
+def _stays(c: Context, name: str | None) -> bool:
+    host = c.state.hosts.get(name or "")
+    return host is not None and host.connected and not host.quarantined and host.name in c.state.target
+
+
+def whole_replicas(layout: Layout, ranks: Mapping[int, str], kept: Mapping[str, set[int]]) -> list[tuple[int, ...]]:
+    """The replicas of which every rank stands still on its host; each as its ranks, in order."""
+    size = layout.ranks_per_replica
+    every = [tuple(range(start, start + size)) for start in range(0, layout.world_size, size)]
+    return [replica for replica in every if all(rank in kept.get(ranks.get(rank, ""), ()) for rank in replica)]
+
+
+def hosts_first(hosts: Sequence[str], ranks: Mapping[int, str], whole: Sequence[Sequence[int]]) -> list[str]:
+    """``hosts`` with those of whole replicas in front, so that a smaller world is made of them."""
+    first = list(dict.fromkeys(ranks[rank] for replica in whole for rank in replica))
+    return [name for name in first if name in hosts] + [name for name in hosts if name not in first]
+
+
+def kept_as(
+    old: Layout, before: Mapping[int, str], new: Layout, after: Mapping[int, str], whole: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Rank of the new world -> the rank of the old one whose process goes on as it.
+
+    A replica goes on as one that lies on the same hosts in the same order: its ranks then hold the same shards.
+    """
+    if old.ranks_per_replica != new.ranks_per_replica or old.tp != new.tp:
+        return {}
+    size = new.ranks_per_replica
+    free = list(whole)
+    found: dict[int, int] = {}
+    starts = range(0, new.world_size, size)
+    keeping_its_number = {replica[0] for replica in whole}
+    for start in sorted(starts, key=lambda start: start not in keeping_its_number):
+        places = [after[rank] for rank in range(start, start + size)]
+        alike = [replica for replica in free if [before[rank] for rank in replica] == places]
+        same = next((replica for replica in alike if replica[0] == start), next(iter(alike), None))
+        if same is not None:
+            free.remove(same)
+            found |= {start + number: rank for number, rank in enumerate(same)}
+    return found

@@ -1,0 +1,129 @@
+"""From a run's event log to the state in which a new supervisor goes on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from muster.core.events import Event
+from muster.core.types import IncidentKind, Layout
+from muster.supervise.recovery import error_history
+from muster.supervise.recovery.hosts import came_back
+from muster.supervise.recovery.incidents import says_nothing_of_its_host
+from muster.supervise.recovery.state import Ending, Host, Phase, State, StopRequest
+
+
+def recover(events: Iterable[Event]) -> State:
+    """The state after ``events`` (in each file's order; files in any order).
+
+    A run that has ended, or never started an attempt, begins at BOOT with the attempt counter where it
+    was: numbers are never used twice. One that was under way begins at ADOPT, where the hosts' own word
+    (who runs what) decides. What the run has learned of errors and hosts is kept: hosts' failures are ages
+    (nanoseconds before the last event, negative), which ``Machine.start`` puts on its own clock.
+    """
+    state = State()
+    ordered = sorted(events, key=lambda event: event.wall_ns)
+    now_ns = ordered[-1].wall_ns if ordered else 0
+    for event in ordered:
+        if event.kind == "attempt.started":
+            if event.attempt >= state.attempt:
+                _start(state, event)
+        elif event.kind == "attempt.ended" and event.attempt == state.attempt:
+            state.phase = Phase.BOOT if not state.ranks else Phase.ADOPT
+        elif event.kind in ("step", "recovered") and event.step is not None:
+            state.took(event.detail)
+            state.stepped = state.stepped or event.attempt == state.attempt
+            if event.step > state.last_applied_step:
+                state.last_applied_step = event.step
+                state.restarts_without_progress = 0
+        elif event.kind == "checkpoint.committed":
+            state.committed({"step": event.step, "detail": event.detail})
+        elif event.kind == "checkpoint.failed":
+            state.save_failed = str(event.detail["reason"])
+        elif event.kind == "incident":
+            _incident(state, event, now_ns)
+        elif event.kind == "decision":
+            state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
+        elif event.kind == "run.note" and event.detail.get("restart"):
+            error_history.forget(state)
+        elif event.kind == "notice" and "exit_code" in event.detail:
+            state.stop_before = StopRequest(
+                source=str(event.detail["source"]),
+                exit_code=int(event.detail["exit_code"]),
+                save=bool(event.detail.get("save", True)),
+            )
+        elif event.kind == "run.ending":
+            state.ending = Ending(
+                outcome=str(event.detail["outcome"]),
+                exit_code=int(event.detail["exit_code"]),
+                reason=str(event.detail["reason"]),
+            )
+        elif event.kind == "run.finished":
+            state = State(
+                attempt=state.attempt,
+                next_incident=state.next_incident,
+                last_applied_step=0,
+                course=state.course,
+                skip_steps=state.skip_steps,
+            )
+        else:
+            _host(state, event)
+    return state
+
+
+def _start(state: State, event: Event) -> None:
+    if state.attempt and event.detail.get("cause"):
+        state.restarts_without_progress += 1
+    state.attempt = event.attempt
+    state.phase = Phase.ADOPT
+    state.exited, state.stepped = {}, False
+    axes = event.detail["layout"]
+    state.layout = Layout(
+        dp_replicate=int(axes["dp_replicate"]), dp_shard=int(axes["dp_shard"]), tp=int(axes.get("tp", 1))
+    )
+    state.course = [dict(change) for change in event.detail.get("course", ())]
+    state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
+    state.active = list(event.detail["hosts"])
+    state.ranks = {int(rank): host for host, ranks in event.detail["hosts"].items() for rank in ranks}
+    resumed = (event.detail.get("resume_step"), event.detail.get("resume_attempt"))
+    state.resumed = None if None in resumed else (int(resumed[0]), int(resumed[1]))  # type: ignore[arg-type]
+
+
+def _incident(state: State, event: Event, now_ns: int) -> None:
+    """Counted as the supervisor that logged it did."""
+    number = str(event.detail.get("incident_id", "i0"))[1:]
+    if number.isdigit():
+        state.next_incident = max(state.next_incident, int(number) + 1)
+    if event.detail.get("distrusted"):
+        step, attempt = event.detail["distrusted"]
+        state.distrusted.add((int(step), int(attempt)))
+    try:
+        kind = IncidentKind(event.detail.get("incident", ""))
+    except ValueError:
+        return  # of a later version
+    host = event.host if event.host in state.hosts else None
+    if host is not None and not says_nothing_of_its_host(kind):
+        state.hosts[host].failures_ns.append(event.wall_ns - now_ns)
+    key = error_history.key_of(state, kind, event.step, event.detail, str(event.detail.get("evidence", "")))
+    error_history.count(state, key, host)
+
+
+def _host(state: State, event: Event) -> None:
+    """What became of a host."""
+    if event.kind == "host.granted":
+        state.hosts.setdefault(event.host, Host(name=event.host)).granted = True
+    elif event.kind == "host.quarantined":
+        host = state.hosts.setdefault(event.host, Host(name=event.host))
+        host.quarantined = True
+        host.hold_off_s = float(event.detail.get("for_s", 0.0))
+        host.until_return = bool(event.detail.get("until_return"))
+        host.suspected_of = event.detail.get("suspected_of")
+    elif event.kind == "run.note" and event.detail.get("cleared") in state.hosts:
+        error_history.let_in(state, str(event.detail["cleared"]))
+    elif event.host not in state.hosts:
+        return
+    elif event.kind == "notice":
+        state.hosts[event.host].going_s = float(event.detail.get("grace_s", 0.0))
+    elif event.kind == "host.lost":
+        came_back(state.hosts[event.host])  # if it comes, it does
+    elif event.kind == "host.released":
+        state.hosts[event.host].granted = False

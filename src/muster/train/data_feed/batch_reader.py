@@ -1,0 +1,167 @@
+"""Batches, read ahead: what each step needs is built in a thread while the step before it computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from muster.core.batch_schedule import Course
+from muster.core.errors import RunFailed
+from muster.config.spec import Training
+from muster.data.schedule import plan_step
+from muster.data.sequences import Sequence, SequenceStore
+from muster.train.data_feed.batch import Batch, batch_from, padding_batch
+
+READ_AHEAD_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Round:
+    """One micro-batch as this rank runs it."""
+
+    index: int
+    """Place in the step; -1: zero-weight padding, run only because every rank must make the same collectives."""
+    sequences: tuple[int, ...]
+    batch: Batch
+    scale: float
+    """1 / the step's supervised tokens over all ranks; 0.0 for padding."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One step of one rank, and what the whole step holds over all ranks."""
+
+    step: int
+    rounds: tuple[Round, ...]
+    micro_batches: int
+    rows: int
+    tokens: int
+    supervised_tokens: int
+    padding_tokens: int
+    padding_rounds: int
+    model_flops: float
+    """By the CAUSAL convention; 0.0 where nobody asks (ranks other than 0)."""
+
+
+def plan_work(
+    store: SequenceStore,
+    training: Training,
+    *,
+    step: int,
+    data_rank: int,
+    data_ranks: int,
+    device: torch.device,
+    count_flops: Callable[[list[int]], float] | None = None,
+    course: Course | None = None,
+) -> StepWork:
+    """Read and build everything that ``step`` needs on this rank.
+
+    ``course``: where the batch changed on the way; None: it never did.
+
+    ``count_flops``: document lengths of the whole step, padding left out -> operations.
+
+    Raises:
+        RunFailed: no token of the step is supervised.
+    """
+    course = course or Course.of(training.global_batch_size)
+    plan = plan_step(
+        seed=training.seed,
+        step=step,
+        num_sequences=len(store),
+        global_batch_size=course.at(step).global_batch_size,
+        start=course.sequences_before(step),
+        micro_batch_size=training.micro_batch_size,
+        data_ranks=data_ranks,
+    )
+    chosen = [index for rows in plan.micro_batches for index in rows]
+    tokens = supervised = 0
+    lengths: list[int] = []
+    for index in chosen:
+        sequence = store[index]
+        tokens += sequence.tokens
+        supervised += sequence.supervised_tokens
+        if count_flops is not None:
+            lengths += documents(sequence)
+    if supervised == 0:
+        raise RunFailed(
+            f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
+        )
+    width, static = training.sequence_length, training.compile
+    padding_rows = plan.padding_rounds * training.micro_batch_size
+    rounds = []
+    for ref in plan.for_rank(data_rank):
+        if ref is None:
+            empty = padding_batch(training.micro_batch_size, width, device, static_shapes=static)
+            rounds.append(Round(index=-1, sequences=(), batch=empty, scale=0.0))
+            continue
+        batch = batch_from(store, ref.sequences, device, static_shapes=static)
+        rounds.append(Round(index=ref.index, sequences=ref.sequences, batch=batch, scale=1.0 / supervised))
+    return StepWork(
+        step=step,
+        rounds=tuple(rounds),
+        micro_batches=len(plan.micro_batches),
+        rows=len(chosen),
+        tokens=tokens,
+        supervised_tokens=supervised,
+        padding_tokens=(len(chosen) + padding_rows) * width - tokens,
+        padding_rounds=plan.padding_rounds,
+        model_flops=count_flops(lengths) if count_flops is not None else 0.0,
+    )
+
+
+def documents(sequence: Sequence) -> list[int]:
+    """Document lengths without the padding tail, which is the last one where there is one."""
+    lengths = [int(length) for length in sequence.document_lengths]
+    return lengths[:-1] if sum(lengths) > sequence.tokens else lengths
+
+
+class ReadAhead:
+    """Makes step after step in a thread of its own, at most ``READ_AHEAD_STEPS`` ahead.
+
+    The thread starts with the first ``take``, never before a fork. An exception in it is raised by ``take``.
+    """
+
+    def __init__(self, make: Callable[[int], StepWork], *, first: int, last: int) -> None:
+        self._make = make
+        self._steps = range(first, last + 1)
+        self._ready: queue.Queue[StepWork | BaseException] = queue.Queue(maxsize=READ_AHEAD_STEPS)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, step: int) -> StepWork:
+        """The work of ``step``; steps are taken in order."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="muster-reader", daemon=True)
+            self._thread.start()
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        assert found.step == step, f"step {found.step} was read, step {step} is wanted"
+        return found
+
+    def close(self) -> None:
+        """End the thread; what was read is thrown away."""
+        self._stop.set()
+        if self._thread is not None:
+            while self._thread.is_alive():
+                try:
+                    self._ready.get(timeout=0.05)
+                except queue.Empty:
+                    pass
+            self._thread.join()
+
+    def _run(self) -> None:
+        for step in self._steps:
+            if self._stop.is_set():
+                return
+            try:
+                found: StepWork | BaseException = self._make(step)
+            except BaseException as error:  # noqa: BLE001 (a thread's edge: handed to the loop, which raises it)
+                found = error
+            self._ready.put(found)
+            if isinstance(found, BaseException):
+                return

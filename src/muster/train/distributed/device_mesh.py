@@ -1,0 +1,69 @@
+"""Device meshes of a run: which ranks share a model, and which read which data.
+
+Ranks are numbered with tp innermost and dp_replicate outermost, so that tensor-parallel neighbours sit on
+one host. Parameters live on these meshes (what a gradient norm has to cross):
+
+* one that tensor parallelism leaves whole: ``DTensor`` on ``shard`` (axis ``dp_shard``), equal on all tp ranks;
+* one that it splits: ``DTensor`` on (``dp_shard``, ``tp``).
+
+Replicas are never part of a parameter's mesh: ``reduce.Axes`` sums over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from muster.core.errors import UsageError
+from muster.core.types import Layout
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The meshes that this rank belongs to."""
+
+    layout: Layout
+    shard: DeviceMesh
+    """1-D, axis ``dp_shard``: handed to ``fully_shard``."""
+    tp: DeviceMesh
+    """1-D, axis ``tp``."""
+    replicate: dist.ProcessGroup | None
+    """Ranks that hold the same shard in other replicas; None where there is one replica, or where the default
+    process group spans this replica alone and the replicas are joined by a group of their own."""
+    replica: int
+    """Index of this rank's replica."""
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that read different micro-batches; equal on all of its tp ranks."""
+        return self.replica * self.layout.dp_shard + self.shard.get_local_rank()
+
+
+def make_meshes(layout: Layout, device_type: str, *, replica: int | None = None) -> Meshes:
+    """Meshes over the default process group, which spans either all ranks or (with ``replica``) one replica.
+
+    Collective: every rank of the default group must call it.
+
+    Raises:
+        UsageError: the layout does not have as many ranks as there are.
+    """
+    world = dist.get_world_size()
+    inner = (layout.dp_shard, layout.tp)
+    if layout.pp * layout.cp != 1:
+        raise UsageError(f"layout {layout} has pp or cp, which this trainer does not run", hint="set pp: 1 and cp: 1")
+    if replica is not None and world == layout.dp_shard * layout.tp:
+        mesh = init_device_mesh(device_type, inner, mesh_dim_names=("dp_shard", "tp"))
+        return Meshes(layout, mesh["dp_shard"], mesh["tp"], None, replica)
+    if world != layout.world_size:
+        raise UsageError(
+            f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} x tp {layout.tp} "
+            f"needs {layout.world_size} ranks, there are {world}",
+            hint="set parallelism.dp_shard: -1 to use all ranks that remain",
+        )
+    mesh = init_device_mesh(
+        device_type, (layout.dp_replicate, *inner), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+    )
+    group = mesh.get_group("dp_replicate") if layout.dp_replicate > 1 else None
+    return Meshes(layout, mesh["dp_shard"], mesh["tp"], group, mesh.get_local_rank("dp_replicate"))

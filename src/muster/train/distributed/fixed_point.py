@@ -1,0 +1,202 @@
+"""``training.exact``: sums in 64-bit fixed point, whose bits no order and no grouping changes.
+
+A float32 gradient times 2**40 becomes an integer; integers are added over micro-batches, sharded ranks and
+replicas; the total becomes a float again once. What each micro-batch computes does not depend on the world
+size, and AdamW works element by element, so the weights after a step are the same bits at any world size.
+
+The gradient norm needs more room than 64 bits give: every square (exact in float64) is cut into three limbs of
+32 bits, in units of 2**12, 2**-20 and 2**-52. Limbs are summed as integers and carried over at the end.
+
+Range: totals must stay below 2**22 in magnitude, so each micro-batch's must stay below 2**22 over their number.
+Beyond it the step is refused, never wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from muster.core.errors import UsageError
+from muster.train.distributed.reduce import REPLICATE, SHARD, Axes, axis_sets, local, sharded_axes
+
+GRADIENT_BITS = 40
+LOSS_BITS = 40
+RANGE_BITS = 22
+LIMB_BITS = 32
+#: Exponents of the limbs' units; squares stay below 2**44 = 2**(12 + 32).
+UNITS = (12, -20, -52)
+#: Squares are summed so many at a time: bounds the temporary memory, and 2**22 limbs stay below 2**54.
+SQUARES_AT_ONCE = 1 << 22
+
+
+class FixedPointReduceScatter(ReduceScatter):
+    """FSDP's reduce-scatter of one module, adding up integers instead of floats.
+
+    FSDP's own float accumulation beside it is fed zeros and overwritten at the end of the step. At world
+    size 1 FSDP makes no collective: the same conversion then runs as its all-reduce hook.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.total: Tensor | None = None
+        """int64, flat: this rank's shards of the module's gradients, one behind the other."""
+        self.storage = 0
+        """Address of the float output whose views FSDP set as ``.grad``: tells each parameter's place."""
+        self.largest: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        fixed = self._to_fixed(input_tensor)
+        part = torch.empty(output_tensor.numel(), dtype=torch.int64, device=fixed.device)
+        dist.reduce_scatter_tensor(part, fixed, group=group, op=dist.ReduceOp.SUM)
+        self._add(part, output_tensor)
+        return None
+
+    def alone(self, output: Tensor) -> None:
+        """The hook for world size 1: ``output`` holds the micro-batch's gradients."""
+        self._add(self._to_fixed(output), output)
+
+    def _to_fixed(self, values: Tensor) -> Tensor:
+        low, high = torch.aminmax(values)  # NaN stays NaN
+        largest = torch.maximum(-low, high)
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        return values.mul(2.0**GRADIENT_BITS).to(torch.int64)
+
+    def _add(self, part: Tensor, output: Tensor) -> None:
+        if self.total is None:
+            self.total = part
+            self.storage = output.untyped_storage().data_ptr()
+        else:
+            self.total += part
+        output.zero_()
+
+
+class FixedPointSums:
+    """The exact counterpart of ``reduce.FloatSums``.
+
+    Raises:
+        UsageError: the model or layout has sums that fixed point does not cover.
+    """
+
+    def __init__(self, module: nn.Module, axes: Axes) -> None:
+        self.axes = axes
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        check_covered(module, self.parameters)
+        self.comms: list[FixedPointReduceScatter] = []
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                comm = FixedPointReduceScatter()
+                part.set_custom_reduce_scatter(comm)
+                if axes.size(SHARD) == 1:
+                    part.set_all_reduce_hook(comm.alone)
+                self.comms.append(comm)
+
+    def begin(self, *, micro_batches: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        for comm in self.comms:
+            comm.clear()
+        self.limit = 2.0**RANGE_BITS / max(1, micro_batches)
+        self._loss: Tensor | None = None
+        self._loss_fault: Tensor | None = None
+
+    def before_forward(self, *, last: bool) -> None:
+        """Every round is reduced: adding up before the conversion would be a float sum."""
+
+    def add_loss(self, loss: Tensor) -> None:
+        exact = loss.detach().double()
+        fixed = (exact * 2.0**LOSS_BITS).round().to(torch.int64)
+        fault = (~(exact.abs() < self.limit)).to(torch.int64)
+        self._loss = fixed if self._loss is None else self._loss + fixed
+        self._loss_fault = fault if self._loss_fault is None else self._loss_fault + fault
+
+    @torch.no_grad()
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        used = [comm for comm in self.comms if comm.total is not None]
+        self.axes.sum_buckets_([comm.total for comm in used if comm.total is not None], REPLICATE)
+        by_storage = {comm.storage: comm.total for comm in used}
+        squares = {axes: SquareSum() for axes in axis_sets(self.parameters)}
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            total = by_storage[gradient.untyped_storage().data_ptr()]
+            assert total is not None
+            fixed = torch.as_strided(total, gradient.size(), gradient.stride(), gradient.storage_offset())
+            gradient.copy_(fixed.double().mul_(2.0**-GRADIENT_BITS))
+            squares[sharded_axes(parameter)].add(gradient)
+        assert self._loss is not None and self._loss_fault is not None
+        everywhere = frozenset((SHARD, REPLICATE))
+        faults = [~(comm.largest < self.limit) for comm in used if comm.largest is not None]
+        fault = self._loss_fault + (torch.stack(faults).sum() if faults else 0)
+        values = [(self._loss, everywhere), (fault, everywhere)]
+        for axes, square in squares.items():
+            values += [(limb.to(fault.device), axes) for limb in square.limbs]
+        loss, bad, *limbs = self.axes.sum_scalars(values)
+        width = len(UNITS)
+        totals = [to_float(limbs[start : start + width]) for start in range(0, len(limbs), width)]
+        norm = torch.stack(totals).sum().sqrt() if totals else torch.zeros_like(loss, dtype=torch.float64)
+        return loss.double() * 2.0**-LOSS_BITS, norm, bad.double()
+
+
+class SquareSum:
+    """The sum of squares of float32 numbers below 2**22, each exact to 2**-52, as one integer in three limbs."""
+
+    def __init__(self) -> None:
+        self.limbs = [torch.zeros((), dtype=torch.int64) for _ in UNITS]
+
+    def add(self, values: Tensor) -> None:
+        for part in values.reshape(-1).split(SQUARES_AT_ONCE):
+            if not part.numel():
+                continue
+            rest = part.double().square_()
+            for place, unit in enumerate(UNITS):
+                limb = rest.mul(2.0**-unit).floor_()
+                rest = rest.sub_(limb.mul(2.0**unit))
+                self.limbs[place] = limb.to(torch.int64).sum() + self.limbs[place].to(part.device)
+            self.limbs = carried(self.limbs)
+
+
+def carried(limbs: Sequence[Tensor]) -> list[Tensor]:
+    """The same number with every limb but the highest below 2**32."""
+    found, carry = [], torch.zeros_like(limbs[-1])
+    for limb in reversed(limbs[1:]):
+        whole = limb + carry
+        found.append(whole & ((1 << LIMB_BITS) - 1))
+        carry = whole >> LIMB_BITS
+    return [limbs[0] + carry, *reversed(found)]
+
+
+def to_float(limbs: Sequence[Tensor]) -> Tensor:
+    """The number that the limbs stand for, as float64: the same bits for the same number."""
+    total = torch.zeros_like(limbs[0], dtype=torch.float64)
+    for limb, unit in zip(reversed(carried(limbs)), reversed(UNITS), strict=True):
+        total = total + limb.double() * 2.0**unit
+    return total
+
+
+def check_covered(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Raise UsageError where a sum would still be taken in floating point."""
+    if not isinstance(module, FSDPModule):
+        raise UsageError("training.exact needs the model in FSDP", hint="set training.exact: false")
+    if any(parameter.dtype != torch.float32 for parameter in parameters):
+        raise UsageError(
+            "training.exact needs float32 master weights", hint="set model.master_dtype: float32, or exact: false"
+        )
+    if any(sharded_axes(parameter) - {SHARD} for parameter in parameters):
+        raise UsageError(
+            "training.exact does not cover tensor parallel, whose sums lie inside the layers",
+            hint="set parallelism.tp: 1, or training.exact: false",
+        )

@@ -1,0 +1,177 @@
+"""A rank's surroundings: device, threads, determinism, process groups. Done once, before the model is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from muster.core.errors import BackendError, UsageError
+from muster.protocol.ranks import RankContext
+from muster.config.spec import RunSpec
+from muster.train.distributed.process_groups import Breaker, gloo_group, nccl_group
+
+#: Collectives wait for a peer so long before they raise by themselves; long before that the agents act.
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class World:
+    """The process groups that are not an axis of the layout."""
+
+    rank: int
+    size: int
+    control: dist.ProcessGroup | None
+    """gloo over all ranks, for orders; None at world size 1."""
+    checkpoint: dist.ProcessGroup | None
+    """gloo over all ranks, for saves, which run beside the training's collectives."""
+    replicate: dist.ProcessGroup | None = None
+    """Ranks that hold the same shard in other replicas; None where there is one replica."""
+    breaker: Breaker = field(default_factory=Breaker)
+    """Breaks the groups that cross replicas, and no other."""
+
+
+def choose_device(spec: RunSpec, context: RankContext) -> torch.device:
+    """The rank's device.
+
+    Raises:
+        UsageError: the run file wants CUDA and there is none, or fewer GPUs than ranks.
+    """
+    wanted = spec.resources.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "resources.device is cuda, but torch finds no CUDA device", hint="resources.device=cpu runs on the CPU"
+        )
+    if context.local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"rank {context.rank} needs GPU {context.local_rank}, this host has {torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", context.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_numerics(spec: RunSpec, context: RankContext, device: torch.device) -> None:
+    """Threads, seeds, precision of matmuls, deterministic kernels."""
+    torch.set_num_threads(spec.resources.threads_per_rank or default_threads(spec, context, device))
+    torch.manual_seed(spec.training.seed)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = not (spec.training.deterministic or spec.training.exact)
+        torch.backends.cudnn.benchmark = False
+    fix_workspace(spec)
+    if spec.training.deterministic or spec.training.exact:
+        torch.use_deterministic_algorithms(True)
+        # Filling costs a pass over every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic = True
+
+
+def fix_workspace(spec: RunSpec) -> None:
+    """cuBLAS: the same bits on every stream, where the run file asks for that. Counts only before its first use."""
+    if spec.training.deterministic or spec.training.exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def default_threads(spec: RunSpec, context: RankContext, device: torch.device) -> int:
+    """The host's cores, shared out; one where sums must not depend on how many ranks share the host.
+
+    A CPU sum over many elements is cut by threads, so that its last bits depend on their number.
+    """
+    if spec.training.exact and device.type == "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // context.local_world_size)
+
+
+def open_rendezvous(address: str, port: int, *, serve: bool) -> dist.Store:
+    """The store where ranks meet; ``serve``: this process hosts it.
+
+    Raises:
+        BackendError: the port is taken, or nobody answers.
+    """
+    try:
+        return dist.TCPStore(
+            address, port, None, serve, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), wait_for_workers=False
+        )
+    except (RuntimeError, OSError) as error:
+        what = f"cannot serve the rendezvous on port {port}" if serve else f"nobody answers at {address}:{port}"
+        raise BackendError(f"{what}: {error}", hint="is the port free, and can the hosts reach each other?") from error
+
+
+def join_world(context: RankContext, device: torch.device, store: dist.Store) -> World:
+    """Form the process groups of this attempt: torch's default one over this rank's replica, the others over all.
+
+    The store's keys carry the attempt, so that a store which saw an earlier world does no harm.
+
+    Raises:
+        BackendError: the other ranks cannot be reached.
+    """
+    replica, inner = divmod(context.rank, context.layout.ranks_per_replica)
+    with _telling(context):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"a{context.attempt}/replica{replica}", store),
+            rank=inner,
+            world_size=context.layout.ranks_per_replica,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return join_replicas(context, device, store)
+
+
+def join_replicas(context: RankContext, device: torch.device, store: dist.Store) -> World:
+    """Form the groups that cross replicas; torch's default group stays as it is. Blocks until all ranks have come.
+
+    Raises:
+        BackendError: the other ranks cannot be reached.
+    """
+    layout, timeout = context.layout, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    breaker = Breaker()
+    replica, inner = divmod(context.rank, layout.ranks_per_replica)
+
+    def over_all(name: str) -> dist.ProcessGroup | None:
+        place = dist.PrefixStore(f"a{context.attempt}/{name}", store)
+        return gloo_group(place, rank=context.rank, size=context.world_size, timeout=timeout)
+
+    def over_replicas() -> dist.ProcessGroup | None:
+        make = nccl_group if device.type == "cuda" else gloo_group
+        place = dist.PrefixStore(f"a{context.attempt}/shard{inner}", store)
+        return make(place, rank=replica, size=layout.dp_replicate, timeout=timeout)
+
+    with _telling(context):
+        # Saves need a gloo group also where the others are NCCL, and one of their own: they run beside training.
+        return World(
+            rank=context.rank,
+            size=context.world_size,
+            control=breaker.watch(lambda: over_all("control")) if context.world_size > 1 else None,
+            checkpoint=breaker.watch(lambda: over_all("checkpoint")),
+            replicate=breaker.watch(over_replicas) if layout.dp_replicate > 1 else None,
+            breaker=breaker,
+        )
+
+
+@contextmanager
+def _telling(context: RankContext) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise BackendError(
+            f"rank {context.rank} cannot join the {context.world_size} ranks of attempt {context.attempt} "
+            f"at {context.master_addr}:{context.master_port}: {error}",
+            hint="did another rank fail to start?",
+        ) from error
+
+
+def leave_world() -> None:
+    """Destroy the groups; a peer that is gone already is no error."""
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except RuntimeError:
+            pass

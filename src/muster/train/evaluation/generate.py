@@ -1,0 +1,146 @@
+"""Greedy completions from the model in training, on all ranks at once.
+
+Where the whole model fits beside its shards, every FSDP unit is made whole once and ranks then generate on
+their own, without a collective. A larger model stays sharded and its ranks go token by token in lock-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from muster.train.model.sharding import reshard
+from muster.train.model.model_with_loss import Decoding, TrainedModel
+
+#: A model up to this size, in its compute dtype, is made whole for generation.
+WHOLE_BYTES = {"cpu": 4 << 30, "cuda": 20 << 30}
+BATCH = 64
+
+
+@torch.no_grad()
+def generate(
+    module: TrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_id: int | None,
+    pad_id: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """The most likely continuation of each prompt, token by token, without the end token.
+
+    Collective: every rank passes its own prompts, all ranks of a sharded group as many (repeat one where there is
+    none), and tp ranks the same ones. Left-padded batches with a KV cache. Ends before the model's longest
+    position. ``progress`` is called after each token.
+    """
+    group = shard_group(module)
+    found: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    with prepared(module, whole=group is None or fits(module)) as whole:
+        for start in range(0, len(order), BATCH):
+            chosen = order[start : start + BATCH]
+            batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
+            room = min(max_new_tokens, longest_position(module) - max(map(len, batch)))
+            room = room if whole else agreed(room, group, dist.ReduceOp.MIN)
+            rows = complete(module, batch, room, eos_id, pad_id, None if whole else group, progress)
+            for index, row in zip(chosen, rows, strict=True):
+                found[index] = row
+    return found
+
+
+def complete(
+    module: TrainedModel,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    eos_id: int | None,
+    pad_id: int,
+    group: dist.ProcessGroup | None,
+    progress: Callable[[], None],
+) -> list[list[int]]:
+    """One batch of prompts; with ``group`` all its ranks make the same number of forward passes."""
+    from transformers import DynamicCache
+
+    device = next(module.parameters()).device
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=module.model.config)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    columns: list[Tensor] = []
+    for _ in range(max_new_tokens):
+        following = module(Decoding(tokens, mask, positions, cache), want="next").argmax(1)
+        if eos_id is not None:
+            ended = ended | (following == eos_id)
+        columns.append(torch.where(ended, -1, following))
+        progress()
+        running = not bool(ended.all())
+        if not (running if group is None else agreed(int(running), group, dist.ReduceOp.MAX)):
+            break
+        tokens = torch.where(ended, pad_id, following).unsqueeze(1)
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+    if not columns:
+        return [[] for _ in prompts]
+    return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
+
+
+@contextmanager
+def prepared(module: TrainedModel, *, whole: bool) -> Iterator[bool]:
+    """Dense attention without compiled layers, and units whole where wanted; everything as before afterwards."""
+    model = module.model
+    was_training = module.training
+    before = model.config._attn_implementation
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    module.eval()
+    model.set_attn_implementation(module.generation_attention)
+    try:
+        if whole:
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+        with torch.compiler.set_stance("force_eager"):
+            yield whole
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(unit is not module and module.reshard_layers, recurse=False)
+        reshard(module)
+        model.set_attn_implementation(before)
+        module.train(was_training)
+
+
+def fits(module: TrainedModel) -> bool:
+    """Whether the whole model in its compute dtype is small enough; the same answer on every rank."""
+    wide = 4 if module.compute_dtype == torch.float32 else 2
+    size = sum(parameter.numel() for parameter in module.parameters()) * wide
+    return size <= WHOLE_BYTES.get(next(module.parameters()).device.type, 0)
+
+
+def shard_group(module: TrainedModel) -> dist.ProcessGroup | None:
+    """The ranks that hold parts of this model, where there are several."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            mesh = parameter.device_mesh["dp_shard"] if "dp_shard" in names else parameter.device_mesh
+            return mesh.get_group() if mesh.size() > 1 else None
+    return None
+
+
+def agreed(value: int, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> int:
+    """One number for all ranks of the group."""
+    if group is None:
+        return value
+    device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+    found = torch.tensor([value], device=device)
+    dist.all_reduce(found, op=operation, group=group)
+    return int(found)
+
+
+def longest_position(module: TrainedModel) -> int:
+    """Positions that the model knows; rotary ones too, since past them it was never trained."""
+    return int(getattr(module.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)

@@ -1,0 +1,306 @@
+"""A Hugging Face folder from a committed checkpoint, made tensor by tensor in one process, and checked.
+
+Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and what
+was found, or ``error``, ``hint`` and ``exit_code``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.checkpoint.reader import open_checkpoint
+from muster.checkpoint.shards import ShardReader, read_tensor
+from muster.core.clock import SystemShell
+from muster.core.errors import CheckpointError, MusterError, UsageError
+from muster.core.protocols import Shell
+from muster.train.export import verification
+from muster.train.model import lora
+from muster.train.export.sources import Make, Parts, choose, maker_of, open_parts, read_spec, reference_model, stored
+from muster.train.model.causal_lm import DTYPES, on_meta
+
+#: Largest safetensors file, as transformers cuts them.
+MAX_FILE_BYTES = 5_000_000_000
+ADAPTER_MARK = ".default."
+"""What peft puts before ``weight`` for the adapter of that name, and leaves out of its files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written, and how far its logits are from the training state's."""
+
+    folder: Path
+    step: int
+    kind: str
+    """model, merged or adapter."""
+    dtype: str
+    tensors: int
+    bytes: int
+    seconds: float
+    checked: Mapping[str, Any] = field(default_factory=dict)
+    """From ``verify_export``; empty where that was not wanted."""
+
+    def lines(self) -> tuple[str, ...]:
+        """What to say about it."""
+        wrote = f"step {self.step} ({self.kind}, {self.dtype}, {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB)"
+        found = [f"exported {wrote} to {self.folder}"]
+        if self.checked:
+            found.append(
+                f"reloaded in a fresh process: logits differ by {self.checked['relative_difference']:.2g} of their norm"
+                f" (limit {self.checked['limit']:.2g}), {self.checked['agreement']:.1%} of next tokens equal"
+            )
+        return tuple(found)
+
+
+def export(
+    run_dir: str | Path,
+    out_dir: str | Path | None = None,
+    *,
+    checkpoint: int | None = None,
+    merge_lora: bool = True,
+    dtype: str | None = None,
+    verify: bool = True,
+    shell: Shell | None = None,
+) -> Exported:
+    """Write the folder of the newest valid checkpoint (or of step ``checkpoint``) and check it before it appears.
+
+    LoRA is merged into its base, or written as a PEFT adapter. ``dtype`` defaults to the run's compute type.
+    One tensor at a time is held, besides a file's worth of output; the check holds the whole model.
+
+    Raises:
+        UsageError: the folder is taken, or this cannot be exported that way.
+        CheckpointError: there is no such checkpoint, or the reloaded folder gives other logits.
+    """
+    began = time.monotonic()
+    run_dir = Path(run_dir)
+    spec = read_spec(run_dir)
+    assert spec.model is not None
+    dtype = dtype or spec.model.dtype
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    manifest = choose(spec, run_dir, checkpoint)
+    adapter = spec.model.lora is not None and not merge_lora
+    kind = "adapter" if adapter else "merged" if spec.model.lora else "model"
+    target = Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}"
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} exists already", hint="remove it or choose another folder with --out")
+    reader = ShardReader(open_checkpoint(manifest))
+    parts = open_parts(spec, run_dir, reader)
+    with temporary_beside(target) as folder:
+        if adapter:
+            tensors, size = write_adapter(folder, parts)
+        else:
+            tensors, size = write_model(folder, parts, DTYPES[dtype])
+        copy_tokenizer(run_dir / "tokenizer", folder)
+        checked: dict[str, Any] = {}
+        if verify:
+            reference = reference_model(parts)
+            checked = verification.verify(
+                folder,
+                reference,
+                base=str(parts.folder.path) if adapter and parts.folder else None,
+                dtype="float32" if adapter else dtype,
+                shell=shell or SystemShell(),
+            )
+        open_modes(folder)
+        if target.is_dir():
+            target.rmdir()
+        os.rename(folder, target)
+    return Exported(
+        folder=target,
+        step=manifest.step,
+        kind=kind,
+        dtype=str(spec.model.master_dtype) if adapter else dtype,
+        tensors=tensors,
+        bytes=size,
+        seconds=time.monotonic() - began,
+        checked=checked,
+    )
+
+
+# ---------------------------------------------------------------- the whole model
+
+
+def write_model(folder: Path, parts: Parts, dtype: torch.dtype) -> tuple[int, int]:
+    """Weights, config and generation config; returns (tensors, bytes)."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parts.model.named_parameters()}
+    # Buffers that belong to the model's files but are not trained: only a pretrained folder has them.
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in parts.model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = {name: tuple(b.shape) for name, b in parts.model.named_buffers() if name not in transient}
+    makers = {name: maker_of(name, parts) for name in shapes} | {name: stored(name, parts) for name in buffers}
+    lora_names = {plain_owner(name) for name in parts.trained if lora.is_adapter_name(name)}
+    used = {name for name in parts.trained if name in shapes} | {name for name in parts.trained if ".lora_" in name}
+    unknown = sorted(parts.trained - used) + sorted(lora_names - set(shapes))
+    if unknown:
+        raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(parts.model).__name__} does not")
+    itemsize = dtype.itemsize
+    sizes = {name: int(torch.Size(shape).numel()) * itemsize for name, shape in (shapes | buffers).items()}
+    written = write_safetensors(folder, "model", makers, sizes, dtype)
+    parts.config.architectures = [type(parts.model).__name__]
+    parts.config.dtype = dtype
+    parts.config.save_pretrained(folder)
+    write_generation_config(folder, parts)
+    return len(makers), written
+
+
+# ---------------------------------------------------------------- the adapter alone
+
+
+def write_adapter(folder: Path, parts: Parts) -> tuple[int, int]:
+    """The adapter as PEFT writes it; returns (tensors, bytes)."""
+    assert parts.spec.model is not None and parts.spec.model.lora is not None
+    if parts.spec.model.source is None:
+        raise UsageError("the adapter's base is random and lies nowhere", hint="export it merged")
+    with_adapters = on_meta(parts.config, torch.float32)
+    config = lora.add_adapters(with_adapters, parts.spec.model.lora, torch.float32)
+    expected = set(lora.adapter_names(with_adapters))
+    if expected != parts.trained:
+        odd = sorted(expected ^ parts.trained)
+        raise CheckpointError(f"the checkpoint and the adapter differ in {len(odd)} tensors, the first is {odd[0]}")
+    config.base_model_name_or_path = parts.spec.model.source
+    config.revision = parts.spec.model.revision
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    makers: dict[str, Make] = {}
+    sizes = {}
+    for name in sorted(expected):
+        key = f"base_model.model.{name.replace(ADAPTER_MARK, '.')}"
+        makers[key] = lambda name=name: read_tensor(parts.reader, f"model.{name}")  # type: ignore[misc]
+        sizes[key] = int(torch.Size(parts.reader.shapes()[f"model.{name}"]).numel()) * 4
+    written = write_safetensors(folder, "adapter_model", makers, sizes, None)
+    return len(makers), written
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_safetensors(
+    folder: Path, stem: str, makers: Mapping[str, Make], sizes: Mapping[str, int], dtype: torch.dtype | None
+) -> int:
+    """One file, or several of at most 5 GB with an index; a file's tensors are made just before it is written."""
+    from safetensors.torch import save_file
+
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in makers:
+        if groups[-1] and filled + sizes[name] > MAX_FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += sizes[name]
+    places, total = {}, 0
+    for number, names in enumerate(groups, 1):
+        single = len(groups) == 1
+        file = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        made = {}
+        for name in names:
+            tensor = makers[name]()
+            made[name] = (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+            total += made[name].numel() * made[name].element_size()
+            places[name] = file
+        save_file(made, folder / file, metadata={"format": "pt"})
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return total
+
+
+def write_generation_config(folder: Path, parts: Parts) -> None:
+    """The base's, or one that knows the tokenizer's special tokens."""
+    from transformers import GenerationConfig
+
+    given = parts.folder.path / "generation_config.json" if parts.folder else None
+    if given is not None and given.is_file():
+        shutil.copyfile(given, folder / given.name)
+        return
+    config = GenerationConfig.from_model_config(parts.config)
+    if (parts.tokenizer / "tokenizer.json").is_file():
+        from muster.data.tokenizer import Encoder
+
+        encoder = Encoder(parts.tokenizer)
+        for role, token in encoder.special.items():
+            if role in ("bos", "eos", "pad"):
+                setattr(config, f"{role}_token_id", encoder.fast.token_to_id(token))
+    config.save_pretrained(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files as the run keeps them; none where the run had no tokenizer."""
+    for path in sorted(source.iterdir()) if source.is_dir() else []:
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+
+
+def open_modes(folder: Path) -> None:
+    """Modes as the umask says: safetensors writes its files for the owner alone, whatever the umask."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.iterdir():
+        path.chmod(mode)
+
+
+@contextlib.contextmanager
+def temporary_beside(target: Path) -> Iterator[Path]:
+    """A folder in the target's file system that is gone when the block fails."""
+    folder = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except OSError as error:
+        raise UsageError(f"cannot write to {target.parent}: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: one JSON object on the last line of stdout."""
+    parser = argparse.ArgumentParser(prog="muster.train.export.hf_folder")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone, not merged")
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--no-verify", action="store_true")
+    given = parser.parse_args(argv)
+    try:
+        found = export(
+            given.run_dir,
+            given.out,
+            checkpoint=given.step,
+            merge_lora=not given.adapter,
+            dtype=given.dtype,
+            verify=not given.no_verify,
+        )
+    except MusterError as error:
+        print(json.dumps({"error": str(error), "hint": error.hint, "exit_code": error.exit_code}), flush=True)
+        return error.exit_code
+    print(json.dumps({**asdict(found), "folder": str(found.folder), "lines": found.lines()}), flush=True)
+    return 0
+
+
+def plain_owner(name: str) -> str:
+    """``a.q_proj.lora_A.default.weight`` -> ``a.q_proj.weight``."""
+    return name.partition(".lora_")[0] + ".weight"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The self-test at start: a document's logits do not change with its neighbours, on the kernel that will run.
+
+Three short documents share a sequence. New tokens in the outer two must leave the logits of the middle one as
+they are; new tokens in the middle one, its last excepted, must change the logits at its last, or the test
+could not fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.core.errors import RunFailed
+from muster.train.data_feed.batch import Batch, make_batch
+from muster.train.model.sharding import reshard
+from muster.train.model.model_with_loss import TrainedModel
+
+LENGTHS = (5, 9, 6)
+#: What may leak, as a share of what the control moves. Kernels that keep documents apart leak exactly nothing.
+LEAK_SHARE = 1e-3
+#: Largest difference between the chunked head and the model's own, as a share of the largest logit.
+HEAD_SHARE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the self-test measured: largest changes of the middle document's logits."""
+
+    leak: float
+    """By new neighbours, at any of its tokens."""
+    control: float
+    """By new tokens of its own, at its last one, which stays."""
+    own_head: bool
+    """The chunked head gives the model's own logits; otherwise the model's own is used, on all tokens at once."""
+
+    def __str__(self) -> str:
+        head = "" if self.own_head else "; its head is its own, so logits of a whole micro-batch are held"
+        moved = f"neighbours move logits by {self.leak:.2g}, its own tokens by {self.control:.2g}"
+        return f"documents kept apart: {moved}{head}"
+
+
+@torch.no_grad()
+def prove_isolation(module: TrainedModel, device: torch.device, *, static_shapes: bool = False) -> Proof:
+    """Run the self-test; collective, a few forward passes of 20 tokens.
+
+    Where the chunked head does not give the model's own logits, ``module`` is switched to the model's head.
+    Compiled layers run as they are written here, since these shapes occur nowhere else; the kernel is the same.
+
+    Raises:
+        RunFailed: the kernel mixes documents, or the test cannot tell.
+    """
+    batches = probes(module, device, static_shapes)
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            logits = [module(batch, want="logits") for batch in batches]
+            reference = module(batches[0], want="model_logits") if module.own_head else logits[0]
+    finally:
+        reshard(module)
+        module.train(was_training)
+    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    base, neighbours, own = (found[0, start:end] for found in logits)
+    head_error = (reference - logits[0]).abs().max() / reference.abs().max().clamp(min=1e-30)
+    found = torch.stack([_largest(neighbours - base), -_largest(own[-1] - base[-1]), head_error.double()])
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    leak, control, head_difference = float(found[0]), -float(found[1]), float(found[2])
+    if not leak <= LEAK_SHARE * control:
+        raise RunFailed(
+            f"attention kernel {module.attention.kernel} does not keep packed documents apart: new neighbours change "
+            f"a document's logits by {leak:.3g}, its own tokens by {control:.3g}",
+            hint="choose another model.attention (sdpa), or set data.packing: false",
+        )
+    if not control > 0:
+        raise RunFailed(
+            "the self-test of packed attention cannot tell: a document's own tokens do not change its logits",
+            hint="are the model's weights finite and not all zero?",
+        )
+    if module.own_head and not head_difference <= HEAD_SHARE[module.compute_dtype]:
+        module.own_head = False
+    return Proof(leak, control, module.own_head)
+
+
+def proven_before(module: TrainedModel, device: torch.device, kept: Path) -> Proof | None:
+    """The proof that this run's first ranks left in ``kept``, where it is of this kernel and model; collective.
+
+    All ranks take it or none does. ``module`` is switched to the model's own head where the proof says so.
+    """
+    found = None
+    try:
+        held = json.loads(kept.read_text())
+        if held["of"] == subject(module, device):
+            found = Proof(**held["proof"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    here = torch.tensor(float(found is not None), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(here, op=dist.ReduceOp.MIN)
+    if found is None or not here.item():
+        return None
+    module.own_head = found.own_head
+    return found
+
+
+def keep_proof(module: TrainedModel, device: torch.device, proof: Proof, kept: Path) -> None:
+    """Leave the proof for ranks that take another's place (one rank of each replica does)."""
+    text = json.dumps({"of": subject(module, device), "proof": asdict(proof)})
+    part = kept.with_suffix(f".{secrets.token_hex(4)}.part")  # of each replica, perhaps at once
+    part.write_text(text)
+    part.replace(kept)
+
+
+def subject(module: TrainedModel, device: torch.device) -> str:
+    """What a proof is of: kernel, device, type, torch, and the model's configuration."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    config = hashlib.sha256(json.dumps(module.model.config.to_dict(), sort_keys=True, default=str).encode())
+    parts = (module.attention.kernel, name, module.compute_dtype, torch.__version__, config.hexdigest()[:16])
+    return " ".join(str(part) for part in parts)
+
+
+def probes(module: TrainedModel, device: torch.device, static_shapes: bool) -> list[Batch]:
+    """The same sequence thrice: as it is, with other neighbours, with another middle."""
+    vocabulary = module.model.config.get_text_config().vocab_size
+    tokens = torch.arange(3, 3 + sum(LENGTHS)) * 7 % vocabulary
+    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    others = tokens.clone()
+    others[:start] = (others[:start] + 1) % vocabulary
+    others[end:] = (others[end:] + 1) % vocabulary
+    own = tokens.clone()
+    own[start : end - 1] = (own[start : end - 1] + 1) % vocabulary
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return [
+        make_batch(
+            row.unsqueeze(0),
+            row.roll(-1).unsqueeze(0),
+            positions.unsqueeze(0),
+            LENGTHS,
+            device,
+            static_shapes=static_shapes,
+        )
+        for row in (tokens, others, own)
+    ]
+
+
+def _largest(difference: Tensor) -> Tensor:
+    return difference.abs().max().double()

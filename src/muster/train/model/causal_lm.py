@@ -1,0 +1,216 @@
+"""Any causal language model of transformers, laid out over the ranks and ready to train.
+
+Built on the meta device, cut by tensor parallel and ``fully_shard``, and only then given memory and values, so
+that no rank ever holds it whole. Order: adapters, tensor parallel, recomputation, compile, shards, values.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from muster.core.errors import UsageError
+from muster.core.flops import ModelShape
+from muster.core.types import Layout
+from muster.config.spec import RunSpec
+from muster.train.model import lora, pretrained, tensor_parallel, weights
+from muster.train.model.activation_checkpointing import recompute
+from muster.train.model.attention import Attention, choose_attention, needs_of
+from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
+from muster.train.model.compile import compile_layers
+from muster.train.distributed.device_mesh import Meshes
+from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
+from muster.train.model.model_with_loss import TrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What the loop, evaluation and export need of a model."""
+
+    module: TrainedModel
+    """Root FSDP module; call it through ``loss.loss_sum``."""
+    config: Any
+    """transformers config, as read: other models may be built from it."""
+    attention: Attention
+    proof: Proof
+    """Of the self-test that packed documents do not see each other."""
+    num_parameters: int
+    num_trainable: int
+    lora_config: Any | None
+    """peft LoraConfig, where adapters are trained."""
+    meshes: Meshes
+    device: torch.device
+    compute_dtype: torch.dtype
+    static_shapes: bool
+    """Batches must be made with ``static_shapes``: layers are compiled."""
+    shape: ModelShape | None
+    """What FLOP arithmetic needs; None: not a dense decoder, so that no MFU can be given."""
+
+    def named_trainable(self) -> dict[str, nn.Parameter]:
+        """transformers' (or peft's) name -> parameter, in the model's order."""
+        return {name: p for name, p in self.module.model.named_parameters() if p.requires_grad}
+
+
+def build_model(
+    spec: RunSpec,
+    *,
+    layout: Layout,
+    device: torch.device,
+    vocab_size: int,
+    mesh: Meshes,
+    seed: int,
+    whole_below: int = WHOLE_BELOW,
+    proof: Path | None = None,
+    restored: bool = False,
+) -> BuiltModel:
+    """The model of ``spec``, laid out, with its first values, its attention proven. Collective: all ranks call it.
+
+    ``proof``: a file of the run that keeps the proof. ``restored``: the run goes on, and its state is loaded next:
+    trained values are left undefined, and what ``proof`` holds is not proven again.
+
+    Raises:
+        UsageError: the model does not fit the tokenizer, the layout or the wanted attention.
+        RunFailed: packed documents see each other through the attention that was chosen.
+        CheckpointError: its files are missing, corrupt or of another architecture.
+        BackendError: the hub cannot be reached.
+    """
+    assert spec.model is not None
+    assert mesh.layout == layout, f"meshes are of {mesh.layout}, the layout is {layout}"
+    compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
+    folder = None
+    if spec.model.source is not None:
+        folder = pretrained.open_folder(pretrained.fetch(spec.model.source, spec.model.revision))
+    config = read_config(spec, folder.path if folder else None, vocab_size)
+    # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
+    model = on_meta(copy.deepcopy(config), compute_dtype if spec.model.lora else master_dtype)
+    needs = needs_of(model, spec.training.sequence_length)
+    attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
+    model.set_attn_implementation(attention.implementation)
+    lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
+    layers = prepare_layers(model, spec, mesh, device)
+    module = TrainedModel(model, attention, compute_dtype=compute_dtype)
+    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward, whole_below=whole_below)
+    module.to_empty(device=device)
+    model.tie_weights()
+    found = proven_before(module, device, proof) if restored and proof is not None else None
+    if found is not None and all_in_state(model):
+        weights.recompute_buffers(model, persistent=False)
+    else:
+        give_values(model, folder, seed=seed, device=device)
+    if mesh.layout.dp_shard > 1:
+        check_sharded(model)
+    found = found or prove(module, device, spec, proof)
+    module.train()
+    return BuiltModel(
+        module=module,
+        config=config,
+        attention=replace(attention, reason=f"{attention.reason}; documents proven apart"),
+        proof=found,
+        num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
+        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        lora_config=lora_config,
+        meshes=mesh,
+        device=device,
+        compute_dtype=compute_dtype,
+        static_shapes=spec.training.compile,
+        shape=shape_of(config),
+    )
+
+
+def all_in_state(model: Any) -> bool:
+    """Whether a restored state holds every value: nothing is frozen, and no buffer lies in files."""
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    held = any(
+        buffer is not None and name not in module._non_persistent_buffers_set
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    )
+    return not frozen and not held
+
+
+def prove(module: TrainedModel, device: torch.device, spec: RunSpec, kept: Path | None) -> Proof:
+    """Run the self-test; rank 0 leaves what it found in ``kept``."""
+    proof = prove_isolation(module, device, static_shapes=spec.training.compile)
+    if kept is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        keep_proof(module, device, proof, kept)
+    return proof
+
+
+def prepare_layers(model: Any, spec: RunSpec, mesh: Meshes, device: torch.device) -> list[nn.Module]:
+    """The decoder layers, cut by tensor parallel, recomputing and compiled as the run file says, in this order."""
+    layers = decoder_layers(model)
+    if mesh.layout.tp > 1:
+        tensor_parallel.split(model, layers, mesh.tp)
+    recompute(layers, spec.training.activation_checkpointing)
+    if spec.training.compile:
+        compile_layers(layers, device)
+    return layers
+
+
+def shape_of(config: Any) -> ModelShape | None:
+    """The model's shape for FLOP arithmetic; None where the formulas do not cover the architecture."""
+    try:
+        return ModelShape.from_config(config.to_dict())
+    except UsageError:
+        return None
+
+
+def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> Any:
+    """The transformers config of the run, checked against the tokenizer."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    assert spec.model is not None
+    given = spec.model.config
+    try:
+        if folder is not None:
+            config = AutoConfig.from_pretrained(folder)
+        elif isinstance(given, str):
+            config = AutoConfig.from_pretrained(given)
+        else:
+            keys = {"vocab_size": vocab_size, **(given or {})}
+            config = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    except KeyError as error:
+        raise UsageError(f"model.config: no model_type {error}", hint="for example model_type: llama") from error
+    except (ValueError, OSError, TypeError, StrictDataclassError) as error:
+        # transformers' validators put the reason in the last line, everybody else in the first.
+        line = str(error).strip().splitlines()[-1 if isinstance(error, StrictDataclassError) else 0].strip()
+        raise UsageError(f"model: its config cannot be read: {line}", hint="see model.config or config.json") from error
+    held = config.get_text_config().vocab_size
+    if vocab_size > held:
+        raise UsageError(
+            f"the tokenizer has {vocab_size} tokens, the model's vocabulary {held}",
+            hint="use the model's own tokenizer, or raise vocab_size in model.config",
+        )
+    return config
+
+
+def on_meta(config: Any, dtype: torch.dtype) -> Any:
+    """The model without memory; attention is set afterwards."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    except ValueError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"model: {first_line}", hint="the architecture must be a causal language model") from error
+
+
+def give_values(model: Any, folder: pretrained.Folder | None, *, seed: int, device: torch.device) -> None:
+    """First values of parameters and buffers."""
+    adapters = lora.adapter_names(model)
+    if folder is None:
+        weights.initialise(model, seed=seed, device=device)
+    else:
+        pretrained.load(model, folder, ignored=adapters)
+    lora.initialise(model, adapters, seed=seed, device=device)
+    weights.recompute_buffers(model, persistent=folder is None)

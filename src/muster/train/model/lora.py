@@ -1,0 +1,69 @@
+"""Low-rank adapters through PEFT, injected on the meta device.
+
+The modules are peft's; the model keeps its own names (``q_proj.base_layer.weight``, ``q_proj.lora_A.default.weight``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muster.core.errors import UsageError
+from muster.config.spec import Lora
+from muster.train.model.weights import fill, local_part, local_ranges, uniform
+
+MARKS = (".lora_A.", ".lora_B.")
+
+
+def add_adapters(model: Any, settings: Lora, dtype: torch.dtype) -> Any:
+    """Put adapters of ``dtype`` into ``model``, freeze everything else; returns the peft LoraConfig.
+
+    Raises:
+        UsageError: no module has one of the wanted names.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a divisor's numerator: any float will do
+        lora_dropout=settings.dropout,
+        target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(config, model)
+    except ValueError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"model.lora: {first_line}", hint="targets: all-linear, or names such as q_proj") from error
+    for name, parameter in model.named_parameters():
+        adapter = is_adapter_name(name)
+        parameter.requires_grad_(adapter)
+        if adapter:
+            parameter.data = parameter.data.to(dtype)
+    return config
+
+
+def is_adapter_name(name: str) -> bool:
+    return any(mark in name for mark in MARKS)
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Parameters that adapters added."""
+    return [name for name, _ in model.named_parameters() if is_adapter_name(name)]
+
+
+def initialise(model: nn.Module, names: list[str], *, seed: int, device: torch.device) -> None:
+    """A: uniform, as torch initialises a linear module (Kaiming, a = sqrt(5)). B: zero: a model starts as its base."""
+    parameters = dict(model.named_parameters())
+    for name in names:
+        parameter = parameters[name]
+        if ".lora_B." in name:
+            fill(parameter, torch.zeros_like(local_part(parameter)))
+            continue
+        bound = 1.0 / math.sqrt(parameter.shape[1])
+        values: Tensor = uniform(name, parameter.shape, local_ranges(parameter), bound, seed=seed, device=device)
+        fill(parameter, values)

@@ -1,0 +1,150 @@
+"""Cross-entropy over chunks of tokens, so that logits of a whole batch never exist.
+
+Legend: T tokens, E hidden size, V vocabulary. The gradients of a chunk are computed with its loss, in the
+forward pass, while its logits are there: logits are computed once, not again in the backward pass. The idea
+is that of the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muster.train.data_feed.batch import IGNORED, Batch
+from muster.train.model.sharding import reshard
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to its head's output: ``cap * tanh(factor * logits / cap)``."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+
+def logit_rule(config: Any) -> LogitRule:
+    """The rule in a transformers config: Gemma's cap, Granite's divisor, Cohere's factor."""
+    factor = 1.0
+    if getattr(config, "logits_scaling", None):
+        factor /= float(config.logits_scaling)
+    if getattr(config, "logit_scale", None):
+        factor *= float(config.logit_scale)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return LogitRule(factor=factor, cap=float(cap) if cap else None)
+
+
+def loss_sum(module: nn.Module, batch: Batch, *, chunk_tokens: int, scale: float) -> Tensor:
+    """``scale`` times the sum of cross-entropies at supervised tokens of ``batch``; fp32, 0-d.
+
+    ``module`` is ``BuiltModel.module``. The caller passes 1 / (supervised tokens of the step's global batch), so
+    that the gradients are to be summed over micro-batches and ranks.
+    """
+    loss: Tensor = module(batch, scale=scale, chunk_tokens=chunk_tokens)
+    if not torch.is_grad_enabled():
+        reshard(module)
+    return loss
+
+
+def chunked_cross_entropy(
+    hidden_TE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    *,
+    scale: float,
+    chunk_tokens: int,
+    rule: LogitRule,
+) -> Tensor:
+    """``scale`` * sum of cross-entropies of ``rule(hidden @ weight.T + bias)`` where a label is not -100."""
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TE, weight_VE, bias_V, labels_T, scale, chunk_tokens, rule)
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        scale: float,
+        chunk_tokens: int,
+        rule: LogitRule,
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = context.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_TE) if wants_hidden else None
+        # float32: a sum over many chunks in bfloat16 would lose the small ones.
+        grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden_TE.device)
+        step = chunk_tokens or max(1, hidden_TE.shape[0])
+        for start in range(0, hidden_TE.shape[0], step):
+            part = slice(start, start + step)
+            hidden = hidden_TE[part]
+            linear = torch.nn.functional.linear(hidden, weight_VE, bias_V)
+            loss, grad = cross_entropy_and_gradient(
+                linear, labels_T[part], scale, rule, gradient=wants_hidden or wants_weight
+            )
+            total += loss
+            if grad is None:
+                continue
+            if grad_hidden is not None:
+                torch.mm(grad, weight_VE, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        context.save_for_backward(
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VE.dtype),
+            None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+        )
+        return total
+
+    @staticmethod
+    def backward(context: Any, grad_loss: Tensor) -> Any:
+        # The usual backward() starts with 1, but nothing promises it; a product costs one pass over each.
+        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in context.saved_tensors]
+        return *grads, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.device.type == "cuda":
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total += torch.mm(left, right)
+
+
+def cross_entropy_and_gradient(
+    linear_TV: Tensor, labels_T: Tensor, scale: float, rule: LogitRule, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``scale`` * summed cross-entropy of ``rule(linear)``, and its derivative by ``linear`` in linear's dtype.
+
+    Overwrites ``linear_TV``: a second copy of the logits would double the peak.
+    """
+    logits = linear_TV.float()
+    if rule.factor != 1.0:
+        logits = logits * rule.factor
+    squashed = None
+    if rule.cap is not None:
+        squashed = torch.tanh(logits / rule.cap)
+        logits = squashed * rule.cap
+    counted = labels_T != IGNORED
+    targets = torch.where(counted, labels_T, 0).unsqueeze(1)
+    normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+    losses = (normaliser - logits.gather(1, targets)).squeeze(1)
+    loss = torch.where(counted, losses, 0.0).sum() * scale
+    if not gradient:
+        return loss, None
+    grad = logits.sub_(normaliser).exp_()
+    grad.scatter_add_(1, targets, torch.full_like(normaliser, -1.0))
+    if squashed is not None:
+        grad *= 1.0 - squashed.square()
+    grad *= torch.where(counted, scale * rule.factor, 0.0).to(grad.dtype).unsqueeze(1)
+    return loss, grad.to(linear_TV.dtype)

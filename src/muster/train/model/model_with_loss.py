@@ -1,0 +1,111 @@
+"""The module that is trained: a causal language model whose forward pass ends in its loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muster.train.model.attention import Attention, attention_arguments
+from muster.train.data_feed.batch import IGNORED, Batch
+from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One step of generation. N prompts, Q new tokens, K tokens so far. No pytree: FSDP passes it on as it is."""
+
+    tokens: Tensor
+    """int64[N, Q]"""
+    mask: Tensor
+    """int64[N, K]: 0 at padding on the left."""
+    positions: Tensor
+    """int64[N, Q]"""
+    cache: Any
+
+
+class TrainedModel(nn.Module):
+    """A transformers model with its loss inside.
+
+    The loss is inside because the root's parameters (head, embedding, last norm) are whole only during the root's
+    forward pass. Parameters have transformers' names after ``model.``.
+    """
+
+    def __init__(self, model: Any, attention: Attention, *, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+        self.compute_dtype = compute_dtype
+        self.reshard_layers = True
+        self.rule: LogitRule = logit_rule(model.config.get_text_config())
+        head = model.get_output_embeddings()
+        self.own_head = model.base_model is not model and type(head) is nn.Linear
+        """The head is applied here, in chunks; otherwise by the model's own forward, to all tokens at once."""
+
+    @property
+    def generation_attention(self) -> str:
+        """Dense attention, which takes a padding mask and a cache."""
+        return "sdpa" if getattr(self.model, "_supports_sdpa", False) and self.attention.kernel != "eager" else "eager"
+
+    def forward(
+        self, given: Batch | Decoding, *, scale: float = 1.0, chunk_tokens: int = 1024, want: str = "loss"
+    ) -> Tensor:
+        """What is wanted.
+
+        ``loss``: 0-d fp32, ``scale`` times the summed cross-entropy. ``logits``: [B, S, V] fp32 as the loss sees them,
+        ``model_logits``: the same by transformers' own forward. ``next`` (of a ``Decoding``): [N, V] fp32.
+        """
+        if isinstance(given, Decoding):
+            return self._next(given)
+        if want == "model_logits" or not self.own_head:
+            logits: Tensor = self.model(**self._arguments(given)).logits
+            return logits.float() if want != "loss" else _loss_of(logits, given, scale)
+        hidden = self.model.base_model(**self._arguments(given))[0].flatten(0, 1)
+        if want == "logits":
+            return self._logits(hidden).unflatten(0, given.input_ids.shape)
+        head = self.model.get_output_embeddings()
+        # A token without a target adds nothing: its logits are not even computed.
+        return chunked_cross_entropy(
+            hidden.index_select(0, given.targets),
+            head.weight,
+            head.bias,
+            given.labels.flatten().index_select(0, given.targets),
+            scale=scale,
+            chunk_tokens=chunk_tokens,
+            rule=self.rule,
+        )
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        # No attention mask: one of ones would switch the separation of documents off without a word.
+        return {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "use_cache": False,
+            **attention_arguments(batch, self.attention),
+        }
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        logits = nn.functional.linear(hidden, head.weight, head.bias).float() * self.rule.factor
+        return logits if self.rule.cap is None else torch.tanh(logits / self.rule.cap) * self.rule.cap
+
+    def _next(self, given: Decoding) -> Tensor:
+        arguments = {
+            "input_ids": given.tokens,
+            "attention_mask": given.mask,
+            "position_ids": given.positions,
+            "past_key_values": given.cache,
+            "use_cache": True,
+        }
+        if self.own_head:
+            return self._logits(self.model.base_model(**arguments)[0][:, -1])
+        logits: Tensor = self.model(**arguments).logits[:, -1]
+        return logits.float()
+
+
+def _loss_of(logits: Tensor, batch: Batch, scale: float) -> Tensor:
+    return scale * nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )

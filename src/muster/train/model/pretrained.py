@@ -1,0 +1,188 @@
+"""Safetensors folders, read slice by slice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.core.errors import BackendError, CheckpointError, UsageError
+from muster.train.model.weights import fill, local_part, local_ranges, plain_name
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A local folder of safetensors: tensor name -> file."""
+
+    path: Path
+    files: dict[str, Path]
+
+
+def fetch(source: str, revision: str | None) -> Path:
+    """The local folder of a model: itself, or the hub's copy in the cache (weights and configuration alone).
+
+    Raises:
+        UsageError: no such model.
+        BackendError: the hub cannot be reached.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise UsageError(f"model.source: no folder {source}", hint="give a local folder or a hub id like org/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:
+        raise hub_error(source, error) from error
+
+
+def hub_error(source: str, error: Exception) -> UsageError | BackendError:
+    """What went wrong with the hub, in words."""
+    kind = type(error).__name__
+    if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "HFValidationError"):
+        return UsageError(
+            f"model.source: {source} is not available on the hub ({kind})",
+            hint="check the name, or run `hf auth login`",
+        )
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else kind
+    return BackendError(
+        f"model.source: {source} is no local folder and the hub cannot be reached: {first_line}",
+        hint="check the network, or download the model and give its folder",
+    )
+
+
+def open_folder(path: Path) -> Folder:
+    """Which file holds which tensor. Only headers are read.
+
+    Raises:
+        CheckpointError: a file is missing, corrupt or truncated.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        if not (path / SINGLE).is_file():
+            raise CheckpointError(
+                f"{path} holds neither {SINGLE} nor {INDEX}", hint="weights must be safetensors, not .bin"
+            )
+        with opened(path / SINGLE) as file:
+            return Folder(path, dict.fromkeys(file.keys(), path / SINGLE))
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        files = {str(name): path / str(file) for name, file in listed.items()}
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        raise CheckpointError(f"{index} is unreadable: {error}") from error
+    for file_path in sorted(set(files.values())):
+        if not file_path.is_file():
+            raise CheckpointError(f"{file_path} is missing, {INDEX} names it", hint="download the model again")
+        with opened(file_path) as file:
+            absent = [name for name, where in files.items() if where == file_path and name not in set(file.keys())]
+        if absent:
+            raise CheckpointError(f"{file_path} lacks {absent[0]}, which {INDEX} places there")
+    return Folder(path, files)
+
+
+def opened(path: Path) -> Any:
+    """The file as safetensors opens it; broken ones raise CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is corrupt or truncated: {error}", hint="download or export the model again"
+        ) from error
+
+
+def load(model: Any, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
+    """Fill this rank's parts of all parameters and persistent buffers, dtypes converted, reading only those.
+
+    ``model`` is a transformers model, perhaps with adapters in it, whose parameters ``ignored`` names.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of another shape, or a file is corrupt.
+    """
+    skipped = set(ignored)
+    targets = {name: parameter for name, parameter in model.named_parameters() if name not in skipped}
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    targets |= {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+    prefix = f"{model.base_model_prefix}."
+    places = {name: place_of(name, folder, prefix) for name in targets}
+    missing = [name for name, place in places.items() if place is None]
+    if missing:
+        raise CheckpointError(
+            f"{folder.path} lacks {_some(missing)} of {type(model).__name__}",
+            hint="is it the folder of another architecture, or one that needs conversion by transformers?",
+        )
+    _refuse_unknown(model, folder, set(places.values()), transient, prefix)
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(opened(path)) for path in sorted(set(folder.files.values()))}
+        for name, tensor in targets.items():
+            place = places[name]
+            assert place is not None
+            fill(tensor, read_slice(files[folder.files[place]], place, tensor, folder.files[place]))
+
+
+def place_of(name: str, folder: Folder, prefix: str) -> str | None:
+    """The tensor's name in the files: adapters rename their base, and a file may leave out the model's prefix."""
+    plain = plain_name(name)
+    candidates = (plain, plain.removeprefix(prefix), prefix + plain)
+    return next((candidate for candidate in candidates if candidate in folder.files), None)
+
+
+def read_slice(file: Any, place: str, tensor: Tensor, path: Path) -> Tensor:
+    """The part of a stored tensor that ``tensor`` holds on this rank."""
+    from safetensors import SafetensorError
+
+    try:
+        stored = file.get_slice(place)
+        if tuple(stored.get_shape()) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{path}: {place} has shape {list(stored.get_shape())}, the model's is {list(tensor.shape)}",
+                hint="config.json does not belong to these weights",
+            )
+        if local_part(tensor).numel() == 0:
+            return torch.empty(local_part(tensor).shape)
+        if tensor.ndim == 0:
+            found: Tensor = file.get_tensor(place)
+        else:
+            found = stored[local_ranges(tensor)]
+        return found
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is corrupt or truncated at {place}: {error}") from error
+
+
+def _refuse_unknown(model: Any, folder: Folder, used: set[str | None], transient: set[str], prefix: str) -> None:
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    known = transient | set(getattr(model, "_tied_weights_keys", None) or ())
+    unknown = [
+        name
+        for name in folder.files
+        if name not in used
+        and not ({name, prefix + name, name.removeprefix(prefix)} & known)
+        and not name.endswith("rotary_emb.inv_freq")
+        and not any(pattern.search(name) for pattern in patterns)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{folder.path} holds {_some(unknown)}, which {type(model).__name__} does not have",
+            hint="is config.json that of another architecture?",
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

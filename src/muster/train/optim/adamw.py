@@ -1,0 +1,159 @@
+"""AdamW on each rank's own shards, as plain tensors: no DTensor dispatch, one kernel call for all of them.
+
+Decoupled weight decay, on matrices alone (not on norms and biases). Loshchilov and Hutter 2019, as
+``torch.optim.AdamW`` computes it. The step counter is the training step, so nothing but the moments is state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from muster.core.errors import UsageError
+from muster.config.spec import Optimizer as Settings
+from muster.train.distributed.reduce import local
+
+
+class Updates(Protocol):
+    """What the loop asks of an optimizer."""
+
+    @property
+    def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """State name (``exp_avg``...) -> parameter name -> this rank's part; perhaps a copy."""
+        ...
+
+    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over values that were written into what ``moments`` gave."""
+        ...
+
+    def step(self, *, step: int, learning_rate: float, scale: Tensor, skip: Tensor) -> None:
+        """Apply update ``step`` with gradients times ``scale`` (0-d); nothing where ``skip`` is 1.0."""
+        ...
+
+
+def make_optimizer(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> Updates:
+    """The optimizer that the run file asks for.
+
+    Raises:
+        UsageError: 8-bit state is wanted and torchao is not installed, or the run is exact.
+    """
+    if settings.name == "adamw_8bit":
+        from muster.train.optim.adamw_8bit import AdamW8bit
+
+        if elementwise:
+            raise UsageError(
+                "training.exact needs whole optimizer state: 8-bit blocks depend on where a shard begins",
+                hint="set training.optimizer.name: adamw",
+            )
+        return AdamW8bit(named, settings)
+    return AdamW(named, settings, elementwise=elementwise)
+
+
+class AdamW:
+    """AdamW whose moments lie beside the local shards.
+
+    ``elementwise``: take the update in separate operations instead of the fused kernel. Slower, but the fused
+    CPU kernel rounds the elements at the end of a shard differently from those in its middle, so that its result
+    depends on where a shard ends; exact training cannot have that.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool = False) -> None:
+        self.settings = settings
+        self.elementwise = elementwise
+        self.named = dict(named)
+        self.exp_avg = {name: torch.zeros_like(local(p.detach())) for name, p in self.named.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(local(p.detach())) for name, p in self.named.items()}
+        self._counters: dict[torch.device, Tensor] = {}
+
+    @property
+    def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Nothing to do: ``moments`` are the moments themselves."""
+
+    @torch.no_grad()
+    def step(self, *, step: int, learning_rate: float, scale: Tensor, skip: Tensor) -> None:
+        for decays in (True, False):
+            names = [
+                name
+                for name, parameter in self.named.items()
+                if decays_weight(parameter) == decays and parameter.grad is not None and self.exp_avg[name].numel()
+            ]
+            if names:
+                decay = self.settings.weight_decay if decays else 0.0
+                self._update(names, step, learning_rate, decay, scale, skip)
+
+    def _update(
+        self, names: Sequence[str], step: int, learning_rate: float, decay: float, scale: Tensor, skip: Tensor
+    ) -> None:
+        parameters = [local(self.named[name].detach()) for name in names]
+        gradients = [local(gradient) for name in names if (gradient := self.named[name].grad) is not None]
+        exp_avg = [self.exp_avg[name] for name in names]
+        exp_avg_sq = [self.exp_avg_sq[name] for name in names]
+        beta1, beta2 = self.settings.betas
+        if self.elementwise:
+            if float(skip):
+                return
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            for found in zip(parameters, gradients, exp_avg, exp_avg_sq, strict=True):
+                adamw_elementwise(
+                    *found, step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2,
+                    eps=self.settings.eps, decay=decay,
+                )  # fmt: skip
+            return
+        device = parameters[0].device
+        counter = self._counters.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
+        torch._fused_adamw_(
+            parameters,
+            gradients,
+            exp_avg,
+            exp_avg_sq,
+            [],
+            [counter.fill_(step)] * len(parameters),
+            lr=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=decay,
+            eps=self.settings.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale.float().reciprocal(),  # the kernel divides
+            found_inf=skip.float(),
+        )
+
+
+def adamw_elementwise(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """One update in operations that each round once, so that no element depends on its neighbours."""
+    parameter.mul_(1.0 - learning_rate * decay)
+    exp_avg.mul_(beta1).add_(gradient.mul(1.0 - beta1))
+    exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1.0 - beta2))
+    denominator = exp_avg_sq.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(eps)
+    parameter.sub_(exp_avg.div(denominator).mul_(learning_rate / (1.0 - beta1**step)))
+
+
+def decays_weight(parameter: Tensor) -> bool:
+    """Matrices decay; norms and biases do not."""
+    return parameter.ndim >= 2
+
+
+def clip_scale(norm: Tensor, max_norm: float | None) -> Tensor:
+    """Factor that brings gradients of global ``norm`` down to ``max_norm``; 1 where they are below. Stays on device."""
+    if max_norm is None:
+        return torch.ones_like(norm)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,92 @@
+"""Where a rank's state comes from: snapshots in memory, or the newest committed checkpoint, or nowhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from muster.checkpoint.load import load_into, newest_valid
+from muster.core.errors import CheckpointError
+from muster.checkpoint_format.manifest import Manifest
+from muster.protocol.ranks import Link, RankContext
+from muster.config.spec import RunSpec
+from muster.storage.uris import is_local
+from muster.train.training_run import Snapshot
+from muster.train.state.saving import Saves
+from muster.train.distributed.process_setup import World
+from muster.train.state.snapshot import restored
+from muster.train.state.training_state import TrainState
+from muster.train.state.snapshot_tiers import open_together
+
+
+def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves, world: World, link: Link) -> None:
+    """Bring ``state`` to the newest version that can be had; ``state.step`` says which. Collective.
+
+    Raises:
+        CheckpointError: what the supervisor named cannot be read, or the checkpoint is of other data.
+    """
+    began = time.monotonic_ns()
+    if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
+        return  # this process went on living with it
+    if context.restore is None:
+        saves.saver.claimed()  # older attempts commit nothing behind our back, and a folder that cannot be used shows
+    if context.restore is not None:
+        tensors = restored(context, context.restore, state.sharded())
+        state.load(context.restore.step, tensors)
+        tier, uri = context.restore.tier, context.snapshot_dir or ""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    elif spec.checkpoint.resume:
+        sharded = state.sharded()
+        found = newest_valid(
+            saves.store,
+            saves.directory,
+            lambda uri, reason: link.emit("checkpoint.skipped", uri=uri, reason=reason),
+            state=sharded,
+            group=world.checkpoint,
+        )
+        if found is None:
+            return
+        same_data(saves, found)
+        size = load_into(found, sharded)
+        state.loaded(found.step, sharded)
+        saves.last_saved = found.step
+        tier, uri = "disk" if is_local(found.uri) else "bucket", found.uri
+    else:
+        return
+    link.emit(
+        "checkpoint.restored",
+        step=state.step,
+        tier=tier,
+        uri=uri,
+        bytes=size,
+        duration_ns=time.monotonic_ns() - began,
+    )
+
+
+def open_snapshots(
+    spec: RunSpec, context: RankContext, state: TrainState, world: World, link: Link, *, extra: Mapping[str, Any]
+) -> Snapshot | None:
+    """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint.
+
+    Collective: where one rank's host has no room for them, all go on with fewer tiers, and a note says so.
+    """
+    if context.snapshot_dir is None or spec.checkpoint.memory_every_steps == 0:
+        return None
+    return open_together(
+        context,
+        state.sharded(),
+        extra=extra,
+        group=world.control,
+        say=lambda text: link.emit("run.note", text=text),
+    )
+
+
+def same_data(saves: Saves, found: Manifest) -> None:
+    """Raise CheckpointError where a checkpoint is of other data: its steps would mean other batches."""
+    for key, mine in saves.extra.items():
+        if key in found.extra and found.extra[key] != mine:
+            raise CheckpointError(
+                f"{found.uri} was made with another {key.replace('_', ' ')}: {found.extra[key]}, here it is {mine}",
+                hint="set another checkpoint.dir, or checkpoint.resume: false to start anew",
+            )

@@ -1,0 +1,187 @@
+"""When the training state is written, and whether there is time for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muster.checkpoint.handover import Handover
+from muster.checkpoint.saver import Saver
+from muster.core import intervals
+from muster.storage import uris
+from muster.protocol.ranks import Link, Order, RankContext
+from muster.core.protocols import Store
+from muster.config.spec import CheckpointSpec, RunSpec
+from muster.storage.store import open_store
+from muster.train.distributed.process_groups import all_reduce
+from muster.train.distributed.process_setup import World
+from muster.train.state.training_state import TrainState
+
+#: ``auto`` never saves more often than this. The first save comes after it, and measures stall and drain.
+SHORTEST_INTERVAL_S = 60.0
+#: A save is thought to take as long as the last one and half as long again.
+SAFETY = 1.5
+#: A save that failed is tried again after so long, where none is due before: by the step count it could be an hour.
+RETRY_S = 60.0
+
+
+@dataclass
+class Saves:
+    """The run's checkpoints as the loop sees them. Calls are collective: every rank makes the same ones."""
+
+    saver: Saver
+    spec: CheckpointSpec
+    state: TrainState
+    extra: Mapping[str, Any]
+    """Small values that a later run compares before it resumes."""
+    store: Store
+    directory: str
+    rate: intervals.FailureRate
+    """Of the whole run, as far as was known when this attempt began."""
+    to_disk: float = 1.0
+    """Share of failures after which only these saves still hold the state."""
+    last_saved: int = -1
+    """Step of the newest save that was begun or restored."""
+    owed: bool = False
+    """A save was due while the one before was under way."""
+    seconds: float = 0.0
+    """From the beginning to the commit of this rank's last save; ``committed`` sets it."""
+    _stall_s: float = 0.0
+    _began: float = field(default_factory=lambda: time.monotonic())
+    _since: float = field(default_factory=lambda: time.monotonic())
+    _interval_s: float | None = None
+    _failed_at: float | None = None
+
+    def due(self, step: int) -> bool:
+        """The step count asks for a save."""
+        every = self.spec.every_steps
+        return isinstance(every, int) and every > 0 and step % every == 0
+
+    def due_by_clock(self) -> bool:
+        """``auto``: the optimum of ``core.intervals`` has passed: measured stall and drain, and the failure rate.
+
+        Whatever the file says: the last save failed a while ago.
+        """
+        if self._failed_at is not None and time.monotonic() - self._failed_at > RETRY_S:
+            return True
+        if self.spec.every_steps != "auto":
+            return False
+        return time.monotonic() - self._since > (self._interval_s or SHORTEST_INTERVAL_S)
+
+    def next_interval_s(self) -> float:
+        """Seconds to the next save by the clock, from what is known now."""
+        running_s = time.monotonic() - self._began
+        rate = self.rate.observed(seconds=running_s)
+        tier = intervals.Tier(
+            stall_s=self._stall_s,
+            drain_s=self.seconds if self.spec.asynchronous else 0.0,
+            mtbf_s=rate.mtbf_s / self.to_disk,
+        )
+        if self._interval_s is None:
+            return intervals.automatic(tier, shortest_s=SHORTEST_INTERVAL_S)
+        since_restart_s = running_s if self.rate.failures else math.inf
+        return intervals.adapt(self._interval_s, tier, since_restart_s=since_restart_s, shortest_s=SHORTEST_INTERVAL_S)
+
+    def fits(self, order: Order, group: dist.ProcessGroup | None) -> bool:
+        """The order wants a save, and leaves time for one as long as the slowest rank's last. Collective."""
+        if not order.save:
+            return False
+        if order.deadline_s is None:
+            return True
+        seconds = torch.tensor(self.seconds, dtype=torch.float64)
+        if group is not None:
+            all_reduce(seconds, group, op=dist.ReduceOp.MAX).wait()
+        return float(seconds) * SAFETY < order.deadline_s
+
+    def save(self, step: int) -> None:
+        """Write the state after ``step``; asynchronous saves return when the bytes are staged."""
+        if step == self.last_saved:
+            return
+        began = time.monotonic()
+        self.saver.save(step, self.state.sharded(), dict(self.extra))
+        self._stall_s = time.monotonic() - began
+        self._since = time.monotonic()
+        self.last_saved, self.owed, self._failed_at = step, False, None
+
+    def put_off(self, step: int) -> None:
+        """``step`` is due and the save before is under way (a slow disk, a bucket that does not answer): after it."""
+        self.owed = True
+        self.saver.put_off(step)
+
+    def failed(self) -> None:
+        """A save came to nothing."""
+        self._failed_at = time.monotonic()
+
+    def committed(self, seconds: float) -> None:
+        """A save stands, ``seconds`` after it was begun: what it took decides when the next one is due."""
+        self.seconds = seconds
+        self._interval_s = self.next_interval_s()
+
+    def prepare(self) -> None:
+        """Allocate the staging memory before the first save, where one is coming. Collective."""
+        if self.spec.every_steps != 0:
+            self.saver.prepare(self.state.sharded())
+
+    def poll(self) -> None:
+        """Commit a save whose bytes have arrived."""
+        self.saver.poll()
+
+    def finish(self) -> None:
+        """Wait for the last save and commit it."""
+        self.saver.finish()
+
+    def abandon(self) -> None:
+        """The world broke, and the save under way with it; its thread is not waited for."""
+        self.saver.abandon()
+
+
+def open_saves(
+    spec: RunSpec, context: RankContext, state: TrainState, world: World, *, extra: Mapping[str, Any], link: Link
+) -> Saves:
+    """The run's checkpoint folder, ready to write to. Collective."""
+    directory = spec.checkpoint.dir or uris.join(context.run_dir, "checkpoints")
+    store = open_store()
+
+    def on_event(kind: str, *, step: int | None = None, **detail: Any) -> None:
+        if kind == "checkpoint.committed" and "duration_ns" in detail:
+            saves.committed(detail["duration_ns"] / 1e9)
+        elif kind == "checkpoint.failed":
+            saves.failed()
+        if world.rank == 0:
+            link.emit(kind, step=step, **detail)
+
+    saver = Saver(
+        directory,
+        run_id=context.run_id,
+        attempt=context.attempt,
+        layout=context.layout,
+        keep_last=spec.checkpoint.keep_last,
+        asynchronous=spec.checkpoint.asynchronous,
+        group=world.checkpoint,
+        store=store,
+        on_event=on_event,
+        handover=Handover.on_this_host(
+            run_dir=context.run_dir, run_id=context.run_id, host=context.host, directory_uri=directory
+        ),
+    )
+    saves = Saves(
+        saver=saver,
+        spec=spec.checkpoint,
+        state=state,
+        extra=extra,
+        store=store,
+        directory=directory,
+        rate=intervals.FailureRate.at_scale(context.world_size).observed(
+            seconds=context.observed_s, failures=context.failures
+        ),
+        to_disk=intervals.disk_share(
+            memory=context.snapshot_dir is not None and spec.checkpoint.memory_every_steps > 0, peer=context.peer_copy
+        ),
+    )
+    return saves

@@ -1,0 +1,217 @@
+"""One 64-bit number for the whole training state, equal in every layout that holds the same bits.
+
+Each element gives ``mix(bits, global flat index, seed of the tensor's name)``; the hash is their sum modulo 2**64,
+and the step's. A sum has no order, so ranks add up what they hold, however the state is cut. Of copies within a replica
+(tensor parallelism leaves norms whole) the first counts: every element once. One bit changed, two elements or two
+tensors exchanged give another number; it guards against accidents, not against an adversary.
+
+Each replica has a number of its own, and all of them are to be one: replicas take the same sums and make the same
+updates, and nothing ever brings back together what a flipped bit has set apart. Where they differ one of them is
+corrupt, silently, and from that step on the weights are nobody's.
+
+The ranks' sums meet on the group of orders, which crosses replicas and is broken under a lost one (``Breaker``):
+whoever waits there is freed like anywhere else, and that step has no hash. It is never asked for again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.protocol.ranks import Link
+from muster.train.distributed.process_groups import all_reduce
+from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
+from muster.train.state.snapshot import table_of
+from muster.train.state.training_state import TrainState
+
+#: Odd multipliers without a pattern in their bits: of the golden ratio, and splitmix64's two (Steele, Lea and
+#: Flood, 2014), as signed numbers.
+PLACE_BY = 0x9E3779B97F4A7C15 - (1 << 64)
+BITS_BY = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIXED_BY = 0x94D049BB133111EB - (1 << 64)
+#: Elements at a time: what goes from one operation to the next stays in a core's cache.
+ELEMENTS_AT_ONCE = 1 << 15
+_WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank's part of a tensor lies in the whole."""
+
+    seed: int
+    global_shape: Sequence[int]
+    offsets: Sequence[int]
+
+
+@dataclass
+class PendingHash:
+    """A hash of each replica, whose parts are on their way to each other."""
+
+    step: int
+    totals: Tensor
+    """One number a replica."""
+    work: dist.Work | None
+    """None: alone, or the group broke at once (``totals`` are then of no use)."""
+    broken: bool = False
+
+    def texts(self, *, wait: bool = True) -> list[str] | None:
+        """16 hexadecimal digits a replica. None where the group broke, or without ``wait`` not all parts are here."""
+        try:
+            if self.broken or (self.work is not None and not wait and not self.work.is_completed()):
+                return None
+            if self.work is not None:
+                self.work.wait()
+        except RuntimeError:
+            return None
+        return [f"{(total + self.step * PLACE_BY) % (1 << 64):016x}" for total in self.totals.tolist()]
+
+
+class StateHashes:
+    """Takes the hash of the training state every so many steps."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        every_steps: int,
+        replica: int,
+        shard_rank: int,
+        tp_rank: int,
+        group: dist.ProcessGroup | None,
+        replicas: int = 1,
+    ) -> None:
+        """``replica``, ``shard_rank``, ``tp_rank``: this rank's place. ``group``: gloo over all ranks, or None."""
+        self.state = state
+        self.every_steps = every_steps
+        self.group = group
+        self.replica, self.replicas = replica, replicas
+        self._places: dict[str, Place] = {}
+        self._told = False
+        if every_steps:
+            self._places = places_of(state.sharded(), shard_rank=shard_rank, tp_rank=tp_rank)
+
+    def begin(self, step: int) -> PendingHash | None:
+        """Add up this rank's part of the state after ``step`` and send it off; None: no hash is due.
+
+        Every rank calls it at the same steps. On CUDA the host waits for the device here. Never raises for a peer.
+        """
+        if not self.every_steps or step % self.every_steps:
+            return None
+        totals = torch.zeros(self.replicas, dtype=torch.int64)
+        totals[self.replica] = partial_sum(self.state.local_tensors(), self._places)
+        found = PendingHash(step, totals, None)
+        if self.group is not None:
+            try:
+                found.work = all_reduce(totals, self.group)
+            except RuntimeError:
+                found.broken = True
+        return found
+
+    def told(self, found: PendingHash, link: Link | None, *, wait: bool = True) -> dict[str, Any]:
+        """What the ``step`` event says of it. ``link``: takes a note, once, where replicas differ."""
+        texts = found.texts(wait=wait)
+        if texts is None:
+            return {"state_hash": None}
+        if len(set(texts)) == 1:
+            return {"state_hash": texts[0]}
+        if link is not None and not self._told:
+            self._told = True
+            link.emit("run.note", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
+        return {"state_hash": texts[0], "replica_hashes": texts}
+
+
+def apart(step: int, texts: Sequence[str]) -> str:
+    """In words: which replicas hold another state than the others."""
+    said = f"after step {step} the replicas do not hold one state: silent corruption of "
+    numbers = {text: [replica for replica, other in enumerate(texts) if other == text] for text in texts}
+    most = max(numbers.values(), key=len)
+    if 2 * len(most) > len(texts):
+        odd = [str(replica) for replica in range(len(texts)) if replica not in most]
+        return f"{said}replica {' and '.join(odd)}, where {len(most)} of {len(texts)} agree"
+    groups = "; ".join(f"{text}: replica {' and '.join(map(str, found))}" for text, found in numbers.items())
+    return f"{said}one that cannot be told from here ({groups})"
+
+
+def places_of(sharded: Mapping[str, Tensor], *, shard_rank: int, tp_rank: int) -> dict[str, Place]:
+    """The places of what this rank counts: all its parts but those that an earlier rank holds as well."""
+    table, _ = table_of(sharded)
+    found = {}
+    for entry, tensor in zip(table, sharded.values(), strict=True):
+        cut = sharded_axes(tensor)
+        if all(rank == 0 or axis in cut for axis, rank in ((SHARD, shard_rank), (TENSOR, tp_rank))):
+            name = entry["name"]
+            found[name] = Place(seed_of(name), tuple(entry["global_shape"]), tuple(entry["offsets"]))
+    return found
+
+
+def seed_of(name: str) -> int:
+    """A signed 64-bit number that belongs to ``name``."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@torch.no_grad()
+def partial_sum(tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> Tensor:
+    """The sum over these parts, 0-d int64 on the host."""
+    sums = [
+        mixed_sum(bits, key)
+        for name, place in places.items()
+        if tensors[name].numel()
+        for bits, key in pieces(tensors[name], place)
+    ]
+    return torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.int64)
+
+
+def mixed_sum(bits: Tensor, key: Tensor) -> Tensor:
+    """The sum of mix(bits, key) over the elements; a round of splitmix64's finaliser mixes."""
+    mixed = torch.add(key, bits, alpha=BITS_BY)
+    mixed ^= (mixed >> 32) & (1 << 32) - 1  # int64 shifts carry the sign along
+    mixed *= MIXED_BY
+    mixed ^= (mixed >> 29) & (1 << 35) - 1
+    return mixed.sum()
+
+
+def pieces(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
+    """(bits, key) of blocks of elements; a key is the global flat index, spread out, plus the tensor's seed."""
+    bits = tensor.contiguous().view(_WIDTHS[tensor.element_size()])
+    whole_rows = tuple(place.global_shape[1:]) == tuple(tensor.shape[1:])  # then flat in the whole as well
+    bits = bits.reshape(1, -1) if whole_rows else bits.reshape(-1, tensor.shape[-1])
+    firsts = first_indices(tensor.shape, place, tensor.device)[: bits.shape[0]] * PLACE_BY
+    ramp = spread(tensor.device)
+    for at in range(0, bits.shape[1], ELEMENTS_AT_ONCE):
+        columns = bits[:, at : at + ELEMENTS_AT_ONCE]
+        width = columns.shape[1]
+        starts = firsts + signed(at * PLACE_BY + place.seed)
+        rows = max(1, ELEMENTS_AT_ONCE // width)
+        for block, start in zip(columns.split(rows), starts.split(rows), strict=True):
+            yield block, ramp[:width] + start[:, None]
+
+
+def first_indices(shape: Sequence[int], place: Place, device: torch.device) -> Tensor:
+    """Flat index in the whole tensor of the first element of each of the part's rows (lines of its last dimension)."""
+    found = torch.tensor([place.offsets[-1] if place.offsets else 0], device=device)
+    stride = place.global_shape[-1] if place.global_shape else 1
+    for size, whole, offset in zip(
+        reversed(shape[:-1]), reversed(place.global_shape[:-1]), reversed(place.offsets[:-1]), strict=True
+    ):
+        lines = (torch.arange(size, device=device) + offset) * stride
+        found = (lines[:, None] + found).reshape(-1)
+        stride *= whole
+    return found
+
+
+@functools.cache
+def spread(device: torch.device) -> Tensor:
+    """0, 1, 2, ... times ``PLACE_BY``, wrapped: made once a device."""
+    return torch.arange(ELEMENTS_AT_ONCE, dtype=torch.int64, device=device) * PLACE_BY
+
+
+def signed(number: int) -> int:
+    """``number`` modulo 2**64, as int64 has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,101 @@
+"""Everything that must survive: trained parameters, the optimizer's moments and the step. Nothing else is state.
+
+Data order, learning rate and dropout are functions of the step and the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from muster.core.errors import CheckpointError
+from muster.train.optim.adamw import Updates
+from muster.train.distributed.reduce import local
+
+#: What wrappers put into parameter names and what a checkpoint must not depend on.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def named_without_wrappers(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The same parameters in the same order under names that recomputation and compile do not touch."""
+    found = {}
+    for name, parameter in named.items():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[name] = parameter
+    return found
+
+
+class TrainState:
+    """The training state of one rank.
+
+    ``step`` is the last applied step; 0 before the first.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], optimizer: Updates, *, step: int = 0) -> None:
+        self.named = dict(named)
+        self.optimizer = optimizer
+        self.step = step
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's parts as plain tensors, in a fixed order. They share the storage (8-bit moments: copies)."""
+        found = {f"model.{name}": local(parameter.detach()) for name, parameter in self.named.items()}
+        for moment, parts in self.optimizer.moments.items():
+            found.update({f"optimizer.{moment}.{name}": part for name, part in parts.items()})
+        return found
+
+    def sharded(self) -> dict[str, Tensor]:
+        """The same tensors with their place in the whole, for checkpoints; plain where nothing is sharded."""
+        found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+        for moment, parts in self.optimizer.moments.items():
+            for name, part in parts.items():
+                found[f"optimizer.{moment}.{name}"] = placed_like(self.named[name], part)
+        return found
+
+    @torch.no_grad()
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take over this rank's parts, to the bit, as ``local_tensors`` gave them.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape; nothing has been changed then.
+        """
+        mine = self.local_tensors()
+        for name, tensor in mine.items():
+            given = tensors.get(name)
+            if given is None:
+                raise CheckpointError(f"the restored state lacks {name}")
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"the restored {name} is {given.dtype} {tuple(given.shape)}, "
+                    f"here it is {tensor.dtype} {tuple(tensor.shape)}"
+                )
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        self.loaded(step, mine)
+
+    def loaded(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Values have been written into what ``local_tensors`` or ``sharded`` gave: take them over as ``step``."""
+        self.optimizer.take(
+            {
+                moment: {name: local(tensors[f"optimizer.{moment}.{name}"]) for name in parts}
+                for moment, parts in self.optimizer.moments.items()
+            }
+        )
+        self.step = step
+
+
+def placed_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """``part`` (this rank's, shaped as the parameter's own part) with the parameter's mesh and placements."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

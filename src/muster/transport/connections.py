@@ -1,0 +1,197 @@
+"""Sessions over sockets, in one selector loop: the only place where bytes meet the network.
+
+``Hub`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
+and a peer that does not read is dropped when the buffer passes a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.core.errors import AccessError
+from muster.transport.secure_session import Session
+
+BUFFER_LIMIT_BYTES = 64 * 1024 * 1024
+#: Sent and unacknowledged for so long: the connection is given up (after a cut the kernel would retry for minutes).
+UNHEARD_MS = 10_000
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection: its session, and a place for the owner to keep who it is."""
+
+    sock: socket.socket
+    session: Session
+    server: bool
+    pending: bytearray = field(default_factory=bytearray)
+    who: Any = None
+    closed: bool = False
+
+
+@dataclass
+class Hub:
+    """All sockets of a process.
+
+    ``on_message(peer, message)`` and ``on_gone(peer, reason)`` are called from ``run_once`` alone.
+    """
+
+    token: bytes
+    on_message: Callable[[Peer, dict[str, Any]], None]
+    on_gone: Callable[[Peer, str], None]
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    peers: set[Peer] = field(default_factory=set)
+
+    def listen(self, address: str, port: int = 0) -> tuple[str, int]:
+        """Accept connections; return the address bound. ``unix:PATH`` listens on a socket file."""
+        if address.startswith("unix:"):
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            server.bind(address.removeprefix("unix:"))
+            bound = (address, 0)
+        else:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            server = socket.socket(family, socket.SOCK_STREAM)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((address, port))
+            bound = server.getsockname()[:2]
+        server.listen(256)
+        server.setblocking(False)
+        self.selector.register(server, selectors.EVENT_READ, lambda _: self._accept(server))
+        return bound
+
+    def connect(self, address: str, port: int, *, timeout_s: float = 2.0) -> Peer:
+        """Open a connection as the client. Raises OSError when nobody answers within ``timeout_s``."""
+        if address.startswith("unix:"):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(timeout_s)
+            sock.connect(address.removeprefix("unix:"))
+        else:
+            sock = socket.create_connection((address, port), timeout=timeout_s)
+        return self.adopt(sock, server=False)
+
+    def adopt(self, sock: socket.socket, *, server: bool) -> Peer:
+        """Take a connected socket into the loop."""
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+        peer = Peer(sock=sock, session=Session(self.token, server=server), server=server)
+        self.peers.add(peer)
+        self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
+        self._flush(peer)
+        return peer
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back when ``fd`` is readable (a pidfd, a pipe)."""
+        self.selector.register(fd, selectors.EVENT_READ, lambda _: callback())
+
+    def unwatch(self, fd: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(fd)
+
+    def send(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Queue and try to write; a peer that is gone swallows it (``on_gone`` tells)."""
+        if peer.closed:
+            return
+        peer.session.send(message)
+        self._flush(peer)
+
+    def drain(self, peer: Peer) -> None:
+        """Deal with everything that already lies in the socket (a dead peer's last words)."""
+        for _ in range(64):
+            if peer.closed or not _readable(peer.sock):
+                return
+            self._read(peer)
+
+    def close(self, peer: Peer) -> None:
+        """Close without telling ``on_gone``."""
+        if not peer.closed:
+            peer.closed = True
+            self.peers.discard(peer)
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(peer.sock)
+            peer.sock.close()
+
+    def run_once(self, timeout_s: float | None) -> None:
+        """Wait at most ``timeout_s`` for something to happen and deal with all of it."""
+        for key, mask in self.selector.select(timeout_s):
+            key.data(mask)
+
+    def shutdown(self, *, flush_s: float = 1.0) -> None:
+        """Write what is still queued (bounded), then close everything."""
+        for peer in list(self.peers):
+            with contextlib.suppress(OSError):
+                peer.sock.settimeout(flush_s)
+                peer.sock.sendall(bytes(peer.pending))
+            self.close(peer)
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.selector.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = server.accept()
+            self.adopt(sock, server=True)
+
+    def _ready(self, peer: Peer, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if mask & selectors.EVENT_READ and not peer.closed:
+            self._read(peer)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            data = peer.sock.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._gone(peer, error.strerror or str(error))
+            return
+        if not data:
+            self._gone(peer, "connection closed")
+            return
+        try:
+            messages = peer.session.receive(data)
+        except (AccessError, ValueError) as error:
+            self._gone(peer, str(error))
+            return
+        self._flush(peer)
+        for message in messages:
+            if peer.closed:
+                return
+            self.on_message(peer, message)
+
+    def _flush(self, peer: Peer) -> None:
+        peer.pending += peer.session.outgoing()
+        try:
+            while peer.pending:
+                sent = peer.sock.send(peer.pending)
+                del peer.pending[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # the reading side reports it
+        if len(peer.pending) > BUFFER_LIMIT_BYTES:
+            self._gone(peer, f"does not read: {len(peer.pending)} bytes wait")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.pending else 0)
+        with contextlib.suppress(KeyError, ValueError):
+            key = self.selector.get_key(peer.sock)
+            if key.events != wanted:
+                self.selector.modify(peer.sock, wanted, key.data)
+
+    def _gone(self, peer: Peer, reason: str) -> None:
+        if not peer.closed:
+            self.close(peer)
+            self.on_gone(peer, reason)
+
+
+def _readable(sock: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))

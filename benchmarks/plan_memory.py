@@ -120,9 +120,9 @@ def spec_of(changes: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(raw: dict[str, Any], layout: dict[str, int], ranks: int) -> Any:
     """The closed form for one rank of this configuration on this machine's CPU."""
+    from muster.config.spec import RunSpec
     from muster.core.flops import ModelShape
     from muster.core.types import Layout
-    from muster.config.spec import RunSpec
     from muster.plan.memory import cpu_overhead, memory
     from muster.plan.workload import Setting, workload
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from muster.app.planning.memory_trace import BARE
 from muster.catalog import rows
+from muster.config.spec import RunSpec
 from muster.core.flops import ModelShape
 from muster.core.types import Layout
-from muster.config.spec import RunSpec
 from muster.plan.memory import memory
 from muster.plan.workload import Setting, Workload
 

@@ -28,8 +28,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "tests" /
 from cluster import RUN_ID, LiveRun, spec_of  # noqa: E402
 from loops.job import machine  # noqa: E402
 
-from muster.storage.paths import memory_dir  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring  # noqa: E402
+from muster.storage.paths import memory_dir  # noqa: E402
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
 #: State in memory is 12 bytes a parameter; a ring holds it more than once.

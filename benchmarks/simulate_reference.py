@@ -10,11 +10,11 @@ import sys
 from statistics import fmean, stdev
 from typing import Any
 
-from muster.simulate.host_time import RECOVERY
-from muster.simulate.stage_times import constant
-from muster.simulate.rehearsal import spec_for
 from muster.simulate.ensembles import PATIENCE_S, many
+from muster.simulate.host_time import RECOVERY
+from muster.simulate.rehearsal import spec_for
 from muster.simulate.scenario import Saves, Scenario
+from muster.simulate.stage_times import constant
 
 #: name -> (the reference's goodput in percent at 5 a day, what changes against the row above)
 CASE: dict[str, tuple[float, dict[str, Any]]] = {

@@ -8,6 +8,7 @@ A table has any of these parts; each is applied to every text file that git trac
 * ``[text]``     "Old" = "New": whole words anywhere: code, comments, strings, documents. For names that are no English words.
 * ``[[code]]``   files = ["glob", ...], names = {old = "new", ...}: identifiers in Python code, in f-strings' braces and
   between back quotes; prose and other strings stay.
+* ``[[regex]]`` files = [...], pattern = "...", replace = "...": a regular expression, in files of any kind.
 * ``[[strings]]`` files = [...], names = {...}: whole string literals (a key of an event, of a JSON object, of a run file).
 
 Run it on a clean checkout and commit the result alone; list the commit in ``.git-blame-ignore-revs``.
@@ -264,6 +265,9 @@ def main(table_file: str) -> None:
         for part in table.get("strings", []):
             if path.suffix == ".py" and any(fnmatch.fnmatch(name, each) for each in part["files"]):
                 text = rename_strings(text, part["names"])
+        for part in table.get("regex", []):
+            if any(fnmatch.fnmatch(name, each) for each in part["files"]):
+                text = re.sub(part["pattern"], part["replace"], text, flags=re.MULTILINE)
         text = text.replace(DONE, "muster")
         if text != before:
             path.write_text(text, encoding="utf-8")

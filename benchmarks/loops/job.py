@@ -168,8 +168,8 @@ def run_muster(spec: dict[str, Any], folder: Path, *, ranks: int, how: str = "tr
     ``how``: ``train`` is `muster train`, with supervisor, agent, fork server and snapshots, as users have it;
     ``worker`` is a rank alone (under torchrun from two on), which needs no more than this repository's src.
     """
-    from muster.core import event_log
     from muster.config.spec import RunSpec
+    from muster.core import event_log
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -32,10 +32,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.core.errors import UsageError
-from muster.protocol.ranks import YIELDED, Link, Order, RankContext
 from muster.checkpoint_format.shards import owner_of
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
+from muster.protocol.ranks import YIELDED, Link, Order, RankContext
 from muster.train.user_state import (
     State,
     Stateful,

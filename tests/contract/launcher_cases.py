@@ -14,10 +14,10 @@ from muster.backends.local import LocalLauncher, processes
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.script import SCRIPT
-from muster.storage import run_registry
+from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
 from muster.core.types import JobRequest, TaskSpec
-from muster.config.spec import RunSpec
+from muster.storage import run_registry
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 #: What sbatch says before the reason.

@@ -23,9 +23,9 @@ from launcher_cases import CASES, SLEEP, Case
 from waiting import eventually
 
 from muster.backends.local import processes
+from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError
 from muster.core.types import JobHandle, JobState, TaskSpec
-from muster.config.spec import RunSpec
 
 
 @pytest.fixture(params=sorted(CASES))

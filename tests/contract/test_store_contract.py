@@ -12,8 +12,8 @@ import uuid
 
 import pytest
 
-from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.storage import uris
 from muster.storage.store import blobs, open_store
 
 WRITERS = 16

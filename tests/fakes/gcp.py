@@ -20,9 +20,9 @@ from fakes.gcp_services import error as _error
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakeStream
 
-from muster.backends.gke.provision.access import PERMISSIONS
 from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
 from muster.backends.gke.kubernetes.stream import Stream
+from muster.backends.gke.provision.access import PERMISSIONS
 
 HOST = "10.0.0.2"
 ZONES = ("us-central1-b", "europe-west1-b")

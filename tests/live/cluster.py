@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 from watched import Watched
 
-from muster.storage.paths import memory_dir
 from muster.config.spec import RunSpec
+from muster.storage.paths import memory_dir
 
 RUN_ID = "live"
 
@@ -122,7 +122,7 @@ class LiveRun(Watched):
 
     def start_agent(self, name):
         log = open(self.dir / "logs" / f"agent-{name}.log", "a")  # noqa: SIM115 (the child's)
-        argv = [sys.executable, "-m", "muster.agent", "--run-dir", str(self.dir), "--run-id", RUN_ID, "--host", name]
+        argv = [sys.executable, "-m", "muster.agent.watchdog", "--run-dir", str(self.dir), "--run-id", RUN_ID, "--host", name]
         if self.network:
             argv = [
                 "nsenter",

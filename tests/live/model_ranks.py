@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from muster.core.types import Layout
 from muster.config.spec import RunSpec
-from muster.train.evaluation import generate as generation
+from muster.core.types import Layout
 from muster.train.data_feed.batch import make_batch, padding_batch
-from muster.train.model.loss import loss_sum
 from muster.train.distributed.device_mesh import make_meshes
+from muster.train.evaluation import generate as generation
 from muster.train.model.causal_lm import build_model
+from muster.train.model.loss import loss_sum
 from muster.train.model.weights import fill, local_ranges, normal
 
 VOCAB, LENGTH, MICRO_BATCHES = 96, 48, 4

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from muster.core.errors import BackendError
 from muster.config.spec import HubSource, RunSpec
+from muster.core.errors import BackendError
 from muster.data.prepare import open_prepared, prepare
-from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 from muster.data.tokenizer import Encoder
+from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 
 pytestmark = pytest.mark.live
 

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from muster.checkpoint.saver import Saver  # noqa: E402
+from muster.config.spec import RunSpec  # noqa: E402
 from muster.core.errors import CheckpointError, UsageError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
-from muster.config.spec import RunSpec  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 from muster.train.export import hf_folder as exporting  # noqa: E402
 from muster.train.model import lora, weights  # noqa: E402

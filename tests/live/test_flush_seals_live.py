@@ -7,8 +7,8 @@ import time
 import pytest
 from cluster import RUN_ID, LiveRun, spec_of
 
-from muster.storage.paths import memory_dir
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.storage.paths import memory_dir
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 

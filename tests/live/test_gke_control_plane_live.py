@@ -21,18 +21,18 @@ from cluster import SMALL, Network, namespaces_work  # noqa: E402
 from controllers import JOBSETS, WORKLOADS, Controllers  # noqa: E402
 from plane import Plane, programs  # noqa: E402
 
-from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
-from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
-from muster.backends.gke.manifests.placement import place  # noqa: E402
 from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
 from muster.backends.gke.kubernetes.kubeconfig import connect  # noqa: E402
+from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
+from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects  # noqa: E402
-from muster.storage import run_registry  # noqa: E402
+from muster.backends.gke.manifests.placement import place  # noqa: E402
+from muster.config.spec import RunSpec  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
 from muster.core.errors import BackendError  # noqa: E402
 from muster.core.events import Event  # noqa: E402
 from muster.core.types import JobState  # noqa: E402
-from muster.config.spec import RunSpec  # noqa: E402
+from muster.storage import run_registry  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

@@ -115,7 +115,7 @@ def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):
 
 
 def test_a_host_is_named_after_its_pod():
-    argv = ["python", "-m", "muster.agent", "--host", "host-2", "--run-dir", "/runs/host-2/x"]
+    argv = ["python", "-m", "muster.agent.watchdog", "--host", "host-2", "--run-dir", "/runs/host-2/x"]
     name, told = named_after_its_pod("host-2", argv, "llama-host-2-0-abcde")
     assert name == "host-2-abcde" and told == [*argv[:4], "host-2-abcde", *argv[5:]]
     assert named_after_its_pod("", argv, "p-abcde") == ("", argv) and named_after_its_pod("h", argv, "") == ("h", argv)

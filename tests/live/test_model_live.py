@@ -197,9 +197,9 @@ def test_a_real_model_has_its_known_loss_on_a_real_text():
 
     from muster.core.types import Layout
     from muster.train.data_feed.batch import make_batch
-    from muster.train.model.loss import loss_sum
     from muster.train.distributed.device_mesh import make_meshes
     from muster.train.model.causal_lm import build_model
+    from muster.train.model.loss import loss_sum
 
     cpu, length, rows = torch.device("cpu"), 256, 16
     tokens = Tokenizer.from_file(str(STORIES / "tokenizer.json")).encode(text.read_text()[:20_000]).ids

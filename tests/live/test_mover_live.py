@@ -22,11 +22,11 @@ from muster.agent.replicator.replicator_process import MoverChild  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.transport.connections import Hub  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # noqa: E402
 from muster.core.errors import AccessError, CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
-from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
+from muster.transport.connections import Hub  # noqa: E402
 from muster.transport.stream import MOVER_SOCKET, Stream  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]

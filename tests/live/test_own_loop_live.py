@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from cluster import RUN_ID, LiveRun, checkpoint_hash
 
-from muster.storage.paths import memory_dir
 from muster.checkpoint_format.snapshot_ring import Ring
 from muster.config.spec import RunSpec
+from muster.storage.paths import memory_dir
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(180)]
 

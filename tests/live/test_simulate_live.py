@@ -9,10 +9,10 @@ from cluster import LiveRun, spec_of
 
 from muster.app.planning.simulate import KINDS, measure
 from muster.report import api
-from muster.simulate.stage_times import Stage
+from muster.simulate.fault_schedule import Fault
 from muster.simulate.rehearsal import Play
 from muster.simulate.scenario import Scenario
-from muster.simulate.fault_schedule import Fault
+from muster.simulate.stage_times import Stage
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 STEPS = 240

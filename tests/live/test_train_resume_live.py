@@ -140,9 +140,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
 
 def test_resume_from_a_snapshot_in_memory(tmp_path: Path) -> None:
     """The tier that outlives a rank: same layout, to the bit; the checkpoint folder is not looked at."""
+    from muster.checkpoint_format.snapshot_ring import file_name
     from muster.core.types import Layout
     from muster.protocol.ranks import Restore
-    from muster.checkpoint_format.snapshot_ring import file_name
 
     memory = tmp_path / "memory"
     memory.mkdir()

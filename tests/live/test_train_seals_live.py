@@ -8,8 +8,8 @@ import pytest
 from chaos import Judged
 from cluster import RUN_ID, spec_of
 
-from muster.storage.paths import memory_dir
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.storage.paths import memory_dir
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

@@ -20,11 +20,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.events import Event
 from muster.core.types import Layout
 from muster.protocol.ranks import Order, RankContext, Restore
-from muster.config.spec import RunSpec
 
 TIMEOUT_S = 120.0
 

@@ -6,13 +6,13 @@ is injected, and only the answer is tested.
 
 import pytest
 
-from muster.core.types import Action, Decision, IncidentKind
 from muster.config.spec import RunSpec
+from muster.core.types import Action, Decision, IncidentKind
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.incidents import incident
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
+from muster.supervise.recovery.state_machine import Machine
 
 
 def spec_of(**resources):

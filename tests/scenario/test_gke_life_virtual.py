@@ -19,18 +19,18 @@ from cases import spec  # noqa: E402
 from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
-from muster.app.cluster import up_down  # noqa: E402
-from muster.app.run import submit  # noqa: E402
 from muster.app import remote_entrypoint as pod_side  # noqa: E402
+from muster.app.cluster import up_down  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
-from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
-from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
+from muster.app.run import submit  # noqa: E402
 from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
+from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
+from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
-from muster.storage import run_registry  # noqa: E402
-from muster.core.types import JobState  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
+from muster.core.types import JobState  # noqa: E402
+from muster.storage import run_registry  # noqa: E402
 from muster.storage.store import MemoryStore  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())

@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from muster.agent.replicator import snapshot_cleanup
 from muster.agent.ranks.rank_environment import fork_server_environment, opens_contexts
-from muster.agent.replicator.replicator_process import MoverChild
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
-from muster.core.types import Layout
+from muster.agent.replicator import snapshot_cleanup
+from muster.agent.replicator.replicator_process import MoverChild
 from muster.checkpoint_format.snapshot_ring import file_name, forget_refusal
 from muster.config.spec import Recovery
+from muster.core.types import Layout
 
 if TYPE_CHECKING:
     from muster.agent.host_agent import Agent

@@ -20,18 +20,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muster.agent.unsupervised_host import Alone
-from muster.agent.ranks.rank_pool import Crew
-from muster.agent.host_event_log import HostLog
-from muster.agent.heartbeat import supervisor_address
 from muster.agent.child_processes import Programs
+from muster.agent.heartbeat import supervisor_address
+from muster.agent.host_event_log import HostLog
+from muster.agent.ranks.rank_pool import Crew
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
-from muster.storage import uris
-from muster.transport.connections import Hub, Peer
-from muster.core.errors import MusterError
-from muster.storage.paths import check_memory_dir, memory_dir
+from muster.agent.unsupervised_host import Alone
 from muster.checkpoint_format.snapshot_ring import inventory
 from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
+from muster.storage import uris
+from muster.storage.paths import check_memory_dir, memory_dir
+from muster.transport.connections import Hub, Peer
 from muster.transport.secure_session import read_token
 
 #: A host that joins a run under way is ready when its standbys are warm, or after so long.

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muster.storage import uris
-from muster.core.types import Layout
 from muster.checkpoint_format.snapshot_ring import Held, inventory
+from muster.core.types import Layout
+from muster.storage import uris
 
 if TYPE_CHECKING:
     from muster.agent.host_agent import Agent

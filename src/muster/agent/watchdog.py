@@ -1,4 +1,4 @@
-"""``python -m muster.agent``: the keeper. Starts the agent, starts it again if it dies, beats for the host.
+"""``python -m muster.agent.watchdog``: the keeper. Starts the agent, starts it again if it dies, beats for the host.
 
 The keeper does nothing else, so that its heartbeat is never late because of work: a busy agent loop gave
 false deaths at a 300 ms limit. It holds no state; killing it ends the host (the agent notices and leaves).

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.app.inspect.report import report
 from muster.app.run import recover, stop, submit
 from muster.chaos import catalog
 from muster.chaos.fault import Fault
 from muster.chaos.network import Disk, Network
-from muster.app.inspect.report import report
 from muster.chaos.target import Scene
 from muster.config import load
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobRequest
-from muster.storage.run_registry import RunDir
 from muster.report.audit.invariants import broken, check
+from muster.storage.run_registry import RunDir
 
 #: Steps beyond the fault that count as "it trains on".
 SETTLE_STEPS = 5

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from muster.config import schema_keys
+from muster.config.spec import RunSpec
 from muster.core.events import KINDS, PHASES, SCHEMA_VERSION
 from muster.storage.run_registry import replace_text
-from muster.config.spec import RunSpec
 
 GENERATED = "<!-- Generated from the code by `python -m muster.app.reference_docs docs`; do not edit. -->"
 

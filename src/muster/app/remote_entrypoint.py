@@ -18,8 +18,8 @@ from typing import Any
 
 from muster.app.inspect.supervisor_client import ask_here
 from muster.backends import code_bundle
-from muster.storage import run_registry
 from muster.core.errors import MusterError, UsageError
+from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
 FOLDERS = {"logs": ".log", "events": ".jsonl"}

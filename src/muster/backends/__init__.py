@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from muster.core.errors import UsageError
 from muster.backends.protocols import Launcher
+from muster.core.errors import UsageError
 
 NAMES = ("local", "slurm", "gke", "vertex", "gce")
 

@@ -13,8 +13,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from muster.core.errors import UsageError
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 
 FOLDER = "code"
 """Below the run's folder."""

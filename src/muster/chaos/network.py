@@ -16,8 +16,8 @@ from pathlib import Path
 
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
-from muster.core.types import JobRequest, TaskSpec
 from muster.core.protocols import Shell
+from muster.core.types import JobRequest, TaskSpec
 
 #: Whatever ip or tc does, it does at once.
 COMMAND_TIMEOUT_S = 20.0

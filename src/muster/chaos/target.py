@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
-from muster.chaos.network import Disk, Network
 from muster.backends.local import processes
 from muster.backends.local.processes import Process
+from muster.chaos.network import Disk, Network
+from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import MusterError
 from muster.core.events import Event
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir, replace_text
-from muster.config.spec import RunSpec
 
 __all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "has_line", "listening"]
 
@@ -107,7 +107,7 @@ class Scene:
 
     def keeper(self, host: str) -> int:
         """Pid of the process that beats for the host and starts its agent."""
-        return self._programs(host, "muster.agent")[0]
+        return self._programs(host, "muster.agent.watchdog")[0]
 
     def movers(self, host: str) -> list[int]:
         """Pids of what copies and saves the host's snapshots: one, unless it just died."""
@@ -190,7 +190,7 @@ class Scene:
         number = host.removeprefix("host-")
         words = ("--run-dir", str(self.run.path), "--run-id", self.run.run_id, "--host", host)
         processes.start(
-            (sys.executable, "-P", "-m", "muster.agent", *words),
+            (sys.executable, "-P", "-m", "muster.agent.watchdog", *words),
             env=processes.environment(os.environ, run_id=self.run.run_id, run_dir=str(self.run.path), extra={}),
             log=self.run.logs / f"agent-host-{number}.log",
             cwd=self.run.path,

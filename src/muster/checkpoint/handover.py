@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, MusterError
+from muster.storage import uris
 from muster.storage.paths import memory_dir
-from muster.transport.stream import MOVER_SOCKET, Stream
 from muster.transport.secure_session import read_token
+from muster.transport.stream import MOVER_SOCKET, Stream
 
 
 class MoverLost(Exception):

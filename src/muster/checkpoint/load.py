@@ -10,8 +10,8 @@ import torch.distributed as dist
 from muster.checkpoint import exchange
 from muster.checkpoint.reader import Shard, open_checkpoint
 from muster.checkpoint.shards import ShardReader, gaps, mismatch, restore
-from muster.core.errors import CheckpointError, MusterError
 from muster.checkpoint_format.manifest import Manifest, OnSkip, committed, damage, missing
+from muster.core.errors import CheckpointError, MusterError
 from muster.core.protocols import Store
 
 

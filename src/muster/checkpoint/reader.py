@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from muster.checkpoint_format import shards
-from muster.storage import uris
-from muster.core.errors import CheckpointError
-from muster.checkpoint_format.tensor_index import decode_index, index_file
 from muster.checkpoint_format.manifest import Manifest
+from muster.checkpoint_format.tensor_index import decode_index, index_file
+from muster.core.errors import CheckpointError
+from muster.storage import uris
 from muster.storage.store import blobs
 
 

@@ -25,13 +25,13 @@ from muster.checkpoint.handover import Handover, MoverLost
 from muster.checkpoint.staging import Staging
 from muster.checkpoint_format import manifest as manifests
 from muster.checkpoint_format import shards
-from muster.storage import uris
-from muster.core.errors import MusterError
-from muster.checkpoint_format.tensor_index import INDEX, encode_index, shard_file
 from muster.checkpoint_format.manifest import Manifest, StoredFile
-from muster.core.types import Layout
-from muster.core.protocols import Store
 from muster.checkpoint_format.shard_file import write_shard
+from muster.checkpoint_format.tensor_index import INDEX, encode_index, shard_file
+from muster.core.errors import MusterError
+from muster.core.protocols import Store
+from muster.core.types import Layout
+from muster.storage import uris
 from muster.storage.store import blobs
 
 #: The fence is taken while the ranks restart; a save waits no longer for one that does not come than this.

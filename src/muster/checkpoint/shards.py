@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from muster.checkpoint.reader import Shard
-from muster.core.errors import CheckpointError, MusterError
 from muster.checkpoint_format.shards import ITEM_BYTES, Chunk, owner_of
+from muster.core.errors import CheckpointError, MusterError
 
 _PIECE_BYTES = 64 << 20
 

@@ -1,0 +1,1 @@
+"""Checkpoints and in-memory snapshots as bytes: manifests, indexes, shards, checksums, fences. No torch."""

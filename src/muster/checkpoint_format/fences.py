@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from muster.storage import uris
 from muster.core.errors import CheckpointError, ConflictError
 from muster.core.protocols import Store
+from muster.storage import uris
 
 FORMAT = 1
 

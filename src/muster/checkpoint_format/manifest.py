@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from muster.checkpoint_format import fences
-from muster.storage import uris
 from muster.core.errors import CheckpointError, ConflictError
-from muster.core.types import Checkpoint, Layout
 from muster.core.protocols import Store
+from muster.core.types import Checkpoint, Layout
+from muster.storage import uris
 from muster.storage.store import blobs
 
 FORMAT = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.manifest import crc32
+from muster.core.errors import CheckpointError
 from muster.storage.store import blobs
 
 _PIECE_BYTES = 16 << 20

@@ -5,8 +5,8 @@ Needs no torch, since the mover compares as well. numpy is loaded by the first s
 
 from __future__ import annotations
 
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.snapshot_ring import Ring, Version
+from muster.core.errors import CheckpointError
 
 
 def seal_of(data: memoryview) -> int:

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.shards import Chunk, chunk_from_json, chunk_to_json
+from muster.core.errors import CheckpointError
 
 INDEX = "index.json"
 INDEX_FORMAT = 1

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from muster.cli.run_commands import OVERRIDES
 from muster.cli.inspect_commands import JSON
+from muster.cli.run_commands import OVERRIDES
 
 if TYPE_CHECKING:
     from muster.app.drill import Outcome

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from muster.app.inspect.event_format import line
 from muster.app.inspect.run_summary import Summary
 from muster.cli import output, tables
+from muster.config.spec import RunSpec
 from muster.core.events import Event
 from muster.storage.run_registry import RunDir
-from muster.config.spec import RunSpec
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from muster import __version__
-from muster.cli import run_commands, cloud, drill, image, plan, preflight, inspect_commands, render, simulate, watch
+from muster.cli import cloud, drill, image, inspect_commands, plan, preflight, render, run_commands, simulate, watch
 from muster.cli import exec as exec_
 
 app = typer.Typer(

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from muster.cli.run_commands import OVERRIDES, RUN_FILE
 from muster.cli.inspect_commands import JSON
+from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ def plan(
 ) -> None:
     """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
     from muster.app.planning import plan as use_case
-    from muster.cli import plan_table, output
+    from muster.cli import output, plan_table
     from muster.core.errors import UsageError
 
     if out is not None and not out.endswith(".json"):

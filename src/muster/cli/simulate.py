@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from muster.cli.run_commands import OVERRIDES, RUN_FILE
 from muster.cli.inspect_commands import JSON
+from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 
 def register(app: typer.Typer) -> None:

@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from muster.config.spec import FileSource, HubSource, RunSpec
+from muster.config.validation import config_problems, is_remote, looks_local
 from muster.core.errors import Problem, UsageError
 from muster.storage.paths import check_memory_dir, memory_dir
-from muster.config.validation import config_problems, is_remote, looks_local
-from muster.config.spec import FileSource, HubSource, RunSpec
 
 
 def problems(spec: RunSpec) -> list[Problem]:

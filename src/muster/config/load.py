@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from muster.config import schema_keys, validation, host_checks
-from muster.core.errors import Problem, RunFileError, UsageError
-from muster.config.unused_settings import no_effect
+from muster.config import host_checks, schema_keys, validation
 from muster.config.spec import RunSpec
+from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, parse, scalar
+from muster.core.errors import Problem, RunFileError, UsageError
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 4 * 1024 * 1024

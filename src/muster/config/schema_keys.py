@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from muster.core.redact import HIDDEN, is_secret, redact
 from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
+from muster.core.redact import HIDDEN, is_secret, redact
 
 #: What other programs call it -> what it is called here.
 OTHER_NAMES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from muster.core.errors import Problem
 from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource
+from muster.core.errors import Problem
 
 #: Layers are compiled once, in tens of seconds; below so many steps that does not come back.
 COMPILE_PAYS_AFTER_STEPS = 50

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from muster.core.errors import Problem
 from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource, TrainedTokenizer
+from muster.core.errors import Problem
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
 #: ``recovery.reference_steps`` begin after so many steps of the run, and the first of them settle.

@@ -23,9 +23,9 @@ from typing import Any
 
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
+from muster.core.event_order import steady
 from muster.core.events import Event, check, encode
 from muster.core.protocols import Clock
-from muster.core.event_order import steady
 
 _NAME = re.compile(r"^(?P<writer>[A-Za-z0-9][A-Za-z0-9_.-]*)\.(?P<attempt>\d+)\.jsonl$")
 

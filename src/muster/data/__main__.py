@@ -12,8 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from muster.core.errors import MusterError
 from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
 from muster.data.prepare import prepare
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from muster.core.errors import UsageError
 from muster.config.spec import Data, RandomSource, RunSpec
+from muster.core.errors import UsageError
 from muster.data import mixture
-from muster.tasks.text2sql import answers
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
@@ -21,6 +20,7 @@ from muster.data.sequences import write_store
 from muster.data.sources import OpenedSource, Row
 from muster.data.tokenise import Recipe, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
+from muster.tasks.text2sql import answers
 
 Progress = Callable[[str, int, int], None]
 

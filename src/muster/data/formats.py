@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-from muster.core.errors import UsageError
 from muster.config.spec import AnySource, PromptTemplate
+from muster.core.errors import UsageError
 
 Format = Literal["chat", "prompt_completion", "text"]
 RenderChat = Callable[[Sequence[dict[str, Any]], bool], str]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.config.spec import HubSource
+from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 
 _READABLE = re.compile(r"\.(parquet|jsonl|json|txt)(\.gz)?$")
 

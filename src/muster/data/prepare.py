@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from muster.core.errors import MusterError, UsageError
 from muster.config.spec import Data, Model, RandomSource, RunSpec, TrainedTokenizer
+from muster.core.errors import MusterError, UsageError
 from muster.data import build
 from muster.data.cache import build_once, code_version, fingerprint, translated
 from muster.data.sequences import SequenceStore

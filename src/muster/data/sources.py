@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from muster.core.errors import AccessError, UsageError
 from muster.config.spec import AnySource, FileSource, HubSource, RandomSource, Text2SqlSource
+from muster.core.errors import AccessError, UsageError
 from muster.data import hub
 from muster.tasks.text2sql import generator
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import UsageError
 from muster.config.spec import Model, TrainedTokenizer
+from muster.core.errors import UsageError
 from muster.data import hub
 
 FILES = (

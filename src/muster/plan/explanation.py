@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from muster.catalog import rows
 from muster.plan.cost import P90
+from muster.plan.format import dollars, duration, gigabytes
 from muster.plan.search import Candidate, Outcome, Problem, search
 from muster.plan.step_time import step_time
-from muster.plan.format import dollars, duration, gigabytes
 from muster.plan.workload import with_lora
 
 #: A 90th percentile so many times the median is worth a warning.

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from muster.plan.format import dollars, duration
 from muster.plan.layouts import Pins
 from muster.plan.search import Candidate, Limits, Outcome, Problem, Rejection, search
-from muster.plan.format import dollars, duration
 from muster.plan.workload import with_lora
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor, step_flops
 from muster.core.types import Layout
-from muster.config.spec import RunSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

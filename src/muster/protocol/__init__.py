@@ -1,0 +1,1 @@
+"""What processes of a run say to each other, as values."""

@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, MusterError
 from muster.protocol.ranks import RankContext
-from muster.config.spec import RunSpec
-from muster.transport.secure_session import read_token
 from muster.rank.agent_connection import Line, RankLink
+from muster.transport.secure_session import read_token
 
 #: A standby that got no rank within so long warms up: the first attempt's ranks are not held up by it.
 WARM_AFTER_S = 0.5

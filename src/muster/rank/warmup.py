@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.core.types import Layout
 from muster.config.spec import RunSpec
+from muster.core.types import Layout
 from muster.rank import worker
 from muster.train.data_feed.batch import make_batch
-from muster.train.distributed.fixed_point import FixedPointSums
-from muster.train.model.loss import loss_sum
 from muster.train.distributed.device_mesh import make_meshes
-from muster.train.model.causal_lm import build_model, read_config
-from muster.train.optim.adamw import clip_scale, make_optimizer
-from muster.train.distributed.reduce import Axes, FloatSums, Sums
+from muster.train.distributed.fixed_point import FixedPointSums
 from muster.train.distributed.process_setup import fix_workspace
+from muster.train.distributed.reduce import Axes, FloatSums, Sums
+from muster.train.model.causal_lm import build_model, read_config
+from muster.train.model.loss import loss_sum
+from muster.train.optim.adamw import clip_scale, make_optimizer
 from muster.train.state.snapshot import table_of
 from muster.train.state.training_state import TrainState, named_without_wrappers
 

@@ -19,16 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
 from muster.core.types import Layout
 from muster.protocol.ranks import LOST_PEER, YIELDED, Link, Order, RankContext
-from muster.config.spec import RunSpec
 from muster.rank import fault_injection
-from muster.train.learner import assemble, make_learner
 from muster.rank.standalone_link import FileLink
-from muster.train.loop import train
-from muster.train.metrics import Phases
-from muster.train.training_run import Paused, Run
 from muster.train.distributed.process_setup import (
     choose_device,
     join_replicas,
@@ -37,6 +33,10 @@ from muster.train.distributed.process_setup import (
     open_rendezvous,
     set_numerics,
 )
+from muster.train.learner import assemble, make_learner
+from muster.train.loop import train
+from muster.train.metrics import Phases
+from muster.train.training_run import Paused, Run
 
 
 def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = None) -> int:

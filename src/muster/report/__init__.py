@@ -1,0 +1,1 @@
+"""What a finished or running run cost and achieved, read from its events alone."""

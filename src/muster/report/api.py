@@ -12,11 +12,11 @@ from typing import Any
 from muster.core.errors import MusterError, UsageError
 from muster.core.event_log import Verdict, check_directory, genesis
 from muster.core.events import KINDS, Event
-from muster.report.render import compare as comparing
 from muster.report import resiliency_log
+from muster.report.ledger.fold import Ledger, fold
+from muster.report.render import compare as comparing
 from muster.report.render import page, table
 from muster.report.render.document import document
-from muster.report.ledger.fold import Ledger, fold
 
 __all__ = ["Report", "compare", "import_google", "load", "render_comparison", "render_html", "render_table", "report"]
 

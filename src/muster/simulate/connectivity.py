@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from muster.simulate import agent_model
 from muster.simulate.host_time import VirtualHost
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import FromHost, HostUp, Phase
+from muster.supervise.recovery.state_machine import Machine
 
 if TYPE_CHECKING:
     from muster.simulate.cluster import Cluster

@@ -12,9 +12,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from muster.simulate.host_time import CATEGORIES
-from muster.simulate.stage_times import shipped
 from muster.simulate.rehearsal import Outcome, rehearse
 from muster.simulate.scenario import Saves, Scenario
+from muster.simulate.stage_times import shipped
 
 #: (done, of how many)
 Progress = Callable[[int, int], None]

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from muster.simulate.stage_times import log_normal
 from muster.simulate.scenario import DAY_S, HOUR_S, FaultKind, Scenario
+from muster.simulate.stage_times import log_normal
 
 #: Fail-slow episodes: excess factor and duration (FALCON: tens of seconds to about 10 h).
 SLOW_FACTOR = (1.05, 3.0)

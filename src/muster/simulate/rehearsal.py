@@ -9,17 +9,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.policy.load import load_policy
 from muster.policy.builtin import ConservativePolicy, DefaultPolicy
 from muster.policy.cluster_state import Policy
+from muster.policy.load import load_policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
+from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.host_time import RECOVERY
 from muster.simulate.scenario import HOUR_S, Scenario
-from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.stage_arithmetic import DiskTier, Stages
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import End, Log, Phase, Settings, State
+from muster.supervise.recovery.state_machine import Machine
 
 #: Beyond every horizon: a rehearsal ends by the clock.
 ENDLESS_STEPS = 10**12

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from muster.core import intervals
 from muster.config.spec import RunSpec
-from muster.simulate.stage_times import Profile, shipped
+from muster.core import intervals
 from muster.simulate.capacity_trace import Trace
+from muster.simulate.stage_times import Profile, shipped
 
 DAY_S = 86400.0
 HOUR_S = 3600.0

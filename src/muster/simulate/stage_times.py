@@ -11,8 +11,8 @@ from importlib import resources
 from statistics import fmean, median
 from typing import Any
 
-from muster.core.errors import UsageError
 from muster.config.yaml import parse
+from muster.core.errors import UsageError
 
 #: Spread / mean of a stage whose spread no source gives.
 ASSUMED_CV = 0.3

@@ -1,0 +1,1 @@
+"""Where a run lives: stores with conditional writes, URIs, folders, the registry of runs."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.storage import run_registry
 from muster.core.errors import BackendError
+from muster.storage import run_registry
 
 _LOCK = ".job.lock"
 

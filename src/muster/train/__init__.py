@@ -1,0 +1,1 @@
+"""The trainer: one process per GPU."""

@@ -14,33 +14,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muster.config.spec import RunSpec
 from muster.core.batch_schedule import Course
 from muster.core.errors import MusterError, UsageError
 from muster.core.flops import ModelShape, lora_factor, step_flops
-from muster.protocol.ranks import Link, RankContext
-from muster.config.spec import RunSpec
 from muster.data.prepare import Prepared, open_prepared, prepare
 from muster.data.schedule import num_steps
-from muster.train.evaluation.evaluate import Evaluator
-from muster.train.distributed.fixed_point import FixedPointSums
+from muster.protocol.ranks import Link, RankContext
+from muster.train.baseline import ReferenceWindow
+from muster.train.commands import Orders
+from muster.train.data_feed.batch_reader import ReadAhead, StepWork, plan_work
 from muster.train.distributed.device_mesh import Meshes, make_meshes
+from muster.train.distributed.fixed_point import FixedPointSums
+from muster.train.distributed.pause_consensus import Standing
+from muster.train.distributed.process_setup import World
+from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatSums, Sums
+from muster.train.evaluation.evaluate import Evaluator
 from muster.train.metrics import Peak, Phases, StepLog
 from muster.train.model.causal_lm import BuiltModel, build_model
-from muster.train.optim.adamw import Updates, make_optimizer
-from muster.train.commands import Orders
-from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
-from muster.train.data_feed.batch_reader import ReadAhead, StepWork, plan_work
-from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatSums, Sums
-from muster.train.baseline import ReferenceWindow
-from muster.train.state.resume import open_snapshots, restore
-from muster.train.training_run import Run
-from muster.train.state.saving import open_saves
-from muster.train.distributed.process_setup import World
 from muster.train.model.sharding import forget_gradients, reshard
-from muster.train.distributed.pause_consensus import Standing
-from muster.train.state.training_state import TrainState, named_without_wrappers
+from muster.train.optim.adamw import Updates, make_optimizer
+from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
+from muster.train.state.resume import open_snapshots, restore
+from muster.train.state.saving import open_saves
 from muster.train.state.state_hash import StateHashes
+from muster.train.state.training_state import TrainState, named_without_wrappers
 from muster.train.trackers import guarded, open_trackers
+from muster.train.training_run import Run
 
 #: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
 #: of its memory.

@@ -7,12 +7,12 @@ import time
 import torch
 
 from muster.protocol.ranks import Order
-from muster.train.optim.nonfinite import must_skip
+from muster.train.data_feed.batch_reader import StepWork
 from muster.train.model.loss import loss_sum
 from muster.train.optim.adamw import clip_scale
-from muster.train.data_feed.batch_reader import StepWork
-from muster.train.training_run import Run
 from muster.train.optim.learning_rate import learning_rate
+from muster.train.optim.nonfinite import must_skip
+from muster.train.training_run import Run
 
 
 def train(run: Run) -> Order | None:

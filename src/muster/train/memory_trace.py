@@ -32,18 +32,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muster.core.types import Layout
 from muster.config.spec import RunSpec
-from muster.train.model import lora, causal_lm
-from muster.train.model.attention import choose_attention, needs_of
+from muster.core.types import Layout
 from muster.train.data_feed.batch import Batch
-from muster.train.model.loss import loss_sum
 from muster.train.distributed.device_mesh import make_meshes
-from muster.train.optim.adamw import make_optimizer
 from muster.train.distributed.reduce import Axes, FloatSums, local
-from muster.train.model.sharding import shard
-from muster.train.state.training_state import named_without_wrappers
+from muster.train.model import causal_lm, lora
+from muster.train.model.attention import choose_attention, needs_of
+from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.sharding import shard
+from muster.train.optim.adamw import make_optimizer
+from muster.train.state.training_state import named_without_wrappers
 
 #: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
 LOOK_EVERY = 64

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from muster.protocol.ranks import Link
-from muster.train.profiling import memory_bytes
 from muster.train.data_feed.batch_reader import StepWork
+from muster.train.profiling import memory_bytes
 from muster.train.trackers import Tracker
 
 

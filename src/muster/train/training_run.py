@@ -12,23 +12,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from muster.config.spec import RunSpec
 from muster.core.batch_schedule import Course
 from muster.protocol.ranks import Link, Order, RankContext
-from muster.config.spec import RunSpec
+from muster.train.baseline import ReferenceWindow
+from muster.train.commands import Orders
+from muster.train.data_feed.batch_reader import ReadAhead, StepWork
+from muster.train.distributed.pause_consensus import Standing
+from muster.train.distributed.process_setup import World
+from muster.train.distributed.reduce import Sums
 from muster.train.evaluation.evaluate import Evaluator
-from muster.train.optim.nonfinite import failure, find_blame
 from muster.train.metrics import Pending, Phases, StepLog, StepTimes
 from muster.train.optim.adamw import Updates
-from muster.train.commands import Orders
+from muster.train.optim.nonfinite import failure, find_blame
 from muster.train.profiling import Collector, Profiler
-from muster.train.data_feed.batch_reader import ReadAhead, StepWork
-from muster.train.distributed.reduce import Sums
-from muster.train.baseline import ReferenceWindow
 from muster.train.state.saving import Saves
-from muster.train.distributed.process_setup import World
-from muster.train.distributed.pause_consensus import Standing
-from muster.train.state.training_state import TrainState
 from muster.train.state.state_hash import PendingHash, StateHashes
+from muster.train.state.training_state import TrainState
 
 #: The wait for a save's bytes counts as progress for so long: another process writes them, and says that it lives.
 SAVE_LIMIT_S = 1800.0

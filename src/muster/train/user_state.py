@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from muster.core.errors import CheckpointError, UsageError
 from muster.checkpoint_format.shards import owner_of
+from muster.core.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     import torch

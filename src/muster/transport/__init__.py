@@ -1,0 +1,1 @@
+"""Authenticated connections between processes of a run."""

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from muster.agent.ranks.retained_ranks import Keep
 from muster.agent.ranks.rank_process import Worker, is_stopped
+from muster.agent.ranks.retained_ranks import Keep
 
 
 def worker(pid=1, rank=0, *, attempt=2, peer=True, seen_s=0.0):

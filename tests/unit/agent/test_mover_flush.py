@@ -12,10 +12,10 @@ from muster.agent.replicator.memory_flush import commit_flushed, flush  # noqa: 
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint_format import fences  # noqa: E402
 from muster.checkpoint_format import manifest as manifests  # noqa: E402
+from muster.checkpoint_format.snapshot_checksum import seal_of  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.core.errors import CheckpointError, ConflictError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
-from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
-from muster.checkpoint_format.snapshot_checksum import seal_of  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 from muster.train.state.snapshot import table_of  # noqa: E402
 

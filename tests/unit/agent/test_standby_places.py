@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from muster.agent.ranks import rank_pool as crews
-from muster.agent.ranks import rank_environment
-from muster.agent.ranks.rank_pool import Crew
-from muster.agent.ranks.rank_environment import opens_contexts
 from muster.agent.child_processes import Programs
+from muster.agent.ranks import rank_environment
+from muster.agent.ranks import rank_pool as crews
+from muster.agent.ranks.rank_environment import opens_contexts
+from muster.agent.ranks.rank_pool import Crew
 from muster.agent.ranks.rank_process import Standby, standby_for
 from muster.config.spec import RunSpec
 

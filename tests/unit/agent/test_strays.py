@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from muster.agent.ranks.hang_detector import hanging
+from muster.agent.ranks.orphaned_processes import Strays
 from muster.agent.ranks.rank_pool import Crew
 from muster.agent.ranks.rank_process import Worker
-from muster.agent.ranks.orphaned_processes import Strays
-from muster.agent.ranks.hang_detector import hanging
 from muster.transport.connections import Hub
 
 

@@ -5,8 +5,8 @@ from fakes.gke_run import invoke, on_gke
 from muster.app.cluster import up_down
 from muster.cli import cloud as commands
 from muster.cli import render as render_command
-from muster.core.errors import UsageError
 from muster.config.load import loads
+from muster.core.errors import UsageError
 
 
 def manifests(tmp_path):

@@ -10,12 +10,12 @@ from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
 from fakes.gke_run import on_gke  # noqa: E402
 
 from muster.app.inspect import logs  # noqa: E402
-from muster.app.run import stop  # noqa: E402
 from muster.app.inspect import status as look  # noqa: E402
+from muster.app.run import stop  # noqa: E402
 from muster.app.run import submit as use_case  # noqa: E402
 from muster.backends.gke import launcher as gke  # noqa: E402
-from muster.core.errors import BackendError  # noqa: E402
 from muster.config.load import loads  # noqa: E402
+from muster.core.errors import BackendError  # noqa: E402
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import typer
 from fakes.gke_run import invoke, on_gke
 from typer.testing import CliRunner
 
-from muster.app.cluster import up_down, pinned_manifests
+from muster.app.cluster import pinned_manifests, up_down
 from muster.backends.gke.provision.audit import Leftover
 from muster.backends.gke.provision.up import Down
-from muster.cli import run_commands
-from muster.cli import cloud as commands
-from muster.core.errors import BackendError, UsageError
-from muster.config.load import loads
 from muster.backends.protocols import Lease
+from muster.cli import cloud as commands
+from muster.cli import run_commands
+from muster.config.load import loads
+from muster.core.errors import BackendError, UsageError
 
 
 def place():

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from muster.app.cluster.render import render, write
-from muster.core.errors import RunFileError, UsageError
 from muster.config.load import loads
+from muster.core.errors import RunFileError, UsageError
 
 RUN = """\
 name: A Run with blanks

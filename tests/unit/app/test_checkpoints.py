@@ -6,15 +6,15 @@ import time
 import pytest
 
 from muster.app.inspect.checkpoints import checkpoints, missing_ranks
-from muster.cli.main import run as command
 from muster.checkpoint_format import manifest
-from muster.storage import run_registry
-from muster.core.event_log import EventLog
 from muster.checkpoint_format.manifest import Manifest, StoredFile
-from muster.core.types import Layout
-from muster.storage.paths import memory_dir
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.cli.main import run as command
 from muster.config.spec import RunSpec
+from muster.core.event_log import EventLog
+from muster.core.types import Layout
+from muster.storage import run_registry
+from muster.storage.paths import memory_dir
 from muster.storage.store import open_store
 
 RESOLVED = RunSpec.model_validate({"name": "c", "model": {"config": {}}, "data": {"sources": [{"type": "random"}]}})

@@ -3,14 +3,14 @@
 import pytest
 from fakes.told import Told
 
-from muster.chaos import catalog
 from muster.app.drill import drill
+from muster.chaos import catalog
 from muster.chaos.catalog import MENU
 from muster.chaos.network import Network
 from muster.cli.main import run
+from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.core.types import Action, IncidentKind, JobRequest, TaskSpec
-from muster.config.spec import RunSpec
 
 
 def spec_of(**resources):

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from muster.app.inspect import supervisor_client, event_format, logs, status
-from muster.app.run import recover, stop, submit
+from muster.app.inspect import event_format, logs, status, supervisor_client
 from muster.app.inspect.run_summary import summarise
+from muster.app.run import recover, stop, submit
 from muster.config import load
 from muster.core import event_log
-from muster.storage import run_registry
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.event_log import EventLog
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.storage import run_registry
 
 RUN_FILE = """\
 name: Demo run

@@ -4,9 +4,9 @@ import pytest
 
 from muster.app.inspect.watch import Watcher, watch
 from muster.cli.watch import _render, account, age, summary
-from muster.storage import run_registry
-from muster.core.event_log import EventLog
 from muster.config.spec import RunSpec
+from muster.core.event_log import EventLog
+from muster.storage import run_registry
 
 STEP = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_ns": 10**8, "tokens": 640, "supervised_tokens": 600,
         "padding_tokens": 0}  # fmt: skip

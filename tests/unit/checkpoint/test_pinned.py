@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 
 from muster.checkpoint import pinned  # noqa: E402
 from muster.checkpoint.staging import Staging  # noqa: E402
+from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.protocol.ranks import RankContext  # noqa: E402
-from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.train.state.snapshot import Snapshots  # noqa: E402
 
 GPU = torch.device("cuda", 3)

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 from muster.checkpoint import staging  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
+from muster.checkpoint_format.shards import owner_of  # noqa: E402
 from muster.core.errors import CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
-from muster.checkpoint_format.shards import owner_of  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 
 

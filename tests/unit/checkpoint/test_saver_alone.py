@@ -9,11 +9,11 @@ torch = pytest.importorskip("torch")
 
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.storage import uris  # noqa: E402
+from muster.checkpoint_format.manifest import committed  # noqa: E402
 from muster.core.errors import BackendError, CheckpointError, ConflictError  # noqa: E402
 from muster.core.events import KINDS  # noqa: E402
-from muster.checkpoint_format.manifest import committed  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
+from muster.storage import uris  # noqa: E402
 from muster.storage.store import blobs, open_store  # noqa: E402
 
 

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.core.errors import BackendError, ConflictError  # noqa: E402
 from muster.checkpoint_format.manifest import committed  # noqa: E402
+from muster.core.errors import BackendError, ConflictError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.storage.store import blobs, open_store  # noqa: E402
 

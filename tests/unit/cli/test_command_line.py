@@ -234,9 +234,9 @@ def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot
     from rich.progress import Progress
 
     from muster.cli.live import Display, LiveDisplay
+    from muster.config.spec import RunSpec
     from muster.core.events import Event
     from muster.storage.run_registry import RunDir
-    from muster.config.spec import RunSpec
 
     def event(kind: str, phase: str | None = None, **detail: object) -> Event:
         return Event(

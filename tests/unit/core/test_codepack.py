@@ -3,8 +3,8 @@
 import pytest
 
 from muster.backends import code_bundle
-from muster.core.errors import UsageError
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 
 
 def own(script, **more):

@@ -3,8 +3,8 @@
 import pytest
 
 from muster.checkpoint_format import tensor_index
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.shards import pack
+from muster.core.errors import CheckpointError
 
 
 def chunks(*boxes):

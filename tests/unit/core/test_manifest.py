@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.checkpoint_format import fences, manifest
-from muster.storage import uris
-from muster.core.errors import CheckpointError, ConflictError
 from muster.checkpoint_format.manifest import Manifest, StoredFile, committed
+from muster.core.errors import CheckpointError, ConflictError
 from muster.core.types import Layout
+from muster.storage import uris
 from muster.storage.store import blobs, open_store
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.snapshot_ring import Held, NoRoom, Ring, file_name, inventory
+from muster.core.errors import CheckpointError
 
 
 def write(ring, step, attempt, byte):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.config import schema_keys, load
-from muster.core.errors import RunFileError, UsageError
+from muster.config import load, schema_keys
 from muster.config.yaml import parse
+from muster.core.errors import RunFileError, UsageError
 
 GOOD = """\
 name: demo

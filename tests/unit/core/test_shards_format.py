@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.checkpoint_format import shards
+from muster.checkpoint_format.shards import ShardHeader
 from muster.core.errors import CheckpointError
 from muster.core.types import Layout
-from muster.checkpoint_format.shards import ShardHeader
 
 BOXES = [
     ("model.a", "float32", (8, 4), (2, 0), (3, 4)),

@@ -6,8 +6,8 @@ import pytest
 
 from muster.core import event_log
 from muster.core.event_log import EventLog
-from muster.core.events import Event
 from muster.core.event_order import steady
+from muster.core.events import Event
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND

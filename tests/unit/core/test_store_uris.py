@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
+from muster.storage import uris
 from muster.storage.store import LocalStore, open_store
 from muster.storage.store.local import translated
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from muster.core.errors import UsageError
 from muster.config.spec import Model, TrainedTokenizer
-from muster.tasks.text2sql.generator import examples
+from muster.core.errors import UsageError
 from muster.data.tokenizer import Encoder, check_vocabulary, locate, model_vocab_size, train
+from muster.tasks.text2sql.generator import examples
 
 TEXTS = ["table shop : price , name | how many shop ?", " SELECT COUNT(*) FROM shop WHERE price > 17", "a\nb  c _x1"]
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.core.errors import UsageError
 from muster.config.spec import PromptTemplate
+from muster.core.errors import UsageError
 from muster.data.formats import Segment, choose_format, document, fill
 
 CHAT = [

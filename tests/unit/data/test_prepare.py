@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from muster.core.errors import AccessError, MusterError, UsageError
 from muster.config.spec import TrainedTokenizer
+from muster.core.errors import AccessError, MusterError, UsageError
 from muster.data import cache, sequences
 from muster.data.prepare import open_prepared, prepare
 from muster.data.tokenizer import Encoder, train

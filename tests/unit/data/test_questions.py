@@ -7,11 +7,11 @@ import sqlite3
 import pytest
 
 from muster.config.spec import TrainedTokenizer
-from muster.tasks.text2sql.majority_baseline import abstract, fill, majority_template, names
 from muster.data.prepare import prepare
 from muster.data.preview import preview, render_preview, summary
-from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 from muster.data.tokenizer import Encoder, train
+from muster.tasks.text2sql.baseline import abstract, fill, majority_template, names
+from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 
 TEMPLATE = {"prompt": "{schema}\n{question}\n", "completion": "{sql}"}
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.config.spec import FileSource, HubSource, Text2SqlSource
+from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.data import hub
 from muster.data.sources import find_files, identify, open_source, read_rows
 

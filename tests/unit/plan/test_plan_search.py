@@ -8,10 +8,10 @@ import pytest
 from planning import job
 
 from muster.catalog import offers
+from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
 from muster.plan.nearest_fit import explain, nearest
 from muster.plan.search import Limits, Problem, search
-from muster.plan.explanation import likelihood, why
 
 
 def problem(work=None, **changes):

@@ -9,8 +9,8 @@ from muster.app.planning import plan as use_case
 from muster.app.planning import prices
 from muster.app.planning.calibrate import calibration_for
 from muster.cli import plan_table
-from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
 from muster.config.load import load
+from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
 from muster.plan.calibrate import calibrate
 from muster.plan.step_time import DEFAULT, step_time
 

@@ -12,8 +12,8 @@ from random_runs import Files, implausible, plausible
 from muster.core.event_log import EventLog
 from muster.report import api
 from muster.report.ledger.categories import CATEGORIES
-from muster.report.render.document import document
 from muster.report.ledger.fold import Ledger, fold
+from muster.report.render.document import document
 
 ROOT = Path(__file__).parents[3]
 SEEDS = st.integers(0, 2**48)

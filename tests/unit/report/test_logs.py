@@ -10,8 +10,8 @@ from random_runs import plausible
 
 from muster.core.errors import MusterError, UsageError
 from muster.report import api
-from muster.report.ledger.time_axis import align
 from muster.report.ledger.fold import fold
+from muster.report.ledger.time_axis import align
 
 
 @pytest.fixture

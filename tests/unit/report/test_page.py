@@ -8,8 +8,8 @@ from faulty_run import Writer, write
 from random_runs import implausible, plausible
 
 from muster.report import api
-from muster.report.render import page, series
 from muster.report.ledger.fold import fold
+from muster.report.render import page, series
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from random_runs import implausible, plausible
 
 from muster.report import api
 from muster.report.ledger.categories import CATEGORIES
-from muster.report.render.document import document
 from muster.report.ledger.fold import fold
+from muster.report.render.document import document
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
 TYPES = {

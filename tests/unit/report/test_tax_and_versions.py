@@ -6,8 +6,8 @@ from test_lineage import Run
 
 from muster.report import figures
 from muster.report.ledger.fold import fold
-from muster.report.render.series import series
 from muster.report.ledger.restorable_versions import versions
+from muster.report.render.series import series
 
 
 class Told(Run):

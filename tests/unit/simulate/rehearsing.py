@@ -1,8 +1,8 @@
 """Scenarios for tests: the one of the formulas, and one with everything in it."""
 
-from muster.simulate.stage_times import constant
 from muster.simulate.rehearsal import spec_for
 from muster.simulate.scenario import ONLY_PROCESS, Saves, Scenario
+from muster.simulate.stage_times import constant
 
 MTBF_S = 17_280.0  # five a day
 

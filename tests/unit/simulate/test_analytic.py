@@ -8,11 +8,11 @@ from rehearsing import MTBF_S, formula
 
 from muster.core import intervals
 from muster.simulate.cluster import Cluster, Stages
-from muster.simulate.rehearsal import Play, rehearse, spec_for
 from muster.simulate.ensembles import spares_for
+from muster.simulate.rehearsal import Play, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Saves, Scenario
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.state_machine import Machine
 
 
 def test_without_failures_goodput_is_one_minus_the_stall():

@@ -12,11 +12,11 @@ from rehearsing import everything, formula
 from muster.app.planning.rehearsal_page import ledger_of
 from muster.core.errors import UsageError
 from muster.report.render.document import document
-from muster.simulate import ensembles, capacity_trace
-from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
+from muster.simulate import capacity_trace, ensembles
+from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.rehearsal import Play, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Scenario
-from muster.simulate.fault_schedule import Fault, schedule
+from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 
 TRACES = Path(__file__).parents[4] / "shared" / "data" / "oracles" / "traces"
 

@@ -4,11 +4,11 @@ import pytest
 from test_judged import fails_at
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
-from muster.core.types import Action, Incident, IncidentKind
-from muster.protocol.ranks import RankContext
 from muster.config.spec import RunSpec
+from muster.core.types import Action, Incident, IncidentKind
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import Situation
+from muster.protocol.ranks import RankContext
 from muster.simulate.agent_model import take
 from muster.supervise.replay.rebuild_state import recover
 

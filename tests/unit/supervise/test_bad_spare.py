@@ -5,8 +5,8 @@ import pytest
 from muster.config.spec import RunSpec
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.state_machine import Machine
 
 
 @pytest.mark.parametrize(("comes_back", "replacement"), [(False, "host-3"), (True, "host-2")])

@@ -1,12 +1,12 @@
 """What the supervisor tells ranks about failures: the interval of saves rests on it (core.intervals)."""
 
-from muster.protocol.ranks import RankContext
 from muster.config.spec import RunSpec
 from muster.policy.builtin import SHIPPED
+from muster.protocol.ranks import RankContext
 from muster.simulate.cluster import Cluster
 from muster.supervise.recovery.attempts import start_message
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.state_machine import Machine
 
 
 def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():

@@ -6,8 +6,8 @@ from test_machine import cluster, events_of, kinds, machine, spec
 from muster.core.events import Event, check
 from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Stages
-from muster.supervise.replay.rebuild_state import recover
 from muster.supervise.recovery.state import FromHost, Phase, StopRequest
+from muster.supervise.replay.rebuild_state import recover
 
 
 def ended(found, until_s=10_000):

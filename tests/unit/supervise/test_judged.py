@@ -6,8 +6,8 @@ from test_machine import actions, cluster, events_of, kinds, machine, spec
 from muster.core.types import Action, Decision, IncidentKind
 from muster.policy.builtin import SHIPPED
 from muster.supervise.recovery import classify
-from muster.supervise.replay.rebuild_state import recover
 from muster.supervise.recovery.state import Phase, RestartRequest
+from muster.supervise.replay.rebuild_state import recover
 
 
 def worlds(found):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.core.types import Layout
 from muster.config.spec import Parallelism
+from muster.core.types import Layout
 from muster.supervise.recovery.layout import Choice, Snapshot, layout_for, needed_shards, newest_complete
 
 

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from muster.core.events import Event
 from muster.config.spec import Limits
+from muster.core.events import Event
 from muster.supervise.process.limits import LimitsGuard
 
 NS = 1_000_000_000

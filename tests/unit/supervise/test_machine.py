@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core.events import Event
 from muster.config.spec import RunSpec
+from muster.core.events import Event
 from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.replay.rebuild_state import recover
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import Phase, Settings, StopRequest
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.replay.rebuild_state import recover
 
 
 def spec(**resources):

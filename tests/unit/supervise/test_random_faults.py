@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from test_machine import check_invariants, cluster, events_of, kinds, machine, spec
 
 from muster.policy.builtin import SHIPPED
-from muster.simulate import faults as broken
 from muster.simulate import connectivity
+from muster.simulate import faults as broken
 from muster.simulate.cluster import Stages
-from muster.supervise.replay.rebuild_state import recover
 from muster.supervise.recovery.layout import Snapshot, newest_complete
 from muster.supervise.recovery.state import Phase, StopRequest
+from muster.supervise.replay.rebuild_state import recover
 
 WORDS = {
     "own": {"exception": "ValueError", "message": "bad row 17"},

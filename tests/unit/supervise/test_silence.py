@@ -3,9 +3,9 @@
 from muster.config.spec import RunSpec
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.process.liveness import SECOND_NS, Presence
 from muster.supervise.recovery.state import HostDown, Settings
+from muster.supervise.recovery.state_machine import Machine
 
 
 def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing():

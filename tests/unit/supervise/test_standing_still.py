@@ -7,10 +7,10 @@ from muster.core.events import Event
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.context import Context
-from muster.supervise.replay.rebuild_state import recover
-from muster.supervise.recovery.state_machine import Machine
-from muster.supervise.recovery.state import Settings, State
 from muster.supervise.recovery.retained_ranks import PAUSE_S, pause_s
+from muster.supervise.recovery.state import Settings, State
+from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.replay.rebuild_state import recover
 
 STEP_S = 20.0
 #: Of steps of 20 s: half as much again, and a second. Then a host has 3 s to say so.

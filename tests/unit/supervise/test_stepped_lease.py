@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from muster.config.spec import Limits
 from muster.core.errors import ConflictError
 from muster.core.events import Event
-from muster.config.spec import Limits
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 from muster.supervise.process.limits import LimitsGuard

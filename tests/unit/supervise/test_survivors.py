@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core.types import Layout
 from muster.config.spec import RunSpec
+from muster.core.types import Layout
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.layout import Snapshot, newest_complete, twins_elsewhere
-from muster.supervise.recovery.state_machine import Machine
-from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.retained_ranks import hosts_first, kept_as, whole_replicas
+from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.state_machine import Machine
 
 TWO_BY_TWO = Layout(dp_replicate=2, dp_shard=2)
 ON_FOUR = {0: "a", 1: "b", 2: "c", 3: "d"}

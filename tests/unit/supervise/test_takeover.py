@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from test_machine import actions, check_invariants, cluster, events_of, kinds, machine, spec
 
-from muster.simulate import faults, connectivity
+from muster.simulate import connectivity, faults
 from muster.simulate.cluster import Stages
 from muster.supervise.recovery.rank_exits import rank_exit
-from muster.supervise.replay.rebuild_state import recover
 from muster.supervise.recovery.state import Phase
+from muster.supervise.replay.rebuild_state import recover
 
 OWN = {"exception": "ValueError", "message": "bad row 17"}
 

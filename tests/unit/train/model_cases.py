@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.core.types import Layout
 from muster.config.spec import RunSpec
+from muster.core.types import Layout
 from muster.train.distributed.device_mesh import Meshes, make_meshes
 from muster.train.model.causal_lm import BuiltModel, build_model
 

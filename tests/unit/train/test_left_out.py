@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from muster.config.spec import RunSpec
 from muster.core.batch_schedule import Course
 from muster.core.events import KINDS
-from muster.config.spec import RunSpec
 from muster.train import loop
-from muster.train.optim.nonfinite import NotFinite
-from muster.train.metrics import Peak, Phases, StepLog
-from muster.train.optim.adamw import AdamW
+from muster.train.baseline import ReferenceWindow
 from muster.train.data_feed.batch_reader import Round, StepWork
 from muster.train.distributed.reduce import Axes, FloatSums
-from muster.train.baseline import ReferenceWindow
-from muster.train.training_run import Run
-from muster.train.state.training_state import TrainState
+from muster.train.metrics import Peak, Phases, StepLog
+from muster.train.optim.adamw import AdamW
+from muster.train.optim.nonfinite import NotFinite
 from muster.train.state.state_hash import StateHashes
+from muster.train.state.training_state import TrainState
+from muster.train.training_run import Run
 
 STEPS, BAD = 5, 3
 SPEC = RunSpec.model_validate(

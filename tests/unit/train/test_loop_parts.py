@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import nn
 
+from muster.config.spec import CheckpointSpec, Optimizer, RunSpec
 from muster.core import event_log
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.intervals import FailureRate
 from muster.core.types import Layout
 from muster.protocol.ranks import YIELDED, Order, RankContext
-from muster.config.spec import CheckpointSpec, Optimizer, RunSpec
-from muster.train import commands as orders_module
-from muster.train.optim.nonfinite import failure, find_blame, must_skip
 from muster.rank.standalone_link import FileLink
-from muster.train.loop import seed_micro_batch, update
-from muster.train.optim.adamw import AdamW
+from muster.rank.worker import layout_for, next_attempt, read_spec, torchrun_place
+from muster.train import commands as orders_module
 from muster.train.commands import Orders
 from muster.train.data_feed.batch_reader import ReadAhead
-from muster.train.training_run import Run
+from muster.train.loop import seed_micro_batch, update
+from muster.train.optim.adamw import AdamW
+from muster.train.optim.nonfinite import failure, find_blame, must_skip
 from muster.train.state.saving import Saves
 from muster.train.state.training_state import TrainState, named_without_wrappers
-from muster.rank.worker import layout_for, next_attempt, read_spec, torchrun_place
+from muster.train.training_run import Run
 
 # ---------------------------------------------------------------- guard
 

@@ -6,12 +6,12 @@ from model_cases import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import RunFailed, UsageError
 from muster.core.types import Layout
+from muster.train.data_feed.batch import make_batch
+from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model import attention
 from muster.train.model.attention_isolation_check import prove_isolation
-from muster.train.data_feed.batch import make_batch
 from muster.train.model.compile import check_compiler
 from muster.train.model.loss import loss_sum
-from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model.sharding import decoder_layers
 
 pytestmark = pytest.mark.usefixtures("group")

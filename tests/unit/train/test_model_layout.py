@@ -7,8 +7,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from muster.core.errors import UsageError
 from muster.core.types import Layout
-from muster.train.model.attention_isolation_check import Proof
 from muster.train.distributed.device_mesh import make_meshes
+from muster.train.model.attention_isolation_check import Proof
 
 
 @pytest.fixture(autouse=True)

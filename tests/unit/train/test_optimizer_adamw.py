@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from muster.core.errors import UsageError
 from muster.config.spec import Optimizer
+from muster.core.errors import UsageError
 from muster.train.optim.adamw import AdamW, adamw_elementwise, clip_scale, make_optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)

@@ -8,12 +8,12 @@ torch = pytest.importorskip("torch")
 
 from muster import run as muster  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.core.errors import ConflictError, UsageError  # noqa: E402
 from muster.checkpoint_format.manifest import committed  # noqa: E402
-from muster.core.types import Layout  # noqa: E402
-from muster.protocol.ranks import Order, RankContext, Restore  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.config.spec import RunSpec  # noqa: E402
+from muster.core.errors import ConflictError, UsageError  # noqa: E402
+from muster.core.types import Layout  # noqa: E402
+from muster.protocol.ranks import Order, RankContext, Restore  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 
 UNUSED = muster._Here

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+from muster.agent.ranks.hang_detector import hanging
 from muster.agent.ranks.rank_pool import Crew
 from muster.agent.ranks.rank_process import Worker
-from muster.agent.ranks.hang_detector import hanging
 from muster.rank.agent_connection import Pulse
 
 

@@ -6,12 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from muster.config.spec import CheckpointSpec  # noqa: E402
 from muster.core.intervals import FailureRate  # noqa: E402
 from muster.protocol.ranks import Order  # noqa: E402
-from muster.config.spec import CheckpointSpec  # noqa: E402
 from muster.train.state import saving  # noqa: E402
-from muster.train.training_run import Run  # noqa: E402
 from muster.train.state.saving import RETRY_S, Saves  # noqa: E402
+from muster.train.training_run import Run  # noqa: E402
 
 
 class Saver:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from muster.agent.replicator.main import read_version, write_version
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.core.errors import CheckpointError
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
-from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.supervise.recovery.classify import rank_exit
 from muster.train.state import snapshot
 from muster.train.state.snapshot import Snapshots, open_shard, restored, seal_of

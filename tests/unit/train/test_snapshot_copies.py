@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, file_name
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext
-from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, file_name
 from muster.train.state import snapshot
 from muster.train.state.snapshot import COPY_PATIENCE_S, Snapshots
 

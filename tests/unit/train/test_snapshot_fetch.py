@@ -9,10 +9,10 @@ pytest.importorskip("torch")
 
 import torch
 
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, inventory, refusal, refuse
 from muster.core.errors import CheckpointError
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
-from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, inventory, refusal, refuse
 from muster.train.state.snapshot import Snapshots, open_shard, restored
 
 WANTED = Restore(step=9, attempt=1)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name, inventory
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
-from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name, inventory
 from muster.supervise.recovery.layout import Snapshot, newest_complete
 from muster.train.state import snapshot
 from muster.train.state.snapshot import Snapshots

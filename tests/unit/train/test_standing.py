@@ -9,9 +9,9 @@ from torch import Tensor
 
 from muster.core.types import Layout
 from muster.protocol.ranks import LOST_PEER
-from muster.train.training_run import Paused, Run
-from muster.train.distributed.pause_consensus import Standing
 from muster.rank.worker import give_way
+from muster.train.distributed.pause_consensus import Standing
+from muster.train.training_run import Paused, Run
 
 
 class Replica:

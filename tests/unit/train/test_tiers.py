@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from muster.checkpoint_format import snapshot_ring as rings
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
-from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.train.state.snapshot import Snapshots
 from muster.train.state.snapshot_tiers import open_together
 

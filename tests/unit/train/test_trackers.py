@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from muster.core.errors import UsageError
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 from muster.train import trackers
 
 

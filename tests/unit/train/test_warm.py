@@ -10,10 +10,10 @@ import torch.distributed as dist
 from model_cases import CPU, LLAMA, build, process_group, spec_of
 
 from muster.core.types import Layout
-from muster.train.model import attention_isolation_check as proofs
-from muster.train.model import causal_lm as models
 from muster.rank import warmup
 from muster.train.distributed.device_mesh import make_meshes
+from muster.train.model import attention_isolation_check as proofs
+from muster.train.model import causal_lm as models
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from muster.agent import gpu_reset
-from muster.agent.ranks.retained_ranks import Keep
-from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd, parent_of, standby_for
-from muster.agent.ranks.orphaned_processes import Strays
 from muster.agent.ranks.hang_detector import hanging
-from muster.transport.connections import Peer
+from muster.agent.ranks.orphaned_processes import Strays
+from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd, parent_of, standby_for
+from muster.agent.ranks.retained_ranks import Keep
 from muster.checkpoint_format.snapshot_ring import inventory
+from muster.transport.connections import Peer
 
 if TYPE_CHECKING:
     from muster.agent.host_agent import Agent

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import MusterError
 from muster.checkpoint_format.shard_file import write_shard
+from muster.core.errors import MusterError
 from muster.transport.stream import MOVER_SOCKET, Stream
 
 #: How often a rank hears that its share is being written.

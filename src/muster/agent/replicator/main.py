@@ -32,13 +32,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.agent.replicator.replication import Arrivals, Pusher
-from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.checkpoint_writer import Shares, answer_each, complain
-from muster.core.errors import CheckpointError, ConflictError, MusterError
+from muster.agent.replicator.memory_flush import commit_flushed, flush
+from muster.agent.replicator.replication import Arrivals, Pusher
 from muster.checkpoint_format.snapshot_ring import FETCHED_SLOTS, PEER_SLOTS, NoRoom, Ring, file_name, refuse
-from muster.transport.stream import TIMEOUT_S, Stream
+from muster.core.errors import CheckpointError, ConflictError, MusterError
 from muster.transport.secure_session import read_token
+from muster.transport.stream import TIMEOUT_S, Stream
 
 #: A dead agent's mover ends when its stdin does; its port is free then.
 PREDECESSOR_S = 1.0

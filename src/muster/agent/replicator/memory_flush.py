@@ -18,15 +18,15 @@ from typing import Any
 import muster
 from muster.checkpoint_format import manifest as manifests
 from muster.checkpoint_format import shards
-from muster.storage import uris
-from muster.core.errors import CheckpointError
-from muster.checkpoint_format.tensor_index import INDEX, boxes_of_table, encode_index, incomplete, shard_file
 from muster.checkpoint_format.manifest import Manifest, StoredFile
-from muster.core.types import Layout
-from muster.checkpoint_format.snapshot_ring import Ring, Version, file_name
-from muster.checkpoint_format.snapshot_checksum import check_seal
 from muster.checkpoint_format.shard_file import write_shard
 from muster.checkpoint_format.shards import Chunk
+from muster.checkpoint_format.snapshot_checksum import check_seal
+from muster.checkpoint_format.snapshot_ring import Ring, Version, file_name
+from muster.checkpoint_format.tensor_index import INDEX, boxes_of_table, encode_index, incomplete, shard_file
+from muster.core.errors import CheckpointError
+from muster.core.types import Layout
+from muster.storage import uris
 from muster.storage.store import blobs, open_store
 
 _FLUSHED = "flushed-"

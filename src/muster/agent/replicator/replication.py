@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from muster.agent.replicator.checkpoint_writer import complain
-from muster.core.errors import CheckpointError, ConflictError, MusterError
 from muster.checkpoint_format.snapshot_ring import Ring
+from muster.core.errors import CheckpointError, ConflictError, MusterError
 from muster.transport.stream import TIMEOUT_S, Stream
 
 #: A peer without room is asked again after so long.

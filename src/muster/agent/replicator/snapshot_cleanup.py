@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.core.errors import CheckpointError
 
 
 def begin_course(memory: Path, *, layout: str, origin: str | None, step: int, attempt: int) -> None:

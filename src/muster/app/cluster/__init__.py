@@ -1,0 +1,1 @@
+"""Use cases about the place that runs jobs: create and remove a cluster, images, manifests."""

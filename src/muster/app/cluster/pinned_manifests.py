@@ -17,8 +17,8 @@ from pathlib import Path
 
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.software import wanted_software
-from muster.storage import run_registry
 from muster.core.errors import BackendError, UsageError
+from muster.storage import run_registry
 
 Fetch = Callable[[str], bytes]
 TIMEOUT_S = 60.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from muster.app.run import submit
 from muster.app.inspect.status import job, mirror
+from muster.app.run import submit
 from muster.backends.gke.manifests.preflight import rehearsal
+from muster.config.load import Loaded
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
-from muster.core.types import JobState, JobStatus
-from muster.config.load import Loaded
-from muster.storage.run_registry import RunDir
 from muster.core.protocols import Clock
+from muster.core.types import JobState, JobStatus
+from muster.storage.run_registry import RunDir
 
 LOOK_EVERY_S = 5.0
 

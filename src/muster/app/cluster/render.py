@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from muster.backends.gke.manifests.helm_chart import chart
-from muster.backends.gke.manifests.spec_rules import Finding, findings
 from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.helm_chart import chart
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.render import render as render_manifests
+from muster.backends.gke.manifests.spec_rules import Finding, findings
 from muster.backends.slurm import toolkit
 from muster.backends.slurm.script import SCRIPT, script
-from muster.storage import run_registry
-from muster.core.errors import UsageError
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
+from muster.storage import run_registry
 
 Format = Literal["yaml", "helm", "toolkit"]
 

@@ -1,0 +1,1 @@
+"""Use cases that look at a run and change nothing."""

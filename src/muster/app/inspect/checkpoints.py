@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from muster.app.inspect.supervisor_client import ask
 from muster.app.inspect.status import spec_of
+from muster.app.inspect.supervisor_client import ask
 from muster.checkpoint_format import manifest, snapshot_ring
+from muster.checkpoint_format.manifest import Manifest
 from muster.core import event_log
-from muster.storage import run_registry, uris
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.events import Event
-from muster.checkpoint_format.manifest import Manifest
 from muster.core.types import Layout
+from muster.storage import run_registry, uris
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir
 from muster.storage.store import open_store

@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Iterator
 
 from muster.app.inspect.status import job, mirror
+from muster.backends.protocols import Launcher
 from muster.core import event_log
-from muster.storage import run_registry
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.events import KINDS, Event
-from muster.core.types import JobHandle, LogChunk
-from muster.backends.protocols import Launcher
 from muster.core.protocols import Clock
+from muster.core.types import JobHandle, LogChunk
+from muster.storage import run_registry
 
 LOOK_EVERY_S = 0.3
 REMOTE_LOOK_EVERY_S = 2.0

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from muster.storage import run_registry
 from muster.core.errors import UsageError
 from muster.report import api
 from muster.report.api import Report
+from muster.storage import run_registry
 
 #: Formats of foreign logs.
 GOOGLE_RESILIENCY = "google-resiliency"

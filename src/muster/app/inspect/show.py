@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from muster.core.redact import redact_value
 from muster.config.spec import RunSpec
+from muster.core.redact import redact_value
 
 
 def resolved_yaml(spec: RunSpec) -> str:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster import backends
-from muster.app.inspect.supervisor_client import NoAnswer, ask
 from muster.app.inspect.run_summary import Summary, summarise
-from muster.core import event_log
-from muster.storage import run_registry
-from muster.core.errors import MusterError
-from muster.core.types import JobHandle, JobStatus
-from muster.storage.run_registry import RunDir
+from muster.app.inspect.supervisor_client import NoAnswer, ask
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
+from muster.core import event_log
+from muster.core.errors import MusterError
+from muster.core.types import JobHandle, JobStatus
+from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster import backends
-from muster.storage import run_registry
 from muster.core.errors import AccessError, MusterError
+from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import Session, read_token
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.app.inspect.supervisor_client import ask
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
 from muster.app.inspect.report import report
 from muster.app.inspect.status import job, mirror, spec_of
+from muster.app.inspect.supervisor_client import ask
+from muster.checkpoint_format.snapshot_ring import Held, inventory
 from muster.core import event_log
-from muster.storage import run_registry
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.events import Event
-from muster.storage.paths import memory_dir
-from muster.checkpoint_format.snapshot_ring import Held, inventory
-from muster.storage.run_registry import RunDir
 from muster.core.protocols import Clock
+from muster.storage import run_registry
+from muster.storage.paths import memory_dir
+from muster.storage.run_registry import RunDir
 
 LOOK_EVERY_S = 0.5
 SHOWN_INCIDENTS = 5

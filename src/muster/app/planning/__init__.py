@@ -1,0 +1,1 @@
+"""Use cases before a run: plan, prices, calibration, rehearsal."""

@@ -13,17 +13,17 @@ from muster.app.inspect.status import first_problem
 from muster.catalog import offers, rows
 from muster.catalog.offers import Fabric, Option
 from muster.catalog.rows import Accelerator
+from muster.config.spec import RunSpec
 from muster.core import event_log
-from muster.storage import run_registry
 from muster.core.errors import UsageError
 from muster.core.events import Event
 from muster.core.flops import ModelShape
 from muster.core.types import Layout, Offer
-from muster.config.spec import RunSpec
 from muster.plan.calibrate import Calibration, calibrate
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
 from muster.plan.step_time import DEFAULT, Constants
 from muster.plan.workload import Setting, Workload, workload
+from muster.storage import run_registry
 
 FILE = "calibration.json"
 #: What a calibration on another chip is still worth.

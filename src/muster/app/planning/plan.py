@@ -19,18 +19,18 @@ from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.prices import own_prices
 from muster.catalog import offers, rows
 from muster.config import load
-from muster.core.errors import NoPlanError, RunFileError, UsageError
-from muster.core.flops import ModelShape
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec, TrainedTokenizer
-from muster.plan import plan_file
+from muster.core.errors import NoPlanError, RunFileError, UsageError
+from muster.core.flops import ModelShape
 from muster.plan import format as words
+from muster.plan import plan_file
+from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
 from muster.plan.nearest_fit import explain
 from muster.plan.plan_file import Plan
 from muster.plan.search import Candidate, Limits, Outcome, Problem, search
 from muster.plan.step_time import DEFAULT
-from muster.plan.explanation import likelihood, why
 from muster.plan.workload import Workload, workload
 
 #: Settings that name hardware to be got from somewhere.

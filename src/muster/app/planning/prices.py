@@ -19,9 +19,9 @@ from typing import Any
 
 from muster.catalog import billing, rows
 from muster.catalog.rows import Price
-from muster.storage import run_registry
-from muster.core.errors import AccessError, BackendError
 from muster.config.spec import RunSpec
+from muster.core.errors import AccessError, BackendError
+from muster.storage import run_registry
 
 OWN, FETCHED = "prices.csv", "prices-google.csv"
 #: Compute Engine in the Cloud Billing Catalog.

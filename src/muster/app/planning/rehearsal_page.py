@@ -9,11 +9,11 @@ from typing import Any
 
 from muster.core.errors import UsageError
 from muster.core.events import Event
+from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import page
 from muster.report.render.document import document
-from muster.report.ledger.fold import Ledger, fold
-from muster.simulate.rehearsal import Play
 from muster.simulate.ensembles import Study
+from muster.simulate.rehearsal import Play
 from muster.simulate.scenario import Scenario
 from muster.supervise.recovery.state import SECOND_NS
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from muster.config import load
+from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import UsageError
-from muster.config.spec import RunSpec
 from muster.report import api
+from muster.simulate import capacity_trace, ensembles
 from muster.simulate import stage_times as profiles
-from muster.simulate import ensembles, capacity_trace
-from muster.simulate.host_time import CATEGORIES
-from muster.simulate.stage_times import Profile, Recovery
 from muster.simulate.ensembles import Choice, Progress, Study
+from muster.simulate.host_time import CATEGORIES
 from muster.simulate.scenario import Saves, Scenario
+from muster.simulate.stage_times import Profile, Recovery
 
 #: What the supervisor calls an incident -> the mix's kind.
 KINDS = {"rank_exit": "process", "rank_exception": "process", "rank_oom": "process", "rank_hang": "hang",
@@ -49,7 +49,7 @@ class Asked:
     slow_per_day: float = 0.0
     policy: str | None = None
     profile: str | None = None
-    capacity_trace: str | None = None
+    trace: str | None = None
     step_s: float | None = None
     usd_per_host_hour: float | None = None
 

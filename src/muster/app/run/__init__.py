@@ -1,0 +1,1 @@
+"""Use cases that start, change or end a run."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.core.errors import UsageError
 from muster.config.load import Loaded
+from muster.core.errors import UsageError
 
 if TYPE_CHECKING:
     from muster.data.preview import Preview

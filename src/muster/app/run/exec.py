@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from muster import backends
 from muster.app.inspect.status import spec_of
-from muster.storage import run_registry
-from muster.core.errors import UsageError
 from muster.backends.protocols import Terminal
+from muster.core.errors import UsageError
+from muster.storage import run_registry
 
 
 def execute(reference: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:

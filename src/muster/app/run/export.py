@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.backends.local.processes import run_visibly
-from muster.storage import run_registry
 from muster.core.errors import MusterError, UsageError
+from muster.storage import run_registry
 
 
 @dataclass(frozen=True, kw_only=True)

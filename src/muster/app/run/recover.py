@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from muster.app.run import submit, train
 from muster.app.inspect.status import job, spec_of
+from muster.app.run import submit, train
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
 from muster.config import load
 from muster.core import event_log
-from muster.storage import run_registry
 from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobState
+from muster.policy.load import load_policy
+from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import read_token
-from muster.policy.load import load_policy
 
 
 def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.app.run import submit
-from muster.app.inspect.supervisor_client import NoAnswer, ask
 from muster.app.inspect.status import job, spec_of
+from muster.app.inspect.supervisor_client import NoAnswer, ask
+from muster.app.run import submit
 from muster.config import load
+from muster.config.spec import RunSpec
 from muster.core import event_log
-from muster.storage import run_registry
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.event_log import EventLog
-from muster.core.types import JobStatus
-from muster.storage.run_registry import RunDir
 from muster.core.protocols import Clock
-from muster.config.spec import RunSpec
+from muster.core.types import JobStatus
 from muster.policy.load import load_policy
+from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 
 #: Beyond the run's own grace: what the supervisor and the agents need to leave.
 EXTRA_S = 30.0

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from muster import __version__, backends
 from muster.app.planning.prices import priced
+from muster.backends.protocols import Launcher
 from muster.catalog.devices import accelerator_of
 from muster.config import validation
-from muster.storage import run_registry
+from muster.config.load import Loaded
+from muster.config.spec import RunSpec
 from muster.core.errors import ConflictError, MusterError, Problem, RunFileError
 from muster.core.event_log import EventLog
-from muster.core.types import JobHandle, JobRequest
 from muster.core.redact import redact_argv
-from muster.config.load import Loaded
-from muster.storage.run_registry import RunDir
-from muster.backends.protocols import Launcher
-from muster.config.spec import RunSpec
+from muster.core.types import JobHandle, JobRequest
 from muster.policy.load import load_policy
+from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 
 #: Label that tells one submission of a run from the next.
 SUBMISSION = "submission"

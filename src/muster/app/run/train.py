@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from muster.app.run import submit
 from muster.app.run.submit import Intent
 from muster.backends.local import LocalLauncher
+from muster.config.load import Loaded
 from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobHandle
-from muster.config.load import Loaded
 from muster.storage.run_registry import RunDir
 from muster.supervise.process.server import serve
 

@@ -13,33 +13,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.backends.gke.operate import pod_exec, locate
+from muster.backends import code_bundle
+from muster.backends.gke.kubernetes import kubeconfig
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http, Reply
+from muster.backends.gke.kubernetes.stream import Lines, Stream
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.jobset import Manifest
+from muster.backends.gke.manifests.placement import place, resolved
+from muster.backends.gke.manifests.render import BACKEND, render
+from muster.backends.gke.operate import locate, pod_exec
+from muster.backends.gke.operate.cluster_snapshot import exit_code, label, observe, tasks
 from muster.backends.gke.operate.continuation import API as JOBSET_API
 from muster.backends.gke.operate.continuation import newest
 from muster.backends.gke.operate.exec_stream import attach
-from muster.backends.gke.operate.status_reason import condition, explain
 from muster.backends.gke.operate.log_follow import Follower
-from muster.backends.gke.manifests.jobset import Manifest
-from muster.backends.gke.operate.cluster_snapshot import exit_code, label, observe, tasks
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.pod.init_container import CODE
-from muster.backends.gke.manifests.placement import place, resolved
-from muster.backends.gke.kubernetes import kubeconfig
-from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http, Reply
-from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.provision.session import Session
-from muster.backends.gke.kubernetes.stream import Lines, Stream
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
-from muster.backends.gke.manifests.render import BACKEND, render
+from muster.backends.gke.operate.status_reason import condition, explain
+from muster.backends.gke.pod.init_container import CODE
+from muster.backends.gke.provision.session import Session
+from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
-from muster.backends import code_bundle
-from muster.storage import run_registry
+from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, UsageError
-from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
-from muster.backends.protocols import Terminal
 from muster.core.protocols import Clock, Store
-from muster.config.spec import RunSpec
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
+from muster.storage import run_registry
 from muster.storage.store import open_store
 
 SUBMISSION = "submission"

@@ -20,13 +20,13 @@ from typing import Any
 import muster.backends.local.hardware as machine
 import muster.backends.local.processes as processes
 from muster.backends.local.processes import Process
-from muster.storage import job_record, run_output, run_registry
+from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
-from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
-from muster.storage.paths import memory_prefix
 from muster.core.protocols import Clock, Shell
-from muster.config.spec import RunSpec
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.storage import job_record, run_output, run_registry
+from muster.storage.paths import memory_prefix
 
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
@@ -70,7 +70,7 @@ class LocalLauncher:
         supervisor = TaskSpec(name="supervisor", argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
-            argv=(sys.executable, "-P", "-m", "muster.agent", *common, "--host", "host-{index}"),
+            argv=(sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(

@@ -27,9 +27,9 @@ from muster.backends.slurm import locate
 from muster.backends.slurm.commands import Slurm, joined
 from muster.backends.slurm.resubmit import go_on
 from muster.backends.slurm.script import program
-from muster.storage import run_output, run_registry
-from muster.core.errors import MusterError
 from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
+from muster.storage import run_output, run_registry
 from muster.transport.secure_session import read_token
 
 #: Where the controllers listen, for nodes that must know whether they are cut off.

@@ -12,8 +12,8 @@ import termios
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from muster.core.errors import BackendError
 from muster.backends.protocols import Terminal
+from muster.core.errors import BackendError
 
 
 def execute(argv: Sequence[str], terminal: Terminal) -> int:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muster.backends.protocols import Terminal
 from muster.backends.slurm.commands import Job, Slurm, Unsure, name_of
 from muster.backends.slurm.job_exec import execute
 from muster.backends.slurm.job_outcome import judge
 from muster.backends.slurm.offers import offers, settled
 from muster.backends.slurm.script import SCRIPT, python_of, script
 from muster.config import validation
-from muster.storage import job_record, run_output, run_registry
+from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
-from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
-from muster.backends.protocols import Terminal
 from muster.core.protocols import Clock
-from muster.config.spec import RunSpec
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.storage import job_record, run_output, run_registry
 
 SUBMISSION = "submission"
 #: KillWait is 30 s where a site has not changed it, and the controller adds to that.
@@ -63,7 +63,7 @@ class SlurmLauncher:
         supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
-            argv=(python, "-P", "-m", "muster.agent", *common, "--host", "host-{index}"),
+            argv=(python, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(

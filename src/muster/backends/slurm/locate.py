@@ -8,8 +8,8 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 
-from muster.transport.connections import Hub
 from muster.core.errors import MusterError, UsageError
+from muster.transport.connections import Hub
 
 
 def address_of_this_node(peers: Iterable[str], *, interface: str | None = None) -> str:

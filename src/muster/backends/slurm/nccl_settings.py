@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.catalog import gke as catalogue
-from muster.core.errors import UsageError
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 
 # A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
 SOURCE_AND_RUN = 'source "$0" && exec "$@"'

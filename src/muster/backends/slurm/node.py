@@ -29,9 +29,9 @@ from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_IS_UP, tell_
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.nccl_settings import wrapped
 from muster.backends.slurm.resubmit import go_on
-from muster.storage import run_output
-from muster.core.errors import ConflictError, MusterError
 from muster.config.spec import RunSpec
+from muster.core.errors import ConflictError, MusterError
+from muster.storage import run_output
 from muster.storage.store import open_store
 
 #: A holder of the lease is looked at so often; beyond the first few nodes less often, so that it is not asked much.
@@ -132,7 +132,7 @@ class Node:
 
     def _start_agent(self) -> None:
         argv = [
-            sys.executable, "-P", "-m", "muster.agent", "--run-dir", str(self.run_dir), "--run-id", self.run_id,
+            sys.executable, "-P", "-m", "muster.agent.watchdog", "--run-dir", str(self.run_dir), "--run-id", self.run_id,
             "--host", self.host,
         ]  # fmt: skip
         argv, variables = wrapped(self.spec, argv)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from muster.backends.slurm import parse
 from muster.catalog.devices import accelerator_of
+from muster.config.spec import RunSpec
 from muster.core.errors import CapacityError, Problem, RunFileError
 from muster.core.types import Offer
-from muster.config.spec import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from muster.backends.slurm.commands import Slurm, name_of
 from muster.backends.slurm.script import SCRIPT
-from muster.core.errors import MusterError
 from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
 
 #: The nth job of a run: handed from one to the next.
 PART = "MUSTER_PART"

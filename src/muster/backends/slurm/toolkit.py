@@ -12,9 +12,9 @@ from importlib import resources
 from typing import Any
 
 from muster.backends.slurm.toolkit_scripts import build_runners, controller_runners, node_runners
-from muster.storage import run_registry
-from muster.core.errors import Problem, RunFileError
 from muster.config.spec import RunSpec
+from muster.core.errors import Problem, RunFileError
+from muster.storage import run_registry
 
 Module = dict[str, Any]
 #: Of the image; no disk that is made from it may be smaller (a nodeset's default is 50).

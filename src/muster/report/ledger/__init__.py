@@ -1,0 +1,1 @@
+"""Host time by category: a pure fold over the event log."""

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.core.events import Event
-from muster.report.ledger.time_axis import Aligned, Timed, align, writer_of
 from muster.report.ledger.categories import CATEGORIES, RECOVERY
 from muster.report.ledger.coverage import Coverage
 from muster.report.ledger.host_timeline import HostLane, Segment, cut, held_lanes, tell
+from muster.report.ledger.incident_record import Trouble, troubles
 from muster.report.ledger.lineage import Lineage, trace
 from muster.report.ledger.reference_rate import Reference, reference_rate
-from muster.report.ledger.incident_record import Trouble, troubles
+from muster.report.ledger.time_axis import Aligned, Timed, align, writer_of
 
 
 @dataclass

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muster.report.ledger.time_axis import Timed, writer_of
 from muster.report.ledger.coverage import Coverage
-from muster.report.ledger.lineage import Attempt
 from muster.report.ledger.incident_record import Trouble, ended_by
+from muster.report.ledger.lineage import Attempt
+from muster.report.ledger.time_axis import Timed, writer_of
 
 #: A host is as far as its least advanced rank: earlier in this list wins.
 _RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.report.ledger.time_axis import Timed
 from muster.report.ledger.lineage import Attempt, Lineage
+from muster.report.ledger.time_axis import Timed
 
 _HARMLESS = ("ignore",)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from muster.report.ledger.time_axis import Timed
 from muster.report.ledger.lineage import Step
+from muster.report.ledger.time_axis import Timed
 
 #: Steps at the start of each attempt that are warm-up, never reference.
 WARMUP_STEPS = 2

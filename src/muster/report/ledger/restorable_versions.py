@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.report.ledger.time_axis import Timed
 from muster.report.ledger.lineage import Step
+from muster.report.ledger.time_axis import Timed
 
 #: Key of a ``step`` event's detail -> the tier it speaks of. A snapshot each step has no event of its own.
 HELD = {"snapshot_step": "memory", "peer_step": "peer"}

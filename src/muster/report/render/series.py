@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from muster.report.ledger.categories import CATEGORIES
-from muster.report.ledger.host_timeline import HostLane
 from muster.report.ledger.fold import Ledger
+from muster.report.ledger.host_timeline import HostLane
 from muster.report.ledger.lineage import Step
 from muster.report.ledger.restorable_versions import Version, versions
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from muster.storage import uris
 from muster.core.errors import UsageError
 from muster.core.protocols import Store, Stored
+from muster.storage import uris
 from muster.storage.store.local import LocalStore
 from muster.storage.store.memory import MemoryStore
 

@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
-from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, MusterError
+from muster.storage import uris
 from muster.storage.store.local import sync_directory, translated
 
 _REFUSALS = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "Access Denied")

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from muster.storage import uris
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Stored
+from muster.storage import uris
 from muster.storage.store.blobs import translate
 
 _TIMEOUT_S = 60.0

@@ -17,9 +17,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from muster.storage import uris
 from muster.core.errors import AccessError, BackendError, ConflictError
 from muster.core.protocols import Stored
+from muster.storage import uris
 
 _HIDDEN = ".muster-"
 _LOCK = f"{_HIDDEN}lock"

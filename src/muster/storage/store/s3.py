@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from muster.storage import uris
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Stored
+from muster.storage import uris
 from muster.storage.store.blobs import filesystem, translate
 
 

@@ -1,0 +1,1 @@
+"""The supervisor as a process: sockets, the lease, clocks, signals, limits."""

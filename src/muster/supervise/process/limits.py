@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from muster.core.events import Event
 from muster.config.spec import Limits
+from muster.core.events import Event
 
 SECOND_NS = 1_000_000_000
 HOUR_NS = 3600 * SECOND_NS

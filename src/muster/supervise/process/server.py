@@ -16,23 +16,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from muster.config.spec import RunSpec
 from muster.core import event_log
-from muster.transport.connections import Hub, Peer
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.event_log import EventLog
 from muster.core.events import Event
-from muster.config.spec import RunSpec
-from muster.storage.store import open_store
-from muster.transport.secure_session import read_token
 from muster.policy.load import load_policy
-from muster.supervise.process.handshake import UNUSABLE, health_of, introduced, stop_of
+from muster.storage.store import open_store
 from muster.supervise.process.clock_offsets import Clocks
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.process.handshake import UNUSABLE, health_of, introduced, stop_of
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 from muster.supervise.process.limits import LimitsGuard
-from muster.supervise.recovery.state_machine import Machine
-from muster.supervise.replay.event_files import Past
 from muster.supervise.process.liveness import Presence
 from muster.supervise.process.signals import caught
 from muster.supervise.recovery.state import (
@@ -50,7 +45,12 @@ from muster.supervise.recovery.state import (
     StopRequest,
     Tick,
 )
+from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.status import status
+from muster.supervise.replay.event_files import Past
+from muster.supervise.replay.rebuild_state import recover
+from muster.transport.connections import Hub, Peer
+from muster.transport.secure_session import read_token
 
 OFFSET_EVERY_S = 30.0
 #: How soon a disk that took nothing is tried again.

@@ -1,0 +1,1 @@
+"""The recovery state machine. Pure: inputs and a time in, effects out."""

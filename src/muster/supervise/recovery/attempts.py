@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.batch_schedule import changed
-from muster.protocol.ranks import RankContext, Restore
 from muster.policy.cluster_state import NewWorld
+from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.context import LEFT, Context
 from muster.supervise.recovery.final_flush import finish, leave
-from muster.supervise.recovery.preemption_cost import at_a_notice
 from muster.supervise.recovery.held_snapshots import newest_held
 from muster.supervise.recovery.layout import Choice, layout_for, needed_shards, twins_elsewhere
-from muster.supervise.recovery.state import SECOND_NS, Host, Phase
+from muster.supervise.recovery.preemption_cost import at_a_notice
 from muster.supervise.recovery.retained_ranks import PAUSE_S, hosts_first, keepable, kept_as, pause_s, whole_replicas
+from muster.supervise.recovery.state import SECOND_NS, Host, Phase
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.protocol.ranks import YIELDED
 from muster.policy.cluster_state import Policy
+from muster.protocol.ranks import YIELDED
 from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 

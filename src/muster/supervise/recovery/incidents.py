@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.types import Action, Decision, Incident, IncidentKind
-from muster.protocol.ranks import YIELDED
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import Situation
+from muster.protocol.ranks import YIELDED
 from muster.supervise.recovery import error_history
 from muster.supervise.recovery.attempts import ask_to_save, collect
 from muster.supervise.recovery.context import Context
 from muster.supervise.recovery.final_flush import leave
-from muster.supervise.recovery.state import SECOND_NS, OpenIncident, Phase
 from muster.supervise.recovery.retained_ranks import keepable
+from muster.supervise.recovery.state import SECOND_NS, OpenIncident, Phase
 
 #: Ranks that were asked to leave for a larger world and step on, since a save is under way, have so long.
 YIELD_S = 300.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muster.core.types import Layout
 from muster.config.spec import Parallelism
+from muster.core.types import Layout
 
 
 def layout_for(parallelism: Parallelism, world_size: int) -> Layout | None:

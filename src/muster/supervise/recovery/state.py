@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from muster.core.types import Layout
 from muster.config.spec import RunSpec
+from muster.core.types import Layout
 from muster.policy.cluster_state import Policy
 from muster.supervise.recovery.layout import Choice
 

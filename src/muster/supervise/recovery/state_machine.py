@@ -22,7 +22,7 @@ from typing import Any
 
 from muster.core.types import IncidentKind
 from muster.policy.cluster_state import Policy
-from muster.supervise.recovery import final_flush, preemption_notices, error_history
+from muster.supervise.recovery import error_history, final_flush, preemption_notices
 from muster.supervise.recovery.attempts import (
     ask_to_save,
     await_answers,
@@ -33,7 +33,6 @@ from muster.supervise.recovery.attempts import (
     overdue,
 )
 from muster.supervise.recovery.context import Context
-from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.final_flush import finish, leave
 from muster.supervise.recovery.hosts import (
     adopt_failed,
@@ -46,6 +45,7 @@ from muster.supervise.recovery.hosts import (
     start_failed_aside,
 )
 from muster.supervise.recovery.incidents import incident, still_leaving
+from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.state import (
     SECOND_NS,
     Effect,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from muster.supervise.recovery.state_machine import Machine
 from muster.supervise.recovery.state import Phase, State
+from muster.supervise.recovery.state_machine import Machine
 
 
 def status(machine: Machine) -> dict[str, Any]:

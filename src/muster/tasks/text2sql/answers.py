@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from muster.config.spec import FileSource, RandomSource
-from muster.tasks.text2sql import majority_baseline
 from muster.data.formats import Format, prompt_and_completion, row_messages
 from muster.data.sources import OpenedSource, Row
+from muster.tasks.text2sql import baseline
 from muster.tasks.text2sql.sql_execution import run_query
 
 FILE = "questions.jsonl"
@@ -67,7 +67,7 @@ def template(sources: Sequence[OpenedSource]) -> str:
                 if gold is not None:
                     yield str(row.get("schema") or row.get("ddl") or ""), gold
 
-    return majority_baseline.majority_template(pairs())
+    return baseline.majority_template(pairs())
 
 
 def _entry(row: Row, opened: OpenedSource, format: Format) -> dict[str, Any] | None:

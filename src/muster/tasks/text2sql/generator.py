@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from muster.tasks.text2sql.schemas import Table, linked_tables, single_table
 from muster.tasks.text2sql.query_shapes import LEVEL_1, LEVEL_2, Draft, Shape
 from muster.tasks.text2sql.query_shapes_joined import LEVEL_3
 from muster.tasks.text2sql.query_shapes_nested import LEVEL_4
+from muster.tasks.text2sql.schemas import Table, linked_tables, single_table
 from muster.tasks.text2sql.sql_execution import orders_its_result, run_query, same_rows
 
 LEVELS = (1, 2, 3, 4)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from muster.tasks.text2sql.schemas import Table
 from muster.tasks.text2sql.query_shapes import AGGREGATES, Draft, Shape, condition
+from muster.tasks.text2sql.schemas import Table
 
 
 def join(child: Table, parent: Table) -> str:

@@ -6,9 +6,9 @@ from collections import defaultdict
 from random import Random
 from statistics import mean
 
-from muster.tasks.text2sql.schemas import Table
 from muster.tasks.text2sql.query_shapes import Draft, Shape, condition
 from muster.tasks.text2sql.query_shapes_joined import label, qualified
+from muster.tasks.text2sql.schemas import Table
 
 
 def above_average(rng: Random, tables: tuple[Table, ...]) -> Draft:

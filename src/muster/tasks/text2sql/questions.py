@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import MusterError
 from muster.config.spec import FileSource, RunSpec, Text2SqlSource
-from muster.tasks.text2sql import answers, majority_baseline, sql_execution, generator
+from muster.core.errors import MusterError
 from muster.data.prepare import Prepared
-from muster.tasks.text2sql.sql_execution import Outcome
 from muster.data.tokenizer import Encoder
+from muster.tasks.text2sql import answers, baseline, generator, sql_execution
+from muster.tasks.text2sql.sql_execution import Outcome
 
 _FENCE = re.compile(r"```(?:sql|sqlite)?\s*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
 
@@ -67,7 +67,7 @@ def majority_baseline(prepared: Prepared, questions: Sequence[Question]) -> Base
     template = str(prepared.stats.get("majority_template") or "")
     if not questions or not template:
         return None
-    right = sum(each.run(majority_baseline.fill(template, each.schema)).correct for each in questions)
+    right = sum(each.run(baseline.fill(template, each.schema)).correct for each in questions)
     return Baseline(accuracy=right / len(questions), template=template)
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from muster.config.spec import Training
 from muster.core.batch_schedule import Course
 from muster.core.errors import RunFailed
-from muster.config.spec import Training
 from muster.data.schedule import plan_step
 from muster.data.sequences import Sequence, SequenceStore
 from muster.train.data_feed.batch import Batch, batch_from, padding_batch

@@ -1,0 +1,1 @@
+"""Device meshes, process groups, and every sum across ranks."""

@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, UsageError
 from muster.protocol.ranks import RankContext
-from muster.config.spec import RunSpec
 from muster.train.distributed.process_groups import Breaker, gloo_group, nccl_group
 
 #: Collectives wait for a peer so long before they raise by themselves; long before that the agents act.

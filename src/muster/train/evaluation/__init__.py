@@ -1,0 +1,1 @@
+"""Held-out loss, generated answers and samples."""

@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from muster.protocol.ranks import Link
 from muster.config.spec import RunSpec
 from muster.data.prepare import Prepared
-from muster.tasks.text2sql.questions import Question, heldout_questions, majority_baseline
 from muster.data.sequences import SequenceStore
 from muster.data.tokenizer import Encoder
+from muster.protocol.ranks import Link
+from muster.tasks.text2sql.questions import Question, heldout_questions, majority_baseline
 from muster.train.data_feed.batch import batch_from, padding_batch
+from muster.train.distributed.process_setup import World
+from muster.train.distributed.reduce import Axes
 from muster.train.evaluation.generate import generate
-from muster.train.model.loss import loss_sum
 from muster.train.metrics import StepLog
 from muster.train.model.causal_lm import TrainedModel
-from muster.train.distributed.reduce import Axes
-from muster.train.distributed.process_setup import World
+from muster.train.model.loss import loss_sum
 
 #: Rows of a result that a sample shows.
 SHOWN_ROWS = 5

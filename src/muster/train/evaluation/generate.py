@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muster.train.model.sharding import reshard
 from muster.train.model.model_with_loss import Decoding, TrainedModel
+from muster.train.model.sharding import reshard
 
 #: A model up to this size, in its compute dtype, is made whole for generation.
 WHOLE_BYTES = {"cpu": 4 << 30, "cuda": 20 << 30}

@@ -26,8 +26,8 @@ from muster.core.clock import SystemShell
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.protocols import Shell
 from muster.train.export import verification
-from muster.train.model import lora
 from muster.train.export.sources import Make, Parts, choose, maker_of, open_parts, read_spec, reference_model, stored
+from muster.train.model import lora
 from muster.train.model.causal_lm import DTYPES, on_meta
 
 #: Largest safetensors file, as transformers cuts them.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from muster.checkpoint.load import newest_valid
 from muster.checkpoint.shards import ShardReader, read_tensor
-from muster.storage import uris
-from muster.core.errors import CheckpointError, UsageError
 from muster.checkpoint_format.manifest import Manifest, committed, damage, missing
-from muster.core.protocols import Store
 from muster.config.spec import RunSpec
+from muster.core.errors import CheckpointError, UsageError
+from muster.core.protocols import Store
+from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
 from muster.train.model.causal_lm import on_meta, read_config

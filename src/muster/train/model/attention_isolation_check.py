@@ -19,8 +19,8 @@ from torch import Tensor
 
 from muster.core.errors import RunFailed
 from muster.train.data_feed.batch import Batch, make_batch
-from muster.train.model.sharding import reshard
 from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.sharding import reshard
 
 LENGTHS = (5, 9, 6)
 #: What may leak, as a share of what the control moves. Kernels that keep documents apart leak exactly nothing.

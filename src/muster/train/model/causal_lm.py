@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
 from muster.core.types import Layout
-from muster.config.spec import RunSpec
+from muster.train.distributed.device_mesh import Meshes
 from muster.train.model import lora, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
 from muster.train.model.compile import compile_layers
-from muster.train.distributed.device_mesh import Meshes
-from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
 from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

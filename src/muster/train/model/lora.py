@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.core.errors import UsageError
 from muster.config.spec import Lora
+from muster.core.errors import UsageError
 from muster.train.model.weights import fill, local_part, local_ranges, uniform
 
 MARKS = (".lora_A.", ".lora_B.")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.train.model.attention import Attention, attention_arguments
 from muster.train.data_feed.batch import IGNORED, Batch
+from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
 
 

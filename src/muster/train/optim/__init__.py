@@ -1,0 +1,1 @@
+"""Optimizers, learning rate, and the guard against updates that are not finite."""

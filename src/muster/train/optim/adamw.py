@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from muster.core.errors import UsageError
 from muster.config.spec import Optimizer as Settings
+from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
 
 

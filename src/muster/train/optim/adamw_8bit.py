@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.core.errors import UsageError
 from muster.config.spec import Optimizer as Settings
-from muster.train.optim.adamw import decays_weight
+from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
+from muster.train.optim.adamw import decays_weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

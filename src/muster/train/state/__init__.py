@@ -1,0 +1,1 @@
+"""Training state: hashed, kept in memory, saved, restored."""

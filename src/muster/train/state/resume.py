@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.checkpoint.load import load_into, newest_valid
-from muster.core.errors import CheckpointError
 from muster.checkpoint_format.manifest import Manifest
-from muster.protocol.ranks import Link, RankContext
 from muster.config.spec import RunSpec
+from muster.core.errors import CheckpointError
+from muster.protocol.ranks import Link, RankContext
 from muster.storage.uris import is_local
-from muster.train.training_run import Snapshot
-from muster.train.state.saving import Saves
 from muster.train.distributed.process_setup import World
+from muster.train.state.saving import Saves
 from muster.train.state.snapshot import restored
-from muster.train.state.training_state import TrainState
 from muster.train.state.snapshot_tiers import open_together
+from muster.train.state.training_state import TrainState
+from muster.train.training_run import Snapshot
 
 
 def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves, world: World, link: Link) -> None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from muster.checkpoint.handover import Handover
 from muster.checkpoint.saver import Saver
-from muster.core import intervals
-from muster.storage import uris
-from muster.protocol.ranks import Link, Order, RankContext
-from muster.core.protocols import Store
 from muster.config.spec import CheckpointSpec, RunSpec
+from muster.core import intervals
+from muster.core.protocols import Store
+from muster.protocol.ranks import Link, Order, RankContext
+from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.process_setup import World

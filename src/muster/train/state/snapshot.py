@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muster.checkpoint.pinned import pin_soon
-from muster.core.errors import CheckpointError
-from muster.protocol.ranks import RankContext, Restore
+from muster.checkpoint_format.snapshot_checksum import check_seal, seal_of
 from muster.checkpoint_format.snapshot_ring import (
     COPIED_SLOTS,
     MAX_SLOTS,
@@ -36,7 +35,8 @@ from muster.checkpoint_format.snapshot_ring import (
     file_name,
     refusal,
 )
-from muster.checkpoint_format.snapshot_checksum import check_seal, seal_of
+from muster.core.errors import CheckpointError
+from muster.protocol.ranks import RankContext, Restore
 
 _ALIGN = 64  # of each tensor in a slot: whole cache lines, any dtype
 _FETCH_TIMEOUT_S = 60.0

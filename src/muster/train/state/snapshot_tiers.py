@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.protocol.ranks import RankContext
 from muster.checkpoint_format.snapshot_ring import NoRoom
+from muster.protocol.ranks import RankContext
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.state.snapshot import Snapshots
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muster.core.errors import CheckpointError
-from muster.train.optim.adamw import Updates
 from muster.train.distributed.reduce import local
+from muster.train.optim.adamw import Updates
 
 #: What wrappers put into parameter names and what a checkpoint must not depend on.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")

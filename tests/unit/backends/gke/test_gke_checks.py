@@ -3,10 +3,10 @@
 import pytest
 from cases import RUN_DIR, RUN_ID, placement, spec
 
-from muster.backends.gke.manifests.spec_rules import findings
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import object_name, place
 from muster.backends.gke.manifests.render import render
+from muster.backends.gke.manifests.spec_rules import findings
 from muster.core.errors import RunFileError, UsageError
 
 

@@ -7,12 +7,12 @@ import pytest
 from cases import placement, spec
 from fakes.kubernetes import FakeKubernetes
 
-from muster.backends.gke.operate.continuation import continuation, newest, number_of, queue_the_rest
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.http import Reply
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, mode_of
 from muster.backends.gke.manifests.pods import supervisor_template
-from muster.backends.gke.kubernetes.http import Reply
-from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.operate.continuation import continuation, newest, number_of, queue_the_rest
 from muster.backends.gke.provision.session import Session
 from muster.core.errors import BackendError, CapacityError
 

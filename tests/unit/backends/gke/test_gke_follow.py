@@ -8,10 +8,10 @@ import pytest
 from fakes.clock import VirtualClock
 from fakes.kubernetes import FakeKubernetes
 
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.http import Reply, Unreachable
 from muster.backends.gke.operate import log_follow as module
 from muster.backends.gke.operate.log_follow import Follower, Place
-from muster.backends.gke.kubernetes.http import Reply, Unreachable
-from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.provision.session import Session
 from muster.core.errors import AccessError, BackendError
 

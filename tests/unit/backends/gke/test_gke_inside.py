@@ -6,19 +6,19 @@ import json
 import pytest
 from cases import spec
 
-from muster.app.run import exec as execute_app
 from muster.app import remote_entrypoint as pod_side
 from muster.app.inspect import logs as logs_app
 from muster.app.inspect import status as status_app
-from muster.app.run import stop as stop_app
 from muster.app.inspect.supervisor_client import NoAnswer
-from muster.backends.gke.operate.exec_stream import exit_code
+from muster.app.run import exec as execute_app
+from muster.app.run import stop as stop_app
 from muster.backends.gke.launcher import GkeLauncher
-from muster.storage import run_registry
+from muster.backends.gke.operate.exec_stream import exit_code
+from muster.backends.protocols import Terminal
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.event_log import EventLog
-from muster.backends.protocols import Terminal
 from muster.core.protocols import Stored
+from muster.storage import run_registry
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:

@@ -6,12 +6,12 @@ import pytest
 from cases import spec
 
 from muster import backends
-from muster.backends.gke.launcher import ANNOTATION, SUBMISSION, GkeLauncher
 from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.launcher import ANNOTATION, SUBMISSION, GkeLauncher
 from muster.backends.gke.provision.session import Session
-from muster.storage import run_registry
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
+from muster.storage import run_registry
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:

@@ -8,9 +8,9 @@ import sys
 import pytest
 from cases import spec
 
-from muster.backends.gke.pod.init_container import place
-from muster.backends.gke.manifests.pods import SOURCE_AND_RUN
 from muster.backends import code_bundle
+from muster.backends.gke.manifests.pods import SOURCE_AND_RUN
+from muster.backends.gke.pod.init_container import place
 from muster.storage import run_registry
 
 EVERYTHING = ["run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]

@@ -3,11 +3,11 @@
 import pytest
 from cases import spec
 
-from muster.backends.gke.manifests.spec_rules import findings
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.preflight import TINY, rehearsal
 from muster.backends.gke.manifests.render import run_manifests
+from muster.backends.gke.manifests.spec_rules import findings
 from muster.config import validation
 from muster.core.errors import UsageError
 

@@ -7,14 +7,14 @@ from cases import spec
 from fakes.clock import VirtualClock
 from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, session, where
 
-from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.provisioner import GkeProvisioner
 from muster.backends.gke.provision.software import software, wanted_software
 from muster.backends.gke.provision.up import down, requests, up
+from muster.backends.protocols import Provisioner
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, UsageError
-from muster.backends.protocols import Provisioner
 
 TOKEN = "aGZfc2VjcmV0"
 

@@ -12,8 +12,8 @@ from cases import placement, spec
 
 from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import mode_of
 from muster.backends.gke.manifests.kueue_objects import queue_objects
+from muster.backends.gke.manifests.placement import mode_of
 from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.catalog import gke as catalogue
 

@@ -8,15 +8,15 @@ import time
 import pytest
 from fakes.slurm import FakeJob, FakeSlurm
 
-from muster.backends.slurm import node as node_module
 from muster.backends.slurm import locate
+from muster.backends.slurm import node as node_module
 from muster.backends.slurm.batch import Batch, tell_supervisor
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.resubmit import PART, go_on
 from muster.backends.slurm.node import PATIENCE_S, Node
+from muster.backends.slurm.resubmit import PART, go_on
 from muster.backends.slurm.script import SCRIPT
-from muster.core.errors import ConflictError
 from muster.config.spec import RunSpec
+from muster.core.errors import ConflictError
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LeaseKeeper
 

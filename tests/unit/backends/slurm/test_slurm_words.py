@@ -8,11 +8,11 @@ from fakes.slurm import FakeSlurm
 
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
-from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.job_outcome import judge
+from muster.backends.slurm.launcher import SlurmLauncher
+from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
 from muster.core.types import JobHandle, JobState
-from muster.config.spec import RunSpec
 
 HERE = Path("/runs/r")
 RECORD = {"run_id": "r", "state": "submitted", "submission": 1, "job_id": "12", "submitted_wall_ns": 0}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
+from muster.backends.gke.kubernetes.stream import Lines
+from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import Found, differences
 from muster.backends.gke.provision.session import Session, refusal
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.kubernetes.stream import Lines
 from muster.core.errors import AccessError, BackendError
 
 SERVED_WITHIN_S = 60.0

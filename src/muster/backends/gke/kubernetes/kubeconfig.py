@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import Call, Reply, exchange, lines, stream
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.kubernetes.http import Call, Reply, exchange, lines, stream
 from muster.backends.gke.kubernetes.stream import Lines, Stream
+from muster.backends.gke.provision.session import Session
 from muster.core.errors import AccessError, UsageError
 from muster.core.protocols import Clock
 

@@ -1,0 +1,1 @@
+"""What is sent to a cluster, rendered from a run file. Pure."""

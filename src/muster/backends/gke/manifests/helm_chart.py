@@ -13,12 +13,12 @@ from typing import Any
 
 from muster import __version__
 from muster.backends.gke.manifests import helm_values, pods
-from muster.backends.gke.manifests.spec_rules import refuse
-from muster.backends.gke.manifests.jobset import run_objects
-from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import MAX_RUN_DURATION, Placement, object_name, place, resolved
+from muster.backends.gke.manifests.jobset import run_objects
 from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_objects, queue_objects
+from muster.backends.gke.manifests.network_objects import network_objects
+from muster.backends.gke.manifests.placement import MAX_RUN_DURATION, Placement, object_name, place, resolved
+from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
 from muster.config.spec import Lora, RunSpec
 

@@ -120,7 +120,7 @@ def _agent(placement: Placement) -> Manifest:
     host = "host-$(MUSTER_HOST_INDEX)"
     command = [
         "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.run_dir, "--host", host, "--",
-        "python", "-m", "muster.agent", "--run-dir", placement.run_dir, "--run-id", placement.run_id, "--host", host,
+        "python", "-m", "muster.agent.watchdog", "--run-dir", placement.run_dir, "--run-id", placement.run_id, "--host", host,
     ]  # fmt: skip
     if placement.machine.gpus and fabric.source and placement.options.nccl == "node":
         command = ["/bin/bash", "-c", SOURCE_AND_RUN, fabric.source, *command]

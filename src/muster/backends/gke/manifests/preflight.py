@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from muster.storage import run_registry
-from muster.core.errors import UsageError
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
+from muster.storage import run_registry
 
 STEPS = 2
 LARGEST_VOCABULARY = 262_144

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 
 from muster.backends.gke.manifests import pods
-from muster.backends.gke.manifests.spec_rules import refuse
-from muster.backends.gke.manifests.jobset import Manifest, jobset, run_objects
-from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Placement, mode_of, place, resolved
+from muster.backends.gke.manifests.jobset import Manifest, jobset, run_objects
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
+from muster.backends.gke.manifests.network_objects import network_objects
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Placement, mode_of, place, resolved
+from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import dump
-from muster.core.types import JobRequest, TaskSpec
 from muster.config.spec import RunSpec
+from muster.core.types import JobRequest, TaskSpec
 
 BACKEND = "gke"
 

@@ -10,8 +10,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.backends.gke.manifests.placement import object_name
 from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.manifests.placement import object_name
 from muster.core.errors import BackendError, CapacityError
 
 Manifest = dict[str, Any]

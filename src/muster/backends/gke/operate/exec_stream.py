@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import Call, Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.http import Call, Unreachable
 from muster.backends.gke.kubernetes.stream import ERROR, RESIZE, STDERR, STDIN, STDOUT, Stream
 from muster.core.errors import BackendError
 

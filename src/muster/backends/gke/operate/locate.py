@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.backends.gke.operate.exec_stream import Target
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
 from muster.backends.gke.kubernetes import kubeconfig
 from muster.backends.gke.kubernetes.api import Cluster, connect
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
+from muster.backends.gke.operate.exec_stream import Target
 from muster.backends.gke.provision.resource_names import Site, site
-from muster.core.errors import BackendError, UsageError
+from muster.backends.gke.provision.session import Session
 from muster.config.spec import RunSpec
+from muster.core.errors import BackendError, UsageError
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"

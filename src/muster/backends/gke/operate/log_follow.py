@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.http import Unreachable
+from muster.backends.gke.kubernetes.stream import Lines
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.continuation import API as JOBSET_API
 from muster.backends.gke.pod.log_forwarder import told_by
-from muster.backends.gke.kubernetes.http import Unreachable
-from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.stream import Lines
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
-from muster.core.types import LogChunk
 from muster.core.protocols import Clock
+from muster.core.types import LogChunk
 
 DRAIN_S = 15.0
 """After the run's end its pods' last words are waited for; a pod of a dead node has none."""

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from muster.backends.gke.operate import locate
-from muster.backends.gke.pod.log_forwarder import told_by
-from muster.backends.gke.operate.exec_stream import Target, run
-from muster.backends.gke.manifests.placement import SUPERVISOR
-from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends import code_bundle
-from muster.core.errors import BackendError, MusterError
-from muster.core.types import LogChunk
-from muster.core.protocols import Store
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.manifests.placement import SUPERVISOR
+from muster.backends.gke.operate import locate
+from muster.backends.gke.operate.exec_stream import Target, run
+from muster.backends.gke.pod.log_forwarder import told_by
 from muster.config.spec import RunSpec
+from muster.core.errors import BackendError, MusterError
+from muster.core.protocols import Store
+from muster.core.types import LogChunk
 
 Pods = Sequence[Mapping[str, Any]]
 

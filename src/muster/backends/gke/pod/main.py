@@ -193,8 +193,8 @@ def main() -> int:
 
 
 def _requeue(which: str, at_most: int) -> str:
-    from muster.backends.gke.operate.continuation import queue_the_rest
     from muster.backends.gke.kubernetes.kubeconfig import own_cluster
+    from muster.backends.gke.operate.continuation import queue_the_rest
 
     namespace, _, name = which.partition("/")
     # An entry point: the pod's environment says where its own API server is.

@@ -7,9 +7,9 @@ from typing import Literal
 
 from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
 from muster.backends.gke.provision.networks import network_profile
+from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, Found
 from muster.backends.gke.provision.session import Session, refusal
-from muster.backends.gke.provision.resource_names import Site
 from muster.core.errors import AccessError, BackendError, CapacityError
 
 SERVICES = (

@@ -9,9 +9,9 @@ from typing import Any
 
 from muster.backends.gke.image import Parts, build_arguments
 from muster.backends.gke.kubernetes.http import Call, Unreachable
+from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import MARK
 from muster.backends.gke.provision.session import Session, refusal
-from muster.backends.gke.provision.resource_names import Site
 from muster.core.errors import BackendError, UsageError
 
 NAME = "trainer"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.backends.gke.kubernetes.http import Call
-from muster.backends.gke.provision.resources import MARK, RestResource
 from muster.backends.gke.provision.resource_names import Site
+from muster.backends.gke.provision.resources import MARK, RestResource
 
 MAIN_RANGE = "10.64.0.0/20"
 DATA_RANGE = "192.168.0.0/16"

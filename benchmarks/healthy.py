@@ -34,8 +34,8 @@ LIMIT = 0.005
 FEWEST_PAIRS = 6
 """With fewer, drawing pairs again cannot show what differs from pair to pair."""
 WARM_UP = 5
-ON = {"checkpoint.memory_every_steps": 1, "recovery.standby": True, "recovery.heartbeat_timeout_s": 0.3}
-OFF = {"checkpoint.memory_every_steps": 0, "recovery.standby": False, "checkpoint.peer_copy": False}
+ON = {"checkpoint.snapshot_every_steps": 1, "recovery.warm_standby": True, "recovery.heartbeat_timeout_s": 0.3}
+OFF = {"checkpoint.snapshot_every_steps": 0, "recovery.warm_standby": False, "checkpoint.replicate_snapshots": False}
 
 
 # ---------------------------------------------------------------- statistics: pure
@@ -117,7 +117,7 @@ def with_everything(spec: Any, folder: Path) -> Steps:
         run.start()
         code = run.wait(limit_s(spec))
         events = run.events()
-        incidents = [event for event in events if event.kind == "incident"]
+        incidents = [event for event in events if event.kind == "incident.detected"]
         if code != 0 or incidents:
             raise SystemExit(f"the run was not healthy (code {code}):\n{run.story()}")
     return steps_of(events)
@@ -207,7 +207,7 @@ def measure_alarms(minutes: float, loops: int, **changes: Any) -> dict[str, Any]
         if run.supervisor.poll() is not None:
             raise SystemExit(f"the run ended by itself:\n{run.story()}")
     incidents = [
-        f"{event.detail['incident']}: {event.detail['evidence']}" for event in events if event.kind == "incident"
+        f"{event.detail['incident']}: {event.detail['evidence']}" for event in events if event.kind == "incident.detected"
     ]
     hours = watched_s / 3600
     result = {

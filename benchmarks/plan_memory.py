@@ -104,8 +104,8 @@ def spec_of(changes: dict[str, Any]) -> dict[str, Any]:
             "steps": 2, "optimizer": {"learning_rate": 1e-3, "schedule": "constant"}, "loss_chunk_tokens": 512,
             "gc_every_steps": 0,
         },
-        "evaluation": {"samples": 0, "loss_rows": 0, "at_start": False},
-        "checkpoint": {"every_steps": 0, "memory_every_steps": 0, "asynchronous": False},
+        "evaluation": {"samples": 0, "num_sequences": 0, "at_start": False},
+        "checkpoint": {"every_steps": 0, "snapshot_every_steps": 0, "asynchronous": False},
         "resources": {"device": "cpu", "threads_per_rank": 1},
         "output": {"tensorboard": False, "peak_tflops": 1.0},
     }  # fmt: skip

@@ -134,7 +134,7 @@ def grow(trials):
             run.start()
             run.wait_for_step(3)
             run.signal_host("host-2")
-            run.wait_until(lambda run=run: len(run.events("recovered")) == 1, "the shrink")
+            run.wait_until(lambda run=run: len(run.events("incident.resolved")) == 1, "the shrink")
             run.start_agent("host-2")
             run.wait_until(lambda run=run: "grow" in run.actions(), "the return")
             at = run.step()

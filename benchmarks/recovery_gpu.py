@@ -78,14 +78,14 @@ print(json.dumps(found))
 """
 
 
-def run_spec(options: argparse.Namespace, *, standby: bool | str) -> Any:
+def run_spec(options: argparse.Namespace, *, warm_standby: bool | str) -> Any:
     """The run file of every case."""
     given: dict[str, Any] = {
         "training.steps": 1_000_000,
         "resources.ranks_per_host": options.ranks,
         "recovery.heartbeat_timeout_s": 1.0,
         "recovery.grace_s": 5.0,
-        "recovery.standby": standby,
+        "recovery.warm_standby": warm_standby,
         "data.sources": [{"type": "random", "rows": 4096}],
     }
     if not options.smoke:
@@ -215,7 +215,7 @@ def standby_mib(run: LiveRun) -> int | None:
 
 
 def play(
-    names: list[str], options: argparse.Namespace, result: dict[str, Any], keep: Any, *, standby: bool | str
+    names: list[str], options: argparse.Namespace, result: dict[str, Any], keep: Any, *, warm_standby: bool | str
 ) -> None:
     """The cases of one run, one after another; each figure is kept as soon as it is known."""
     spec = run_spec(options, standby=standby)
@@ -264,7 +264,7 @@ def main() -> None:
     with_context = [name for name in options.only if not name.endswith("_imports")]
     without = [name for name in options.only if name.endswith("_imports")]
     if with_context:
-        play(with_context, options, result, keep, standby=True)
+        play(with_context, options, result, keep, warm_standby=True)
     if without:
         play(without, options, result, keep, standby="imports")
     keep()

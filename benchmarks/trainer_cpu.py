@@ -221,7 +221,7 @@ def checkpoint(bench: Bench) -> dict[str, Any]:
     def play(asynchronous: bool) -> list[dict[str, float]]:
         spec = jobs.muster_spec(
             one, bench.folder / "cache", ranks=2,
-            checkpoint={"every_steps": 4, "asynchronous": asynchronous, "memory_every_steps": 0},
+            checkpoint={"every_steps": 4, "asynchronous": asynchronous, "snapshot_every_steps": 0},
         )  # fmt: skip
         events, _ = jobs.run_muster(spec, bench.place(), ranks=2)
         saves = [event for event in events if event.kind == "checkpoint.committed" and event.step < one["steps"]]

@@ -77,7 +77,7 @@ def peak_of(name: str) -> float | None:
 def play(system: str, told: dict[str, Any], folder: Path) -> jobs.Measured:
     """One training of ``system``."""
     if system.startswith("muster"):
-        spec = jobs.muster_spec(told, folder / "cache", ranks=1, checkpoint={"every_steps": 0, "memory_every_steps": 0})
+        spec = jobs.muster_spec(told, folder / "cache", ranks=1, checkpoint={"every_steps": 0, "snapshot_every_steps": 0})
         events, began = jobs.run_muster(spec, folder / system, ranks=1, how="worker", timeout_s=420)
         return jobs.measured(jobs.steps_of(events), began, warmup=WARMUP)
     python = sys.executable

@@ -90,7 +90,7 @@ def held(timed):
     hosts = {}
     for t, _, event in timed:
         host = hosts.get(event["host"])
-        if event["kind"] == "host.granted":
+        if event["kind"] == "host.allocated":
             host = hosts.setdefault(event["host"], {"spans": [], "since": None, "usd": None})
             host["since"] = t if host["since"] is None else host["since"]
             host["gpus"] = max(1, event["detail"]["gpus"])

@@ -111,7 +111,7 @@ def _reason_against(history: History, started: Sequence[Mapping[str, Any]]) -> s
     layouts = {json.dumps(each["layout"], sort_keys=True) for each in started}
     if len(layouts) > 1 and not exact:
         return f"it ran on {len(layouts)} layouts without training.exact: sums in another order have other bits"
-    if any(each.get("course") for each in started):
+    if any(each.get("batch_schedule") for each in started):
         return "its policy changed batch or learning rate on the way"
     if any(each.get("skip_steps") for each in started):
         return "it left out the updates of steps that were not finite: an unfailed run would have ended there"
@@ -126,10 +126,10 @@ def _changed(recorded: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str
     changes: dict[str, dict[str, Any]] = {
         "training": {"state_hash_every_steps": 1, "profile": {}},
         "parallelism": dict(layout),
-        "checkpoint": {"dir": None, "every_steps": 0, "memory_every_steps": 0},
-        "evaluation": {"every_steps": 0, "at_start": False, "loss_rows": 0, "questions": 0, "final_questions": None,
+        "checkpoint": {"dir": None, "every_steps": 0, "snapshot_every_steps": 0},
+        "evaluation": {"every_steps": 0, "at_start": False, "num_sequences": 0, "num_questions": 0, "final_num_questions": None,
                        "samples": 0},
-        "recovery": {"reference_steps": 0},
+        "recovery": {"baseline_steps": 0},
         "output": {"tensorboard": False, "tracker": "none"},
     }  # fmt: skip
     for section, values in changes.items():

@@ -142,7 +142,7 @@ def muster_spec(found: dict[str, Any], cache: Path, *, ranks: int, **changes: An
             "activation_checkpointing": "full" if found["checkpointing"] else "none",
             "optimizer": {"learning_rate": 1e-4},
         },
-        "evaluation": {"at_start": False, "loss_rows": 0, "samples": 0},
+        "evaluation": {"at_start": False, "num_sequences": 0, "samples": 0},
         "checkpoint": {"every_steps": 0},
         "resources": {"device": found["device"], "ranks_per_host": ranks},
         "output": {"tensorboard": False, "peak_tflops": 1.0},

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from muster.checkpoint_format.shards import owner_of
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
-from muster.protocol.ranks import YIELDED, Link, Order, RankContext
+from muster.protocol.ranks import RESIZE_EXIT_CODE, AgentClient, Command, RankContext
 from muster.train.user_state import (
     State,
     Stateful,
@@ -76,13 +76,13 @@ class _Here:
     """This process's place, set by the fork server before the script runs."""
 
     context: RankContext | None = None
-    link: Link | None = None
+    link: AgentClient | None = None
     spec: RunSpec | None = None
     step_ns: int | None = None
     beaten: int = -1
     snapshots: Snapshots | None = None
     orders: Orders | None = None
-    order: Order | None = None
+    order: Command | None = None
     asking: bool = False
     """The ranks' agreement was begun, and nobody has looked at its orders yet."""
     asked_step: int | None = None
@@ -96,7 +96,7 @@ class _Here:
     owed: bool = False
 
 
-def enter(context: RankContext, link: Link) -> None:
+def enter(context: RankContext, link: AgentClient) -> None:
     """Called by the fork server: from here on this process is a rank of a run."""
     _Here.context, _Here.link = context, link
     _Here.spec = RunSpec.model_validate_json((Path(context.run_dir) / "resolved.json").read_text())
@@ -117,7 +117,7 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
     _ask(step)
     now = time.monotonic_ns()
     if _Here.step_ns is None:
-        _Here.link.emit("phase", phase="train", step=step)
+        _Here.link.emit("phase.changed", phase="train", step=step)
     if _Here.context.rank == 0:
         took = now - _Here.step_ns if _Here.step_ns is not None else 0
         detail: dict[str, Any] = {"tokens_per_s": tokens / took * 1e9} if tokens and took else {}
@@ -161,7 +161,7 @@ def finish(step: int, state: State) -> None:
     wanted = stopping and _Here.order is not None and _Here.order.save and _Here.link is not None
     if wanted and _Here.saved_step != step:
         _write(step, flatten(state))
-    if stopping and _Here.order is not None and _Here.order.exit_code == YIELDED:
+    if stopping and _Here.order is not None and _Here.order.exit_code == RESIZE_EXIT_CODE:
         if _Here.snapshots is not None:  # a larger world goes on from this very step
             _Here.snapshots.keep(step, {name: local(tensor) for name, tensor in flatten(state).items()})
     elif _Here.saver is not None and _Here.link is not None:
@@ -186,7 +186,7 @@ def save(step: int, state: State) -> None:
         _open_snapshots(tensors)
         _Here.compared = True
     _ask(step)
-    if _Here.snapshots is not None and step % _Here.spec.checkpoint.memory_every_steps == 0:
+    if _Here.snapshots is not None and step % _Here.spec.checkpoint.snapshot_every_steps == 0:
         # Asked for after the whole step: so long the last copy has had to reach the peer.
         agreed = _orders().snapshot_agreed()
         _Here.snapshots.save(step, {name: local(tensor) for name, tensor in tensors.items()}, agreed=agreed)
@@ -218,7 +218,7 @@ def restore(state: State) -> int:
         left = unflatten(state, tensors)
         if left:
             text = f"rank {_Here.context.rank}: {left[0]} was saved and has no place in this state ({len(left)} such)"
-            _Here.link.emit("run.note", step=step, text=text)
+            _Here.link.emit("run.message", step=step, text=text)
         took_ns = time.monotonic_ns() - began_ns
         _Here.link.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=took_ns)
     _beat(step + 1)
@@ -248,7 +248,7 @@ def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
     link = _Here.link
 
     def skipped(uri: str, reason: str) -> None:
-        link.emit("checkpoint.skipped", uri=uri, reason=reason)
+        link.emit("checkpoint.rejected", uri=uri, reason=reason)
 
     if not _Here.spec.checkpoint.resume:
         return 0, "", ""
@@ -262,13 +262,13 @@ def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
 def _open_snapshots(tensors: Mapping[str, Tensor]) -> None:
     """Collective, so that all ranks keep them in the same tiers."""
     assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
-    if _Here.context.snapshot_dir is None or _Here.spec.checkpoint.memory_every_steps == 0:
+    if _Here.context.snapshot_dir is None or _Here.spec.checkpoint.snapshot_every_steps == 0:
         return
     from muster.train.state.snapshot_tiers import open_together
 
     link = _Here.link
     _Here.snapshots = open_together(
-        _Here.context, tensors, group=_orders().group, say=lambda text: link.emit("run.note", text=text)
+        _Here.context, tensors, group=_orders().group, say=lambda text: link.emit("run.message", text=text)
     )
 
 
@@ -298,7 +298,7 @@ def _write(step: int, tensors: Mapping[str, Tensor]) -> None:
         if found is not None:
             _Here.differs = True
             text = f"{found}: the checkpoint of step {step} holds one of them; rank<N>. names keep what is a rank's own"
-            _Here.link.emit("run.note", step=step, text=text)
+            _Here.link.emit("run.message", step=step, text=text)
     _Here.link.progress(for_s=SAVE_LIMIT_S)
     _saver().save(step, tensors, {})
     _Here.link.progress()

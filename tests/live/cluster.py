@@ -39,7 +39,7 @@ SMALL = {
     },
     "data": {"sources": [{"type": "random", "rows": 512}]},
     "training": {"steps": 60, "sequence_length": 64, "global_batch_size": 12, "deterministic": True},
-    "evaluation": {"at_start": False, "loss_rows": 0, "samples": 0},
+    "evaluation": {"at_start": False, "num_sequences": 0, "samples": 0},
     "checkpoint": {"every_steps": 0},
     "resources": {"hosts": 1, "ranks_per_host": 2, "device": "cpu", "threads_per_rank": 1},
     "recovery": {"heartbeat_timeout_s": 2.0, "grace_s": 20.0},

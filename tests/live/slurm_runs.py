@@ -30,7 +30,7 @@ RUN_FILE: dict[str, Any] = {
         "steps": 100_000, "sequence_length": 64, "global_batch_size": 12, "micro_batch_size": 2, "exact": True,
         "optimizer": {"schedule": "constant"},
     },
-    "evaluation": {"at_start": False, "loss_rows": 0, "samples": 0},
+    "evaluation": {"at_start": False, "num_sequences": 0, "samples": 0},
     "checkpoint": {"every_steps": 0},
     "resources": {"hosts": 3, "ranks_per_host": 2, "device": "cpu", "threads_per_rank": 1},
     "recovery": {"heartbeat_timeout_s": 2.0, "grace_s": 20.0},

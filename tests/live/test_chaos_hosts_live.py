@@ -28,7 +28,7 @@ def test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing(tmp_path, refe
         run.under_way()
         name = run.ranks()[1][1]
         run.signal_host(name, signal.SIGSTOP)
-        run.wait_until(lambda: run.events("recovered"), "recovery")
+        run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         run.signal_host(name, signal.SIGCONT)
         run.ended()
         assert run.actions()[0] == "swap" and set(run.actions()[1:]) <= {"ignore"}, run.story()
@@ -43,10 +43,10 @@ def test_a_preemption_notice_swaps_the_host_before_it_goes(tmp_path, reference):
         run.agents[name].send_signal(signal.SIGTERM)
         run.ended()
         assert run.actions()[0] == "swap", run.story()
-        assert run.events("incident")[0].detail["incident"] == "preemption_notice"
-        assert run.events("notice")
+        assert run.events("incident.detected")[0].detail["incident"] == "preemption_notice"
+        assert run.events("termination.notice")
         assert name not in {host for _, host in run.ranks().values()}
-        assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert run.final_hash() == reference(2, 1)[0]
 
 
@@ -64,12 +64,12 @@ def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp
         monkeypatch.undo()
         run.start_agent("host-2")
         run.wait_until(
-            lambda: "cannot start" in str([e.detail for e in run.events("run.note")]), "the bad spare's note"
+            lambda: "cannot start" in str([e.detail for e in run.events("run.message")]), "the bad spare's note"
         )
         run.wait_for_spare()
-        assert run.events("incident") == [], run.story()
+        assert run.events("incident.detected") == [], run.story()
         run.signal_host("host-0")
-        run.wait_until(lambda: run.events("recovered") or len(run.events("attempt.started")) > 1, "the swap")
+        run.wait_until(lambda: run.events("incident.resolved") or len(run.events("attempt.started")) > 1, "the swap")
         assert {host for _, host in run.ranks().values()} <= {"host-0", "host-2"}
         assert run.actions() == ["swap"], run.story()
         run.tell({"t": "stop", "force": True})
@@ -83,16 +83,16 @@ def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_
         run.under_way()
         accused = run.ranks()[1][1]
         run.tell({"t": "health", "host": accused, "evidence": "a detector that errs", "resettable": []})
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery from the false alarm")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery from the false alarm")
         bad = run.ranks()[0][1]
         for blow in range(3):
-            run.wait_until(lambda blow=blow: len(run.events("recovered")) > blow, "recovery")
+            run.wait_until(lambda blow=blow: len(run.events("incident.resolved")) > blow, "recovery")
             os.kill(next(pid for pid, host in run.ranks().values() if host == bad), signal.SIGKILL)
         run.ended()
         assert run.actions() == ["swap", "restart", "restart", "swap"], run.story()
         assert {event.host for event in run.events("host.quarantined")} == {accused, bad}
         assert not {host for _, host in run.ranks().values()} & {accused, bad}
-        assert all(event.detail["redone_steps"] <= 2 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
         assert run.final_hash() == reference(2, 1, **{"training.steps": 200})[0]
 
 
@@ -101,7 +101,7 @@ def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
     with Judged(tmp_path, spec_of(**SPARED)) as run:
         run.under_way()
         run.kill_rank(0)
-        run.wait_until(lambda: run.events("incident"), "the first incident")
+        run.wait_until(lambda: run.events("incident.detected"), "the first incident")
         run.signal_host(run.ranks()[1][1])
         run.ended()
         assert run.actions() in (["restart", "swap"], ["swap"]), run.story()
@@ -117,7 +117,7 @@ def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
         run.start()
         run.wait_for_step(8)
         run.signal_host("host-2")
-        run.wait_until(lambda: run.events("recovered"), "recovery")
+        run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         run.start_agent("host-2")
         run.ended()
         assert run.actions() == ["shrink", "grow"], run.story()

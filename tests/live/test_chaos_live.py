@@ -40,7 +40,7 @@ def test_kills_at_random_moments_never_leave_half_an_update(tmp_path, reference,
             step = run.step() + 4
         run.ended()
         assert set(run.actions()) == {"restart"}
-        assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2, **{"training.steps": 120})[:2]
 
 
@@ -53,7 +53,7 @@ def test_whatever_a_rank_does_once_is_a_restart(tmp_path):
         run.ended()
         assert set(run.actions()) == {"restart"} and len(run.events("attempt.started")) == 5, run.story()
         # The lost peer's broken connection may have been heard first.
-        found = [event.detail for event in run.events("incident") if event.detail["incident"] != "rank_exit"]
+        found = [event.detail for event in run.events("incident.detected") if event.detail["incident"] != "rank_exit"]
         assert [each["incident"] for each in found] == list(deeds.values()), run.story()
         for each, words in zip(found, ("a passing trouble", "no progress", "no progress", ""), strict=True):
             assert words in each["evidence"], run.story()
@@ -74,7 +74,7 @@ def test_not_a_number_stops_the_run_instead_of_looping(tmp_path):
         run.start()
         run.ended(1)
         assert run.actions() == ["restart", "stop"], run.story()
-        assert run.events("incident")[0].detail["incident"] == "not_finite"
+        assert run.events("incident.detected")[0].detail["incident"] == "not_finite"
         assert len(run.events("step")) < 10, "nothing was applied"
 
 
@@ -121,17 +121,17 @@ def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monk
         run.start()
         for number, deed in enumerate(deeds):
             run.wait_for_step(run.step() + 4)
-            before = len(run.events("recovered"))
+            before = len(run.events("incident.resolved"))
             order = {"deed": deed, "rank": number % 2}
             (tmp_path / "misdeed.tmp").write_text(json.dumps(order))
             os.replace(tmp_path / "misdeed.tmp", tmp_path / "misdeed.json")
-            run.wait_until(lambda before=before: len(run.events("recovered")) > before, f"recovery from {deed}")
+            run.wait_until(lambda before=before: len(run.events("incident.resolved")) > before, f"recovery from {deed}")
             assert (tmp_path / f"misdeed.{deed}.done").exists(), run.story()
         run.ended()
         assert set(run.actions()) == {"restart"}, run.story()
-        kinds = [event.detail["incident"] for event in run.events("incident")]
+        kinds = [event.detail["incident"] for event in run.events("incident.detected")]
         assert {"rank_exit", "rank_exception", "rank_oom", "not_finite"} <= set(kinds), run.story()
-        assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2)[:2]
 
 
@@ -173,7 +173,7 @@ def test_a_torn_checkpoint_and_a_rotten_one_are_passed_over(tmp_path, reference)
     with Judged(tmp_path, spec) as run:
         run.start()
         run.ended()
-        skipped = [event.detail for event in run.events("checkpoint.skipped")]
+        skipped = [event.detail for event in run.events("checkpoint.rejected")]
         assert any(f"{newest:08d}" in each["uri"] for each in skipped), run.story()
         restored = [event.step for event in run.events("checkpoint.restored")][-1]
         assert 0 < restored < newest

@@ -60,7 +60,7 @@ def test_two_hosts_that_hold_each_other_s_copy_cost_what_lies_behind_the_last_sa
         run.ended(timeout_s=400)
         assert set(run.actions()) <= {"restart", "shrink"} and run.actions().count("shrink") == 2, run.story()
         saved = [event for event in run.events("checkpoint.restored") if event.detail["tier"] == "disk"]
-        assert saved and all(event.detail["redone_steps"] <= 20 for event in run.events("recovered")), run.story()
+        assert saved and all(event.detail["redone_steps"] <= 20 for event in run.events("incident.resolved")), run.story()
         assert run.final_hash() == reference(1, 2, **exact)[0]
 
 
@@ -118,7 +118,7 @@ def test_punisher(tmp_path, seed, every_s):
             kill_some_rank(run, rng)
             blows += 1
         steps, spent_s = run.step() - first, time.monotonic() - began
-        lost_s = sum(event.detail["lost_ns"] for event in run.events("recovered")) / 1e9
+        lost_s = sum(event.detail["lost_ns"] for event in run.events("incident.resolved")) / 1e9
         share = 1 - lost_s / spent_s
         print(f"{blows} kills in {spent_s:.0f} s: {steps} steps, {share:.1%} of the time stood")
         assert steps > 0 and share >= (0.70 if every_s == 15 else 0.95)

@@ -197,7 +197,7 @@ def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_
     said = []
     eventually(lambda: said.extend(capfd.readouterr().out.splitlines()) or said)
     (note,) = [json.loads(line)["text"] for line in said]
-    assert "6.00 MB wanted" in note and "free in" in note and "checkpoint.peer_copy: false" in note
+    assert "6.00 MB wanted" in note and "free in" in note and "checkpoint.replicate_snapshots: false" in note
     assert ring.copied() == (-1, -1) and list(small.iterdir()) == []
 
 
@@ -220,7 +220,7 @@ def test_a_run_whose_host_has_no_room_goes_on_without_snapshots_and_says_so_once
     with LiveRun(tmp_path, spec_of(**{"training.steps": 8})) as run:
         run.start()
         assert run.wait() == 0, run.story()
-        assert len(run.events("attempt.started")) == 1 and run.events("incident") == [], run.story()
-        notes = [event.detail["text"] for event in run.events("run.note") if "no room" in event.detail["text"]]
-        assert len(notes) == 1 and "wanted" in notes[0] and "checkpoint.memory_every_steps: 0" in notes[0], notes
+        assert len(run.events("attempt.started")) == 1 and run.events("incident.detected") == [], run.story()
+        notes = [event.detail["text"] for event in run.events("run.message") if "no room" in event.detail["text"]]
+        assert len(notes) == 1 and "wanted" in notes[0] and "checkpoint.snapshot_every_steps: 0" in notes[0], notes
         assert not any("snapshot_step" in event.detail for event in run.events("step"))

@@ -275,7 +275,7 @@ def test_geography(tmp_path):
 def test_tiny_shakespeare_for_stories260k(tmp_path):
     source = {"type": "file", "path": present("corpora", "tiny_shakespeare.txt")}
     model = {"source": present("models", "stories260k")}
-    spec = spec_of([source], tmp_path / "cache", model=model, length=512, overlong="split")
+    spec = spec_of([source], tmp_path / "cache", model=model, length=512, on_overlong="split")
     prepared = prepare(spec, run_dir=tmp_path / "run")
     assert prepared.vocab_size == 512 and prepared.stats["split"] == 1 and prepared.stats["fill"] > 0.999
     encoder = Encoder(prepared.tokenizer_dir)

@@ -21,7 +21,7 @@ model:
 data:
   sources: [{type: random, rows: 400}]
 training: {steps: 100, sequence_length: 64, global_batch_size: 6, deterministic: true}
-evaluation: {at_start: false, loss_rows: 0, samples: 0}
+evaluation: {at_start: false, num_sequences: 0, samples: 0}
 checkpoint: {every_steps: 0}
 resources: {device: cpu, ranks_per_host: 2, threads_per_rank: 1}
 output: {tensorboard: false, peak_tflops: 0.1}

@@ -66,7 +66,7 @@ def plane(tmp_path_factory):
 def placed():
     spec = RunSpec.model_validate(
         {"name": "a", "backend": "gke", "command": ["x"], "resources": {
-            "machine": "a4-highgpu-8g", "mode": "flex_start_queued", "image": "i", "project": "example-project",
+            "machine": "a4-highgpu-8g", "provisioning_model": "flex_start_queued", "image": "i", "project": "example-project",
             "locations": ["us-central1-b"]}}
     )  # fmt: skip
     return place(spec, run_id="a", run_dir="/gcs/b/r", options=Options())
@@ -100,11 +100,11 @@ def document(plane, name, **changes):
     found["training"]["steps"] = 100_000
     found |= {"name": name, "backend": "gke", "run_dir": f"gs://bucket/runs/{name}"}
     found["resources"] = {
-        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "mode": "owned", "image": "trainer:1", "queue": "research",
+        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "provisioning_model": "owned", "image": "trainer:1", "queue": "research",
         "cluster": f"kubeconfig:{plane.dir / 'kubeconfig'}",
     }  # fmt: skip
     # No silence is a failure here (pods end by signals and closed sockets), and a busy machine is often silent.
-    found["recovery"] |= {"standby": False, "grace_s": 10.0, "heartbeat_timeout_s": 20.0}
+    found["recovery"] |= {"warm_standby": False, "grace_s": 10.0, "heartbeat_timeout_s": 20.0}
     for key, value in changes.items():
         *path, last = key.split(".")
         place_ = found
@@ -261,12 +261,12 @@ def bad(request):
 def test_a_run_from_submit_to_its_end_with_everything_that_a_user_does(plane, played, home):
     """Queued, failed by its user, held, corrected; followed; a host, the supervisor and a machine lost; stopped."""
     played.hold = True
-    changes = {"model.config.head_dim": 17, "recovery.hold_s": 600.0, "checkpoint.every_steps": 50}
+    changes = {"model.config.head_dim": 17, "recovery.keep_hosts_after_failure_s": 600.0, "checkpoint.every_steps": 50}
     run = Run(plane, home, "whole", **changes)
     plane.wait(lambda: plane.items(f"{WORKLOADS}/workloads"), "Workload")
     assert run.status()["state"] == "waiting" and not run.pods()
     played.admit()
-    plane.wait(lambda: any(event.phase == "hold" for event in run.events("phase")), "hold", 180)
+    plane.wait(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "hold", 180)
     with run.followed() as follower:
         started = time.monotonic()
         run.muster("restart", run.id, "model.config.head_dim=16")

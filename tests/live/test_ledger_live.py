@@ -14,7 +14,7 @@ from muster.report import api
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 CHANGES = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1, "training.steps": 110,
-           "recovery.reference_steps": 20}  # fmt: skip
+           "recovery.baseline_steps": 20}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
         run.wait_for_step(40)  # the reference is measured in steps 11 to 30
         run.wait_for_spare()
         run.kill_rank(1)
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery of the rank")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery of the rank")
         run.between = api.load(directory).to_json()
         run.wait_for_step(70)
         # Stopped, not killed: a death is noticed within less than two hosts' clocks can be compared, and takes 0 s.
@@ -70,7 +70,7 @@ def test_incidents_agree_with_the_supervisor(run, found):
     killed, lost = [incident for incident in found["incidents"] if incident["stopped_training"]][:2]
     assert (killed["kind"], killed["action"]) == ("rank_exit", "restart")
     assert (lost["kind"], lost["action"]) == ("host_lost", "swap")
-    told = {event.detail["incident_id"]: event.detail for event in run.events("recovered")}
+    told = {event.detail["incident_id"]: event.detail for event in run.events("incident.resolved")}
     for incident in (killed, lost):
         # Ours begins at the fault, the supervisor's at its detection; both end with the same step.
         assert incident["lost_s"] - incident["detect_s"] == pytest.approx(incident["lost_s_supervisor"], abs=0.3)
@@ -88,7 +88,7 @@ def test_the_report_in_the_middle_was_a_report(run, found):
 
 
 def test_the_reference_was_measured_with_fault_tolerance_off(run, found):
-    (event,) = run.events("reference")
+    (event,) = run.events("baseline_rate")
     assert (event.step, event.detail["first_step"], event.detail["steps"]) == (30, 11, 17)
     reference = found["goodput"]["reference"]
     assert reference["source"] == "measured with fault tolerance off"

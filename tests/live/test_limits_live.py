@@ -15,7 +15,7 @@ def test_dollars_end_a_run_with_a_save(tmp_path):
         run.start()
         assert run.wait(120) == 130, run.story()
         (finished,) = run.events("run.finished")
-        (notice,) = run.events("notice")
+        (notice,) = run.events("termination.notice")
         document = api.load(run.dir).to_json()
     print(f"ended at ${document['cost']['usd']:.2f}: {finished.detail['reason']}")
     assert finished.detail["outcome"] == "stopped"

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from muster.agent.replicator import checkpoint_writer  # noqa: E402
 from muster.agent.replicator.main import Mover  # noqa: E402
-from muster.agent.replicator.replicator_process import MoverChild  # noqa: E402
+from muster.agent.replicator.replicator_process import ReplicatorProcess  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
@@ -26,8 +26,8 @@ from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # n
 from muster.core.errors import AccessError, CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
-from muster.transport.connections import Hub  # noqa: E402
-from muster.transport.stream import MOVER_SOCKET, Stream  # noqa: E402
+from muster.transport.connections import ConnectionPool  # noqa: E402
+from muster.transport.stream import REPLICATOR_SOCKET, Stream  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
@@ -152,12 +152,12 @@ class Told:
         (tmp_path / "token").write_bytes(TOKEN)
         (tmp_path / "token").chmod(0o600)
         self.spec = SimpleNamespace(
-            checkpoint=SimpleNamespace(memory_every_steps=1), recovery=SimpleNamespace(heartbeat_timeout_s=0.5)
+            checkpoint=SimpleNamespace(snapshot_every_steps=1), recovery=SimpleNamespace(heartbeat_timeout_s=0.5)
         )
-        self.hub = Hub(token=TOKEN, on_message=lambda *_: None, on_gone=lambda *_: None)
+        self.hub = ConnectionPool(token=TOKEN, on_message=lambda *_: None, on_gone=lambda *_: None)
         self.leaving = None
         self.said, self.notes, self.answers = [], [], []
-        self.mover = MoverChild(agent=self)
+        self.mover = ReplicatorProcess(agent=self)
 
     def tell(self, message):
         self.said.append(message)
@@ -190,7 +190,7 @@ def agent(tmp_path):
 
 
 def saver(agent, tmp_path, seen):
-    handover = Handover(address=str(agent.memory / MOVER_SOCKET), token=TOKEN)
+    handover = Handover(address=str(agent.memory / REPLICATOR_SOCKET), token=TOKEN)
     return Saver(
         str(tmp_path / "checkpoints"), run_id="run", attempt=1, layout=Layout(), keep_last=9, asynchronous=True,
         group=None, store=open_store(), on_event=lambda kind, **detail: seen.append((kind, detail)), handover=handover,
@@ -244,7 +244,7 @@ def test_a_save_outlives_its_mover_and_a_new_mover_takes_the_next(agent, tmp_pat
     saves.finish()
     saves.save(3, state_of(3), {})
     saves.finish()
-    assert [kind for kind in kinds(seen) if kind[0] != "run.note"] == [("committed", step) for step in (1, 2, 3)], seen
+    assert [kind for kind in kinds(seen) if kind[0] != "run.message"] == [("committed", step) for step in (1, 2, 3)], seen
     assert agent.mover.address == address, "the others need no new address"
     assert "was started again" in agent.notes[0]
     newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
@@ -283,7 +283,7 @@ def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, movers):
     agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
     address = agent.mover.address
     agent.mover.end()  # as its stdin's end would
-    agent.mover = MoverChild(agent=agent)
+    agent.mover = ReplicatorProcess(agent=agent)
     agent.mover.start()
     assert agent.mover.address == address
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
@@ -295,7 +295,7 @@ def test_a_mover_that_dies_over_a_share_leaves_it_to_the_rank(tmp_path):
     """It took the share and died: the rank writes a file of another name, which the dead one cannot spoil."""
     (tmp_path / "memory").mkdir()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "memory" / MOVER_SOCKET))
+    listener.bind(str(tmp_path / "memory" / REPLICATOR_SOCKET))
     listener.listen()
 
     def die_over_it():
@@ -311,7 +311,7 @@ def test_a_mover_that_dies_over_a_share_leaves_it_to_the_rank(tmp_path):
     saves = saver(SimpleNamespace(memory=tmp_path / "memory"), tmp_path, seen)
     saves.save(1, state_of(1), {})
     saves.finish()
-    assert [kind for kind, _ in seen] == ["checkpoint.begun", "checkpoint.committed", "run.note"], seen
+    assert [kind for kind, _ in seen] == ["checkpoint.begun", "checkpoint.committed", "run.message"], seen
     found = newest_valid(open_store(), str(tmp_path / "checkpoints"))
     assert found.files[0].name == "own-rank-00000.shard"
     restored = state_of(0)
@@ -338,7 +338,7 @@ def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
     fd = os.memfd_create("share")
     os.pwrite(fd, b"x" * 4096, 0)
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(tmp_path / MOVER_SOCKET))
+        sock.connect(str(tmp_path / REPLICATOR_SOCKET))
         stream = Stream(sock, TOKEN, server=False)
         stream.send({"t": "write", "uri": str(tmp_path / "out"), "bytes": 4096, "preamble_bytes": 2})
         assert stream.receive()["t"] == "go"
@@ -386,8 +386,8 @@ def test_a_run_loses_its_movers_and_trains_on_and_copies_go_on(tmp_path):
                 process.kill()
         at = run.step()
         assert run.wait() == 0, run.story()
-        assert run.events("incident") == [] and run.events("checkpoint.failed") == [], run.story()
-        notes = [event.detail["text"] for event in run.events("run.note")]
+        assert run.events("incident.detected") == [] and run.events("checkpoint.failed") == [], run.story()
+        notes = [event.detail["text"] for event in run.events("run.message")]
         assert sum("was started again" in text for text in notes) == 2, notes
         copied = max(event.detail.get("peer_step", 0) for event in run.events("step"))
         assert copied > at, "copies went on, from the new movers to the new movers"

@@ -148,7 +148,7 @@ def test_a_ranks_own_state_comes_back_from_memory_and_disk_and_all_ranks_take_on
         run.wait_for_step(45)
         run.supervisor.send_signal(signal.SIGINT)
         assert run.wait() == 130, run.story()
-        assert run.events("recovered")[0].detail["redone_steps"] == 0, run.story()
+        assert run.events("incident.resolved")[0].detail["redone_steps"] == 0, run.story()
         stopped_at = run.step()
     folders = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     older, newest = (int(folder.name[5:13]) for folder in folders[-2:])
@@ -162,7 +162,7 @@ def test_a_ranks_own_state_comes_back_from_memory_and_disk_and_all_ranks_take_on
         assert run.wait() == 0, run.story()
         from_disk = [event for event in run.events("checkpoint.restored") if event.detail["tier"] == "disk"]
         assert {(event.rank, event.step) for event in from_disk} == {(0, older), (1, older)}, run.story()
-        assert "checksum" in run.events("checkpoint.skipped")[-1].detail["reason"]
+        assert "checksum" in run.events("checkpoint.rejected")[-1].detail["reason"]
         assert run.losses() == unfailed(stopped_at + 10), "bit for bit"
 
 
@@ -181,18 +181,18 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
     with LiveRun(tmp_path / "run", spec) as run:
         run.start()
         run.wait_for_step(30)
-        run.wait_until(lambda: len({e.host for e in run.events("phase") if e.phase == "spare"}) == 2, "two spares")
+        run.wait_until(lambda: len({e.host for e in run.events("phase.changed") if e.phase == "spare"}) == 2, "two spares")
         rings = [memory_dir(run.dir, RUN_ID, run.ranks()[rank][1]) / f"own.r1s2t1.{rank}.ring" for rank in (0, 1)]
         run.wait_until(lambda: all(Ring.open(ring).copied() == (30, 1) for ring in rings), "both copies of step 30")
         run.signal_host(run.ranks()[1][1])
         (tmp_path / "go").touch()
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "the first recovery")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "the first recovery")
         run.wait_for_step(60)
         run.signal_host(run.ranks()[0][1])
         assert run.wait() == 0, run.story()
         assert run.actions() == ["swap", "swap"], run.story()
         assert run.events("attempt.started")[1].detail["resume_step"] == 30, run.story()
-        assert run.events("recovered")[0].detail["redone_steps"] == 0, run.story()
+        assert run.events("incident.resolved")[0].detail["redone_steps"] == 0, run.story()
         # The newest copy may have been on its way: what the run had said to be there counts.
         told = max(event.detail.get("peer_step", 0) for event in run.events("step") if event.attempt == 2)
         assert run.events("attempt.started")[2].detail["resume_step"] >= told > 30, run.story()
@@ -251,7 +251,7 @@ def test_a_hugging_face_trainer_with_a_callback_loses_no_step_and_no_bit(tmp_pat
         run.kill_rank(1)
         assert run.wait() == 0, run.story()
         assert run.actions() == ["restart"], run.story()
-        assert run.events("recovered")[0].detail["redone_steps"] <= 1
+        assert run.events("incident.resolved")[0].detail["redone_steps"] <= 1
         steps = [event.step for event in run.events("step")]
         assert sorted(set(steps)) == list(range(1, 61)), "every step, and none beyond"
     whole, survived = (tmp_path / name / "model.safetensors" for name in ("whole", "survived"))

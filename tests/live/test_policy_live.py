@@ -43,7 +43,7 @@ def test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap(tmp_path, mon
         (reset,) = run.events("host.reset")
         assert reset.host == sick and reset.detail["ok"] == (code == 0) and reset.detail["gpus"] == [0]
         assert (sick in run.events("attempt.started")[-1].detail["hosts"]) == (code == 0)
-        assert all(event.detail["redone_steps"] <= 2 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
 
 
 POLICY = """
@@ -68,7 +68,7 @@ def test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world(tmp_path):
         run.wait_for_step(10)
         run.signal_host("host-1")
         run.ended()
-        first = run.events("attempt.started")[-1].detail["course"][0]["first_step"]
+        first = run.events("attempt.started")[-1].detail["batch_schedule"][0]["first_step"]
         rate = run.spec.training.optimizer.learning_rate
         steps = {event.step: event.detail for event in run.events("step")}
         assert {steps[step]["rows"] for step in steps if step < first} == {12}

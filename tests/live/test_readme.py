@@ -23,9 +23,9 @@ BLOCKS = re.findall(r"(?:<!-- (\w+): (.*?) -->\n)?```(\w+)\n(.*?)```", README, r
 #: What makes the examples small enough for a test.
 SMALLER = (
     "data.sources.0.rows=400",
-    "evaluation.questions=4",
-    "evaluation.final_questions=4",
-    "evaluation.loss_rows=4",
+    "evaluation.num_questions=4",
+    "evaluation.final_num_questions=4",
+    "evaluation.num_sequences=4",
 )
 
 

@@ -67,7 +67,7 @@ def test_wikisql_is_learnt_from(tmp_path):
             "micro_batch_size": 2,
             "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
         },
-        evaluation={"at_start": True, "loss_rows": 16, "samples": 0, "questions": 4, "max_new_tokens": 16},
+        evaluation={"at_start": True, "num_sequences": 16, "samples": 0, "num_questions": 4, "max_new_tokens": 16},
     )
     with LiveRun(tmp_path / "run", of) as run:
         run.start()
@@ -87,8 +87,8 @@ def test_a_real_model_is_tuned_on_shakespeare(tmp_path):
         model={"source": str(DATA / "models" / "stories260k"), "dtype": "float32"},
         data={
             "sources": [{"type": "file", "path": str(DATA / "corpora" / "tiny_shakespeare.txt"), "format": "text"}],
-            "overlong": "split",
-            "loss_on": "all",
+            "on_overlong": "split",
+            "train_on": "all",
             "cache_dir": str(tmp_path / "cache"),
         },
         training={
@@ -98,7 +98,7 @@ def test_a_real_model_is_tuned_on_shakespeare(tmp_path):
             "micro_batch_size": 4,
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3},
         },
-        evaluation={"at_start": False, "loss_rows": 0, "samples": 0},
+        evaluation={"at_start": False, "num_sequences": 0, "samples": 0},
     )
     with LiveRun(tmp_path / "run", of) as run:
         run.start()

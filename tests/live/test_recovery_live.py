@@ -18,7 +18,7 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, reference):
             run.kill_rank(rank)
         assert run.wait() == 0, run.story()
         assert run.actions() == ["restart"] * 3, run.story()
-        recovered = run.events("recovered")
+        recovered = run.events("incident.resolved")
         # A kill between a rank's update and its snapshot (milliseconds) takes that one step again.
         assert len(recovered) == 3 and all(event.detail["redone_steps"] <= 1 for event in recovered), run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2)[:2]
@@ -28,7 +28,7 @@ def test_a_crash_is_as_a_kill(tmp_path, reference):
     with LiveRun(tmp_path, spec_of()) as run:
         run.start()
         for blow, number in enumerate((signal.SIGSEGV, signal.SIGABRT)):
-            run.wait_until(lambda blow=blow: len(run.events("recovered")) == blow, "recovery")
+            run.wait_until(lambda blow=blow: len(run.events("incident.resolved")) == blow, "recovery")
             run.wait_for_step(run.step() + 8)
             run.kill_rank(0, number)
         assert run.wait() == 0, run.story()
@@ -44,7 +44,7 @@ def test_a_stopped_rank_is_found_though_no_collective_raises(tmp_path, reference
         run.wait_for_step(10)
         run.kill_rank(1, signal.SIGSTOP)
         assert run.wait() == 0, run.story()
-        (incident,) = run.events("incident")
+        (incident,) = run.events("incident.detected")
         assert incident.detail["incident"] == "rank_hang" and "is stopped" in incident.detail["evidence"]
         assert run.final_hash() == reference(1, 2)[0]
 
@@ -58,7 +58,7 @@ def test_the_agent_dies_and_its_ranks_train_on(tmp_path, reference):
         os.kill(agent, signal.SIGKILL)
         run.wait_until(lambda: len(run.events("agent.started")) == 2, "a new agent")
         assert run.wait() == 0, run.story()
-        assert run.events("incident") == [], run.story()
+        assert run.events("incident.detected") == [], run.story()
         assert {rank: pid for rank, (pid, _) in run.ranks().items()} == {rank: pid for rank, (pid, _) in before.items()}
         assert run.final_hash() == reference(1, 2, **{"training.steps": 120})[0]
 
@@ -86,7 +86,7 @@ def test_a_lost_host_is_replaced_by_the_spare(tmp_path, reference):
         assert run.wait() == 0, run.story()
         assert run.actions() == ["swap"], run.story()
         # The step under way on the peer when the host died may be taken again; a committed one never.
-        assert [event.detail["redone_steps"] <= 2 for event in run.events("recovered")] == [True], run.story()
+        assert [event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")] == [True], run.story()
         assert run.final_hash() == reference(2, 1)[0]
 
 
@@ -96,12 +96,12 @@ def test_without_a_spare_the_world_shrinks_and_grows_back(tmp_path, reference):
         run.start()
         run.wait_for_step(10)
         run.signal_host("host-1")
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.start_agent("host-1")
         assert run.wait() == 0, run.story()
         assert run.actions() == ["shrink", "grow"], run.story()
         assert [event.detail["world_size"] for event in run.events("attempt.started")] == [3, 2, 3]
-        assert all(event.detail["redone_steps"] <= 2 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
         losses = reference(3, 1, **{"training.steps": 200})[1]
         mine = run.losses()
         assert set(mine) == set(losses), "the same steps"
@@ -154,10 +154,10 @@ def test_everything_is_killed_and_the_run_goes_on_from_its_checkpoint(tmp_path, 
 
 
 def test_a_users_own_failure_holds_the_hosts_and_restart_costs_no_import(tmp_path):
-    broken = {"model.config.head_dim": 17, "recovery.hold_s": 60.0, "training.steps": 10}
+    broken = {"model.config.head_dim": 17, "recovery.keep_hosts_after_failure_s": 60.0, "training.steps": 10}
     with LiveRun(tmp_path, spec_of(**broken)) as run:
         run.start()
-        run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase")), "the hold")
+        run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "the hold")
         assert run.actions() == ["stop"]
         servers = run.fork_servers()
         (tmp_path / "resolved.json").write_text(spec_of(**{**broken, "model.config.head_dim": 16}).model_dump_json())
@@ -179,7 +179,7 @@ def test_with_exact_sums_a_shrink_and_a_grow_leave_no_trace(tmp_path, reference)
         run.start()
         run.wait_for_step(10)
         run.signal_host(run.ranks()[1][1])
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.start_agent("host-1")
         assert run.wait() == 0, run.story()
         assert run.actions() == ["shrink", "grow"], run.story()

@@ -32,12 +32,12 @@ def test_a_replay_agrees_with_what_happened_and_differs_from_another_seeds_run(t
         run.start()
         run.wait_for_step(6)
         run.kill_rank(1)
-        run.wait_until(lambda: run.events("recovered"), "recovery")
+        run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         os.kill(run.supervisor.pid, signal.SIGINT)
         run.ended(130)
         last = run.step()
-    code, course, told = judge(run.dir)
-    assert code == 0 and course["holds"] and course["checked"] >= last, (course, told)
+    code, batch_schedule, told = judge(run.dir)
+    assert code == 0 and batch_schedule["holds"] and batch_schedule["checked"] >= last, (batch_schedule, told)
     (folder,) = re.findall(r"in (/\S+)$", told.splitlines()[0])
     assert not Path(folder).exists(), "a replay that agrees is not kept"
 
@@ -45,8 +45,8 @@ def test_a_replay_agrees_with_what_happened_and_differs_from_another_seeds_run(t
     spec = json.loads((tmp_path / "other" / "resolved.json").read_text())
     spec["training"]["seed"] += 1
     (tmp_path / "other" / "resolved.json").write_text(json.dumps(spec))
-    code, course, told = judge(tmp_path / "other", "--ranks", "1")
+    code, batch_schedule, told = judge(tmp_path / "other", "--ranks", "1")
     (folder,) = re.findall(r"stays in (/\S+)$", told)
-    assert code == 1 and "step 1 has two states" in course["problems"][0], course
+    assert code == 1 and "step 1 has two states" in batch_schedule["problems"][0], batch_schedule
     assert (Path(folder) / "resolved.json").is_file()
     shutil.rmtree(folder)

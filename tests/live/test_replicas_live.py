@@ -55,7 +55,7 @@ def test_a_lost_rank_leaves_the_other_replica_alone(tmp_path, reference, number)
         assert run.actions() == ["restart"] and kept(run) == [[], [0]], run.story()
         found = pids_of(run, (0, 1))
         assert len(set(found[0])) == 1 and len(set(found[1])) == 2, "rank 0 kept its process, rank 1 has a new one"
-        assert [event.detail["redone_steps"] <= 1 for event in run.events("recovered")] == [True], run.story()
+        assert [event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")] == [True], run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2, **replicated(2))[:2]
 
 
@@ -64,7 +64,7 @@ def test_either_replica_can_be_the_one_that_is_lost_again_and_again(tmp_path, re
         run.start()
         for blow, (step, rank) in enumerate(((8, 0), (25, 1), (45, 0), (65, 0))):
             run.wait_for_step(step)
-            run.wait_until(lambda blow=blow: len(run.events("recovered")) == blow, "recovery")
+            run.wait_until(lambda blow=blow: len(run.events("incident.resolved")) == blow, "recovery")
             run.kill_rank(rank)
         run.ended()
         assert kept(run) == [[], [1], [0], [1], [1]], run.story()
@@ -79,7 +79,7 @@ def test_sharded_replicas_are_kept_whole(tmp_path, reference):
         run.wait_for_spare()
         run.wait_for_step(8)
         run.kill_rank(3)
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.wait_for_step(run.step() + 10)
         run.signal_host(run.ranks()[0][1])
         run.ended()
@@ -102,7 +102,7 @@ def test_ranks_in_the_middle_of_a_long_step_keep_their_processes(tmp_path, monke
         assert kept(run) == [[], [0, 1]], run.story()
         found = pids_of(run, range(4))
         assert [len(set(found[rank])) for rank in range(4)] == [1, 1, 2, 2], run.story()
-        assert run.step() == 40 and all(event.detail["redone_steps"] <= 1 for event in run.events("recovered"))
+        assert run.step() == 40 and all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved"))
 
 
 def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
         apart = [step for step, detail in steps.items() if "replica_hashes" in detail]
         assert flipped > 5 and apart == list(range(flipped, 81)), run.story()
         assert len(set(steps[flipped]["replica_hashes"])) == 2
-        (note,) = [event for event in run.events("run.note") if "replica_hashes" in event.detail]
+        (note,) = [event for event in run.events("run.message") if "replica_hashes" in event.detail]
         assert note.step == flipped and "the replicas do not hold one state" in note.detail["text"]
         (problem,) = broken(check(run.dir))
         assert problem.startswith(f"I1: attempt 1: after step {flipped} ") and "replicas hold two states" in problem
@@ -131,7 +131,7 @@ def test_without_a_spare_the_living_replica_goes_on_alone_and_is_joined_again(tm
         run.start()
         run.wait_for_step(10)
         run.signal_host("host-0")
-        run.wait_until(lambda: len(run.events("recovered")) == 1, "recovery")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.start_agent("host-0")
         run.ended()
         assert run.actions() == ["shrink", "grow"], run.story()

@@ -34,7 +34,7 @@ def run(tmp_path_factory):
         for number, step in enumerate(KILLS):
             run.wait_for_step(step)
             run.kill_rank(number % 2)
-            run.wait_until(lambda number=number: len(run.events("recovered")) > number, "recovery of the rank")
+            run.wait_until(lambda number=number: len(run.events("incident.resolved")) > number, "recovery of the rank")
         run.wait_for_step(HOST_AT)
         run.signal_host(run.ranks()[1][1])
         assert run.wait() == 0, run.story()

@@ -74,7 +74,7 @@ def test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on(clus
     lost = run.nodes()[lost_host]
     began_ns = time.time_ns()
     cluster.cut(lost)
-    run.wait_until(lambda: run.events("recovered"), "recovery")
+    run.wait_until(lambda: run.events("incident.resolved"), "recovery")
     first_s, first_again = recovery_s(run, began_ns)
     assert run.actions() == ["swap"] and first_again <= 2, run.story()
     assert cluster.states().count("down") == 0, "Slurm itself has not noticed: nothing waited for it"
@@ -132,7 +132,7 @@ def test_a_dead_node_and_a_requeue(cluster, user, beside):
     lost = next(run.nodes()[host] for _, (_, host) in run.ranks().items() if run.nodes()[host] != run.supervisor_host())
     began_ns = time.time_ns()
     cluster.kill_processes(lost)
-    run.wait_until(lambda: run.events("recovered"), "recovery")
+    run.wait_until(lambda: run.events("incident.resolved"), "recovery")
     seconds, again = recovery_s(run, began_ns)
     assert run.actions() == ["swap"] and again <= 2, run.story()
     print(f"L: slurmd and all processes of a node killed {seconds:.2f} s")
@@ -202,7 +202,7 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
             run.wait_for_step(2)
         if words[0] == "scancel":
             assert run is not None
-            run.wait_until(lambda run=run: run.events("recovered"), "recovery")
+            run.wait_until(lambda run=run: run.events("incident.resolved"), "recovery")
     assert run is not None
     assert "swap" in seen["events"] and "#SBATCH --nodes=4" in seen["render"]
     assert seen["exec"].strip() in cluster.names
@@ -213,7 +213,7 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
 def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
     one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
     run = user.submit(run_file(**one, model__config__head_dim=17, recovery__hold_s=120.0, training__steps=5))
-    run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase")), "the hold")
+    run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "the hold")
     (job,) = run.jobs()
     wrong = user.muster("exec", run.id, "--host", "7", "--", "hostname", code=2)
     assert "no host-7" in wrong.stderr

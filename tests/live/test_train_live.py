@@ -26,14 +26,14 @@ def test_held_out_figures_are_the_same_bits_at_any_world_size(tmp_path: Path) ->
             training__exact=True,
             training__steps=3,
             evaluation={
-                "at_start": True, "every_steps": 2, "loss_rows": 7, "questions": 5, "final_questions": 7,
+                "at_start": True, "every_steps": 2, "num_sequences": 7, "num_questions": 5, "final_num_questions": 7,
                 "samples": 2, "max_new_tokens": 12,
             },
         )  # fmt: skip
         done = run_attempt(tmp_path / str(ranks), spec, ranks=ranks)
         assert done.codes == [0] * ranks, done.errors[0]
         figures = [{**event.detail, "duration_ns": 0, "step": event.step} for event in done.of("eval")]
-        samples = [(event.step, event.detail["completion"]) for event in done.of("sample")]
+        samples = [(event.step, event.detail["completion"]) for event in done.of("generation")]
         seen.append((figures, samples))
     figures, samples = seen[0]
     assert [found["step"] for found in figures] == [0, 2, 3]
@@ -50,11 +50,11 @@ def test_a_trace_and_the_phases_of_a_life(tmp_path: Path) -> None:
         training__steps=4,
         training__profile={"trace_step": 2},
         checkpoint__every_steps=2,
-        evaluation={"at_start": True, "loss_rows": 4, "samples": 0},
+        evaluation={"at_start": True, "num_sequences": 4, "samples": 0},
     )
     done = run_attempt(tmp_path / "run", spec, ranks=2)
     assert done.codes == [0, 0], done.errors[0]
-    phases = [event.phase for event in done.of("phase")]
+    phases = [event.phase for event in done.of("phase.changed")]
     assert phases == ["start", "restore", "eval", "warmup", "train", "checkpoint", "train", "eval", "checkpoint"]
     for rank in range(2):
         trace = json.loads((tmp_path / "run" / "traces" / f"step-2.rank-{rank}.json").read_text())

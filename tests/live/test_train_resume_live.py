@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from trainranks import Outcome, Script, run_attempt, small
 
-from muster.protocol.ranks import Order
+from muster.protocol.ranks import Command
 
 pytestmark = pytest.mark.live
 
@@ -106,7 +106,7 @@ def test_a_stop_saves_at_one_step_and_leaves_130(tmp_path: Path) -> None:
     """Only rank 1 hears of it; both stop after the same step, and the next attempt goes on from there."""
     spec = spec_of(tmp_path / "cache", training__global_batch_size=6)
     spec["checkpoint"]["every_steps"] = 0
-    order = Order(kind="stop", exit_code=130)
+    order = Command(kind="stop", exit_code=130)
     stopped = run_attempt(tmp_path / "run", spec, ranks=2, script=Script(order=order, order_step=0, order_rank=1))
     assert stopped.codes == [130, 130], stopped.errors[0]
     (saved,) = stopped.of("checkpoint.committed")
@@ -119,7 +119,7 @@ def test_a_stop_saves_at_one_step_and_leaves_130(tmp_path: Path) -> None:
 def test_an_order_without_time_or_wish_for_a_save_writes_none(tmp_path: Path) -> None:
     spec = spec_of(tmp_path / "cache")
     spec["checkpoint"]["every_steps"] = 0
-    order = Order(kind="stop", exit_code=75, save=False)
+    order = Command(kind="stop", exit_code=75, save=False)
     stopped = run_attempt(tmp_path / "run", spec, ranks=2, script=Script(order=order))
     assert stopped.codes == [75, 75]
     assert not stopped.of("checkpoint.begun")
@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
     assert f"step {last + 1}:" in message and "the update was not applied" in message
     assert "sequences" in message
     assert all(event.step is None or event.step <= last for event in done.of("step"))
-    (note,) = [event for event in done.of("run.note") if event.step == last + 1]
+    (note,) = [event for event in done.of("run.message") if event.step == last + 1]
     assert "not applied" in note.detail["text"]
 
 

@@ -32,7 +32,7 @@ data:
   sources: [{type: text2sql, rows: 400, heldout_rows: 10}]
 training:
   {steps: 100000, sequence_length: 64, global_batch_size: 2, deterministic: true, optimizer: {schedule: constant}}
-evaluation: {at_start: false, loss_rows: 4, samples: 1, final_questions: 4, max_new_tokens: 4}
+evaluation: {at_start: false, num_sequences: 4, samples: 1, final_num_questions: 4, max_new_tokens: 4}
 checkpoint: {every_steps: 1000000}
 resources: {device: cpu, ranks_per_host: 2, threads_per_rank: 1}
 output: {tensorboard: false}

@@ -49,7 +49,7 @@ def saves(run):
 
 
 def notes(run):
-    return " | ".join(str(event.detail["text"]) for event in run.events("run.note"))
+    return " | ".join(str(event.detail["text"]) for event in run.events("run.message"))
 
 
 def one_at_a_time(run):
@@ -117,7 +117,7 @@ def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeyp
         weather.change()
         run.wait_until(lambda: max(s for k, s in saves(run) if k == "committed") > slow + EVERY, "a checkpoint")
         run.ended()
-        assert run.actions() == [] and run.events("incident") == [], run.story()
+        assert run.actions() == [] and run.events("incident.detected") == [], run.story()
         assert "Input/output error" in str(run.events("checkpoint.failed")[0].detail["reason"])
         assert one_at_a_time(run), saves(run)
         assert run.final_hash() == unfailed[0]
@@ -164,7 +164,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path, unfailed, bucket):
         before = run.step()
         run.wait_for_step(before + 2 * EVERY)
         run.kill_rank(1)
-        run.wait_until(lambda: run.events("recovered"), "recovery from memory")
+        run.wait_until(lambda: run.events("incident.resolved"), "recovery from memory")
         run.wait_until(lambda: any("claimed" in str(e.detail["reason"]) for e in run.events("checkpoint.failed")),
                        "a save that is not even begun")  # fmt: skip
         away = run.step()
@@ -172,7 +172,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path, unfailed, bucket):
         run.wait_until(lambda: any(e.step > away for e in run.events("checkpoint.committed")), "a checkpoint")
         run.ended()
         assert run.actions() == ["restart"], run.story()
-        assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert one_at_a_time(run), saves(run)
         assert checkpoint_hash(at) == unfailed[0]
 
@@ -199,17 +199,17 @@ def test_clocks_that_are_stepped_by_an_hour_are_nobodys_incident(tmp_path, unfai
         run.wait_until(lambda: lease(run)["expires_wall_ns"] < time.time_ns(), "a lease in the past")
         with pytest.raises(ConflictError, match="holds this run"):
             LeaseKeeper(open_store(), str(run.dir / "lease.json")).take(("127.0.0.1", 1))
-        assert run.actions() == [] and run.events("incident") == [], run.story()
+        assert run.actions() == [] and run.events("incident.detected") == [], run.story()
         run.kill_rank(1)
-        run.wait_until(lambda: run.events("recovered"), "recovery")
+        run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         run.supervisor.kill()
         run.supervisor.wait()
         run.start_supervisor()
         run.ended()
         assert run.actions() == ["restart"] and not run.events("host.lost"), run.story()
-        assert all(event.detail["redone_steps"] <= 1 for event in run.events("recovered")), run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert {hours_off(event) for event in run.events("step")} == {-1, 0, 1}, "rank 0's clock was stepped"
-        assert [hours_off(event) for event in run.events("decision")] == [-1], "and the supervisor's"
+        assert [hours_off(event) for event in run.events("incident.decided")] == [-1], "and the supervisor's"
         assert run.final_hash() == unfailed[0]
 
 

@@ -25,12 +25,12 @@ model:
 data:
   sources: [{type: text2sql, rows: 100, heldout_rows: 5}]
 training: {steps: 4, sequence_length: 64, global_batch_size: 2}
-evaluation: {at_start: false, loss_rows: 0, samples: 0}
+evaluation: {at_start: false, num_sequences: 0, samples: 0}
 resources: {device: cpu, ranks_per_host: 1, threads_per_rank: 1}
 output: {tensorboard: false}
 """
 PRETRAINED = ["model.config=null", "model.tokenizer=null", "model.source=./weights"]
-TEXT = ["data.sources=[{type: file, path: text.txt}]", "data.loss_on=all", "data.overlong=split"]
+TEXT = ["data.sources=[{type: file, path: text.txt}]", "data.train_on=all", "data.on_overlong=split"]
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_safetensors_that_are_something_else(folder: Path) -> None:
 def test_data_whose_every_label_is_masked(folder: Path) -> None:
     rows = [{"prompt": "a " * 500, "completion": "b"}] * 10
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = train(folder, "data.sources=[{type: file, path: rows.jsonl}]", "data.overlong=truncate")
+    done = train(folder, "data.sources=[{type: file, path: rows.jsonl}]", "data.on_overlong=truncate")
     assert done.returncode == 2
     assert "masked" in done.stderr
 

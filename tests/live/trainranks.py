@@ -24,7 +24,7 @@ from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.events import Event
 from muster.core.types import Layout
-from muster.protocol.ranks import Order, RankContext, Restore
+from muster.protocol.ranks import Command, RankContext, Restore
 
 TIMEOUT_S = 120.0
 
@@ -41,7 +41,7 @@ class Script:
     kill_save_step: int = 0
     """The first save that ``kill_in_save`` concerns."""
     order_step: int | None = None
-    order: Order | None = None
+    order: Command | None = None
     order_rank: int = 0
     unit_per_layer: bool = False
     """One FSDP unit a decoder layer, as large models have it."""
@@ -103,7 +103,7 @@ def small(cache: Path, **changes: Any) -> dict[str, Any]:
             "loss_chunk_tokens": 64,
             "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 1.0},
         },
-        "evaluation": {"samples": 0, "loss_rows": 0, "at_start": False},
+        "evaluation": {"samples": 0, "num_sequences": 0, "at_start": False},
         "checkpoint": {"every_steps": 0},
         "resources": {"device": "cpu", "threads_per_rank": 1},
         "output": {"tensorboard": False, "peak_tflops": 1.0},
@@ -274,7 +274,7 @@ def _link(context: RankContext, script: Script) -> Any:
                 if self.beats >= 1:
                     _die()
 
-        def order(self) -> Order | None:
+        def order(self) -> Command | None:
             due = script.order is not None and context.rank == script.order_rank
             if due and not self.given and self.step >= (script.order_step or 0):
                 self.given = True

@@ -47,8 +47,8 @@ class Watched:
         }
 
     def actions(self) -> list[str]:
-        return [event.detail["action"] for event in self.events("decision")]
+        return [event.detail["action"] for event in self.events("incident.decided")]
 
     def spares(self) -> set[str]:
         """Hosts that were ever held as spares."""
-        return {event.host for event in self.events("phase") if event.phase == "spare"}
+        return {event.host for event in self.events("phase.changed") if event.phase == "spare"}

@@ -12,7 +12,7 @@ from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.incidents import incident
 from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
 def spec_of(**resources):
@@ -30,7 +30,7 @@ def spec_of(**resources):
 
 def machine_of(spec, policy=None):
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=spec.resources.ranks_per_host)
-    return Machine(settings=settings, policy=policy or SHIPPED["default"])
+    return RecoveryStateMachine(settings=settings, policy=policy or SHIPPED["default"])
 
 
 def cluster_of(spec, *, policy=None, steps=200, stages=None):
@@ -168,15 +168,15 @@ def test_a_policy_may_change_batch_and_rate_with_the_world():
     cluster.at(80.0, lambda: cluster.return_host("host-3"))
     assert cluster.run().exit_code == 0
     first, shrunk, grown = (log.detail for log in logged(cluster, "attempt.started"))
-    assert "course" not in first
+    assert "batch_schedule" not in first
     small = {
         "first_step": policy.asked[1].resume_step + 1,
         "global_batch_size": batch * 3 // 4,
         "learning_rate_scale": 0.75,
     }
-    assert shrunk["course"] == [small]
+    assert shrunk["batch_schedule"] == [small]
     back = {"first_step": policy.asked[2].resume_step + 1, "global_batch_size": batch, "learning_rate_scale": 1.0}
-    assert grown["course"] == [small, back]
+    assert grown["batch_schedule"] == [small, back]
     assert [world.num_hosts for world in policy.asked] == [4, 3, 4]
 
 
@@ -278,7 +278,7 @@ def test_a_spare_that_cannot_start_is_set_aside():
     cluster.at(40.0, lambda: cluster.return_host("host-1"))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["wait"], "the bad spare was not asked"
-    assert any("set aside" in log.detail["text"] for log in logged(cluster, "run.note"))
+    assert any("set aside" in log.detail["text"] for log in logged(cluster, "run.message"))
 
 
 def test_a_bad_spare_at_the_start_does_not_stop_the_run_and_bad_data_does():
@@ -394,12 +394,12 @@ def test_a_policy_of_ones_own_decides():
 def test_a_spare_that_flaps_is_the_last_resort():
     """24 and 17: of two spares the sound one is taken; with enough hosts left a flapping one is not taken at all."""
     from muster.core.types import Incident
-    from muster.policy.cluster_state import Situation
+    from muster.policy.cluster_state import ClusterState
 
     lost = Incident(incident_id="i9", kind=IncidentKind.HOST_LOST, attempt=1, host="host-0", evidence="gone")
 
     def decide(spares, min_hosts):
-        situation = Situation(
+        situation = ClusterState(
             active=("host-1",), spares=spares, wanted_hosts=2, min_hosts=min_hosts, last_applied_step=5,
             restarts_without_progress=0, max_restarts_without_progress=3, host_failures={"host-2": 3},
         )  # fmt: skip

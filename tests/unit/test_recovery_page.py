@@ -40,16 +40,16 @@ def test_the_policy_on_the_page_runs_a_run(tmp_path):
         return cluster, cluster.run()
 
     cluster, end = play(10.0)
-    actions = [log.detail["action"] for _, log in cluster.log if log.kind == "decision"]
+    actions = [log.detail["action"] for _, log in cluster.log if log.kind == "incident.decided"]
     assert end.exit_code == 0 and actions == ["restart", "wait"], "it waits where the default shrinks"
     _, end = play(10.0, 20.0, 30.0, 40.0)
     assert end.exit_code == 1 and "one too many" in end.reason
     path.write_text(adjusting)
     policy = load_policy(str(path))
     cluster, end = play()
-    courses = [log.detail.get("course", []) for _, log in cluster.log if log.kind == "attempt.started"]
+    courses = [log.detail.get("batch_schedule", []) for _, log in cluster.log if log.kind == "attempt.started"]
     batch = spec.training.global_batch_size
-    assert end.exit_code == 0 and [len(course) for course in courses] == [0, 1, 2]
+    assert end.exit_code == 0 and [len(batch_schedule) for batch_schedule in courses] == [0, 1, 2]
     assert courses[1][0]["global_batch_size"] == batch // 2 and courses[2][1]["global_batch_size"] == batch
 
 

@@ -153,7 +153,7 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     ),
     "all labels masked": (
         {"rows.jsonl": CHAT, "tokenizer/tokenizer.json": TOKENIZER, "tokenizer/tokenizer_config.json": TEMPLATE},
-        [*DATA, file_source("rows.jsonl"), "data.loss_on=[system]", "model.tokenizer=./tokenizer"], 2, "masked",
+        [*DATA, file_source("rows.jsonl"), "data.train_on=[system]", "model.tokenizer=./tokenizer"], 2, "masked",
     ),
     "every row too long": (
         {"rows.jsonl": rows({"prompt": "a " * 400, "completion": "b"})}, [*DATA, file_source("rows.jsonl")], 2, "",

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from muster.agent.ranks.rank_environment import fork_server_environment, opens_contexts
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
 from muster.agent.replicator import snapshot_cleanup
-from muster.agent.replicator.replicator_process import MoverChild
+from muster.agent.replicator.replicator_process import ReplicatorProcess
 from muster.checkpoint_format.snapshot_ring import file_name, forget_refusal
 from muster.config.spec import Recovery
 from muster.core.types import Layout
@@ -50,7 +50,7 @@ class Programs:
         """Places whose standbys were asked for and are not yet here."""
         self._unfit = False
         """A standby could not open a context on its GPU: none tries it again."""
-        self.mover = MoverChild(agent=agent)
+        self.mover = ReplicatorProcess(agent=agent)
         self.forkserver_pid: int | None = None
         self._forkserver_deaths = 0
         self._prepare: subprocess.Popen[str] | None = None
@@ -69,7 +69,7 @@ class Programs:
     @property
     def memory_address(self) -> list[Any] | None:
         """Where other hosts find this one's snapshots; None where it holds none."""
-        return self.mover.address if self.agent.spec.checkpoint.memory_every_steps else None
+        return self.mover.address if self.agent.spec.checkpoint.snapshot_every_steps else None
 
     # ------------------------------------------------------------ starting
 
@@ -118,7 +118,7 @@ class Programs:
         if code < 0 and self._prepare_kills < PREPARE_KILLS and self.agent.leaving is None:
             self._prepare_kills += 1
             text = f"data preparation on {self.agent.host} was ended by signal {-code} and is begun again"
-            self.agent.log_event("run.note", {"text": text})
+            self.agent.log_event("run.message", {"text": text})
             self._start_prepare()
             return
         if code != 0:
@@ -215,7 +215,7 @@ class Programs:
 
     def refill(self) -> None:
         """Keep one standby for each rank of the host (or only what is needed, where none are wanted)."""
-        if self.agent.spec.recovery.standby or not self.agent.crew.workers:
+        if self.agent.spec.recovery.warm_standby or not self.agent.crew.workers:
             here = {standby.local_rank for standby in self.agent.crew.standbys.values()}
             self.spawn([place for place in range(self.agent.ranks_per_host) if place not in here])
 
@@ -265,10 +265,10 @@ class Programs:
         if self._served != attempt:
             self._served = attempt
             snapshot_cleanup.drop_fetched(self.agent.memory)
-        if self._tidied == attempt or not self._layout or not self.agent.spec.checkpoint.memory_every_steps:
+        if self._tidied == attempt or not self._layout or not self.agent.spec.checkpoint.snapshot_every_steps:
             return
         if snapshot_cleanup.stands(
-            self.agent.memory, layout=self._layout, ranks=self._ranks, attempt=attempt, peer_copy=self._peer_copy
+            self.agent.memory, layout=self._layout, ranks=self._ranks, attempt=attempt, replicate_snapshots=self._peer_copy
         ):
             self._tidied = attempt
             snapshot_cleanup.drop_other_layouts(self.agent.memory, keep={self._layout})
@@ -313,7 +313,7 @@ class Programs:
                     "source": f"the metadata server: {found['value']}",
                     "grace_s": 60.0,
                 }
-                self.agent.log_event("notice", detail)
+                self.agent.log_event("termination.notice", detail)
 
     # ------------------------------------------------------------ the state of a new world
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from muster.agent.ranks.rank_process import open_pidfd
-from muster.transport.connections import Hub
+from muster.transport.connections import ConnectionPool
 
 
 def command(gpus: Sequence[int]) -> list[str]:
@@ -15,7 +15,7 @@ def command(gpus: Sequence[int]) -> list[str]:
     return ["nvidia-smi", "--gpu-reset", "-i", ",".join(str(gpu) for gpu in gpus)]
 
 
-def start(hub: Hub, gpus: Sequence[int], done: Callable[[bool, str], None]) -> None:
+def start(hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], None]) -> None:
     """Reset without waiting; ``done(ok, what was said)`` comes from the hub's loop."""
     try:
         child = subprocess.Popen(

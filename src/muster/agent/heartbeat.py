@@ -27,7 +27,7 @@ def supervisor_address(run_dir: Path) -> tuple[str, int] | None:
 
 
 @dataclass
-class Lifeline:
+class HeartbeatSender:
     """Beats every ``every_s`` while a supervisor is there, and looks for one while none is."""
 
     run_dir: Path

@@ -26,12 +26,12 @@ from muster.agent.host_event_log import HostLog
 from muster.agent.ranks.rank_pool import Crew
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
 from muster.agent.unsupervised_host import Alone
-from muster.checkpoint_format.snapshot_ring import inventory
+from muster.checkpoint_format.snapshot_ring import list_snapshots
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
 from muster.storage import uris
 from muster.storage.paths import check_memory_dir, memory_dir
-from muster.transport.connections import Hub, Peer
+from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import read_token
 
 #: A host that joins a run under way is ready when its standbys are warm, or after so long.
@@ -50,15 +50,15 @@ class Agent:
         self.memory = memory_dir(run_dir, run_id, host)
         check_memory_dir(self.memory)
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.hub = Hub(token=self.token, on_message=self._message, on_gone=self._gone)
+        self.hub = ConnectionPool(token=self.token, on_message=self._message, on_gone=self._gone)
         self.socket_path = self.memory / "agent.sock"
         self.socket_path.unlink(missing_ok=True)  # a dead predecessor's
         self.hub.listen(f"unix:{self.socket_path}")
         self.programs = Programs(agent=self)
-        self.supervisor: Peer | None = None
+        self.supervisor: Connection | None = None
         self.supervisor_at: tuple[str, int] | None = None
         self.lease_look_s = 0.0
-        self.forkserver: Peer | None = None
+        self.forkserver: Connection | None = None
         self.store: list[Any] | None = None
         self.crew = Crew(agent=self)
         self.log = HostLog(run_id=run_id, run_dir=run_dir, host=host)
@@ -167,7 +167,7 @@ class Agent:
             "ready": self.ready,
             "store": self.store,
             "memory": self.programs.memory_address,
-            "snapshots": [asdict(held) for held in inventory(self.memory)],
+            "snapshots": [asdict(held) for held in list_snapshots(self.memory)],
             "step": self.crew.step,
             "exited": sorted(self.crew.exits),
             "mono_ns": time.monotonic_ns(),
@@ -207,7 +207,7 @@ class Agent:
 
     # ------------------------------------------------------------ messages from below
 
-    def _message(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _message(self, peer: Connection, message: dict[str, Any]) -> None:
         kind = message.get("t")
         if peer is self.supervisor:
             self._from_supervisor(message)
@@ -224,7 +224,7 @@ class Agent:
         elif kind == "unfit":
             self.crew.unfit(peer)
 
-    def _below_hello(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _below_hello(self, peer: Connection, message: dict[str, Any]) -> None:
         pid = int(message["pid"])
         if message["role"] == "forkserver":
             self.forkserver, self.store = peer, message["store"]
@@ -277,7 +277,7 @@ class Agent:
         self.failure = {"t": "failed", "reason": reason, "exit_code": exit_code, "hint": hint}
         self.tell(self.failure)
 
-    def _gone(self, peer: Peer, reason: str) -> None:
+    def _gone(self, peer: Connection, reason: str) -> None:
         if peer is self.supervisor:
             self.supervisor = None
             self.alone.begin()

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muster.checkpoint_format.snapshot_ring import Held, inventory
+from muster.checkpoint_format.snapshot_ring import Held, list_snapshots
 from muster.core.types import Layout
 from muster.storage import uris
 
 if TYPE_CHECKING:
     from muster.agent.host_agent import Agent
 
-#: Without a supervisor and without work an agent stays for so long, or for ``recovery.hold_s`` where that is longer.
+#: Without a supervisor and without work an agent stays for so long, or for ``recovery.keep_hosts_after_failure_s`` where that is longer.
 LONELY_S = 120.0
 REASON = "no supervisor and no work"
 """Why it left, as its last event says (a back end may look for it)."""
@@ -87,7 +87,7 @@ class Alone:
         if version is None or (version.step, version.attempt) != (answer["step"], answer["attempt"]):
             return  # a supervisor came back meanwhile
         if not answer["ok"]:
-            self.agent.log_event("run.note", {"text": f"step {version.step} was not written: {answer['reason']}"})
+            self.agent.log_event("run.message", {"text": f"step {version.step} was not written: {answer['reason']}"})
             self._given_up.add((version.step, version.attempt))
             self._writing = None  # an older version may be sound
         elif answer["t"] == "flushed" and answer["files"]:
@@ -96,10 +96,10 @@ class Alone:
             self.agent.depart(REASON)
 
     def _patience_s(self) -> float:
-        return max(LONELY_S, self.agent.spec.recovery.hold_s)
+        return max(LONELY_S, self.agent.spec.recovery.keep_hosts_after_failure_s)
 
     def _write(self, now: float) -> None:
-        held = list(inventory(self.agent.memory))
+        held = list(list_snapshots(self.agent.memory))
         version = newest_whole(held, without=self._given_up)
         if version is None:
             self._leave(_partly(held))
@@ -118,7 +118,7 @@ class Alone:
 
     def _leave(self, lost: str | None) -> None:
         if lost is not None:
-            self.agent.log_event("run.note", {"text": f"{self.agent.host} leaves without a supervisor: {lost}"})
+            self.agent.log_event("run.message", {"text": f"{self.agent.host} leaves without a supervisor: {lost}"})
         self.agent.depart(REASON)
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from muster.agent.heartbeat import Lifeline
+from muster.agent.heartbeat import HeartbeatSender
 from muster.config.spec import RunSpec
 from muster.transport.secure_session import read_token
 
@@ -35,7 +35,7 @@ def main() -> None:
     os.environ["MUSTER_NICE"] = str(nice)  # what the user gave the run: the programs below go back to it
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, nice - 10)  # a heartbeat must not wait for the ranks' work
-    lifeline = Lifeline(
+    lifeline = HeartbeatSender(
         run_dir=run_dir,
         host=arguments.host,
         token=read_token(str(run_dir / "token")),
@@ -49,7 +49,7 @@ def main() -> None:
     sys.exit(keep(argv, lifeline))
 
 
-def keep(argv: list[str], lifeline: Lifeline) -> int:
+def keep(argv: list[str], lifeline: HeartbeatSender) -> int:
     """Start ``argv``; start it again when it dies by a signal or a fault; return its code when it ends well.
 
     A child that dies young three times in a row will die again: give up with its code.

@@ -38,7 +38,7 @@ END_TIMEOUT_S = 120.0
 #: A drill replaces these, whatever the file says: its run belongs to nobody else.
 OWN = (
     "backend=local", "run_dir=null", "checkpoint.dir=null", "output.tracker=none", "evaluation.at_start=false",
-    "training.epochs=null", "training.steps=1000000", "recovery.hold_s=0", "recovery.policy=default",
+    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0", "recovery.policy=default",
 )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def _play(scene: Scene, fault: Fault, outcome: Outcome, tell: Callable[[str], No
         )
     if fault.exit_code is None or fault.recover:
         _train_on(scene, fault, outcome, began_ns, tell)
-    outcome.noticed = [str(event.detail["incident"]) for event in scene.events("incident")]
+    outcome.noticed = [str(event.detail["incident"]) for event in scene.events("incident.detected")]
     outcome.done = _actions(scene, began_ns)
 
 
@@ -222,7 +222,7 @@ def _measure(scene: Scene, outcome: Outcome) -> None:
 def _taken_over(scene: Scene, since_ns: int) -> bool:
     """A new supervisor found the ranks stepping, or began an attempt."""
     begun = any(event.wall_ns > since_ns for event in scene.events("attempt.started"))
-    notes = (event for event in scene.events("run.note") if event.wall_ns > since_ns)
+    notes = (event for event in scene.events("run.message") if event.wall_ns > since_ns)
     return begun or any("under a new supervisor" in str(event.detail["text"]) for event in notes)
 
 
@@ -233,7 +233,7 @@ def _stepping_beyond(scene: Scene, goal: int) -> bool:
 
 
 def _actions(scene: Scene, since_ns: int) -> list[str]:
-    decisions = sorted(scene.events("decision"), key=_wall)
+    decisions = sorted(scene.events("incident.decided"), key=_wall)
     actions = [str(event.detail["action"]) for event in decisions if event.wall_ns > since_ns]
     return [action for action in actions if action != "ignore"]
 

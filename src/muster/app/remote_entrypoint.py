@@ -32,7 +32,7 @@ def answer(run: RunDir, question: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         UsageError: the question is none that is known here.
-        NoAnswer: there is no supervisor.
+        SupervisorUnreachable: there is no supervisor.
     """
     if question.get("do") == "ask":
         if packed := question.get("code"):

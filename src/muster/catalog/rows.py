@@ -81,7 +81,7 @@ class Mode:
     title: str
     max_hours: float | None
     quota: str
-    notice_s: float
+    signal_before_timeout_s: float
     compact: bool
     network_factor: float
     """Share of the fabric's bandwidth that remains without compact placement."""
@@ -190,7 +190,7 @@ def modes() -> Mapping[str, Mode]:
             title=row["title"],
             max_hours=row["max_hours"],
             quota=row["quota"],
-            notice_s=row["notice_s"],
+            signal_before_timeout_s=row["signal_before_timeout_s"],
             compact=row["compact"],
             network_factor=row["network_factor"],
             failures_per_node_day=row["failures_per_node_day"],

@@ -62,7 +62,7 @@ def crash_loop(scene: Scene) -> None:
     """The same host's rank, three times, each time after a new step."""
     host = scene.random.choice(scene.hosts())
     for blow in range(3):
-        scene.wait(lambda blow=blow: len(scene.events("recovered")) >= blow, "recovery", STAGE_S)  # type: ignore[misc]
+        scene.wait(lambda blow=blow: len(scene.events("incident.resolved")) >= blow, "recovery", STAGE_S)  # type: ignore[misc]
         scene.send([next(pid for pid, on in scene.ranks().values() if on == host)])
 
 
@@ -110,7 +110,7 @@ def take_the_port(scene: Scene) -> None:
         scene.wait(lambda: _bound(taken, port), f"port {port} to be free", 30)
         scene.wait(lambda: scene.fork_server(host) != dead, "new fork server", STAGE_S)
         scene.signal_rank(scene.any_rank())
-        scene.wait(lambda: scene.events("recovered"), "recovery", STAGE_S)
+        scene.wait(lambda: scene.events("incident.resolved"), "recovery", STAGE_S)
 
 
 def _bound(sock: socket.socket, port: int) -> bool:
@@ -150,7 +150,7 @@ def stop_host_for_a_while(scene: Scene) -> None:
     host = scene.random.choice(scene.hosts())
     scene.signal_host(host, SIGSTOP)
     struck_ns = scene.struck_ns
-    scene.wait(lambda: scene.events("recovered"), "recovery", STAGE_S)
+    scene.wait(lambda: scene.events("incident.resolved"), "recovery", STAGE_S)
     scene.signal_host(host, SIGCONT)
     scene.struck_ns = struck_ns
 
@@ -159,7 +159,7 @@ def kill_host_and_return(scene: Scene) -> None:
     host = scene.random.choice(scene.hosts()[1:])
     scene.signal_host(host)
     struck_ns = scene.struck_ns
-    scene.wait(lambda: scene.events("recovered"), "recovery", STAGE_S)
+    scene.wait(lambda: scene.events("incident.resolved"), "recovery", STAGE_S)
     scene.start_agent(host)
     scene.struck_ns = struck_ns
 
@@ -191,7 +191,7 @@ def break_spare_then_host(scene: Scene) -> None:
         if pid not in seen:
             seen.add(pid)
             scene.send([pid])
-        return any("cannot start" in str(event.detail["text"]) for event in scene.events("run.note"))
+        return any("cannot start" in str(event.detail["text"]) for event in scene.events("run.message"))
 
     scene.wait(broken, f"note that {bad} cannot start", STAGE_S)
     scene.signal_host(scene.random.choice(scene.hosts()))

@@ -76,7 +76,7 @@ class Scene:
         return list(dict.fromkeys(host for _, (_, host) in sorted(self.ranks().items())))
 
     def spares(self) -> set[str]:
-        return {event.host for event in self.events("phase") if event.phase == "spare"}
+        return {event.host for event in self.events("phase.changed") if event.phase == "spare"}
 
     def processes(self, host: str | None = None) -> list[Process]:
         """Every living process of the run, or of one of its hosts: its agents', its ranks', its standbys'."""

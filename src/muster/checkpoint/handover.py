@@ -12,7 +12,7 @@ from muster.core.errors import AccessError, BackendError, MusterError
 from muster.storage import uris
 from muster.storage.paths import memory_dir
 from muster.transport.secure_session import read_token
-from muster.transport.stream import MOVER_SOCKET, Stream
+from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 
 class MoverLost(Exception):
@@ -29,7 +29,7 @@ class Handover:
     @classmethod
     def on_this_host(cls, *, run_dir: str, run_id: str, host: str, directory_uri: str) -> Handover | None:
         """None where no agent runs (torchrun), and for ``memory://``, which is this process's alone."""
-        path = memory_dir(run_dir, run_id, host) / MOVER_SOCKET
+        path = memory_dir(run_dir, run_id, host) / REPLICATOR_SOCKET
         if not path.exists() or uris.scheme(directory_uri) == "memory":
             return None
         try:

@@ -174,7 +174,7 @@ class Saver:
             job.waited_for = True
             under_way_s = (time.monotonic_ns() - job.begun_ns) / 1e9
             why = f"that of step {job.step} has been under way for {under_way_s:.1f} s"
-            self._on_event("run.note", step=step, text=f"the save of step {step} is put off: {why}")
+            self._on_event("run.message", step=step, text=f"the save of step {step} is put off: {why}")
 
     def _join(self) -> None:
         if self._job is not None and self._job.thread is not None:
@@ -204,7 +204,7 @@ class Saver:
         for removed in job.removed:
             self._on_event("checkpoint.removed", step=job.step, uri=removed)
         for note in job.notes:
-            self._on_event("run.note", step=job.step, text=note)
+            self._on_event("run.message", step=job.step, text=note)
         return Saved(**{**done.__dict__, "stall_ns": job.stall_ns})
 
     def abandon(self) -> None:

@@ -9,7 +9,7 @@ from muster.checkpoint_format.snapshot_ring import Ring, Version
 from muster.core.errors import CheckpointError
 
 
-def seal_of(data: memoryview) -> int:
+def checksum_of(data: memoryview) -> int:
     """The sum of the bytes as signed 64-bit words, wrapped; made by numpy, which takes one core and lets others run."""
     import numpy as np
 
@@ -17,10 +17,10 @@ def seal_of(data: memoryview) -> int:
     return int(np.frombuffer(data[:words], dtype=np.int64).sum()) if words else 0
 
 
-def check_seal(ring: Ring, version: Version) -> None:
+def verify_checksum(ring: Ring, version: Version) -> None:
     """Raise CheckpointError where a version's bytes are not those that were sealed; one without a seal passes."""
     sealed = ring.sealed(version)
-    if sealed is not None and seal_of(ring.slot(version.slot)) != sealed:
+    if sealed is not None and checksum_of(ring.slot(version.slot)) != sealed:
         raise CheckpointError(
             f"{ring.path.name}: the snapshot of step {version.step} of attempt {version.attempt} is not what was sealed"
         )

@@ -80,7 +80,7 @@ class NoRoom(CheckpointError):
     def __init__(self, wanted: int, free: int, folder: Path) -> None:
         super().__init__(
             f"no room for snapshots in memory: {_size(wanted)} wanted, {_size(free)} free in {folder}",
-            hint="checkpoint.peer_copy: false needs less, checkpoint.memory_every_steps: 0 none",
+            hint="checkpoint.replicate_snapshots: false needs less, checkpoint.snapshot_every_steps: 0 none",
         )
         self.wanted, self.free = wanted, free
 
@@ -293,7 +293,7 @@ class Ring:
         self.mapped[at : at + 8] = struct.pack("<q", step)
 
 
-def inventory(directory: Path) -> Iterator[Held]:
+def list_snapshots(directory: Path) -> Iterator[Held]:
     """Every whole version in ``directory``; damaged files are passed over."""
     for path in sorted(directory.glob("*.ring")) if directory.is_dir() else []:
         match = _NAME.match(path.name)

@@ -96,7 +96,7 @@ class LiveDisplay(Display):
             )
             return
         words = {
-            "host.granted": "preparing data, importing torch",
+            "host.allocated": "preparing data, importing torch",
             "attempt.started": "starting ranks",
             "model.ready": "first step",
             "incident": "recovering",

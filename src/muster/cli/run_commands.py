@@ -85,7 +85,7 @@ def recover(
 
 
 def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
-    """Start a failed run again, corrected, on the hosts that are kept warm (recovery.hold_s)."""
+    """Start a failed run again, corrected, on the hosts that are kept warm (recovery.keep_hosts_after_failure_s)."""
     from muster.app.run.stop import restart as use_case
     from muster.cli import output
 

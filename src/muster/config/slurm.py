@@ -48,9 +48,9 @@ class Slurm(Section):
     """Whole nodes, shared with nobody."""
     cpus_per_host: Positive | None = None
     """Default: all that the node has, where it is ours alone."""
-    notice_s: Annotated[int, Field(ge=0, le=65535)] = 180
+    signal_before_timeout_s: Annotated[int, Field(ge=0, le=65535)] = 180
     """Save and leave so long before the time limit; 0: no notice."""
-    go_on: Literal["new_job", "requeue", "no"] = "new_job"
+    resubmit: Literal["new_job", "requeue", "no"] = "new_job"
     """After the notice: a further job, the same one put into the queue again, or nothing."""
     max_jobs: Positive = 100
     """So many jobs at most, one after another, for one run."""

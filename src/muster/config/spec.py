@@ -123,11 +123,11 @@ class Data(Section):
     """What is trained on, how it becomes tokens, and which tokens count."""
 
     sources: Annotated[list[AnySource], Field(min_length=1)]
-    loss_on: Literal["completions", "all"] | list[str] = "completions"
+    train_on: Literal["completions", "all"] | list[str] = "completions"
     """Which tokens are supervised: completions (assistant turns), all of them, or a list of chat roles."""
     packing: bool = True
     """Several documents share a sequence, kept apart by attention; false pads each row to the length."""
-    overlong: Literal["drop", "split", "truncate"] = "drop"
+    on_overlong: Literal["drop", "split", "truncate"] = "drop"
     """Rows longer than the sequence: dropped, split (plain text), or cut; always counted and reported."""
     workers: NotNegative = 0
     """Tokenising processes; 0: one per core."""
@@ -211,11 +211,11 @@ class Evaluation(Section):
     every_steps: NotNegative = 0
     """0: only at the end (and at the start, where ``at_start``)."""
     at_start: bool = True
-    loss_rows: NotNegative = 128
+    num_sequences: NotNegative = 128
     """Held-out sequences whose loss is taken; 0: none."""
-    questions: NotNegative = 0
+    num_questions: NotNegative = 0
     """Text-to-SQL questions that are answered and run; 0: none."""
-    final_questions: NotNegative | None = None
+    final_num_questions: NotNegative | None = None
     """The same at the end of the run; default: as ``questions``."""
     samples: NotNegative = 3
     """Generations shown."""
@@ -234,9 +234,9 @@ class CheckpointSpec(Section):
     asynchronous: bool = True
     resume: bool = True
     """Continue from the newest committed checkpoint found in ``dir``."""
-    memory_every_steps: NotNegative = 1
+    snapshot_every_steps: NotNegative = 1
     """In-memory snapshot held by the host's agent every so many steps; 0: none."""
-    peer_copy: bool | None = None
+    replicate_snapshots: bool | None = None
     """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
     (``dp_replicate``) holds the same state on another one."""
 
@@ -254,17 +254,17 @@ class Recovery(Section):
     """No step for so long is a hang; default: 10 times the median step, at least 30 s."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Time for ranks to reach their first step. A script (`command`) has all it needs until it has spoken once."""
-    standby: bool | Literal["imports"] = True
+    warm_standby: bool | Literal["imports"] = True
     """Keep warm processes that take over without imports. One that waits takes a tiny model's first steps too; on GPUs
     with a CUDA context on the device of its place, unless less than 2 GiB of it are free then. ``imports``: neither."""
-    hold_s: Annotated[float, Field(ge=0)] = 0.0
+    keep_hosts_after_failure_s: Annotated[float, Field(ge=0)] = 0.0
     """After the user's own failure the hosts stay warm for so long (``muster restart``)."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0
     """Time to save after a notice or a stop."""
-    bad_sample: Literal["stop", "skip"] = "stop"
+    on_nonfinite_step: Literal["stop", "skip"] = "stop"
     """A step that is not finite is taken once more; not finite again, the run stops, or its update is left out: at most
     10 steps a run, never two in a row."""
-    reference_steps: NotNegative = 0
+    baseline_steps: NotNegative = 0
     """Steps at the run's beginning without snapshots and saves: their rate is what goodput divides by, and what fault
     tolerance costs is known. 200 are enough; a failure in them costs them. 0: none."""
 
@@ -285,7 +285,7 @@ class Resources(Section):
     """For example ``a4-highgpu-8g``."""
     locations: list[str] = Field([])
     """Regions or zones, tried in order."""
-    mode: Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None = (
+    provisioning_model: Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None = (
         None
     )
     usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None

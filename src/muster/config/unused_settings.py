@@ -68,7 +68,7 @@ def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "data.heldout_fraction", "every source has a held-out part of its own, or needs none"
     if all(isinstance(source, RandomSource) for source in data.sources):
         yield "data.workers", "random tokens are not tokenised"
-        yield "data.loss_on", "random tokens are all supervised"
+        yield "data.train_on", "random tokens are all supervised"
     for index, source in enumerate(data.sources):
         if isinstance(source, Text2SqlSource | RandomSource):
             for name in ("format", "template"):
@@ -82,10 +82,10 @@ def _evaluation(spec: RunSpec) -> Iterator[tuple[str, str]]:
     sources = spec.data.sources if spec.data else []
     asks = any(isinstance(source, Text2SqlSource | FileSource) for source in sources)
     if spec.data is not None and not asks:
-        for name in ("questions", "final_questions", "query_timeout_s"):
+        for name in ("num_questions", "final_num_questions", "query_timeout_s"):
             yield f"evaluation.{name}", "no source has questions with gold queries"
-    elif evaluation.questions == 0 and not evaluation.final_questions:
-        yield "evaluation.query_timeout_s", "no questions are asked (`questions: 0`)"
+    elif evaluation.num_questions == 0 and not evaluation.final_num_questions:
+        yield "evaluation.query_timeout_s", "no questions are asked (`num_questions: 0`)"
         if evaluation.samples == 0:
             yield "evaluation.max_new_tokens", "nothing is generated"
     if steps is not None and evaluation.every_steps > steps:
@@ -96,8 +96,8 @@ def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
     checkpoint, steps = spec.checkpoint, spec.training.steps
     if isinstance(checkpoint.every_steps, int) and steps is not None and checkpoint.every_steps > steps:
         yield "checkpoint.every_steps", f"the run has only {steps} steps; one is written at the end"
-    if checkpoint.peer_copy and spec.resources.hosts + spec.resources.spare_hosts < 2:
-        yield "checkpoint.peer_copy", "there is no second host"
+    if checkpoint.replicate_snapshots and spec.resources.hosts + spec.resources.spare_hosts < 2:
+        yield "checkpoint.replicate_snapshots", "there is no second host"
 
 
 def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -107,7 +107,7 @@ def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
             "accelerator",
             "machine",
             "locations",
-            "mode",
+            "provisioning_model",
             "reservation",
             "project",
             "cluster",
@@ -121,16 +121,16 @@ def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "slurm", f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
-    if spec.resources.mode in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):
-        yield "resources.reservation", f"mode is {spec.resources.mode}"
+    if spec.resources.provisioning_model in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):
+        yield "resources.reservation", f"mode is {spec.resources.provisioning_model}"
 
 
 def _recovery(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.recovery.policy == "none":
-        for name in ("max_restarts_without_progress", "standby", "bad_sample"):
+        for name in ("max_restarts_without_progress", "warm_standby", "on_nonfinite_step"):
             yield f"recovery.{name}", "policy is none: a failure ends the run"
     if spec.command is not None:
-        yield "recovery.reference_steps", "`command` trains, not Muster's trainer"
-        yield "recovery.bad_sample", "`command` trains, not Muster's trainer"
+        yield "recovery.baseline_steps", "`command` trains, not Muster's trainer"
+        yield "recovery.on_nonfinite_step", "`command` trains, not Muster's trainer"
         for section in ("evaluation", "training", "parallelism"):
             yield section, "`command` trains, not Muster's trainer"

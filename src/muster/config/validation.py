@@ -14,7 +14,7 @@ from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource
 from muster.core.errors import Problem
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
-#: ``recovery.reference_steps`` begin after so many steps of the run, and the first of them settle.
+#: ``recovery.baseline_steps`` begin after so many steps of the run, and the first of them settle.
 REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
 REFERENCE_LEAST = 20
 SCHEMES = ("gs", "s3", "memory", "file")
@@ -120,19 +120,19 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
     data = spec.data
     if data is None:
         return
-    if data.overlong == "split" and not data.packing:
+    if data.on_overlong == "split" and not data.packing:
         yield Problem(
-            key="data.overlong", hint="drop or truncate",
+            key="data.on_overlong", hint="drop or truncate",
             message="`split` needs `packing: true`: each piece would be padded to a whole sequence",
         )  # fmt: skip
-    if isinstance(data.loss_on, list) and not data.loss_on:
-        yield Problem(key="data.loss_on", message="is an empty list: no token would be supervised", hint="completions")
+    if isinstance(data.train_on, list) and not data.train_on:
+        yield Problem(key="data.train_on", message="is an empty list: no token would be supervised", hint="completions")
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
         made = isinstance(source, Text2SqlSource | RandomSource)
-        if data.overlong == "split" and not made and source.format in ("chat", "prompt_completion"):
+        if data.on_overlong == "split" and not made and source.format in ("chat", "prompt_completion"):
             yield Problem(
-                key="data.overlong", message=f"`split` is for plain text: source {index} is {source.format}, whose "
+                key="data.on_overlong", message=f"`split` is for plain text: source {index} is {source.format}, whose "
                 "later pieces would lose their prompt", hint="drop or truncate",
             )  # fmt: skip
         if source.template is not None and source.format in ("chat", "text"):
@@ -228,8 +228,8 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
             yield Problem(key=key, message=f"the scheme {scheme}:// is not known", value=place, hint="gs, s3 or a path")
     if spec.run_dir is not None and is_remote(spec.run_dir) and spec.backend == "local":
         yield Problem(key="run_dir", message="must be a folder of this machine", value=spec.run_dir)
-    if spec.checkpoint.peer_copy and spec.checkpoint.memory_every_steps == 0:
-        yield Problem(key="checkpoint.peer_copy", message="has nothing to copy: memory_every_steps is 0", hint="1")
+    if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
+        yield Problem(key="checkpoint.replicate_snapshots", message="has nothing to copy: snapshot_every_steps is 0", hint="1")
     if spec.command is not None and spec.checkpoint.every_steps == "auto":
         yield Problem(
             key="checkpoint.every_steps", message="auto is Muster's own loop's; a `command` saves at a number of steps",
@@ -244,15 +244,15 @@ def _recovery(spec: RunSpec) -> Iterator[Problem]:
             key="recovery.policy", message=f"{policy!r} is no policy", value=policy,
             hint="default, conservative, none, or a Python file",
         )  # fmt: skip
-    steps, wanted = spec.training.steps, spec.recovery.reference_steps
+    steps, wanted = spec.training.steps, spec.recovery.baseline_steps
     if 0 < wanted < REFERENCE_LEAST:
         yield Problem(
-            key="recovery.reference_steps", message=f"{wanted} are too few for a median", value=wanted,
+            key="recovery.baseline_steps", message=f"{wanted} are too few for a median", value=wanted,
             hint=f"at least {REFERENCE_LEAST}; 200 are enough",
         )  # fmt: skip
     elif wanted and steps is not None and wanted + REFERENCE_AFTER > steps:
         yield Problem(
-            key="recovery.reference_steps", value=wanted,
+            key="recovery.baseline_steps", value=wanted,
             message=f"does not fit: the {wanted} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
             hint="fewer, or a longer run",
         )  # fmt: skip

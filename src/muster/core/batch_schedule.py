@@ -15,7 +15,7 @@ from muster.core.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class BatchSegment:
     """From ``first_step`` on, until the next stretch: so many sequences a step, the rate times so much."""
 
     first_step: int
@@ -27,18 +27,18 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Course:
+class BatchSchedule:
     """The stretches of a run, in order; the first begins at step 1."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[BatchSegment, ...]
 
     @classmethod
-    def of(cls, global_batch_size: int, changes: Iterable[Mapping[str, Any]] = ()) -> Course:
+    def of(cls, global_batch_size: int, changes: Iterable[Mapping[str, Any]] = ()) -> BatchSchedule:
         """The run file's batch from step 1 on, and what was changed since."""
-        first = Stretch(first_step=1, global_batch_size=global_batch_size)
-        return cls((first, *(Stretch(**change) for change in changes)))
+        first = BatchSegment(first_step=1, global_batch_size=global_batch_size)
+        return cls((first, *(BatchSegment(**change) for change in changes)))
 
-    def at(self, step: int) -> Stretch:
+    def at(self, step: int) -> BatchSegment:
         """The stretch that ``step`` lies in."""
         return next(stretch for stretch in reversed(self.stretches) if stretch.first_step <= step or step < 1)
 
@@ -70,7 +70,7 @@ def changed(
         UsageError: what the policy wants is no batch or no rate.
     """
     kept = [dict(change) for change in changes if change["first_step"] <= resume_step]
-    now = Course.of(batch, kept).at(resume_step + 1)
+    now = BatchSchedule.of(batch, kept).at(resume_step + 1)
     if unknown := set(wanted) - {"global_batch_size", "learning_rate_scale"}:
         raise UsageError(
             f"recovery.policy: adjust() wants {', '.join(sorted(unknown))}",
@@ -82,7 +82,7 @@ def changed(
         raise UsageError(f"recovery.policy: adjust() wants a global batch of {size!r}", hint="give 1 or more")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
         raise UsageError(f"recovery.policy: adjust() wants the rate times {scale!r}", hint="give a number above 0")
-    new = Stretch(first_step=resume_step + 1, global_batch_size=size, learning_rate_scale=float(scale))
+    new = BatchSegment(first_step=resume_step + 1, global_batch_size=size, learning_rate_scale=float(scale))
     if (now.global_batch_size, now.learning_rate_scale) == (new.global_batch_size, new.learning_rate_scale):
         return kept
     return [*kept, new.to_json()]

@@ -90,7 +90,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             required={"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
             optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
         ),
-        "run.note": Kind(doc="Something a person should know.", required={"text": "one sentence"}, open=True),
+        "run.message": Kind(doc="Something a person should know.", required={"text": "one sentence"}, open=True),
         "run.ending": Kind(
             doc="It will end so, once the hosts have written what only their memory holds.",
             required={
@@ -110,7 +110,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         # -------- hardware
         "host.requested": Kind(doc="Asked for; the queue begins.", required={"count": "hosts"}, open=True),
-        "host.granted": Kind(
+        "host.allocated": Kind(
             doc="Bought: from here a host costs money.",
             required={"gpus": "on this host (CPU: ranks)", "role": "active or spare"},
             optional={**_COST, "machine": "type", "location": "zone", "peak_flops": "per rank"},
@@ -142,7 +142,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={"heads": "writer -> SHA-256 of the last line seen", "address": "host:port"},
         ),
         "supervisor.ended": Kind(doc="It gave the lease back.", required={"reason": "why"}),
-        "log.heads": Kind(
+        "log.hash_heads": Kind(
             doc="The supervisor cites the other writers' chains.", required={"heads": "writer -> SHA-256"}
         ),
         "agent.started": Kind(
@@ -163,7 +163,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "cause": "incident id",
                 "kept": "ranks whose processes go on from the attempt before",
                 "skip_steps": "steps whose update is left out: their batch is never finite",
-                "course": "changes of batch and learning rate since step 1, by the policy",
+                "batch_schedule": "changes of batch and learning rate since step 1, by the policy",
             },
         ),
         "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),
@@ -177,7 +177,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             required={"exit_code": "negative: the signal"},
             optional={"reason": "last words", "exception": "class name", "traceback": "last lines"},
         ),
-        "phase": Kind(doc="From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
+        "phase.changed": Kind(doc="From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
         # -------- training (rank 0 unless said)
         "data.prepared": Kind(
             doc="Tokens are ready.",
@@ -200,7 +200,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             open=True,
         ),
         "step": Kind(doc="An optimizer step was applied by every rank.", required=_STEP, optional=_STEP_OPTIONAL),
-        "reference": Kind(
+        "baseline_rate": Kind(
             doc="The rate of these ranks with fault tolerance off and no checkpoints: what goodput divides by.",
             required={
                 "tokens_per_s": "all ranks, median of the steps",
@@ -226,7 +226,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             },
             open=True,
         ),
-        "sample": Kind(
+        "generation": Kind(
             doc="One generation, shown.",
             required={"prompt": "text", "completion": "text"},
             optional={"expected": "gold text", "correct": "bool", "rows": "what it returned"},
@@ -243,7 +243,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "checkpoint.failed": Kind(
             doc="Not written; training goes on.", required={"tier": "which", "uri": "where", "reason": "why"}
         ),
-        "checkpoint.skipped": Kind(
+        "checkpoint.rejected": Kind(
             doc="Found, not usable.", required={"uri": "where", "reason": "torn, truncated, foreign..."}
         ),
         "checkpoint.restored": Kind(
@@ -253,7 +253,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "checkpoint.removed": Kind(doc="Beyond keep_last.", required={"uri": "where"}),
         # -------- incidents
-        "incident": Kind(
+        "incident.detected": Kind(
             doc="Something went wrong.",
             required={
                 "incident_id": "unique in the run",
@@ -263,17 +263,17 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={"since_ns": "earliest moment (supervisor's mono_ns) it can have begun"},
             open=True,
         ),
-        "decision": Kind(
+        "incident.decided": Kind(
             doc="What will be done; written before it is.",
             required={"incident_id": "which", "action": "Action", "reason": "one sentence"},
             open=True,
         ),
-        "recovered": Kind(
+        "incident.resolved": Kind(
             doc="The first step beyond the last applied one before the incident.",
             required={"incident_id": "which", "lost_ns": "L: from the fault's detection to this step's end"},
             optional={"redone_steps": "applied steps taken again", "stages_ns": "stage -> time"},
         ),
-        "notice": Kind(
+        "termination.notice": Kind(
             doc="Told in advance: preemption, maintenance, a time limit, a user's stop.",
             required={"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
             optional={

@@ -156,7 +156,7 @@ class IncidentKind(StrEnum):
     HOST_UNHEALTHY = "host_unhealthy"
     LINK_FLAP = "link_flap"
     STRAGGLER = "straggler"
-    BAD_SAMPLE = "bad_sample"
+    BAD_SAMPLE = "on_nonfinite_step"
     NOT_FINITE = "not_finite"
     PREEMPTION_NOTICE = "preemption_notice"
     CAPACITY = "capacity"

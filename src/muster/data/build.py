@@ -127,7 +127,7 @@ class _Spool:
 
 
 def _loss_on(data: Data) -> str | tuple[str, ...]:
-    return data.loss_on if isinstance(data.loss_on, str) else tuple(data.loss_on)
+    return data.train_on if isinstance(data.train_on, str) else tuple(data.train_on)
 
 
 def _format(opened: OpenedSource, data: Data) -> Format | None:
@@ -138,9 +138,9 @@ def _format(opened: OpenedSource, data: Data) -> Format | None:
     if first is None:
         raise UsageError(f"data source {_name(opened)} has no rows", hint="check its path, split and limit")
     format = choose_format(opened.source, [name for name in first if not name.startswith("_")])
-    if data.overlong == "split" and format != "text":
+    if data.on_overlong == "split" and format != "text":
         raise UsageError(
-            f"data.overlong: split is for plain text, but {_name(opened)} is {format}", hint="use drop or truncate"
+            f"data.on_overlong: split is for plain text, but {_name(opened)} is {format}", hint="use drop or truncate"
         )
     return format
 
@@ -175,7 +175,7 @@ def _part(
         progress("tokenise", done, max(total, done) if total else 0)
     row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     _, mask = spool.arrays()
-    found = mixture.cut(row_tokens, mask[first_token:], length=length, overlong=data.overlong)
+    found = mixture.cut(row_tokens, mask[first_token:], length=length, overlong=data.on_overlong)
     counts = {
         name: getattr(found, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
     }
@@ -191,13 +191,13 @@ def _why_nothing(name: str, part: _Part, length: int) -> tuple[str]:
     if part.counts["masked"]:
         raise UsageError(
             f"every label of data source {name} is masked: nothing would be learned from its {part.rows} rows",
-            hint="check data.loss_on, and that completions (assistant turns) are not empty",
+            hint="check data.train_on, and that completions (assistant turns) are not empty",
         )
     if part.counts["dropped"]:
         raise UsageError(
             f"all {part.counts['dropped']} rows of data source {name} are longer than "
             f"training.sequence_length {length}",
-            hint="raise it, or set data.overlong to truncate (or split, for plain text)",
+            hint="raise it, or set data.on_overlong to truncate (or split, for plain text)",
         )
     raise UsageError(f"all {part.rows} rows of data source {name} are empty")
 

@@ -114,27 +114,27 @@ def document(
     row: dict[str, Any],
     format: Format,
     template: PromptTemplate | None,
-    loss_on: str | Sequence[str],
+    train_on: str | Sequence[str],
     render_chat: RenderChat,
 ) -> Document:
-    """One row in ``format``, masked by ``loss_on``.
+    """One row in ``format``, masked by ``train_on``.
 
     Raises:
         UsageError: the row does not fit the format, or the chat template cannot be masked.
     """
-    if not isinstance(loss_on, str) and format != "chat":
+    if not isinstance(train_on, str) and format != "chat":
         raise UsageError(
-            f"data.loss_on names chat roles {list(loss_on)}, but the format is {format!r}",
+            f"data.train_on names chat roles {list(train_on)}, but the format is {format!r}",
             hint="use completions or all",
         )
     if format == "chat":
-        return Document(segments=_chat(row_messages(row), loss_on, render_chat), whole=True, ends=False)
+        return Document(segments=_chat(row_messages(row), train_on, render_chat), whole=True, ends=False)
     if format == "text":
         if not isinstance(row.get("text"), str):
             raise UsageError(f"column 'text' must be text, got {type(row.get('text')).__name__}")
         return Document(segments=(Segment(row["text"], True),), whole=False, ends=True)
     prompt, completion = prompt_and_completion(row, template)
-    return Document(segments=(Segment(prompt, loss_on == "all"), Segment(completion, True)), whole=False, ends=True)
+    return Document(segments=(Segment(prompt, train_on == "all"), Segment(completion, True)), whole=False, ends=True)
 
 
 def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _chat(messages: list[dict[str, Any]], loss_on: str | Sequence[str], render: RenderChat) -> tuple[Segment, ...]:
+def _chat(messages: list[dict[str, Any]], train_on: str | Sequence[str], render: RenderChat) -> tuple[Segment, ...]:
     """Render the conversation once and find each supervised turn in it as the part between two prefixes.
 
     A turn's text starts where the conversation before it ends (for the assistant: after its header, as when it
@@ -159,9 +159,9 @@ def _chat(messages: list[dict[str, Any]], loss_on: str | Sequence[str], render: 
     each prefix must really be one.
     """
     whole = render(messages, False)
-    if loss_on == "all":
+    if train_on == "all":
         return (Segment(whole, True),)
-    roles = {"assistant"} if loss_on == "completions" else set(loss_on)
+    roles = {"assistant"} if train_on == "completions" else set(train_on)
     segments: list[Segment] = []
     done = 0
     for place, message in enumerate(messages):
@@ -173,7 +173,7 @@ def _chat(messages: list[dict[str, Any]], loss_on: str | Sequence[str], render: 
             raise UsageError(
                 f"the chat template renders turn {place + 1} ({message['role']}) differently inside the whole "
                 "conversation, so its tokens cannot be told apart",
-                hint="use a template that only appends, or data.loss_on: all",
+                hint="use a template that only appends, or data.train_on: all",
             )
         segments.append(Segment(whole[done : len(before)], False))
         segments.append(Segment(whole[len(before) : len(after)], True))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.core.batch_schedule import Course
+from muster.core.batch_schedule import BatchSchedule
 
 #: Up to this many sequences an epoch's permutation is materialised (8 MiB); above it indices are computed one by
 #: one through a Feistel network, so that a trillion sequences need no memory.
@@ -101,16 +101,16 @@ def num_steps(
     epochs: float | None,
     num_sequences: int,
     global_batch_size: int,
-    course: Course | None = None,
+    batch_schedule: BatchSchedule | None = None,
 ) -> int:
     """The run's last step: ``steps`` where given, else as many as ``epochs`` need (one epoch by default).
 
-    ``course``: where the batch changed on the way; None: it never did.
+    ``batch_schedule``: where the batch changed on the way; None: it never did.
     """
     if steps is not None:
         return steps
     sequences = math.ceil((1.0 if epochs is None else epochs) * num_sequences)
-    return (course or Course.of(global_batch_size)).last_step(sequences)
+    return (batch_schedule or BatchSchedule.of(global_batch_size)).last_step(sequences)
 
 
 def sequences_at(*, seed: int, start: int, count: int, num_sequences: int) -> list[int]:

@@ -38,7 +38,7 @@ class Recipe:
     folder: Path
     format: Format
     template: PromptTemplate | None
-    loss_on: str | tuple[str, ...]
+    train_on: str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def tokenise_rows(rows: Sequence[dict[str, Any]], recipe: Recipe, encoder: Encod
     documents: list[Document] = []
     for place, row in enumerate(rows):
         try:
-            documents.append(document(row, recipe.format, recipe.template, recipe.loss_on, encoder.render_chat))
+            documents.append(document(row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat))
         except UsageError as error:
             raise UsageError(f"row {first_row + place + 1}: {error}", hint=error.hint) from error
     if recipe.format == "chat":

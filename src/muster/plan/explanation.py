@@ -168,7 +168,7 @@ def _where_time_goes(problem: Problem, chosen: Candidate) -> Iterator[str]:
     if chosen.time.parts["snapshots"] / total > 0.03 and problem.work.snapshot_every:
         yield (
             f"Snapshots to the host's memory take {chosen.time.parts['snapshots']:.2f} s a step; "
-            f"checkpoint.memory_every_steps={problem.work.snapshot_every * 4} takes a quarter of that."
+            f"checkpoint.snapshot_every_steps={problem.work.snapshot_every * 4} takes a quarter of that."
         )
 
 

@@ -69,7 +69,7 @@ def goodput(
         stall, drain = drain, 0.0
     restore = state * setting.layout.dp_replicate / (constants.store_bytes_per_s_per_node * num_nodes)
     memory = work.snapshot_every > 0
-    copied = memory and num_nodes > 1 and work.peer_copy is not False
+    copied = memory and num_nodes > 1 and work.replicate_snapshots is not False
     # Preemptions take several machines at once, with every copy (skypilot-org/spot-traces): the bucket is what is left.
     to_bucket = intervals.disk_share(memory=memory, peer=copied)
     bucket_rate = to_bucket * per_day + preempted

@@ -26,7 +26,7 @@ class HostMemory:
     limit_bytes: int | None
     """Of ``/dev/shm``, where all but the staged save lies; None: the machine is not in the catalogue."""
     without_copies_bytes: int
-    """In ``/dev/shm`` with ``checkpoint.peer_copy: false``."""
+    """In ``/dev/shm`` with ``checkpoint.replicate_snapshots: false``."""
 
     @property
     def snapshot_bytes(self) -> int:
@@ -40,8 +40,8 @@ class HostMemory:
             return None
         said = f"snapshots want {_gb(self.snapshot_bytes)} of a host's memory, /dev/shm has {_gb(self.limit_bytes)}"
         if self.without_copies_bytes <= self.limit_bytes:
-            return f"{said}: the run would go on without copies on other hosts (checkpoint.peer_copy: false says so)"
-        return f"{said}: the run would go on without snapshots in memory (checkpoint.memory_every_steps: 0 says so)"
+            return f"{said}: the run would go on without copies on other hosts (checkpoint.replicate_snapshots: false says so)"
+        return f"{said}: the run would go on without snapshots in memory (checkpoint.snapshot_every_steps: 0 says so)"
 
 
 STAGED = "staged save"
@@ -51,8 +51,8 @@ def host_memory(work: Workload, setting: Setting, *, machine: str, gpus_per_node
     """Of one machine of this plan."""
     state = round(local_state_bytes(work, setting) * gpus_per_node)
     # Twins in other replicas stand in for copies, unless the run file asks for both.
-    twins = setting.layout.dp_replicate > 1 and work.peer_copy is None
-    copied = num_nodes > 1 and work.peer_copy is not False and not twins
+    twins = setting.layout.dp_replicate > 1 and work.replicate_snapshots is None
+    copied = num_nodes > 1 and work.replicate_snapshots is not False and not twins
     items: dict[str, int] = {}
     if work.snapshot_every:
         items["own snapshots"] = state * (COPIED_SLOTS if copied else OWN_SLOTS)

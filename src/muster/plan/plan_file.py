@@ -131,7 +131,7 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, A
         "resources.ranks_per_host": offer.gpus_per_node,
         "resources.machine": offer.machine,
         "resources.accelerator": offer.accelerator,
-        "resources.mode": offer.mode if offer.mode != "commitment" else "reservation",
+        "resources.provisioning_model": offer.mode if offer.mode != "commitment" else "reservation",
         "resources.locations": [offer.location],
     }
     if candidate.option.price is not None:

@@ -159,7 +159,7 @@ def excluded(problem: Problem, option: Option) -> str | None:
     if pins.gpus_per_node and offer.gpus_per_node != pins.gpus_per_node:
         return f"resources.ranks_per_host asks for machines with {pins.gpus_per_node}"
     if pins.mode and option.mode.name != pins.mode.removesuffix("_queued"):
-        return f"resources.mode asks for {pins.mode}"
+        return f"resources.provisioning_model asks for {pins.mode}"
     if pins.locations and not any(_inside(offer.location, place) for place in pins.locations):
         return f"not known in {', '.join(pins.locations)}"
     if option.mode.name in NEEDS and not problem.reservation and pins.mode != option.mode.name:

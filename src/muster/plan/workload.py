@@ -50,7 +50,7 @@ class Workload:
     """Smaller models are one FSDP unit (the trainer's rule)."""
     snapshot_every: int = 1
     """Steps between in-memory snapshots; 0: none."""
-    peer_copy: bool | None = None
+    replicate_snapshots: bool | None = None
     """None: where there are several hosts."""
     checkpoint_every: int | None = None
     """Steps; None: chosen by the plan, 0: only at the end."""
@@ -147,12 +147,12 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         compile=training.compile,
         exact=training.exact,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
-        snapshot_every=spec.checkpoint.memory_every_steps,
-        peer_copy=spec.checkpoint.peer_copy,
+        snapshot_every=spec.checkpoint.snapshot_every_steps,
+        replicate_snapshots=spec.checkpoint.replicate_snapshots,
         checkpoint_every=None if every == "auto" else every,
         asynchronous=spec.checkpoint.asynchronous,
         evaluation_every=spec.evaluation.every_steps,
-        evaluation_tokens=spec.evaluation.loss_rows * training.sequence_length,
+        evaluation_tokens=spec.evaluation.num_sequences * training.sequence_length,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from muster.core.types import Action, Decision, Incident, IncidentKind
-from muster.policy.cluster_state import Situation
+from muster.policy.cluster_state import ClusterState
 
 #: A host blamed this often within the window is a lemon: it is replaced rather than restarted.
 LEMON_FAILURES = 3
@@ -34,7 +34,7 @@ class DefaultPolicy:
     """Capacity is waited for so long before the run stops (75: it may be started again)."""
     notice_waits: bool = False
 
-    def decide(self, situation: Situation, incident: Incident) -> Decision:
+    def decide(self, situation: ClusterState, incident: Incident) -> Decision:
         """Raises nothing; every incident kind has an answer."""
         kind = incident.kind
         if kind is IncidentKind.NOT_FINITE:
@@ -51,7 +51,7 @@ class DefaultPolicy:
             return self._replace(situation, incident)
         return self._restart(situation, incident)
 
-    def _restart(self, situation: Situation, incident: Incident) -> Decision:
+    def _restart(self, situation: ClusterState, incident: Incident) -> Decision:
         own = incident.kind in (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.RANK_OOM)
         if own and situation.last_applied_step == 0:
             return _decision(
@@ -79,7 +79,7 @@ class DefaultPolicy:
             return self._replace(situation, incident, lemon=True)
         return _decision(incident, Action.RESTART, "the hosts are sound: restart the ranks in place", host=host)
 
-    def _suspect(self, situation: Situation, incident: Incident) -> Decision:
+    def _suspect(self, situation: ClusterState, incident: Incident) -> Decision:
         """A rank's words speak of a device or network: the host is to blame, unless the words follow the ranks."""
         times, where = situation.same_error_repeats, situation.same_error_hosts
         if where >= 2:
@@ -97,7 +97,7 @@ class DefaultPolicy:
         why = f"the same error stood at the same step {times} times, and no other host is there: {incident.evidence}"
         return _decision(incident, Action.STOP, why)
 
-    def _not_finite(self, situation: Situation, incident: Incident) -> Decision:
+    def _not_finite(self, situation: ClusterState, incident: Incident) -> Decision:
         """Replayed once, since a flipped bit does not come again; then the batch is bad."""
         step, skipped = incident.step or 0, situation.skipped_steps
         if situation.restarts_without_progress >= situation.max_restarts_without_progress:
@@ -106,16 +106,16 @@ class DefaultPolicy:
             why = f"the step is taken once more, since a flipped bit does not come again: {incident.evidence}"
             return _decision(incident, Action.RESTART, why, host=incident.host)
         again = f"not finite again at the same step, so the batch is bad: {incident.evidence}"
-        if situation.bad_sample != "skip":
+        if situation.on_nonfinite_step != "skip":
             return _decision(incident, Action.STOP, again)
         if len(skipped) >= MAX_SKIPS:
             return _decision(incident, Action.STOP, f"{len(skipped)} steps were left out already; {again}")
         if {step - 1, step, step + 1} & set(skipped):
             return _decision(incident, Action.STOP, f"no two steps in a row are left out; {again}")
-        why = f"recovery.bad_sample is skip, so step {step} is left out: {again}"
+        why = f"recovery.on_nonfinite_step is skip, so step {step} is left out: {again}"
         return _decision(incident, Action.RESTART, why, host=incident.host, detail={"skip_steps": [step]})
 
-    def _replace(self, situation: Situation, incident: Incident, *, lemon: bool = False) -> Decision:
+    def _replace(self, situation: ClusterState, incident: Incident, *, lemon: bool = False) -> Decision:
         host = incident.host
         why = f"{host} failed {situation.host_failures.get(host or '', 0)} times" if lemon else incident.evidence
         if not lemon and host in situation.resettable:
@@ -133,7 +133,7 @@ class DefaultPolicy:
             return _decision(incident, Action.SHRINK, f"no spare; {len(remaining)} hosts go on: {why}", host=host)
         return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
 
-    def wait_or_stop(self, situation: Situation, incident: Incident, *, hosts: int) -> Decision:
+    def wait_or_stop(self, situation: ClusterState, incident: Incident, *, hosts: int) -> Decision:
         """Wait until ``hosts`` are there, but not for ever."""
         if situation.waited_s >= self.max_wait_s:
             return _decision(
@@ -151,7 +151,7 @@ class DefaultPolicy:
             wait_s=self.max_wait_s - situation.waited_s,
         )
 
-    def _grow(self, situation: Situation, incident: Incident) -> Decision:
+    def _grow(self, situation: ClusterState, incident: Incident) -> Decision:
         if len(situation.active) >= situation.wanted_hosts:
             return _decision(incident, Action.IGNORE, "enough hosts run; it stays as a spare", host=incident.host)
         failures = situation.host_failures.get(incident.host or "", 0)
@@ -174,7 +174,7 @@ class DefaultPolicy:
         )
 
 
-def _sound(situation: Situation) -> list[str]:
+def _sound(situation: ClusterState) -> list[str]:
     """Spares that do not fail again and again themselves."""
     return [name for name in situation.spares if situation.host_failures.get(name, 0) < LEMON_FAILURES]
 
@@ -185,7 +185,7 @@ class ConservativePolicy:
 
     inner: DefaultPolicy = DefaultPolicy()
 
-    def decide(self, situation: Situation, incident: Incident) -> Decision:
+    def decide(self, situation: ClusterState, incident: Incident) -> Decision:
         decision = self.inner.decide(situation, incident)
         if decision.action is Action.SHRINK:
             return self.inner.wait_or_stop(situation, incident, hosts=situation.wanted_hosts)
@@ -196,7 +196,7 @@ class ConservativePolicy:
 class NoRecovery:
     """Every failure ends the run: for debugging."""
 
-    def decide(self, situation: Situation, incident: Incident) -> Decision:
+    def decide(self, situation: ClusterState, incident: Incident) -> Decision:
         if incident.kind in (IncidentKind.STRAGGLER, IncidentKind.HOST_RETURNED):
             return _decision(incident, Action.IGNORE, "recovery.policy is none")
         if incident.kind is IncidentKind.PREEMPTION_NOTICE:

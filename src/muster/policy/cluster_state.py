@@ -10,7 +10,7 @@ from muster.core.types import Decision, Incident
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class ClusterState:
     """The run as the supervisor sees it at the moment of an incident."""
 
     active: tuple[str, ...]
@@ -30,8 +30,8 @@ class Situation:
     """On how many hosts it stood."""
     noticed: frozenset[str] = frozenset()
     """Hosts of ``active`` that were told to go."""
-    bad_sample: str = "stop"
-    """``recovery.bad_sample``: what a step that is never finite leads to, stop or skip."""
+    on_nonfinite_step: str = "stop"
+    """``recovery.on_nonfinite_step``: what a step that is never finite leads to, stop or skip."""
     skipped_steps: tuple[int, ...] = ()
     """Steps whose update is left out already."""
     host_failures: Mapping[str, int] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Situation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewWorld:
+class NextAttempt:
     """The world that is about to begin, for a policy that adjusts batch or learning rate to it."""
 
     num_hosts: int
@@ -60,9 +60,9 @@ class NewWorld:
 class Policy(Protocol):
     """Decides. Pure: the same situation and incident give the same decision.
 
-    A policy may also have ``adjust(world: NewWorld) -> Mapping``, asked before every attempt: ``global_batch_size``
+    A policy may also have ``adjust(world: NextAttempt) -> Mapping``, asked before every attempt: ``global_batch_size``
     and ``learning_rate_scale`` (times the schedule's rate) from the next step on, each as the run file says where
     it is not given.
     """
 
-    def decide(self, situation: Situation, incident: Incident) -> Decision: ...
+    def decide(self, situation: ClusterState, incident: Incident) -> Decision: ...

@@ -53,9 +53,9 @@ class RankContext:
     snapshot_dir: str | None = None
     """Folder in memory (tmpfs) for this rank's snapshots; None: take none."""
     restore: Restore | None = None
-    peer_copy: bool = False
+    replicate_snapshots: bool = False
     """Another host gets copies of snapshots, the next one when all ranks' hosts hold the one before."""
-    course: Sequence[Mapping[str, Any]] = ()
+    batch_schedule: Sequence[Mapping[str, Any]] = ()
     """Changes of batch and rate on the way (``core.course.Stretch``)."""
     kept_rank: int | None = None
     """The rank of the attempt before whose process goes on as this one; None: a fresh process."""
@@ -64,12 +64,12 @@ class RankContext:
     saves (``core.intervals``)."""
     observed_s: float = 0.0
     skip_steps: tuple[int, ...] = ()
-    """Steps whose update is not applied: their batch is not finite each time (``recovery.bad_sample: skip``)."""
+    """Steps whose update is not applied: their batch is not finite each time (``recovery.on_nonfinite_step: skip``)."""
 
     def to_json(self) -> dict[str, Any]:
         # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
         restore = self.restore
-        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "course": list(self.course)}
+        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "batch_schedule": list(self.batch_schedule)}
         if restore is not None:
             found["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
         return found
@@ -88,18 +88,18 @@ class RankContext:
 
 
 #: A rank that leaves because it was asked to, without an end to the run (the world grows).
-YIELDED = 76
+RESIZE_EXIT_CODE = 76
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Command:
     """What the supervisor wants of the ranks, through the agent."""
 
     kind: str
     """``stop``: save and leave after the current step."""
     save: bool = True
     exit_code: int = 0
-    """What the run will answer: 130 the user stopped it, 75 it was preempted. ``YIELDED``: it goes on in another
+    """What the run will answer: 130 the user stopped it, 75 it was preempted. ``RESIZE_EXIT_CODE``: it goes on in another
     world."""
     deadline_s: float | None = None
     """Seconds from when it was heard."""
@@ -107,7 +107,7 @@ class Order:
     """When, on this process's monotonic clock; not sent."""
 
 
-class Link(Protocol):
+class AgentClient(Protocol):
     """A rank's end of the line to its agent. Calls return at once and never raise for a slow reader."""
 
     def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
@@ -126,11 +126,11 @@ class Link(Protocol):
         """
         ...
 
-    def order(self) -> Order | None:
+    def order(self) -> Command | None:
         """The newest order not yet taken, or None."""
         ...
 
-    def pause_asked(self) -> bool:
+    def pause_requested(self) -> bool:
         """Whether this rank is to leave the world it is in, and to go on in another with what it holds."""
         ...
 
@@ -138,7 +138,7 @@ class Link(Protocol):
         """Call ``act``, from another thread, as soon as a pause is asked: it frees a rank that waits for a peer."""
         ...
 
-    def next_place(self, step: int) -> RankContext | None:
+    def wait_for_assignment(self, step: int) -> RankContext | None:
         """Say that the rank stands still after ``step`` and wait for its place in the next attempt.
 
         None: nobody gives it one, so whatever broke its world stands.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.core.errors import AccessError
-from muster.protocol.ranks import Order, RankContext
+from muster.protocol.ranks import Command, RankContext
 from muster.transport.secure_session import Session
 
 #: Events kept while no agent listens; the oldest go first.
@@ -113,7 +113,7 @@ class RankLink:
         self._attempt, self._rank = attempt, rank
         self._beat_every_s, self._orphan_s = beat_every_s, orphan_s
         self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=KEPT_EVENTS)
-        self._orders: collections.deque[Order] = collections.deque()
+        self._orders: collections.deque[Command] = collections.deque()
         self._paused = threading.Event()
         self._on_pause: Callable[[], None] = lambda: None
         self._standing: dict[str, Any] | None = None
@@ -160,10 +160,10 @@ class RankLink:
         self._out.append({"t": "progress", "attempt": self._attempt, "rank": self._rank})
         self._wake()
 
-    def order(self) -> Order | None:
+    def order(self) -> Command | None:
         return self._orders.popleft() if self._orders else None
 
-    def pause_asked(self) -> bool:
+    def pause_requested(self) -> bool:
         return self._paused.is_set()
 
     def on_pause(self, act: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class RankLink:
         if self._paused.is_set():
             act()
 
-    def next_place(self, step: int) -> RankContext | None:
+    def wait_for_assignment(self, step: int) -> RankContext | None:
         """Blocks: without a pause asked of this rank for ``LOST_PEER_WAIT_S``, then for as long as it takes."""
         if not self._paused.wait(LOST_PEER_WAIT_S):
             return None
@@ -233,7 +233,7 @@ class RankLink:
     def _obey(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "order":
-            self._orders.append(Order(**message["order"]))
+            self._orders.append(Command(**message["order"]))
         elif kind == "pause":
             self._paused.set()
             self._on_pause()

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from muster.core.event_log import EventLog
-from muster.protocol.ranks import Order, RankContext
+from muster.protocol.ranks import Command, RankContext
 
 
 class FileLink:
@@ -20,7 +20,7 @@ class FileLink:
 
     def __init__(self, context: RankContext) -> None:
         self.rank = context.rank
-        self._order: Order | None = None
+        self._order: Command | None = None
         self._log: EventLog | None = None
         if context.rank == 0:
             self._log = EventLog(
@@ -40,17 +40,17 @@ class FileLink:
     def progress(self, *, for_s: float = 0.0) -> None:
         """Nobody watches."""
 
-    def order(self) -> Order | None:
+    def order(self) -> Command | None:
         taken, self._order = self._order, None
         return taken
 
-    def pause_asked(self) -> bool:
+    def pause_requested(self) -> bool:
         return False
 
     def on_pause(self, act: Callable[[], None]) -> None:
         """Nobody asks."""
 
-    def next_place(self, step: int) -> None:
+    def wait_for_assignment(self, step: int) -> None:
         return None
 
     def close(self) -> None:
@@ -63,5 +63,5 @@ class FileLink:
         signal.signal(signal.SIGTERM, self._noted)
 
     def _noted(self, number: int, frame: FrameType | None) -> None:
-        self._order = Order(kind="stop", exit_code=130 if number == signal.SIGINT else 75)
+        self._order = Command(kind="stop", exit_code=130 if number == signal.SIGINT else 75)
         signal.signal(number, signal.SIG_DFL)

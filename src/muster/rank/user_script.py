@@ -8,10 +8,10 @@ import sys
 
 import muster.run
 from muster.core.errors import UsageError
-from muster.protocol.ranks import Link, RankContext
+from muster.protocol.ranks import AgentClient, RankContext
 
 
-def run_command(command: list[str], context: RankContext, link: Link) -> int:
+def run_command(command: list[str], context: RankContext, link: AgentClient) -> int:
     """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code.
 
     ``env://`` finds the run's own rendezvous store, with keys of this attempt.
@@ -20,7 +20,7 @@ def run_command(command: list[str], context: RankContext, link: Link) -> int:
         UsageError: no such script.
     """
     muster.run.enter(context, link)
-    link.emit("phase", phase="start")
+    link.emit("phase.changed", phase="start")
     script, arguments = command[0], command[1:]
     try:
         if script == "-m":

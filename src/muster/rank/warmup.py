@@ -20,9 +20,9 @@ from muster.core.types import Layout
 from muster.rank import worker
 from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
-from muster.train.distributed.fixed_point import FixedPointSums
+from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.process_setup import fix_workspace
-from muster.train.distributed.reduce import Axes, FloatSums, Sums
+from muster.train.distributed.reduce import Axes, FloatReducer, Sums
 from muster.train.model.causal_lm import build_model, read_config
 from muster.train.model.loss import loss_sum
 from muster.train.optim.adamw import clip_scale, make_optimizer
@@ -54,7 +54,7 @@ def wanted(spec: Mapping[str, Any], *, context: bool = False) -> bool:
     """Whether a standby of this run warms up: Muster's own trainer, on the CPU or with a CUDA ``context``."""
     if not spec.get("model") or spec.get("command"):
         return False
-    if (spec.get("recovery") or {}).get("standby") == "imports":
+    if (spec.get("recovery") or {}).get("warm_standby") == "imports":
         return False
     device = (spec.get("resources") or {}).get("device", "auto")
     return context or device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
@@ -147,7 +147,7 @@ def _train(spec: RunSpec, device: torch.device) -> None:
     )
     exact = spec.training.exact
     sums: Sums = (
-        FixedPointSums(built.module, Axes()) if exact else FloatSums(built.module, Axes(), accumulate_locally=True)
+        FixedPointReducer(built.module, Axes()) if exact else FloatReducer(built.module, Axes(), accumulate_locally=True)
     )
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=exact)

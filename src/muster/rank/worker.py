@@ -22,7 +22,7 @@ import torch.distributed as dist
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
 from muster.core.types import Layout
-from muster.protocol.ranks import LOST_PEER, YIELDED, Link, Order, RankContext
+from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
 from muster.rank import fault_injection
 from muster.rank.standalone_link import FileLink
 from muster.train.distributed.process_setup import (
@@ -39,7 +39,7 @@ from muster.train.metrics import Phases
 from muster.train.training_run import Paused, Run
 
 
-def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = None) -> int:
+def run_rank(context: RankContext, link: AgentClient, *, store: dist.Store | None = None) -> int:
     """Train this rank's part of the run in ``context.run_dir`` and return the exit code.
 
     0: done; 130 or 75: stopped by that order, saved where there was time. A failure is raised.
@@ -71,7 +71,7 @@ def run_rank(context: RankContext, link: Link, *, store: dist.Store | None = Non
         phases.enter("start")
         world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
         learner.move(context, world)
-    if order is None or order.exit_code != YIELDED:  # the next world waits for this process's end
+    if order is None or order.exit_code != RESIZE_EXIT_CODE:  # the next world waits for this process's end
         leave_world()
     return 0 if order is None else order.exit_code
 
@@ -82,17 +82,17 @@ def give_way(run: Run, error: RuntimeError | Paused) -> RankContext | None:
     None: this rank's own failure, or nobody says that another attempt keeps it.
     """
     lost_peer = run.context.layout.dp_replicate > 1 and LOST_PEER.search(str(error)) is not None
-    told = isinstance(error, Paused) or run.link.pause_asked()  # the replica's ranks may have agreed before we heard
+    told = isinstance(error, Paused) or run.link.pause_requested()  # the replica's ranks may have agreed before we heard
     if isinstance(error, MusterError) or not (lost_peer or told):
         return None
     run.stand_still()
-    place = run.link.next_place(run.state.step)
+    place = run.link.wait_for_assignment(run.state.step)
     if place is not None:
         run.abandon()
     return place
 
 
-def fulfil(run: Run) -> Order | None:
+def fulfil(run: Run) -> Command | None:
     """Evaluate, train, evaluate, save. The order that ended it early, if one did."""
     if run.state.step == 0 and run.spec.evaluation.at_start:
         run.evaluate(0)
@@ -100,7 +100,7 @@ def fulfil(run: Run) -> Order | None:
         run.phases.enter("warmup")
         run.log.restart()
     order = train(run)
-    if order is not None and order.exit_code == YIELDED:
+    if order is not None and order.exit_code == RESIZE_EXIT_CODE:
         run.leave()
         return order
     if order is None:

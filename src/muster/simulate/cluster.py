@@ -14,9 +14,9 @@ from typing import Any
 from muster.simulate import agent_model, connectivity
 from muster.simulate.event_queue import EventQueue
 from muster.simulate.host_time import HostTime, VirtualHost, hold_snapshots
-from muster.simulate.stage_arithmetic import DiskTier, Pace, Stages, Stretch
+from muster.simulate.stage_arithmetic import BatchSegment, DiskTier, Pace, Stages
 from muster.supervise.recovery.state import SECOND_NS, Effect, End, HostDown, Input, Log, Send, Tick
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Cluster:
     logged: (seconds, Log). ``time`` is every purchased host-second by what became of it.
     """
 
-    machine: Machine
+    machine: RecoveryStateMachine
     names: list[str]
     total_steps: int
     stages: Stages = field(default_factory=Stages)
-    peer_copy: bool = True
+    replicate_snapshots: bool = True
     memory_tier: bool = True
     snapshot_every_steps: int = 1
     disk: DiskTier | None = None
@@ -50,7 +50,7 @@ class Cluster:
     hosts: dict[str, VirtualHost] = field(default_factory=dict)
     log: list[tuple[float, Log]] = field(default_factory=list)
     result: End | None = None
-    history: list[tuple[int, int, Stretch]] = field(default_factory=list)
+    history: list[tuple[int, int, BatchSegment]] = field(default_factory=list)
     """(attempt, last applied step, the stretch) of every stretch that is over."""
     extra_start_s: float = 0.0
     """Of the next start alone: a device that is reset in place."""
@@ -65,7 +65,7 @@ class Cluster:
     """False: what memory holds cannot be written."""
     _stretch: int = 0
     """Changes whenever what was scheduled for the steps under way no longer holds."""
-    _run: Stretch | None = None
+    _run: BatchSegment | None = None
     _stretch_began_ns: int | None = None
     _job: str = "start"
     _world: frozenset[str] = frozenset()
@@ -169,16 +169,16 @@ class Cluster:
         """A host's agent says something, now."""
         self._from(host.name, message, boots=host.boots)
 
-    def replace_supervisor(self, machine: Machine) -> None:
+    def replace_supervisor(self, machine: RecoveryStateMachine) -> None:
         """The supervisor died; another one takes over with what the log told it (``links`` has more of the kind)."""
         connectivity.replace_supervisor(self, machine)
 
-    def appoint(self, machine: Machine) -> None:
+    def appoint(self, machine: RecoveryStateMachine) -> None:
         """From now on this supervisor acts."""
         self.supervised, self.machine, self._tick_ns = True, machine, None
         self._effects(machine.start(self.now_ns))
 
-    def resume(self, machine: Machine) -> None:
+    def resume(self, machine: RecoveryStateMachine) -> None:
         """The run had ended and is started again, on agents of its own: only the disk tier remembers."""
         self._job, self._world_size = "start", 0
         for host in self.hosts.values():
@@ -300,7 +300,7 @@ class Cluster:
         if stretch != self._stretch:
             return
         pace = Pace(from_s=0.0, steps=0.0, step_s=self.step_s, slow=self.slow)
-        self._run = Stretch(began_ns=self.now_ns, first_step=self._step, hosts=len(self._world), paces=[pace])
+        self._run = BatchSegment(began_ns=self.now_ns, first_step=self._step, hosts=len(self._world), paces=[pace])
         self._stretch_began_ns = self.now_ns
         self._job = "stepping"
         self._schedule_steps(attempt)
@@ -346,7 +346,7 @@ class Cluster:
             return
         active = [self.hosts[name] for name in self.machine.state.active if name in self._world]
         ring = [host for host in active if host.up and host.ranks]
-        hold_snapshots(ring, self.machine.state.layout.key, held, peer_copy=self.peer_copy)
+        hold_snapshots(ring, self.machine.state.layout.key, held, replicate_snapshots=self.replicate_snapshots)
 
     def halt(self, job: str) -> None:
         """No more steps: their time is classified, and the hosts are in ``job`` from here on."""
@@ -373,7 +373,7 @@ class Cluster:
             self._job = "restart"
         kept = {str(rank): self._step for rank in keep if rank in host.ranks}
         host.ranks, host.hung = [], None
-        message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory(), "kept": kept}
+        message = {"t": "collected", "attempt": attempt, "snapshots": host.list_snapshots(), "kept": kept}
         if reset:
             message["reset"] = {"ok": self.reset_works, "evidence": "as the test wants it"}
         boots = host.boots

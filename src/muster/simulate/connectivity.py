@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muster.simulate import agent_model
 from muster.simulate.host_time import VirtualHost
 from muster.supervise.recovery.state import FromHost, HostUp, Phase
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 if TYPE_CHECKING:
     from muster.simulate.cluster import Cluster
@@ -23,9 +23,9 @@ def say(cluster: Cluster, host: VirtualHost, message: Mapping[str, Any]) -> None
         host.exits[int(message["rank"])] = message
     if host.linked:
         cluster.give(FromHost(host=host.name, message=message))
-    elif kind == "notice" and host.ranks:  # its ranks save and leave, and all others with them
+    elif kind == "termination.notice" and host.ranks:  # its ranks save and leave, and all others with them
         agent_model.obey(cluster, {"exit_code": 75, "save": True})
-    elif kind == "notice":
+    elif kind == "termination.notice":
         cluster.kill_host(host.name)
 
 
@@ -67,7 +67,7 @@ def cut_off(cluster: Cluster) -> bool:
     return False
 
 
-def replace_supervisor(cluster: Cluster, machine: Machine, *, apart_s: float = 0.0) -> None:
+def replace_supervisor(cluster: Cluster, machine: RecoveryStateMachine, *, apart_s: float = 0.0) -> None:
     """It died; another one takes over with what the log told it. Hosts find it ``apart_s`` after each other."""
     lose_supervisor(cluster)
     cluster.appoint(machine)

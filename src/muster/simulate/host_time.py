@@ -58,7 +58,7 @@ class VirtualHost:
     held_since_ns: int | None = 0
     """Paid for since; None: given back."""
 
-    def inventory(self) -> list[dict[str, Any]]:
+    def list_snapshots(self) -> list[dict[str, Any]]:
         """Its snapshots as an agent reports them."""
         return [
             {"layout": layout, "rank": rank, "tier": tier, "step": step, "attempt": attempt}
@@ -70,7 +70,7 @@ class VirtualHost:
         return {
             "t": "hello", "attempt": self.attempt, "ready": True, "step": step,
             "alive": {str(rank): 1 for rank in self.ranks if rank not in self.dead}, "exited": sorted(self.exits),
-            "store": [self.name, 1], "memory": [self.name, 2], "snapshots": self.inventory(),
+            "store": [self.name, 1], "memory": [self.name, 2], "snapshots": self.list_snapshots(),
         }  # fmt: skip
 
     def begin(self, attempt: int, ranks: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class VirtualHost:
         self.snapshots = {}
 
 
-def hold_snapshots(ring: Sequence[VirtualHost], layout: str, step: int, *, peer_copy: bool) -> None:
+def hold_snapshots(ring: Sequence[VirtualHost], layout: str, step: int, *, replicate_snapshots: bool) -> None:
     """Every host holds its ranks' state of ``step``, and the next one in the ring a copy; what those hosts held of
     another layout has served (the agent tidies up at the new world's first step)."""
     for host in ring:
@@ -93,7 +93,7 @@ def hold_snapshots(ring: Sequence[VirtualHost], layout: str, step: int, *, peer_
         peer = ring[(index + 1) % len(ring)]
         for rank in host.ranks:
             host.snapshots[(layout, rank, "memory")] = (step, host.attempt)
-            if peer_copy and peer is not host:
+            if replicate_snapshots and peer is not host:
                 peer.snapshots[(layout, rank, "peer")] = (step, host.attempt)
 
 

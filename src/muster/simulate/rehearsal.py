@@ -19,7 +19,7 @@ from muster.simulate.host_time import RECOVERY
 from muster.simulate.scenario import HOUR_S, Scenario
 from muster.simulate.stage_arithmetic import DiskTier, Stages
 from muster.supervise.recovery.state import End, Log, Phase, Settings, State
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 #: Beyond every horizon: a rehearsal ends by the clock.
 ENDLESS_STEPS = 10**12
@@ -127,7 +127,7 @@ class Play:
             names=names,
             total_steps=ENDLESS_STEPS,
             stages=stages_of(scenario),
-            peer_copy=scenario.peer_copy,
+            replicate_snapshots=scenario.replicate_snapshots,
             memory_tier=scenario.memory_tier,
             snapshot_every_steps=scenario.snapshot_every,
             disk=disk_of(scenario),
@@ -144,9 +144,9 @@ class Play:
             for at_s, count in zip(scenario.trace.times_s, scenario.trace.counts, strict=True):
                 self.cluster.at(at_s, lambda count=count: self.hold(count))  # type: ignore[misc]
 
-    def machine(self, state: State) -> Machine:
+    def machine(self, state: State) -> RecoveryStateMachine:
         settings = Settings(spec=self.spec, run_id="rehearsal", run_dir="/", ranks_per_host=1)
-        return Machine(settings=settings, policy=self.policy, state=state)
+        return RecoveryStateMachine(settings=settings, policy=self.policy, state=state)
 
     def run(self) -> Outcome:
         """Play to the horizon."""
@@ -220,11 +220,11 @@ class Play:
 
     def tell(self, name: str, fault: Fault) -> None:
         """A host has to go: it is told, then it goes, then it is back."""
-        notice_s = self.scenario.maintenance_notice_s
+        signal_before_timeout_s = self.scenario.maintenance_notice_s
         self._going.add(name)
-        faults.notice(self.cluster, name, grace_s=notice_s)
-        self.cluster.after(notice_s, lambda: self.cluster.kill_host(name))
-        self.cluster.after(notice_s, lambda: self.repair(name, fault.repair_s))
+        faults.notice(self.cluster, name, grace_s=signal_before_timeout_s)
+        self.cluster.after(signal_before_timeout_s, lambda: self.cluster.kill_host(name))
+        self.cluster.after(signal_before_timeout_s, lambda: self.repair(name, fault.repair_s))
 
     def repair(self, name: str, after_s: float) -> None:
         """It comes back; one that the supervisor will not use again is replaced by another machine."""
@@ -247,7 +247,7 @@ class Play:
     def note(self, log: Log) -> None:
         if log.kind == "host.quarantined" and log.host not in self._going and log.host is not None:
             self.repair(log.host, self.scenario.repair_h * HOUR_S)
-        elif log.kind == "recovered" and self.open:
+        elif log.kind == "incident.resolved" and self.open:
             at_s, kind = self.open[0]
             text = f"{kind}: recovered after {self.cluster.now_s - at_s:.1f} s"
             if len(self.open) > 1:

@@ -109,7 +109,7 @@ class Scenario:
     replicas: int = 1
     """``dp_replicate``: each holds the whole state."""
     memory_tier: bool = True
-    peer_copy: bool = True
+    replicate_snapshots: bool = True
     snapshot_every: int = 1
     saves: Saves | None = field(default_factory=Saves)
     micro_batches: int = 0
@@ -144,7 +144,7 @@ class Scenario:
         bursts = taken + (0.0 if self.copies > 1 else self.correlated_per_day)
         for kind in self.kinds.values():
             several = kind.hosts > 1 and self.copies == 1
-            if several or (kind.swap and not self.peer_copy and self.copies == 1):
+            if several or (kind.swap and not self.replicate_snapshots and self.copies == 1):
                 bursts += self.failures_per_day * kind.share * kind.swap
         return bursts
 

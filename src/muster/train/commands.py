@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from muster.protocol.ranks import YIELDED, Link, Order
+from muster.protocol.ranks import RESIZE_EXIT_CODE, AgentClient, Command
 from muster.train.distributed.process_groups import all_reduce
 
 NO_DEADLINE_MS = 1 << 40
-#: ``YIELDED`` as the ranks' maximum knows it: an order that ends the run counts for more.
+#: ``RESIZE_EXIT_CODE`` as the ranks' maximum knows it: an order that ends the run counts for more.
 _YIELD = 1
 
 
@@ -25,10 +25,10 @@ class Orders:
     travels while gradients are summed and the update is made.
     """
 
-    link: Link
+    link: AgentClient
     group: dist.ProcessGroup | None
     """All ranks; None at world size 1."""
-    _waiting: Order | None = field(default=None, init=False)
+    _waiting: Command | None = field(default=None, init=False)
     """To leave for a larger world, heard by this rank and not yet done: it waits for a save."""
 
     def begin(self, *, save_now: bool = False, copy_is_behind: bool = False, saving: bool = False) -> None:
@@ -39,11 +39,11 @@ class Orders:
         """
         order = self.link.order() or self._waiting
         stop = order is not None and order.kind == "stop"
-        self._waiting = order if order is not None and order.exit_code == YIELDED else None if stop else self._waiting
+        self._waiting = order if order is not None and order.exit_code == RESIZE_EXIT_CODE else None if stop else self._waiting
         self._begun_s = time.monotonic()
         deadline, code = NO_DEADLINE_MS, 0
         if order is not None:
-            code = _YIELD if order.exit_code == YIELDED else order.exit_code
+            code = _YIELD if order.exit_code == RESIZE_EXIT_CODE else order.exit_code
             if order.deadline_s is not None:
                 deadline = max(0, int((order.deadline_s - (self._begun_s - order.heard_s)) * 1000))
         self._flags = torch.tensor(
@@ -72,7 +72,7 @@ class Orders:
             self._work.wait()
         return bool(self._flags[5])
 
-    def agreed(self) -> Order | None:
+    def agreed(self) -> Command | None:
         """The step ends: what all ranks do now, the same on each. None: go on."""
         if self._work is not None:
             self._work.wait()
@@ -83,9 +83,9 @@ class Orders:
         if not stop and not save:
             return None
         left_s = -deadline / 1000 - (time.monotonic() - self._begun_s)
-        return Order(
+        return Command(
             kind="stop" if stop else "save",
             save=bool(save),
-            exit_code=YIELDED if yields else exit_code,
+            exit_code=RESIZE_EXIT_CODE if yields else exit_code,
             deadline_s=None if -deadline == NO_DEADLINE_MS else max(0.0, left_s),
         )

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from muster.config.spec import RunSpec
-from muster.core.batch_schedule import Course
+from muster.core.batch_schedule import BatchSchedule
 from muster.core.errors import MusterError, UsageError
 from muster.core.flops import ModelShape, lora_factor, step_flops
 from muster.data.prepare import Prepared, open_prepared, prepare
 from muster.data.schedule import num_steps
-from muster.protocol.ranks import Link, RankContext
+from muster.protocol.ranks import AgentClient, RankContext
 from muster.train.baseline import ReferenceWindow
 from muster.train.commands import Orders
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork, plan_work
 from muster.train.distributed.device_mesh import Meshes, make_meshes
-from muster.train.distributed.fixed_point import FixedPointSums
+from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.pause_consensus import Standing
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatSums, Sums
+from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatReducer, Sums
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.metrics import Peak, Phases, StepLog
 from muster.train.model.causal_lm import BuiltModel, build_model
@@ -55,7 +55,7 @@ class Learner:
     device: torch.device
     prepared: Prepared
     last_step: int
-    course: Course
+    batch_schedule: BatchSchedule
     meshes: Meshes
     axes: Axes
     built: BuiltModel
@@ -66,8 +66,8 @@ class Learner:
     def move(self, context: RankContext, world: World) -> None:
         """Take another place: another number of replicas, the same shard of the model."""
         replica = context.rank // context.layout.ranks_per_replica
-        self.course = Course.of(self.spec.training.global_batch_size, context.course)
-        self.last_step = last_step_of(self.spec, self.course, len(self.prepared.train))
+        self.batch_schedule = BatchSchedule.of(self.spec.training.global_batch_size, context.batch_schedule)
+        self.last_step = last_step_of(self.spec, self.batch_schedule, len(self.prepared.train))
         self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
         self.axes.groups.pop(REPLICATE, None)
         if world.replicate is not None:
@@ -83,8 +83,8 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
     Where snapshots in memory are restored next (``context.restore``) trained weights stay undefined until then.
     """
     prepared = open_data(spec, Path(context.run_dir))
-    course = Course.of(spec.training.global_batch_size, context.course)
-    last_step = last_step_of(spec, course, len(prepared.train))
+    batch_schedule = BatchSchedule.of(spec.training.global_batch_size, context.batch_schedule)
+    last_step = last_step_of(spec, batch_schedule, len(prepared.train))
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
@@ -107,7 +107,7 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
         device=device,
         prepared=prepared,
         last_step=last_step,
-        course=course,
+        batch_schedule=batch_schedule,
         meshes=meshes,
         axes=axes,
         built=built,
@@ -117,7 +117,7 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
     )
 
 
-def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases, world: World) -> Run:
+def assemble(learner: Learner, context: RankContext, link: AgentClient, phases: Phases, world: World) -> Run:
     """Restore the state and open everything else the loop needs in this world."""
     spec, device, prepared = learner.spec, learner.device, learner.prepared
     run_dir = Path(context.run_dir)
@@ -135,7 +135,7 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         rank=world.rank,
         device=device,
         peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=guarded(trackers, lambda text: link.emit("run.note", text=text)),
+        trackers=guarded(trackers, lambda text: link.emit("run.message", text=text)),
         track_every_steps=spec.output.log_every_steps,
     )
     evaluator = Evaluator(
@@ -169,12 +169,12 @@ def assemble(learner: Learner, context: RankContext, link: Link, phases: Phases,
         snapshots=open_snapshots(spec, context, state, world, link, extra=saves.extra),
         hashes=hashes_of(learner, world),
         reference=ReferenceWindow.planned(
-            spec.recovery.reference_steps, resumed_at=state.step, world_size=context.world_size
+            spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
         ),
         profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
         collector=Collector(spec.training.gc_every_steps),
         last_step=learner.last_step,
-        course=learner.course,
+        batch_schedule=learner.batch_schedule,
         standing=Standing(link, replica_group(spec, context)),
     )
 
@@ -202,7 +202,7 @@ def hashes_of(learner: Learner, world: World) -> StateHashes:
 
 def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
     """Step -> this rank's part of it; called by the reader's thread."""
-    device, meshes, course = learner.device, learner.meshes, learner.course
+    device, meshes, batch_schedule = learner.device, learner.meshes, learner.batch_schedule
     count_flops = flop_counter(learner.built) if world.rank == 0 else None
 
     def make(step: int) -> StepWork:
@@ -216,13 +216,13 @@ def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
             data_ranks=meshes.layout.data_ranks,
             device=device,
             count_flops=count_flops,
-            course=course,
+            batch_schedule=batch_schedule,
         )
 
     return make
 
 
-def last_step_of(spec: RunSpec, course: Course, num_sequences: int) -> int:
+def last_step_of(spec: RunSpec, batch_schedule: BatchSchedule, num_sequences: int) -> int:
     """The run's last step: ``steps`` where given, else the one that completes the epochs."""
     training = spec.training
     return num_steps(
@@ -230,7 +230,7 @@ def last_step_of(spec: RunSpec, course: Course, num_sequences: int) -> int:
         epochs=training.epochs,
         num_sequences=num_sequences,
         global_batch_size=training.global_batch_size,
-        course=course,
+        batch_schedule=batch_schedule,
     )
 
 
@@ -260,9 +260,9 @@ def choose_sums(spec: RunSpec, built: BuiltModel, axes: Axes, device: torch.devi
     The choice depends on the machine and the model alone, so that a restart makes the same one.
     """
     if spec.training.exact:
-        return FixedPointSums(built.module, axes)
+        return FixedPointReducer(built.module, axes)
     room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
-    return FloatSums(built.module, axes, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
+    return FloatReducer(built.module, axes, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
 
 
 def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
@@ -275,7 +275,7 @@ def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     return lambda lengths: factor * step_flops(shape, lengths)
 
 
-def announce(link: Link, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
+def announce(link: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
     """Say what will be trained on what (rank 0)."""
     if world.rank != 0:
         return

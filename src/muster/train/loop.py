@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from muster.protocol.ranks import Order
+from muster.protocol.ranks import Command
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.model.loss import loss_sum
 from muster.train.optim.adamw import clip_scale
@@ -15,7 +15,7 @@ from muster.train.optim.nonfinite import must_skip
 from muster.train.training_run import Run
 
 
-def train(run: Run) -> Order | None:
+def train(run: Run) -> Command | None:
     """Apply every step that is left; the order that ended it early, or None at the last step.
 
     Returns with ``run.state.step`` applied on every rank. Raises NotFinite with the bad update not applied.
@@ -27,7 +27,7 @@ def train(run: Run) -> Order | None:
         run.times.data_wait_ns = time.monotonic_ns() - waited_from
         run.profiler.begin(step)
         rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
-        rate *= run.course.at(step).learning_rate_scale
+        rate *= run.batch_schedule.at(step).learning_rate_scale
         if step in run.context.skip_steps:
             run.ask_ranks()
             run.left_out(work, rate)

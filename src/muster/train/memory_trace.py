@@ -36,7 +36,7 @@ from muster.config.spec import RunSpec
 from muster.core.types import Layout
 from muster.train.data_feed.batch import Batch
 from muster.train.distributed.device_mesh import make_meshes
-from muster.train.distributed.reduce import Axes, FloatSums, local
+from muster.train.distributed.reduce import Axes, FloatReducer, local
 from muster.train.model import causal_lm, lora
 from muster.train.model.attention import choose_attention, needs_of
 from muster.train.model.loss import loss_sum
@@ -124,7 +124,7 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
         module.to_empty(device=device)
         module.model.tie_weights()
         named = named_without_wrappers({name: p for name, p in module.model.named_parameters() if p.requires_grad})
-        sums = FloatSums(module, Axes(), accumulate_locally=False)
+        sums = FloatReducer(module, Axes(), accumulate_locally=False)
         optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
         built = live.live
         micro = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
@@ -169,7 +169,7 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
 def _step(
     spec: RunSpec,
     module: TrainedModel,
-    sums: FloatSums,
+    sums: FloatReducer,
     optimizer: Any,
     rounds: int,
     step: int,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.protocol.ranks import Link
+from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.profiling import memory_bytes
 from muster.train.trackers import Tracker
@@ -62,7 +62,7 @@ class StepLog:
     evaluation, a save) to the moment this step's numbers are known.
     """
 
-    link: Link
+    link: AgentClient
     rank: int
     device: torch.device
     peak: Peak
@@ -135,11 +135,11 @@ class StepLog:
 class Phases:
     """Tells the link what this rank spends its time on, when that changes."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: AgentClient) -> None:
         self._link = link
         self.now: str | None = None
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         if phase != self.now:
             self.now = phase
-            self._link.emit("phase", phase=phase, step=step)
+            self._link.emit("phase.changed", phase=phase, step=step)

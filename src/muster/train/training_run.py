@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.config.spec import RunSpec
-from muster.core.batch_schedule import Course
-from muster.protocol.ranks import Link, Order, RankContext
+from muster.core.batch_schedule import BatchSchedule
+from muster.protocol.ranks import AgentClient, Command, RankContext
 from muster.train.baseline import ReferenceWindow
 from muster.train.commands import Orders
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork
@@ -76,7 +76,7 @@ class Run:
 
     spec: RunSpec
     context: RankContext
-    link: Link
+    link: AgentClient
     device: torch.device
     world: World
     model: nn.Module
@@ -95,7 +95,7 @@ class Run:
     profiler: Profiler
     collector: Collector
     last_step: int
-    course: Course
+    batch_schedule: BatchSchedule
     times: StepTimes = field(default_factory=StepTimes)
     standing: Standing = field(default_factory=Standing)
     _applied: Applied | None = None
@@ -122,7 +122,7 @@ class Run:
         work, self._applied = applied.work, applied
         self.state.step = work.step
         applied.state_hash = self.hashes.begin(work.step)
-        every = self.spec.checkpoint.memory_every_steps
+        every = self.spec.checkpoint.snapshot_every_steps
         wanted = self.snapshots is not None and every > 0 and work.step % every == 0
         wanted = wanted and not self.reference.covers(work.step)
         if not wanted and self.device.type == "cuda" and work.step < self.last_step:
@@ -146,7 +146,7 @@ class Run:
         """
         # Ranks that share a replica leave where they agreed to: here the others may have gone on, and would wait for
         # this one in the replica's own collectives.
-        if self.standing.agreed() or (self.link.pause_asked() and self.context.layout.ranks_per_replica == 1):
+        if self.standing.agreed() or (self.link.pause_requested() and self.context.layout.ranks_per_replica == 1):
             raise Paused
         step = self._record()
         if step is not None and self.phases.now != "train":
@@ -193,7 +193,7 @@ class Run:
         self.times = StepTimes()
         reference = self.reference.add(step, detail) if detail is not None else None
         if reference is not None:
-            self.link.emit("reference", step=step, **reference)
+            self.link.emit("baseline_rate", step=step, **reference)
         return step
 
     def ask_ranks(self) -> None:
@@ -235,7 +235,7 @@ class Run:
             return False
         return self.saves.due_by_clock() and not self.saves.saver.busy
 
-    def save(self, step: int, order: Order | None = None) -> None:
+    def save(self, step: int, order: Command | None = None) -> None:
         """Save, where that makes sense: an order may forbid it, or leave no time for it."""
         if order is not None and order.kind == "save" and step < self.last_step and self.orders.saving_agreed():
             self.saves.put_off(step)
@@ -292,5 +292,5 @@ class Run:
             blame=blame,
             everything=[row for rows in sequences for row in rows],
         )
-        self.link.emit("run.note", step=applied.work.step, text=str(error), sequences=list(error.sequences))
+        self.link.emit("run.message", step=applied.work.step, text=str(error), sequences=list(error.sequences))
         raise error

@@ -22,7 +22,7 @@ UNHEARD_MS = 10_000
 
 
 @dataclass(eq=False)
-class Peer:
+class Connection:
     """One connection: its session, and a place for the owner to keep who it is."""
 
     sock: socket.socket
@@ -34,17 +34,17 @@ class Peer:
 
 
 @dataclass
-class Hub:
+class ConnectionPool:
     """All sockets of a process.
 
     ``on_message(peer, message)`` and ``on_gone(peer, reason)`` are called from ``run_once`` alone.
     """
 
     token: bytes
-    on_message: Callable[[Peer, dict[str, Any]], None]
-    on_gone: Callable[[Peer, str], None]
+    on_message: Callable[[Connection, dict[str, Any]], None]
+    on_gone: Callable[[Connection, str], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    peers: set[Peer] = field(default_factory=set)
+    peers: set[Connection] = field(default_factory=set)
 
     def listen(self, address: str, port: int = 0) -> tuple[str, int]:
         """Accept connections; return the address bound. ``unix:PATH`` listens on a socket file."""
@@ -63,7 +63,7 @@ class Hub:
         self.selector.register(server, selectors.EVENT_READ, lambda _: self._accept(server))
         return bound
 
-    def connect(self, address: str, port: int, *, timeout_s: float = 2.0) -> Peer:
+    def connect(self, address: str, port: int, *, timeout_s: float = 2.0) -> Connection:
         """Open a connection as the client. Raises OSError when nobody answers within ``timeout_s``."""
         if address.startswith("unix:"):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,13 +73,13 @@ class Hub:
             sock = socket.create_connection((address, port), timeout=timeout_s)
         return self.adopt(sock, server=False)
 
-    def adopt(self, sock: socket.socket, *, server: bool) -> Peer:
+    def adopt(self, sock: socket.socket, *, server: bool) -> Connection:
         """Take a connected socket into the loop."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        peer = Peer(sock=sock, session=Session(self.token, server=server), server=server)
+        peer = Connection(sock=sock, session=Session(self.token, server=server), server=server)
         self.peers.add(peer)
         self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
         self._flush(peer)
@@ -93,21 +93,21 @@ class Hub:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(fd)
 
-    def send(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def send(self, peer: Connection, message: Mapping[str, Any]) -> None:
         """Queue and try to write; a peer that is gone swallows it (``on_gone`` tells)."""
         if peer.closed:
             return
         peer.session.send(message)
         self._flush(peer)
 
-    def drain(self, peer: Peer) -> None:
+    def drain(self, peer: Connection) -> None:
         """Deal with everything that already lies in the socket (a dead peer's last words)."""
         for _ in range(64):
             if peer.closed or not _readable(peer.sock):
                 return
             self._read(peer)
 
-    def close(self, peer: Peer) -> None:
+    def close(self, peer: Connection) -> None:
         """Close without telling ``on_gone``."""
         if not peer.closed:
             peer.closed = True
@@ -138,13 +138,13 @@ class Hub:
             sock, _ = server.accept()
             self.adopt(sock, server=True)
 
-    def _ready(self, peer: Peer, mask: int) -> None:
+    def _ready(self, peer: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
             self._flush(peer)
         if mask & selectors.EVENT_READ and not peer.closed:
             self._read(peer)
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: Connection) -> None:
         try:
             data = peer.sock.recv(1 << 18)
         except BlockingIOError:
@@ -166,7 +166,7 @@ class Hub:
                 return
             self.on_message(peer, message)
 
-    def _flush(self, peer: Peer) -> None:
+    def _flush(self, peer: Connection) -> None:
         peer.pending += peer.session.outgoing()
         try:
             while peer.pending:
@@ -185,7 +185,7 @@ class Hub:
             if key.events != wanted:
                 self.selector.modify(peer.sock, wanted, key.data)
 
-    def _gone(self, peer: Peer, reason: str) -> None:
+    def _gone(self, peer: Connection, reason: str) -> None:
         if not peer.closed:
             self.close(peer)
             self.on_gone(peer, reason)

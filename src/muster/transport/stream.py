@@ -18,7 +18,7 @@ from muster.transport.secure_session import Session
 CHUNK_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 30.0
 #: The mover's socket in its host's memory folder (``core.places``): here its ranks hand their shares over.
-MOVER_SOCKET = "mover.sock"
+REPLICATOR_SOCKET = "mover.sock"
 
 
 class Stream:

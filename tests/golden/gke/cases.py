@@ -34,7 +34,7 @@ def spec(machine: str | None, mode: str | None, **changes: Any) -> RunSpec:
         "image": "us-central1-docker.pkg.dev/example/muster/trainer:1",
         "locations": ["us-central1-b"],
         "machine": machine,
-        "mode": mode,
+        "provisioning_model": mode,
     }
     if mode in ("reservation", "calendar"):
         resources["reservation"] = "gpus-in-august"

@@ -46,7 +46,7 @@ def scripts() -> dict[str, RunSpec]:
         "plain": spec(),
         "cpu": spec({"exclusive": False, "cpus_per_host": 16, "memory": "64G"}, device="cpu", ranks_per_host=2),
         "typed-gpus": spec({"gres": "gpu:h100:8", "qos": "high", "account": "lab"}, spare_hosts=1, queue="gpu"),
-        "limits": spec({"notice_s": 600, "requeue": False}, {"max_hours": 36.5}),
+        "limits": spec({"signal_before_timeout_s": 600, "requeue": False}, {"max_hours": 36.5}),
         "site": spec(
             {"modules": ["cuda/12.8", "nccl/2.27"], "constraint": "a3mega&ib4", "exclude": "node[3,7]",
              "environment": {"NCCL_DEBUG": "WARN"}, "scratch": "/scratch", "time_limit": "2-00:00:00"},

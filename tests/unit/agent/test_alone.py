@@ -22,12 +22,12 @@ def now(monkeypatch):
 class Host:
     """As much of an agent as ``Alone`` asks for; its mover remembers what it was told."""
 
-    def __init__(self, memory, *, hold_s=0.0):
+    def __init__(self, memory, *, keep_hosts_after_failure_s=0.0):
         self.memory, self.run_dir, self.host = memory, memory / "run", "host-0"
         self.newest_attempt, self.ranks, self.orders, self.notes, self.left = 3, [], [], [], None
         self.crew = SimpleNamespace(attempt=3, living=lambda: self.ranks)
         self.spec = SimpleNamespace(
-            checkpoint=SimpleNamespace(dir=None), recovery=SimpleNamespace(hold_s=hold_s, grace_s=30.0)
+            checkpoint=SimpleNamespace(dir=None), recovery=SimpleNamespace(keep_hosts_after_failure_s=keep_hosts_after_failure_s, grace_s=30.0)
         )
         self.programs = SimpleNamespace(mover=SimpleNamespace(flush=self.flush))
         self.alone = Alone(agent=self)
@@ -81,7 +81,7 @@ def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
 
 
 def test_hold_s_is_kept_where_it_is_longer(tmp_path, now):
-    host = Host(tmp_path, hold_s=5 * LONELY_S)
+    host = Host(tmp_path, keep_hosts_after_failure_s=5 * LONELY_S)
     now[0] += 5 * LONELY_S - 1
     host.alone.watch()
     assert host.left is None

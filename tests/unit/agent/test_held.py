@@ -18,16 +18,16 @@ def steps(memory, layout, rank, tier="own"):
 
 
 def test_a_new_world_stands_when_all_its_ranks_here_hold_a_version_and_the_peer_has_one(tmp_path):
-    def stands(peer_copy=True):
-        return snapshot_cleanup.stands(tmp_path, layout=NEW, ranks=[0, 1], attempt=2, peer_copy=peer_copy)
+    def stands(replicate_snapshots=True):
+        return snapshot_cleanup.stands(tmp_path, layout=NEW, ranks=[0, 1], attempt=2, replicate_snapshots=replicate_snapshots)
 
     assert not stands()
     rings = [ring(tmp_path, NEW, rank, (9, 1)) for rank in (0, 1)]  # what they were restored from is no new version
-    assert not stands(peer_copy=False)
+    assert not stands(replicate_snapshots=False)
     for made in rings:
         made.commit(made.begin(), step=10, attempt=2)
         assert not stands()
-    assert stands(peer_copy=False)
+    assert stands(replicate_snapshots=False)
     for made in rings:
         made.note_copied(made.find(9, 1))  # an older attempt's copy may lie on a host that is gone
     assert not stands()

@@ -23,11 +23,11 @@ def test_lines_of_an_older_attempt_are_written_when_there_is_room(tmp_path):
     log = HostLog(run_id="r", run_dir=tmp_path, host="host-0")
     log.open(1)
     log._log._file = disk = Full(log._log._file)
-    log.write("run.note", {"text": "one"})
+    log.write("run.message", {"text": "one"})
     log.open(2)
-    log.write("run.note", {"text": "two"})
+    log.write("run.message", {"text": "two"})
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["two"]
     disk.full = False
-    log.write("run.note", {"text": "three"})
+    log.write("run.message", {"text": "three"})
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one", "two", "three"]
     assert all(found.problem is None for found in check_directory(tmp_path / "events", run_id="r").values())

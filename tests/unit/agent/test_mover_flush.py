@@ -12,7 +12,7 @@ from muster.agent.replicator.memory_flush import commit_flushed, flush  # noqa: 
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint_format import fences  # noqa: E402
 from muster.checkpoint_format import manifest as manifests  # noqa: E402
-from muster.checkpoint_format.snapshot_checksum import seal_of  # noqa: E402
+from muster.checkpoint_format.snapshot_checksum import checksum_of  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.core.errors import CheckpointError, ConflictError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
@@ -144,7 +144,7 @@ def test_a_version_that_is_gone_or_goes_meanwhile_is_refused(tmp_path, monkeypat
 def test_bytes_that_are_not_what_was_sealed_are_not_written(tmp_path):
     ring = ring_of(tmp_path / "a", 0)
     version = ring.find(12, 3)
-    ring.seal(version, seal_of(ring.slot(version.slot)))
+    ring.seal(version, checksum_of(ring.slot(version.slot)))
     ring.slot(version.slot)[7] ^= 0x20
     with pytest.raises(CheckpointError, match=r"own\.r1s2t1\.0\.ring.* step 12 of attempt 3 is not what was sealed"):
         flush(order(tmp_path, 0), tmp_path / "a")

@@ -157,8 +157,8 @@ def test_no_standby_holds_a_gpu_that_is_to_be_reset(tmp_path: Any, processes: An
     ("changes", "expected"),
     [
         ({}, True),
-        ({"recovery": {"standby": "imports"}}, False),
-        ({"recovery": {"standby": False}}, False),
+        ({"recovery": {"warm_standby": "imports"}}, False),
+        ({"recovery": {"warm_standby": False}}, False),
         ({"command": ["train.py"], "model": None, "data": None}, False),
         ({"resources": {"device": "cpu"}}, False),
         ({"resources": {"device": "auto"}}, os.path.exists("/dev/nvidiactl")),

@@ -11,7 +11,7 @@ from muster.agent.ranks.hang_detector import hanging
 from muster.agent.ranks.orphaned_processes import Strays
 from muster.agent.ranks.rank_pool import Crew
 from muster.agent.ranks.rank_process import Worker
-from muster.transport.connections import Hub
+from muster.transport.connections import ConnectionPool
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def stopped():
 
 @pytest.fixture
 def agent():
-    hub = Hub(token=b"t" * 32, on_message=lambda *_: None, on_gone=lambda *_: None)
+    hub = ConnectionPool(token=b"t" * 32, on_message=lambda *_: None, on_gone=lambda *_: None)
     told = []
     yield SimpleNamespace(
         hub=hub,

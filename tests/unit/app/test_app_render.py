@@ -16,7 +16,7 @@ data:
   sources: [{type: text2sql}]
 training: {steps: 10}
 checkpoint: {dir: gs://bucket/checkpoints}
-resources: {machine: a4-highgpu-8g, mode: spot, image: registry/image:1, hosts: 2}
+resources: {machine: a4-highgpu-8g, provisioning_model: spot, image: registry/image:1, hosts: 2}
 """
 
 
@@ -49,4 +49,4 @@ def test_other_back_ends_have_no_manifests():
 
 def test_broken_rules_are_refused_before_anything_is_written():
     with pytest.raises(RunFileError, match="cannot be had as on_demand"):
-        render(spec("resources.mode=on_demand"))
+        render(spec("resources.provisioning_model=on_demand"))

@@ -33,7 +33,7 @@ def price(home, **resources):
 
 
 def test_the_list_price_of_machine_mode_and_place(tmp_path):
-    asked = {"machine": "a4-highgpu-8g", "mode": "spot"}
+    asked = {"machine": "a4-highgpu-8g", "provisioning_model": "spot"}
     assert price(tmp_path, **asked, locations=["us-east1-b"]) == pytest.approx(8 * 4.0758)
     anywhere = price(tmp_path, **asked)
     assert anywhere >= price(tmp_path, **asked, locations=["us-east1"]), "the dearest place keeps the limit"
@@ -43,7 +43,7 @@ def test_the_list_price_of_machine_mode_and_place(tmp_path):
 
 def test_the_users_own_price_wins_and_the_run_files_above_all(tmp_path):
     (tmp_path / "prices.csv").write_text("machine,mode,region,usd_per_gpu_hour\na4-highgpu-8g,spot,us-east1,1.5\n")
-    asked = {"machine": "a4-highgpu-8g", "mode": "spot", "locations": ["us-east1"]}
+    asked = {"machine": "a4-highgpu-8g", "provisioning_model": "spot", "locations": ["us-east1"]}
     assert price(tmp_path, **asked) == 12.0
     assert price(tmp_path, **asked, usd_per_host_hour=3.0) == 3.0
 
@@ -53,8 +53,8 @@ def test_the_users_own_price_wins_and_the_run_files_above_all(tmp_path):
     [
         {},
         {"machine": "a4-highgpu-8g"},
-        {"machine": "a5-mega-9000g", "mode": "spot"},
-        {"machine": "a4-highgpu-8g", "mode": "spot", "locations": ["mars-north1"]},
+        {"machine": "a5-mega-9000g", "provisioning_model": "spot"},
+        {"machine": "a4-highgpu-8g", "provisioning_model": "spot", "locations": ["mars-north1"]},
     ],
 )
 def test_what_is_not_known_stays_unknown(tmp_path, asked):
@@ -67,7 +67,7 @@ def test_a_plan_sets_the_price_where_it_chooses_the_machine(tmp_path, backend):
     found = planning.plan(tmp_path / "run.yaml", home=tmp_path)
     settings = found.plan.settings
     if backend == "local":
-        assert not {"resources.machine", "resources.mode", "resources.usd_per_host_hour"} & set(settings)
+        assert not {"resources.machine", "resources.provisioning_model", "resources.usd_per_host_hour"} & set(settings)
     else:
         assert settings["resources.usd_per_host_hour"] == pytest.approx(found.plan.chosen["usd_per_hour"]
                                                                         / found.plan.chosen["num_nodes"])  # fmt: skip

@@ -37,7 +37,7 @@ def test_the_promised_examples_are_there():
 def test_the_70b_job_is_the_tutorials():
     found = load.load(ROOT / "examples" / "llama3-70b-text2sql.yaml").spec
     resources = found.resources
-    assert (found.backend, resources.mode, resources.machine) == ("gke", "flex_start_queued", "a4-highgpu-8g")
+    assert (found.backend, resources.provisioning_model, resources.machine) == ("gke", "flex_start_queued", "a4-highgpu-8g")
     assert resources.hosts * (resources.ranks_per_host or 0) == 16 and resources.accelerator == "B200"
 
 

@@ -241,7 +241,7 @@ def test_following_ends_with_the_run(paper: Paper):
 
         def sleep(self, seconds: float) -> None:
             self.slept += 1
-            write(run, ("run.note", None, {"text": f"note {self.slept}"}), attempt=self.slept)
+            write(run, ("run.message", None, {"text": f"note {self.slept}"}), attempt=self.slept)
             paper.state = JobState.SUCCEEDED if self.slept == 2 else JobState.RUNNING
 
         def monotonic_ns(self) -> int:
@@ -250,7 +250,7 @@ def test_following_ends_with_the_run(paper: Paper):
         wall_ns = monotonic_ns
 
     seen = [
-        event.detail["text"] for event in logs.events(run.run_id, follow=True, kinds=("run.note",), clock=Impatient())
+        event.detail["text"] for event in logs.events(run.run_id, follow=True, kinds=("run.message",), clock=Impatient())
     ]
     assert seen == ["note 1", "note 2"]
 
@@ -268,14 +268,14 @@ def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(pap
     run = submitted().run
     paper.state = JobState.STOPPED
     assert stop.stop(run.run_id).was_running is False
-    with pytest.raises(supervisor_client.NoAnswer, match="no supervisor holds"):
+    with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
         supervisor_client.ask(run, {"t": "status"})
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(paper: Paper):
     run = submitted().run
     run.lease.write_text(json.dumps({"address": ["127.0.0.1", 1]}))
-    with pytest.raises(supervisor_client.NoAnswer, match="does not answer"):
+    with pytest.raises(supervisor_client.SupervisorUnreachable, match="does not answer"):
         supervisor_client.ask(run, {"t": "status"}, timeout_s=0.5)
 
 

@@ -36,14 +36,14 @@ def log_of(run, writer, attempt):
 def test_hosts_ranks_steps_tiers_and_incidents(run):
     boss = log_of(run, "supervisor", 1)
     for host in ("host-0", "host-1", "host-2"):
-        boss.append("host.granted", host=host, detail={"gpus": 1, "role": "active"})
+        boss.append("host.allocated", host=host, detail={"gpus": 1, "role": "active"})
     hosts = {"host-0": [0], "host-1": [1]}
     boss.append("attempt.started", attempt=1, detail={"world_size": 2, "layout": LAYOUT, "hosts": hosts})
-    boss.append("phase", host="host-2", phase="spare")
+    boss.append("phase.changed", host="host-2", phase="spare")
     agents = {host: log_of(run, host, 1) for host in hosts}
     for rank, (host, log) in enumerate(agents.items()):
         log.append("rank.started", host=host, rank=rank, detail={"pid": 100 + rank})
-        log.append("phase", host=host, rank=rank, phase="train")
+        log.append("phase.changed", host=host, rank=rank, phase="train")
     agents["host-0"].append("step", host="host-0", rank=0, step=7, detail=STEP)
     agents["host-0"].append(
         "checkpoint.committed", host="host-0", rank=0, step=5, detail={"tier": "disk", "uri": "u", "bytes": 1}
@@ -105,7 +105,7 @@ def test_the_ledgers_figures_stand_beside_it_and_are_not_folded_at_each_look(run
             clock.ns += 10**8
             agent.append("step", host="h", rank=0, attempt=1, step=step, detail=STEP)
 
-    boss.append("host.granted", host="h", detail={"gpus": 1, "role": "active", "usd_per_hour": 36.0})
+    boss.append("host.allocated", host="h", detail={"gpus": 1, "role": "active", "usd_per_hour": 36.0})
     clock.ns += 10**9
     boss.append("attempt.started", attempt=1, detail={"world_size": 1, "layout": LAYOUT, "hosts": {"h": [0]}})
     steps(1, 40)
@@ -152,7 +152,7 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
 
         def mirror(self, run_id, folder):
             assert (run_id, folder) == (run.run_id, run.events)
-            boss.append("run.note", detail={"text": f"look {len(slept)}"})
+            boss.append("run.message", detail={"text": f"look {len(slept)}"})
 
     class Clock:
         def sleep(self, seconds):

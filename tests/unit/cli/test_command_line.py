@@ -115,9 +115,9 @@ def test_show_prints_the_schema(capsys: pytest.CaptureFixture[str]):
 
 
 def test_show_warns_on_stderr_alone(capsys: pytest.CaptureFixture[str]):
-    code, out, err = run(capsys, "show", str(EXAMPLES / "text2sql-cpu.yaml"), "resources.mode=spot")
+    code, out, err = run(capsys, "show", str(EXAMPLES / "text2sql-cpu.yaml"), "resources.provisioning_model=spot")
     assert code == 0 and "has no effect" not in out
-    assert err.startswith("warning: command line: resources.mode: has no effect: backend is local")
+    assert err.startswith("warning: command line: resources.provisioning_model: has no effect: backend is local")
 
 
 def test_no_runs(capsys: pytest.CaptureFixture[str]):
@@ -247,9 +247,9 @@ def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot
     progress = Progress(console=Console(file=io.StringIO()))
     live = LiveDisplay(own, progress)
     for given, words in (
-        (event("host.granted", gpus=1, role="active"), "preparing data, importing torch"),
-        (event("phase", phase="restore"), "preparing data, importing torch"),
-        (event("phase", phase="hold", reason="x"), "held; Ctrl-C ends it"),
+        (event("host.allocated", gpus=1, role="active"), "preparing data, importing torch"),
+        (event("phase.changed", phase="restore"), "preparing data, importing torch"),
+        (event("phase.changed", phase="hold", reason="x"), "held; Ctrl-C ends it"),
     ):
         live.event(given)
         assert progress.tasks[0].description == words

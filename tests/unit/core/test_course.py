@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.core.batch_schedule import Course, changed
+from muster.core.batch_schedule import BatchSchedule, changed
 from muster.core.errors import UsageError
 
 
 def test_without_changes_it_is_the_run_files_batch():
-    course = Course.of(12)
-    assert course.sequences_before(1) == 0 and course.sequences_before(11) == 120
-    assert (course.at(1).global_batch_size, course.at(999).learning_rate_scale) == (12, 1.0)
+    batch_schedule = BatchSchedule.of(12)
+    assert batch_schedule.sequences_before(1) == 0 and batch_schedule.sequences_before(11) == 120
+    assert (batch_schedule.at(1).global_batch_size, batch_schedule.at(999).learning_rate_scale) == (12, 1.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), max_size=5), st.integers(1, 9), st.integers(1, 120))
@@ -20,11 +20,11 @@ def test_each_step_begins_where_the_one_before_ended(pieces, batch, steps):
     for length, size in pieces:
         first += length
         changes.append({"first_step": first, "global_batch_size": size, "learning_rate_scale": 1.0})
-    course, at = Course.of(batch, changes), 0
+    batch_schedule, at = BatchSchedule.of(batch, changes), 0
     for step in range(1, steps + 1):
-        assert course.sequences_before(step) == at
-        at += course.at(step).global_batch_size
-    last = course.last_step(at)
+        assert batch_schedule.sequences_before(step) == at
+        at += batch_schedule.at(step).global_batch_size
+    last = batch_schedule.last_step(at)
     assert last == steps
 
 

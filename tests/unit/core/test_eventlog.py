@@ -40,7 +40,7 @@ class Ticks:
 def written(folder: Path, count: int, text: str = "note") -> bytes:
     log = EventLog("run-1", folder, "agent", 3, clock=Ticks())
     for number in range(count):
-        log.append("run.note", detail={"text": f"{text} {number}"}, rank=number % 3, step=number)
+        log.append("run.message", detail={"text": f"{text} {number}"}, rank=number % 3, step=number)
     log.close()
     return (folder / NAME).read_bytes()
 
@@ -108,14 +108,14 @@ def test_a_torn_end_is_tolerated_and_the_writer_goes_on(data: st.DataObject):
         assert found.problem is None
         assert found.events == whole[:cut].count(b"\n")
         log = EventLog("run-1", Path(folder), "agent", 3, clock=Ticks())
-        log.append("run.note", detail={"text": "back"})
+        log.append("run.message", detail={"text": "back"})
         log.close()
         after = verify(path.read_bytes(), run_id="run-1", name=NAME)
         assert after.problem is None and after.torn_bytes == 0 and after.events == found.events + 1
 
 
 def test_the_last_line_can_be_edited_unseen_until_its_head_is_cited(lines: list[bytes]):
-    """What the chain alone cannot know: the supervisor's log.heads does."""
+    """What the chain alone cannot know: the supervisor's log.hash_heads does."""
     edited = [*lines[:-1], lines[-1].replace(b"note 5", b"note 6")]
     assert broken(edited) is None
     whole, other = (verify(b"".join(each), run_id="run-1", name=NAME).head for each in (lines, edited))
@@ -149,7 +149,7 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path):
         "from pathlib import Path\n"
         "from muster.core.event_log import EventLog\n"
         "log = EventLog('run-1', Path(sys.argv[1]), 'agent', 3)\n"
-        "log.append('run.note', detail={'text': 'x'})\n"
+        "log.append('run.message', detail={'text': 'x'})\n"
         "os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
@@ -168,7 +168,7 @@ def test_merging_puts_files_on_one_axis(tmp_path: Path):
     for writer, walls in (("a", (1, 5)), ("b", (2, 3))):
         log = EventLog("run-1", tmp_path, writer, 0)
         for wall in walls:
-            log.append("run.note", detail={"text": "x"}, wall_ns=wall)
+            log.append("run.message", detail={"text": "x"}, wall_ns=wall)
         log.close()
     assert [event.wall_ns for event in event_log.merged(tmp_path)] == [1, 2, 3, 5]
 

@@ -47,12 +47,12 @@ WRONG = {
     "heads and kv heads": (["model.config.num_key_value_heads=3"], "is no multiple of num_key_value_heads = 3"),
     "heads over tp": (["parallelism.tp=4"], "num_key_value_heads = 2 does not divide into tp = 4"),
     "context": (["training.sequence_length=8192"], "longer than the model's context of 4096"),
-    "split without packing": (["data.packing=false", "data.overlong=split"], "`split` needs `packing: true`"),
+    "split without packing": (["data.packing=false", "data.on_overlong=split"], "`split` needs `packing: true`"),
     "split of chats": (
-        ["data.overlong=split", "data.sources=[{type: hub, name: a, format: chat}]"],
+        ["data.on_overlong=split", "data.sources=[{type: hub, name: a, format: chat}]"],
         "later pieces would lose their prompt",
     ),
-    "no roles": (["data.loss_on=[]"], "no token would be supervised"),
+    "no roles": (["data.train_on=[]"], "no token would be supervised"),
     "kind of file": (["data.sources=[{type: file, path: x.csv}]"], "no kind that can be read"),
     "steps and epochs": (["training.epochs=1"], "is given beside `steps`"),
     "neither steps nor epochs": (["training.steps=null"], "does not say how long"),
@@ -71,7 +71,7 @@ WRONG = {
     "trace after the end": (["training.profile.trace_step=101"], "after the last one, 100"),
     "scheme": (["checkpoint.dir=ftp://x"], "the scheme ftp:// is not known"),
     "remote run_dir": (["run_dir=gs://b/x"], "must be a folder of this machine"),
-    "nothing to copy": (["checkpoint.peer_copy=true", "checkpoint.memory_every_steps=0"], "nothing to copy"),
+    "nothing to copy": (["checkpoint.replicate_snapshots=true", "checkpoint.snapshot_every_steps=0"], "nothing to copy"),
     "policy": (["recovery.policy=brave"], "is no policy"),
     "min_hosts": (["resources.min_hosts=2"], "2 is more than hosts = 1"),
     "no moment": (["limits.deadline=tomorrow"], "is no moment"),
@@ -96,7 +96,7 @@ def test_what_cannot_work_is_refused_with_the_reason(name: str):
         ["training.global_batch_size=7"],  # ranks need not divide the batch
         ["training.exact=true"],
         ["limits.deadline=2999-01-01T00:00:00+02:00"],
-        ["data.overlong=split", "data.sources=[{type: file, path: x.txt, format: text}]"],
+        ["data.on_overlong=split", "data.sources=[{type: file, path: x.txt, format: text}]"],
         ["model=null", "data=null", "training.steps=null", "command=[x]"],
         ["model.config=null", "model.tokenizer=null", "model.source=a/b"],
     ],
@@ -118,15 +118,15 @@ NO_EFFECT = {
     "data.heldout_fraction=0.2": [],
     "data.workers=2": ["data.sources=[{type: random}]"],
     "data.sources.0.format=text": [],
-    "evaluation.questions=5": ["data.sources=[{type: random}]"],
+    "evaluation.num_questions=5": ["data.sources=[{type: random}]"],
     "evaluation.query_timeout_s=1": [],
     "evaluation.every_steps=500": [],
     "checkpoint.every_steps=500": [],
-    "checkpoint.peer_copy=true": [],
-    "resources.mode=spot": [],
+    "checkpoint.replicate_snapshots=true": [],
+    "resources.provisioning_model=spot": [],
     "resources.accelerator=B200": [],
     "limits.max_usd=5": [],
-    "recovery.standby=true": ["recovery.policy=none"],
+    "recovery.warm_standby=true": ["recovery.policy=none"],
 }
 
 
@@ -139,7 +139,7 @@ def test_a_knob_without_effect_is_reported_with_the_reason(knob: str):
 
 def test_defaults_are_never_reported_and_neither_is_what_works():
     assert load.loads(GOOD, environment=False).warnings == ()
-    works = ["training.optimizer.min_lr_fraction=0.5", "evaluation.questions=5", "evaluation.query_timeout_s=1"]
+    works = ["training.optimizer.min_lr_fraction=0.5", "evaluation.num_questions=5", "evaluation.query_timeout_s=1"]
     assert load.loads(GOOD, works, environment=False).warnings == ()
 
 

@@ -205,7 +205,7 @@ def test_secrets_are_never_echoed():
         ("checkpoint.every_steps=auto", "checkpoint.every_steps", "auto"),
         ("data.sources.1={type: random}", "data.sources.1.type", "random"),
         ("data.sources.2={type: random}", "data.sources.2.type", "random"),
-        ("recovery.hold_s=5", "recovery.hold_s", 5.0),
+        ("recovery.keep_hosts_after_failure_s=5", "recovery.keep_hosts_after_failure_s", 5.0),
     ],
 )
 def test_overrides(override: str, path: str, value: object):

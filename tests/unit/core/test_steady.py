@@ -95,9 +95,9 @@ def test_terms_follow_each_other_whatever_the_clock_says(by):
     pen = Pen()
     play(pen, host="host-0", by=by)
     pen.add("supervisor.2.jsonl", 20, "supervisor.started", term=2)
-    pen.add("supervisor.2.jsonl", 22, "run.note", text="here")
+    pen.add("supervisor.2.jsonl", 22, "run.message", text="here")
     bosses = [event.kind for _, name, event in steady(pen.files) if name.startswith("supervisor.")]
-    assert bosses[-3:] == ["run.finished", "supervisor.started", "run.note"]
+    assert bosses[-3:] == ["run.finished", "supervisor.started", "run.message"]
 
 
 def test_a_run_is_read_in_order_and_as_it_was_written(tmp_path):
@@ -105,7 +105,7 @@ def test_a_run_is_read_in_order_and_as_it_was_written(tmp_path):
     wall = WALL
     for number in range(4):
         wall += HOUR if number == 2 else 0
-        log.append("run.note", detail={"text": str(number)}, mono_ns=number * SECOND, wall_ns=wall + number * SECOND)
+        log.append("run.message", detail={"text": str(number)}, mono_ns=number * SECOND, wall_ns=wall + number * SECOND)
     log.close()
     assert [event.wall_ns for event in event_log.merged(tmp_path)] == [
         WALL, WALL + SECOND, WALL + HOUR + 2 * SECOND, WALL + HOUR + 3 * SECOND,

@@ -23,8 +23,8 @@ def render(messages, add_generation_prompt):
     return text + ("<assistant>" if add_generation_prompt else "")
 
 
-def chat(loss_on, messages=CHAT, by=render):
-    return document({"messages": messages}, "chat", None, loss_on, by)
+def chat(train_on, messages=CHAT, by=render):
+    return document({"messages": messages}, "chat", None, train_on, by)
 
 
 def supervised(found):

@@ -39,10 +39,10 @@ def test_every_prediction_is_kept_once_or_counted(lengths, length, rule):
 def test_documents_without_a_target_are_left_out():
     # Rows of 4 tokens; supervised: none, only the first token (nobody's target), only the last.
     mask = np.array([0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1], dtype=np.uint8)
-    found = cut(np.array([4, 4, 4]), mask, length=8, overlong="drop")
+    found = cut(np.array([4, 4, 4]), mask, length=8, on_overlong="drop")
     assert found.documents.rows.tolist() == [2] and (found.masked, found.masked_rows) == (2, 2)
     # A completion that truncation cuts off goes with it.
-    found = cut(np.array([4, 4, 4]), mask, length=2, overlong="truncate")
+    found = cut(np.array([4, 4, 4]), mask, length=2, on_overlong="truncate")
     assert (len(found.documents), found.truncated, found.masked_rows) == (0, 3, 3)
 
 

@@ -95,8 +95,8 @@ def test_the_fingerprint_covers_what_changes_the_tokens(make_spec, tmp_path):
         mark([{**TEXT2SQL, "rows": 301}]),
         mark(training={"sequence_length": 72}),
         mark(packing=False),
-        mark(overlong="truncate"),
-        mark(loss_on="all"),
+        mark(on_overlong="truncate"),
+        mark(train_on="all"),
         mark(model=small),
     ]
     assert len({base, *others}) == 1 + len(others)
@@ -119,7 +119,7 @@ def test_file_content_is_what_counts(make_spec, tmp_path):
 def test_rows_too_long_by_each_rule(make_spec, tmp_path, overlong):
     rows = [{"text": "a b c d"}, {"text": " ".join("xyz"[number % 3] for number in range(200))}, {"text": "b a c"}]
     source = jsonl(tmp_path / "a.jsonl", rows)
-    prepared = prepare(make_spec([source], overlong=overlong, heldout_fraction=0.0), run_dir=tmp_path / "r")
+    prepared = prepare(make_spec([source], on_overlong=overlong, heldout_fraction=0.0), run_dir=tmp_path / "r")
     stats = prepared.stats
     encoder = Encoder(prepared.tokenizer_dir)
     found = documents(prepared.train)
@@ -137,7 +137,7 @@ def test_rows_too_long_by_each_rule(make_spec, tmp_path, overlong):
 def test_a_single_text_is_split_and_its_end_held_out(make_spec, tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(str(number % 50) for number in range(3000)))
     source = {"type": "file", "path": str(tmp_path / "a.txt")}
-    prepared = prepare(make_spec([source], overlong="split", heldout_fraction=0.1), run_dir=tmp_path / "r")
+    prepared = prepare(make_spec([source], on_overlong="split", heldout_fraction=0.1), run_dir=tmp_path / "r")
     assert (prepared.train.counts["documents"], prepared.heldout.counts["documents"]) == (43, 4)
     with pytest.raises(
         UsageError, match=r"all 1 rows of data source .* are longer than training\.sequence_length 64"
@@ -204,7 +204,7 @@ def test_chat_through_a_template_without_generation_marks(make_spec, tmp_path):
         answer = encoder.decode([token for token, flag in zip(ids[1:], kept, strict=True) if flag])
         assert answer.replace("\n", "") == " hello<|end|> hello<|end|>"
     with pytest.raises(UsageError, match=r"every label of data source .* is masked: .* its 3 rows"):
-        prepare(make_spec([source], model=model, loss_on=["critic"]), run_dir=tmp_path / "r2")
+        prepare(make_spec([source], model=model, train_on=["critic"]), run_dir=tmp_path / "r2")
 
 
 def test_a_template_that_refuses_is_an_error_with_the_row(make_spec, tmp_path):
@@ -218,14 +218,14 @@ def test_a_template_that_refuses_is_an_error_with_the_row(make_spec, tmp_path):
 REFUSED = {
     "no rows": ([], {}, "has no rows"),
     "empty texts": ([{"text": ""}] * 2, {"heldout_fraction": 0.0}, "all 2 rows of data source .* are empty"),
-    "roles without chat": ([{"text": "a b"}], {"loss_on": ["user"]}, "chat roles"),
+    "roles without chat": ([{"text": "a b"}], {"train_on": ["user"]}, "chat roles"),
     "no known columns": ([{"a": 1}], {}, "no known format"),
     "a later row of another kind": (
         [{"text": "a"}] * 3 + [{"text": 5}],
         {},
         "row 4: column 'text' must be text, got int",
     ),
-    "split of prompts": ([{"prompt": "a", "completion": "b"}], {"overlong": "split"}, "split is for plain text"),
+    "split of prompts": ([{"prompt": "a", "completion": "b"}], {"on_overlong": "split"}, "split is for plain text"),
 }
 
 

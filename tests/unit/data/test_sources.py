@@ -110,7 +110,7 @@ def test_generated_rows_have_their_columns():
 # ---------------------------------------------------------------- the hub
 
 
-class Hub:
+class ConnectionPool:
     """A hub of one data set, without a network."""
 
     def __init__(self, names, folder, error=None):
@@ -135,7 +135,7 @@ def test_a_hub_split_is_pinned_and_read(tmp_path):
         "data/train-00000-of-00002.parquet",
         "data/test-0.parquet",
     ]
-    fake = Hub(names, tmp_path)
+    fake = ConnectionPool(names, tmp_path)
     source = HubSource(type="hub", name="someone/rows", heldout_split="test", revision="main")
     found = hub.resolve(source, api=fake)
     assert (found.commit, fake.asked) == ("c0ffee", [("someone/rows", "main")])
@@ -190,10 +190,10 @@ def hub_errors():
 def test_the_hubs_errors_in_our_words(tmp_path, number):
     error, kind, message = hub_errors()[number]
     with pytest.raises(kind, match=message) as caught:
-        hub.resolve(HubSource(type="hub", name="x/y"), api=Hub([], tmp_path, error))
+        hub.resolve(HubSource(type="hub", name="x/y"), api=ConnectionPool([], tmp_path, error))
     assert "\n" not in str(caught.value) and caught.value.hint
 
 
 def test_our_own_bugs_are_not_the_hubs(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        hub.resolve(HubSource(type="hub", name="x/y"), api=Hub([], tmp_path, ZeroDivisionError()))
+        hub.resolve(HubSource(type="hub", name="x/y"), api=ConnectionPool([], tmp_path, ZeroDivisionError()))

@@ -28,17 +28,17 @@ def test_two_hosts_hold_three_of_their_own_and_two_of_each_others_halves():
 def test_too_little_memory_is_said_with_numbers_and_the_key_that_helps():
     found = of("70B", nodes=2)  # 423 GB a host: 2,117 GB of 2,059 GB
     assert found.snapshot_bytes > found.limit_bytes > found.without_copies_bytes
-    assert "2,117 GB" in found.warning and "checkpoint.peer_copy: false" in found.warning
+    assert "2,117 GB" in found.warning and "checkpoint.replicate_snapshots: false" in found.warning
     assert of("70B", nodes=4).warning is None
-    assert "checkpoint.memory_every_steps: 0" in of("70B", nodes=1, machine="a3-highgpu-8g").warning
+    assert "checkpoint.snapshot_every_steps: 0" in of("70B", nodes=1, machine="a3-highgpu-8g").warning
 
 
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"peer_copy": False}, {"own snapshots", "staged save"}),
+        ({"replicate_snapshots": False}, {"own snapshots", "staged save"}),
         ({"replicas": 2}, {"own snapshots", "staged save"}),
-        ({"replicas": 2, "peer_copy": True}, {"own snapshots", "another host's copies", "staged save"}),
+        ({"replicas": 2, "replicate_snapshots": True}, {"own snapshots", "another host's copies", "staged save"}),
         ({"snapshot_every": 0}, {"staged save"}),
         ({"snapshot_every": 0, "asynchronous": False}, set()),
     ],

@@ -61,7 +61,7 @@ def sound(folder: Path) -> Book:
     found = Book(folder)
     found.boss(0.0, "supervisor.started", term=1, attempt=0, **{})
     found.files["supervisor.1.jsonl"][0]["detail"] = {"term": 1, "pid": 1}
-    found.boss(0.1, "host.granted", attempt=0, gpus=2, role="active")
+    found.boss(0.1, "host.allocated", attempt=0, gpus=2, role="active")
     found.boss(0.2, "attempt.started", world_size=2, layout=LAYOUT, hosts={"host-0": [0, 1]}, resume_step=-1)
     for step in (1, 2, 3):
         found.step(0.5 + step / 10, step)

@@ -88,7 +88,7 @@ def _begin(w: Writer, price: float | None) -> None:
     w.add("supervisor", 1.0, "host.requested", detail={"count": 3})
     for number, at in ((0, 20.0), (1, 22.0), (2, 25.0)):
         host, role = f"host-{number}", "spare" if number == 2 else "active"
-        w.add("supervisor", at, "host.granted", host=host, detail={"gpus": 2, "role": role, **cost})
+        w.add("supervisor", at, "host.allocated", host=host, detail={"gpus": 2, "role": role, **cost})
         w.add(host, at + 5.0, "agent.started", attempt=0, detail={"pid": 30 + number, "ranks": 2})
         offset = {"offset_ns": w.offsets_ns[host], "error_ns": 40_000}
         w.add("supervisor", at + 5.1, "clock.offset", host=host, detail=offset)

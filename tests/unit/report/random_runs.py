@@ -55,7 +55,7 @@ def plausible(seed: int) -> Files:
         t += rng.randint(1, 20 * SECOND)
         cost = {} if price is None else {"usd_per_hour": price}
         role = "active" if n < number else "spare"
-        pen.add("supervisor", t, "host.granted", host=host, detail={"gpus": ranks, "role": role, **cost})
+        pen.add("supervisor", t, "host.allocated", host=host, detail={"gpus": ranks, "role": role, **cost})
         if rng.random() < 0.9:
             measured = {"offset_ns": pen.offset[host], "error_ns": 50_000}
             pen.add("supervisor", t + SECOND, "clock.offset", host=host, detail=measured)
@@ -182,7 +182,7 @@ def implausible(seed: int) -> Files:
             host=rng.choice([None, "host-0", "host-1", "host-2", "stranger"]),
             rank=rng.choice([None, 0, 0, 1, 2]),
             step=rng.choice([None, *range(12)]),
-            phase=rng.choice([None, *PHASES]) if kind != "phase" else rng.choice(PHASES),
+            phase=rng.choice([None, *PHASES]) if kind != "phase.changed" else rng.choice(PHASES),
             detail=detail,
         )
     return pen.files

@@ -25,7 +25,7 @@ def held_ns(files: Files) -> int | None:
     newest = max((timed.t_ns for timed in fold(files).events), default=0)
     since, total = {}, 0
     for event in grants:
-        if event.kind == "host.granted":
+        if event.kind == "host.allocated":
             since.setdefault(event.host, event.mono_ns)
         elif event.kind == "host.released" and event.host in since:
             total += event.mono_ns - since.pop(event.host)

@@ -222,7 +222,7 @@ def test_a_checkpoint_that_is_not_whole(book, how):
     else:
         path.write_bytes(b"w3ights" if how == "rot" else b"weig")
     expect(book, "I5", "step-00000004.json")
-    book.boss(0.3, "checkpoint.skipped", uri=f"{book.folder}/checkpoints/step-00000004.a1", reason="rotten")
+    book.boss(0.3, "checkpoint.rejected", uri=f"{book.folder}/checkpoints/step-00000004.a1", reason="rotten")
     assert broken(check(book.write())) == [], "found and passed over: as it should be"
 
 
@@ -278,7 +278,7 @@ def test_a_file_that_was_touched(book, how):
 
 
 def test_a_head_that_was_cited_and_is_gone(book):
-    book.boss(2.1, "log.heads", heads={"host-0.2.jsonl": "0" * 64})
+    book.boss(2.1, "log.hash_heads", heads={"host-0.2.jsonl": "0" * 64})
     expect(book, "log", "cited of host-0.2.jsonl")
 
 

@@ -16,7 +16,7 @@ class Run:
 
         self.pen = Pen(random.Random(0))
         self.t = 0
-        self.pen.add("supervisor", 0, "host.granted", host="h", detail={"gpus": 1, "role": "active"})
+        self.pen.add("supervisor", 0, "host.allocated", host="h", detail={"gpus": 1, "role": "active"})
 
     def attempt(self, number, *, resume=None, cause=None):
         self.t += SECOND
@@ -115,7 +115,7 @@ def test_steps_without_an_event_are_said():
 def test_a_measured_reference_stands_before_the_median():
     run = Run().attempt(1).steps(1, 1, 20)
     assert fold(run.pen.files).reference.tokens_per_s == pytest.approx(100)
-    run.event("reference", tokens_per_s=125.0, world_size=1, steps=200)
+    run.event("baseline_rate", tokens_per_s=125.0, world_size=1, steps=200)
     found = fold(run.pen.files).reference
     assert (found.tokens_per_s, found.source) == (125.0, "measured with fault tolerance off")
     assert fold(run.pen.files, reference_tokens_per_s=200.0).reference.source == "given"

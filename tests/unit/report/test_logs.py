@@ -46,9 +46,9 @@ def test_a_dropped_line_is_found(run_dir):
 def test_a_file_cut_short_at_a_line_is_found_by_the_head_that_was_cited(tmp_path):
     writer = Writer(tmp_path / "events")
     for second in range(4):
-        writer.add("host-0", float(second), "run.note", attempt=1, detail={"text": "here"})
+        writer.add("host-0", float(second), "run.message", attempt=1, detail={"text": "here"})
     cited = {"host-0.1.jsonl": writer.logs["host-0.1"].head}
-    writer.add("supervisor", 5.0, "log.heads", detail={"heads": cited})
+    writer.add("supervisor", 5.0, "log.hash_heads", detail={"heads": cited})
     writer.close()
     assert api.load(tmp_path).to_json()["log"]["verified"]
     path = tmp_path / "events" / "host-0.1.jsonl"
@@ -145,7 +145,7 @@ def test_a_stepped_wall_clock_changes_nothing_where_offsets_were_measured():
 def test_unmeasured_clocks_use_wall_time_and_say_so(tmp_path):
     writer = Writer(tmp_path / "events", offsets_ns={"host-9": 10**12})
     writer.add("supervisor", 0.0, "supervisor.started", detail={"term": 1, "pid": 1})
-    writer.add("supervisor", 1.0, "host.granted", host="host-9", detail={"gpus": 1, "role": "active"})
+    writer.add("supervisor", 1.0, "host.allocated", host="host-9", detail={"gpus": 1, "role": "active"})
     writer.add("host-9", 4.0, "agent.started", detail={"pid": 2, "ranks": 1})
     writer.close()
     report = api.load(tmp_path)
@@ -157,8 +157,8 @@ def test_an_agent_that_speaks_before_its_purchase_is_logged_is_not_being_provisi
     writer = Writer(tmp_path / "events")
     writer.add("supervisor", 0.0, "supervisor.started", detail={"term": 1, "pid": 1})
     writer.add("host-9", 0.9, "agent.started", detail={"pid": 2, "ranks": 1})
-    writer.add("supervisor", 1.0, "host.granted", host="host-9", detail={"gpus": 1, "role": "active"})
-    writer.add("supervisor", 5.0, "run.note", detail={"text": "still here"})
+    writer.add("supervisor", 1.0, "host.allocated", host="host-9", detail={"gpus": 1, "role": "active"})
+    writer.add("supervisor", 5.0, "run.message", detail={"text": "still here"})
     writer.close()
     spent = api.load(tmp_path).to_json()["categories"]
     assert (spent["provision"]["host_s"], spent["start"]["host_s"]) == (0.0, pytest.approx(4.0))

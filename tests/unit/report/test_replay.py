@@ -23,13 +23,13 @@ def test_it_shares_no_code_with_the_supervisor():
 
 def test_a_killed_run_is_replayed_as_it_began(book):
     """On the first layout, up to the last applied step, with nothing beside the training."""
-    book.spec |= {"output": {"peak_tflops": 5.0}, "evaluation": {"questions": 9}, "limits": {"max_hours": 1.0}}
+    book.spec |= {"output": {"peak_tflops": 5.0}, "evaluation": {"num_questions": 9}, "limits": {"max_hours": 1.0}}
     line_of(book, "attempt.started")["detail"]["hosts"] = {"host-0": [0], "host-1": [1]}
     found = plan(book.write())
     assert (found.last_step, found.ranks_of_hosts, found.fingerprints) == (6, (1, 1), frozenset())
     assert found.spec["parallelism"] == LAYOUT
     assert found.spec["training"] == book.spec["training"] | {"state_hash_every_steps": 1, "profile": {}}
-    assert found.spec["checkpoint"]["dir"] is None and found.spec["evaluation"]["questions"] == 0
+    assert found.spec["checkpoint"]["dir"] is None and found.spec["evaluation"]["num_questions"] == 0
     assert found.spec["output"]["peak_tflops"] == 5.0 and found.spec["limits"] == {"max_hours": 1.0}
 
 
@@ -66,7 +66,7 @@ def test_run_files_that_promise_no_repetition(book, changes, words):
 @pytest.mark.parametrize(
     ("detail", "words"),
     [
-        ({"course": [{"first_step": 4, "global_batch_size": 8}]}, "its policy changed batch or learning rate"),
+        ({"batch_schedule": [{"first_step": 4, "global_batch_size": 8}]}, "its policy changed batch or learning rate"),
         ({"skip_steps": [5]}, "it left out the updates"),
     ],
 )

@@ -25,7 +25,7 @@ def measured(taxed_ns, *, after=20):
     run = Told().attempt(1).steps(1, 1, 3)
     for step in range(4, 14):
         run.told(1, step, length=SECOND * 9 // 10)
-    run.event("reference", attempt=1, step=13, tokens_per_s=100 / 0.9, world_size=1, steps=10, first_step=4)
+    run.event("baseline_rate", attempt=1, step=13, tokens_per_s=100 / 0.9, world_size=1, steps=10, first_step=4)
     for step in range(14, 14 + after):
         run.told(1, step, length=taxed_ns, stall=SECOND // 20)
     return fold(run.pen.files)

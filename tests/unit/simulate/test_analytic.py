@@ -12,7 +12,7 @@ from muster.simulate.ensembles import spares_for
 from muster.simulate.rehearsal import Play, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Saves, Scenario
 from muster.supervise.recovery.state import Settings
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
 def test_without_failures_goodput_is_one_minus_the_stall():
@@ -110,7 +110,7 @@ def test_spares_run_out_as_often_as_the_poisson_tail_says():
         answers += [
             log.detail["action"]
             for _, log in play.cluster.log
-            if log.kind == "decision" and log.detail["action"] in ("swap", "shrink")
+            if log.kind == "incident.decided" and log.detail["action"] in ("swap", "shrink")
         ]
     mean = 8 * 4 / 24
     expected = 1 - math.exp(-mean) * (1 + mean)  # two or more are out when one more is lost (M/G/inf)
@@ -140,7 +140,7 @@ def test_an_interruption_every_eighteen_minutes(stall_s, expected):
     from muster.policy.builtin import SHIPPED
 
     stages = Stages(step_s=0.1, end_ranks_s=0.0, start_s=stall_s, first_start_s=0.0, agent_start_s=0.0, detect_exit_s=0)
-    cluster = Cluster(machine=Machine(settings=settings, policy=SHIPPED["default"]), names=["host-0"],
+    cluster = Cluster(machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=["host-0"],
                       total_steps=10**9, stages=stages)  # fmt: skip
     rounds = 100
     for number in range(rounds):

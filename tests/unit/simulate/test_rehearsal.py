@@ -91,7 +91,7 @@ QUIET = Scenario(
 
 
 def actions(play):
-    return [log.detail["action"] for _, log in play.cluster.log if log.kind == "decision"]
+    return [log.detail["action"] for _, log in play.cluster.log if log.kind == "incident.decided"]
 
 
 def test_a_dead_process_costs_its_stages_and_nothing_else():

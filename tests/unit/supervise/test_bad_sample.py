@@ -7,7 +7,7 @@ from test_machine import actions, cluster, events_of, kinds, machine, spec
 from muster.config.spec import RunSpec
 from muster.core.types import Action, Incident, IncidentKind
 from muster.policy.builtin import SHIPPED
-from muster.policy.cluster_state import Situation
+from muster.policy.cluster_state import ClusterState
 from muster.protocol.ranks import RankContext
 from muster.simulate.agent_model import take
 from muster.supervise.replay.rebuild_state import recover
@@ -65,7 +65,7 @@ def test_a_bad_batch_stops_the_run_by_default(with_skips):
 
 
 def test_with_skip_its_update_is_left_out_and_a_new_supervisor_knows(with_skips):
-    of = spec(hosts=1, recovery={"bad_sample": "skip"})
+    of = spec(hosts=1, recovery={"on_nonfinite_step": "skip"})
     found = with_skips(cluster(of), 20)
     found.at(20.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
     found.at(25.0, lambda: found.kill_rank(0))
@@ -79,10 +79,10 @@ def test_with_skip_its_update_is_left_out_and_a_new_supervisor_knows(with_skips)
 
 def decide(step, skipped, repeats=2):
     incident = Incident(incident_id="i1", kind=IncidentKind.NOT_FINITE, attempt=1, step=step, host="host-0")
-    situation = Situation(
+    situation = ClusterState(
         active=("host-0",), spares=(), wanted_hosts=1, min_hosts=1, last_applied_step=step - 1,
         restarts_without_progress=1, max_restarts_without_progress=3, same_error_repeats=repeats,
-        bad_sample="skip", skipped_steps=tuple(skipped),
+        on_nonfinite_step="skip", skipped_steps=tuple(skipped),
     )  # fmt: skip
     return SHIPPED["default"].decide(situation, incident)
 
@@ -98,4 +98,4 @@ def test_never_two_in_a_row_and_no_more_than_ten():
 
 def test_the_key_is_checked():
     with pytest.raises(ValueError):
-        RunSpec.model_validate({**spec(hosts=1).model_dump(), "recovery": {"bad_sample": "ignore"}})
+        RunSpec.model_validate({**spec(hosts=1).model_dump(), "recovery": {"on_nonfinite_step": "ignore"}})

@@ -15,7 +15,7 @@ from muster.supervise.recovery.state import FromHost, StopRequest
 HELLO = {"t": "hello", "role": "agent", "host": "host-0", "attempt": 0, "alive": {}, "ready": True, "step": 0}
 
 
-class Hub:
+class ConnectionPool:
     def __init__(self):
         self.sent, self.closed = [], []
 
@@ -30,7 +30,7 @@ class Hub:
 def supervisor(tmp_path):
     of = spec(hosts=1)
     found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.hub, found.agents, found.keepers, found.clocks = "r", Hub(), {}, {}, Clocks()
+    found.run_id, found.hub, found.agents, found.keepers, found.clocks = "r", ConnectionPool(), {}, {}, Clocks()
     found.machine = machine(of)
     found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
     found.presence = Presence(timeout_s=3.0)
@@ -48,7 +48,7 @@ def say(supervisor, *messages):
 
 
 def notes(supervisor):
-    return [event.detail["text"] for _, event in read(supervisor.run_dir / "events") if event.kind == "run.note"]
+    return [event.detail["text"] for _, event in read(supervisor.run_dir / "events") if event.kind == "run.message"]
 
 
 BAD = [

@@ -66,7 +66,7 @@ def test_a_stop_while_recovering_writes_first_and_one_without_a_save_does_not():
 
 
 def test_a_held_run_writes_when_the_hold_ends():
-    found = cluster(spec(hosts=1, recovery={"hold_s": 30.0}), policy=SHIPPED["none"])
+    found = cluster(spec(hosts=1, recovery={"keep_hosts_after_failure_s": 30.0}), policy=SHIPPED["none"])
     found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
     end = ended(found)
     assert end.exit_code == 1 and committed(found) > 10 and 40.0 < found.now_s < 45.0
@@ -120,8 +120,8 @@ def test_a_version_that_is_refused_is_followed_by_the_next_older_one_and_that_is
 
     def newer_on_paper():
         for host in found.hosts.values():
-            real = host.inventory
-            host.inventory = lambda real=real: [{**item, "step": item["step"] + 1} for item in real()] + real()
+            real = host.list_snapshots
+            host.list_snapshots = lambda real=real: [{**item, "step": item["step"] + 1} for item in real()] + real()
 
     found.at(9.0, newer_on_paper)
     found.at(10.0, lambda: found.kill_rank(0))
@@ -130,7 +130,7 @@ def test_a_version_that_is_refused_is_followed_by_the_next_older_one_and_that_is
     assert end.exit_code == 1 and committed(found) == step > 10
     assert f"step {step} was written from memory" in end.reason
     assert f"and step {step + 1} could not be (host-" in end.reason
-    notes = [(log.step, log.detail["text"]) for _, log in kinds(found, "run.note")]
+    notes = [(log.step, log.detail["text"]) for _, log in kinds(found, "run.message")]
     assert any(at == step + 1 and "cannot be written from memory: host-" in text for at, text in notes), notes
 
 
@@ -220,7 +220,7 @@ def test_the_event_fits_the_schema():
 
 
 def test_a_held_run_writes_at_once_when_its_last_host_is_told_to_go():
-    found = cluster(spec(hosts=2, recovery={"hold_s": 300.0}), policy=SHIPPED["none"])
+    found = cluster(spec(hosts=2, recovery={"keep_hosts_after_failure_s": 300.0}), policy=SHIPPED["none"])
     found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
     for second, name in ((20.0, "host-0"), (25.0, "host-1")):
         message = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.config.spec import RunSpec
-from muster.supervise.recovery.preemption_cost import at_a_notice
+from muster.supervise.recovery.preemption_cost import expected_loss
 
 
 def spec(hosts=2, spare_hosts=0, min_hosts=None, every_steps=50):
@@ -31,6 +31,6 @@ def spec(hosts=2, spare_hosts=0, min_hosts=None, every_steps=50):
     ],
 )
 def test_it_says_what_would_be_lost(given, copied, expected):
-    found = at_a_notice(spec(**given), num_hosts=given.get("hosts", 2), copied=copied)
+    found = expected_loss(spec(**given), num_hosts=given.get("hosts", 2), copied=copied)
     assert expected in found
     assert "15 s" in found

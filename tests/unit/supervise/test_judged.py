@@ -101,7 +101,7 @@ def test_hardwares_words_that_follow_the_ranks_are_the_programs():
     end = found.run()
     assert end.exit_code == 1 and "followed the ranks" in end.reason
     assert actions(found) == ["swap", "stop"]
-    (note,) = [log for _, log in kinds(found, "run.note") if log.detail.get("cleared")]
+    (note,) = [log for _, log in kinds(found, "run.message") if log.detail.get("cleared")]
     assert note.detail["cleared"] == "host-1" and not found.machine.state.hosts["host-1"].quarantined
 
 
@@ -215,12 +215,12 @@ def test_a_policy_without_a_decision_is_replaced_by_the_default_once(decide):
     found.at(10.0, lambda: found.kill_rank(1))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart"]
-    notes = [log.detail["text"] for _, log in kinds(found, "run.note") if "no decision on i1" in log.detail["text"]]
+    notes = [log.detail["text"] for _, log in kinds(found, "run.message") if "no decision on i1" in log.detail["text"]]
     assert len(notes) == 1
 
 
 def test_a_corrected_run_file_brings_its_policy():
-    found = cluster(spec(hosts=1, recovery={"hold_s": 100.0}), policy=SHIPPED["none"], steps=400)
+    found = cluster(spec(hosts=1, recovery={"keep_hosts_after_failure_s": 100.0}), policy=SHIPPED["none"], steps=400)
     found.at(10.0, lambda: found.kill_rank(0, code=1, last=OWN))
     request = RestartRequest(settings=found.machine.settings, policy=SHIPPED["default"])
     found.at(20.0, lambda: found._give(request))
@@ -234,7 +234,7 @@ def test_a_corrected_run_file_brings_its_policy():
 
 def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor():
     of = spec(hosts=2)
-    found = cluster(of, peer_copy=True)
+    found = cluster(of, replicate_snapshots=True)
     unreadable = {"exception": "CheckpointError", "message": "own.r1s2t1.0 of step 20 is truncated"}
     found.at(10.0, lambda: found.kill_rank(0))
     hit = []

@@ -49,7 +49,7 @@ def test_weights_that_stand_nowhere_are_no_success():
 
 
 def test_without_snapshots_it_is_said_at_once():
-    end = ended(a_run(memory_every_steps=0))
+    end = ended(a_run(snapshot_every_steps=0))
     assert (end.exit_code, end.outcome) == (1, "failed")
     assert FULL in end.reason and "no checkpoint stands" in end.reason
 

@@ -11,7 +11,7 @@ from muster.core.events import Event
 from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.state import Phase, Settings, StopRequest
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.replay.rebuild_state import recover
 
 
@@ -30,20 +30,20 @@ def spec(**resources):
 
 
 def machine(of, policy=None, state=None):
-    return Machine(
+    return RecoveryStateMachine(
         settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=of.resources.ranks_per_host),
         policy=policy or SHIPPED["default"],
         state=state,
     )
 
 
-def cluster(of, *, steps=100, policy=None, peer_copy=True, stages=None):
+def cluster(of, *, steps=100, policy=None, replicate_snapshots=True, stages=None):
     count = of.resources.hosts + of.resources.spare_hosts
     return Cluster(
         machine=machine(of, policy),
         names=[f"host-{n}" for n in range(count)],
         total_steps=steps,
-        peer_copy=peer_copy,
+        replicate_snapshots=replicate_snapshots,
         stages=stages or Stages(),
     )
 
@@ -97,7 +97,7 @@ def test_without_a_spare_the_world_shrinks_and_grows_again():
 
 
 def test_without_a_copy_a_lost_host_costs_the_steps_since_the_last_checkpoint():
-    found = cluster(spec(hosts=2, spare_hosts=1), peer_copy=False)
+    found = cluster(spec(hosts=2, spare_hosts=1), replicate_snapshots=False)
     found.at(10.0, lambda: found.kill_host("host-1"))
     assert found.run().exit_code == 0
     assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1

@@ -104,7 +104,7 @@ def slow(found, name, by_s):
         else:
             found.halt("restart")
             host.ranks = []
-            message = {"t": "collected", "attempt": attempt, "snapshots": host.inventory(), "kept": {}}
+            message = {"t": "collected", "attempt": attempt, "snapshots": host.list_snapshots(), "kept": {}}
             found.after(by_s, lambda: found.hear(host, message))
 
     found.end_ranks = end_ranks

@@ -5,7 +5,7 @@ from muster.supervise.replay.event_files import Past
 
 
 def note(log, text):
-    log.append("run.note", detail={"text": text})
+    log.append("run.message", detail={"text": text})
 
 
 def texts(past):

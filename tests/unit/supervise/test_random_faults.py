@@ -79,13 +79,13 @@ def do(found, of, policy, deed, index):
     hosts=st.integers(1, 4),
     spares=st.integers(0, 1),
     policy=st.sampled_from(["default", "conservative", "none"]),
-    hold_s=st.sampled_from([0.0, 20.0]),
+    keep_hosts_after_failure_s=st.sampled_from([0.0, 20.0]),
     every=st.sampled_from([1, 7]),
     end_ranks_s=st.sampled_from([0.03, 1.5]),
     steps=st.sampled_from([20, 200]),
 )
-def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, hold_s, every, end_ranks_s, steps):
-    of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1, recovery={"hold_s": hold_s, "bad_sample": "skip"})
+def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, keep_hosts_after_failure_s, every, end_ranks_s, steps):
+    of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1, recovery={"keep_hosts_after_failure_s": keep_hosts_after_failure_s, "on_nonfinite_step": "skip"})
     found = cluster(of, steps=steps, policy=SHIPPED[policy], stages=Stages(end_ranks_s=end_ranks_s))
     found.snapshot_every_steps = every
     for deed, at, index in faults:
@@ -109,7 +109,7 @@ def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy
             Snapshot(host=host.name, **item)
             for host in found.hosts.values()
             if host.up and host.joined and state.hosts[host.name].connected
-            for item in host.inventory()
+            for item in host.list_snapshots()
             if (item["step"], item["attempt"]) not in state.distrusted
         ]
     )

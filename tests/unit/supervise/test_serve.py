@@ -14,7 +14,7 @@ from muster.supervise.process.server import Supervisor
 from muster.supervise.recovery.state import Phase, RestartRequest, Tick
 
 
-class Hub:
+class ConnectionPool:
     def __init__(self):
         self.sent = []
 
@@ -24,9 +24,9 @@ class Hub:
 
 @pytest.fixture
 def supervisor(tmp_path):
-    of = spec(hosts=1, recovery={"hold_s": 60.0})
+    of = spec(hosts=1, recovery={"keep_hosts_after_failure_s": 60.0})
     found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.hub, found.agents = "r", Hub(), {}
+    found.run_id, found.hub, found.agents = "r", ConnectionPool(), {}
     found.machine = machine(of)
     found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
     found.presence = Presence(timeout_s=3.0)
@@ -68,10 +68,10 @@ class FullDisk:
 
 
 def test_a_full_disk_neither_ends_the_supervisor_nor_breaks_its_log(supervisor, tmp_path):
-    supervisor._append("run.note", {"text": "before"})
+    supervisor._append("run.message", {"text": "before"})
     supervisor.log._file = disk = FullDisk(supervisor.log._file, 50)
     for number in range(5):
-        supervisor._append("run.note", {"text": f"full {number}"})
+        supervisor._append("run.message", {"text": f"full {number}"})
         supervisor.log.sync()
         supervisor._tend_log()
     assert supervisor.log.trouble == "No space left on device"
@@ -87,18 +87,18 @@ def test_a_full_disk_neither_ends_the_supervisor_nor_breaks_its_log(supervisor, 
 
 def test_a_writer_killed_on_a_full_disk_leaves_a_file_that_its_successor_goes_on_with(tmp_path):
     log = EventLog("r", tmp_path, "supervisor", 1)
-    log.append("run.note", detail={"text": "one"})
+    log.append("run.message", detail={"text": "one"})
     log._file = FullDisk(log._file, 20)
-    log.append("run.note", detail={"text": "two"})
+    log.append("run.message", detail={"text": "two"})
     log._file.inner.close()
     again = EventLog("r", tmp_path, "supervisor", 1)
-    again.append("run.note", detail={"text": "three"})
+    again.append("run.message", detail={"text": "three"})
     again.close()
     assert [event.detail["text"] for _, event in read(tmp_path)] == ["one", "three"]
 
 
 def corrected(supervisor, **recovery):
-    of = spec(hosts=1, recovery={"hold_s": 60.0, "heartbeat_timeout_s": 9.0, **recovery})
+    of = spec(hosts=1, recovery={"keep_hosts_after_failure_s": 60.0, "heartbeat_timeout_s": 9.0, **recovery})
     of = of.model_copy(update={"limits": of.limits.model_copy(update={"max_hours": 2.0})})
     (supervisor.run_dir / "resolved.json").write_text(of.model_dump_json())
 

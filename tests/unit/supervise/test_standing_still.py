@@ -9,7 +9,7 @@ from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.context import Context
 from muster.supervise.recovery.retained_ranks import PAUSE_S, pause_s
 from muster.supervise.recovery.state import Settings, State
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.replay.rebuild_state import recover
 
 STEP_S = 20.0
@@ -43,10 +43,10 @@ class Standing(Cluster):
 
 def two_by_two(stand_s=0.0, *, of=None, step_s=STEP_S, **resources):
     of = of or replicated(4, 2, 2, **resources)
-    machine = Machine(settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"])
+    machine = RecoveryStateMachine(settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"])
     names = [f"host-{number}" for number in range(4)]
     found = Standing(
-        machine=machine, names=names, total_steps=int(1200 / step_s), stages=Stages(step_s=step_s), peer_copy=True
+        machine=machine, names=names, total_steps=int(1200 / step_s), stages=Stages(step_s=step_s), replicate_snapshots=True
     )
     found.stand_s = stand_s
     found.at(BLOW_S, lambda: found.kill_rank(0))
@@ -95,7 +95,7 @@ def test_a_host_lost_meanwhile_is_noticed_at_once():
     found = two_by_two(PAUSE - 1.0)
     found.at(BLOW_S + 10.0, lambda: found.kill_host("host-3"))
     found.run(BLOW_S + 12.0)
-    incidents = [(at, log.detail["incident"]) for at, log in found.log if log.kind == "incident"]
+    incidents = [(at, log.detail["incident"]) for at, log in found.log if log.kind == "incident.detected"]
     assert [kind for _, kind in incidents] == ["rank_exit", "host_lost"] and incidents[1][0] < BLOW_S + 12.0
 
 

@@ -90,7 +90,7 @@ def test_elsewhere_the_wall_clock_decides_and_what_was_given_back_is_free(held, 
 def test_a_deadline_is_the_wall_clocks_and_hours_are_not():
     deadline = datetime.fromtimestamp(4 * 3600, tz=UTC).isoformat()
     guard = LimitsGuard(limits=Limits(deadline=deadline, max_hours=10), grace_s=0.0)
-    guard.add(Event(run_id="r", attempt=0, seq=0, mono_ns=0, wall_ns=0, host="a", kind="host.granted",
+    guard.add(Event(run_id="r", attempt=0, seq=0, mono_ns=0, wall_ns=0, host="a", kind="host.allocated",
                     detail={"gpus": 1, "role": "active"}))  # fmt: skip
     assert guard.next(2 * HOUR).at_wall_ns == 4 * HOUR
     assert guard.next(2 * HOUR, clock_ns=3 * HOUR).at_wall_ns == 3 * HOUR, "an hour is left to it"

@@ -10,10 +10,10 @@ from muster.config.spec import RunSpec
 from muster.core.types import Layout
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.recovery.layout import Snapshot, newest_complete, twins_elsewhere
+from muster.supervise.recovery.layout import Snapshot, has_replica_on_other_host, newest_complete
 from muster.supervise.recovery.retained_ranks import hosts_first, kept_as, whole_replicas
 from muster.supervise.recovery.state import Settings
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 TWO_BY_TWO = Layout(dp_replicate=2, dp_shard=2)
 ON_FOUR = {0: "a", 1: "b", 2: "c", 3: "d"}
@@ -47,9 +47,9 @@ def test_a_twin_gives_its_own_file_under_its_own_rank():
 
 
 def test_a_second_copy_is_needed_only_where_no_twin_is_on_another_host():
-    assert twins_elsewhere(TWO_BY_TWO, ON_FOUR, "a")
-    assert not twins_elsewhere(TWO_BY_TWO, dict.fromkeys(range(4), "a"), "a")
-    assert not twins_elsewhere(Layout(dp_shard=4), ON_FOUR, "a")
+    assert has_replica_on_other_host(TWO_BY_TWO, ON_FOUR, "a")
+    assert not has_replica_on_other_host(TWO_BY_TWO, dict.fromkeys(range(4), "a"), "a")
+    assert not has_replica_on_other_host(Layout(dp_shard=4), ON_FOUR, "a")
 
 
 def replicated(hosts, replicas, shards, **resources):
@@ -69,8 +69,8 @@ def replicated(hosts, replicas, shards, **resources):
 def cluster(spec, steps=200):
     names = [f"host-{number}" for number in range(spec.resources.hosts + spec.resources.spare_hosts)]
     made = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
-    machine = Machine(settings=made, policy=SHIPPED["default"])
-    return Cluster(machine=machine, names=names, total_steps=steps, stages=Stages(), peer_copy=False)
+    machine = RecoveryStateMachine(settings=made, policy=SHIPPED["default"])
+    return Cluster(machine=machine, names=names, total_steps=steps, stages=Stages(), replicate_snapshots=False)
 
 
 def attempts(found):

@@ -78,7 +78,7 @@ def test_a_growth_outlives_the_supervisor_that_began_it(gap_s):
     found.at(25.1, lambda: connectivity.lose_supervisor(found))
     found.at(25.1 + gap_s, lambda: replaced(found, of, 0.0))
     asked = []
-    found.at(25.09, lambda: asked.append(found.machine.state.yielding))
+    found.at(25.09, lambda: asked.append(found.machine.state.resizing))
     assert found.run(until_s=1000.0).exit_code == 0
     assert asked == [True] and set(actions(found)) == {"shrink", "grow"}
     worlds = [log.detail["world_size"] for _, log in kinds(found, "attempt.started")]
@@ -138,7 +138,7 @@ def test_a_script_that_never_speaks_is_not_ended_for_a_slow_start():
     found.at(900.0, lambda: [rank_done(found, rank) for rank in (0, 1)])
     assert found.run(until_s=10_000.0).exit_code == 0
     assert actions(found) == [] and found.now_s == pytest.approx(900.0)
-    assert any("start_timeout_s does not count" in log.detail["text"] for _, log in kinds(found, "run.note"))
+    assert any("start_timeout_s does not count" in log.detail["text"] for _, log in kinds(found, "run.message"))
 
 
 def rank_done(found, rank):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from muster.config.spec import RunSpec
-from muster.core.batch_schedule import Course
+from muster.core.batch_schedule import BatchSchedule
 from muster.core.events import KINDS
 from muster.train import loop
 from muster.train.baseline import ReferenceWindow
 from muster.train.data_feed.batch_reader import Round, StepWork
-from muster.train.distributed.reduce import Axes, FloatSums
+from muster.train.distributed.reduce import Axes, FloatReducer
 from muster.train.metrics import Peak, Phases, StepLog
 from muster.train.optim.adamw import AdamW
 from muster.train.optim.nonfinite import NotFinite
@@ -50,7 +50,7 @@ class Reader:
                         padding_tokens=1, padding_rounds=0, model_flops=1e6)  # fmt: skip
 
 
-class Link:
+class AgentClient:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.beats: list[int] = []
@@ -62,7 +62,7 @@ class Link:
     def beat(self, step: int) -> None:
         self.beats.append(step)
 
-    def pause_asked(self) -> bool:
+    def pause_requested(self) -> bool:
         return False
 
 
@@ -75,9 +75,9 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "loss_sum", lambda model, batch, *, chunk_tokens, scale: model(batch).square().sum())
 
 
-def a_run(*skip_steps: int) -> tuple[Any, Link]:
+def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
     torch.manual_seed(5)
-    model, link, cpu = nn.Linear(4, 2), Link(), torch.device("cpu")
+    model, link, cpu = nn.Linear(4, 2), AgentClient(), torch.device("cpu")
     named = dict(model.named_parameters())
     optimizer = AdamW(named, SPEC.training.optimizer)
     state = TrainState(named, optimizer)
@@ -91,11 +91,11 @@ def a_run(*skip_steps: int) -> tuple[Any, Link]:
     run = Run(
         spec=SPEC, context=SimpleNamespace(skip_steps=skip_steps), link=link, device=cpu, model=model, state=state,  # type: ignore[arg-type]
         world=SimpleNamespace(rank=0, control=None), optimizer=optimizer,  # type: ignore[arg-type]
-        sums=FloatSums(model, Axes(), accumulate_locally=False), reader=reader, orders=quiet,
+        sums=FloatReducer(model, Axes(), accumulate_locally=False), reader=reader, orders=quiet,
         log=StepLog(link=link, rank=0, device=cpu, peak=Peak(flops=None, ranks=1)),  # type: ignore[arg-type]
         phases=Phases(link), evaluator=quiet, saves=quiet, snapshots=None, hashes=hashes,  # type: ignore[arg-type]
         reference=ReferenceWindow.planned(0, resumed_at=0, world_size=1), profiler=quiet, collector=quiet,
-        last_step=STEPS, course=Course.of(2),
+        last_step=STEPS, batch_schedule=BatchSchedule.of(2),
     )  # fmt: skip
     return run, link
 

@@ -14,7 +14,7 @@ from muster.core import event_log
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.intervals import FailureRate
 from muster.core.types import Layout
-from muster.protocol.ranks import YIELDED, Order, RankContext
+from muster.protocol.ranks import RESIZE_EXIT_CODE, Command, RankContext
 from muster.rank.standalone_link import FileLink
 from muster.rank.worker import layout_for, next_attempt, read_spec, torchrun_place
 from muster.train import commands as orders_module
@@ -64,35 +64,35 @@ def test_a_bad_norm_without_a_bad_loss_says_so() -> None:
 
 
 class Quiet:
-    def __init__(self, *orders: Order) -> None:
+    def __init__(self, *orders: Command) -> None:
         self.orders = list(orders)
 
-    def order(self) -> Order | None:
+    def order(self) -> Command | None:
         return self.orders.pop(0) if self.orders else None
 
 
-def agreed(*orders: Order, save_now: bool = False) -> Order | None:
+def agreed(*orders: Command, save_now: bool = False) -> Command | None:
     found = Orders(Quiet(*orders), None)  # type: ignore[arg-type]
     found.begin(save_now=save_now)
     return found.agreed()
 
 
 def test_a_larger_world_waits_for_a_save_under_way_and_nobody_else_does() -> None:
-    def asked(code: int, *, saving: bool) -> Order | None:
-        found = Orders(Quiet(Order(kind="stop", save=False, exit_code=code)), None)  # type: ignore[arg-type]
+    def asked(code: int, *, saving: bool) -> Command | None:
+        found = Orders(Quiet(Command(kind="stop", save=False, exit_code=code)), None)  # type: ignore[arg-type]
         found.begin(saving=saving)
         return found.agreed()
 
-    assert asked(YIELDED, saving=True) is None
-    left = asked(YIELDED, saving=False)
-    assert left is not None and (left.kind, left.exit_code) == ("stop", YIELDED)
+    assert asked(RESIZE_EXIT_CODE, saving=True) is None
+    left = asked(RESIZE_EXIT_CODE, saving=False)
+    assert left is not None and (left.kind, left.exit_code) == ("stop", RESIZE_EXIT_CODE)
     for code in (75, 130):
         told = asked(code, saving=True)
         assert told is not None and told.exit_code == code
 
 
 def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_before() -> None:
-    growth = Order(kind="stop", save=False, exit_code=YIELDED)
+    growth = Command(kind="stop", save=False, exit_code=RESIZE_EXIT_CODE)
 
     def rounds(link: Quiet, *saving: bool) -> list[int | None]:
         found = Orders(link, None)  # type: ignore[arg-type]
@@ -103,10 +103,10 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
             codes.append(None if told is None else told.exit_code)
         return codes
 
-    assert rounds(Quiet(growth), True, True, False) == [None, None, YIELDED]
-    assert rounds(Quiet(growth, Order(kind="stop", exit_code=75)), True, True) == [None, 75]
+    assert rounds(Quiet(growth), True, True, False) == [None, None, RESIZE_EXIT_CODE]
+    assert rounds(Quiet(growth, Command(kind="stop", exit_code=75)), True, True) == [None, 75]
     # The other rank has heard of the growth alone.
-    both = Orders(Quiet(Order(kind="stop", exit_code=75)), None)  # type: ignore[arg-type]
+    both = Orders(Quiet(Command(kind="stop", exit_code=75)), None)  # type: ignore[arg-type]
     both.begin()
     both._flags = both._flags.maximum(torch.tensor([1, 0, 1, -(1 << 40), 0, 0]))
     told = both.agreed()
@@ -116,7 +116,7 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
 def test_a_deadline_ages_until_it_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(orders_module.time, "monotonic", lambda: now)
-    found = Orders(Quiet(Order(kind="stop", exit_code=75, deadline_s=15.0, heard_s=1000.0)), None)  # type: ignore[arg-type]
+    found = Orders(Quiet(Command(kind="stop", exit_code=75, deadline_s=15.0, heard_s=1000.0)), None)  # type: ignore[arg-type]
     now += 12.0  # the step that was under way when it came
     found.begin()
     now += 1.0
@@ -126,12 +126,12 @@ def test_a_deadline_ages_until_it_is_acted_on(monkeypatch: pytest.MonkeyPatch) -
 
 def test_orders() -> None:
     assert agreed() is None
-    assert agreed(save_now=True) == Order(kind="save", save=True, exit_code=0)
-    assert agreed(Order(kind="save")) == Order(kind="save", save=True, exit_code=0)
-    told = agreed(Order(kind="stop", exit_code=75, deadline_s=2.5))
+    assert agreed(save_now=True) == Command(kind="save", save=True, exit_code=0)
+    assert agreed(Command(kind="save")) == Command(kind="save", save=True, exit_code=0)
+    told = agreed(Command(kind="stop", exit_code=75, deadline_s=2.5))
     assert told is not None and (told.kind, told.save, told.exit_code) == ("stop", True, 75)
     assert told.deadline_s is not None and 0 < told.deadline_s <= 2.5, "what is left of it"
-    assert agreed(Order(kind="stop", save=False, exit_code=130)) == Order(kind="stop", save=False, exit_code=130)
+    assert agreed(Command(kind="stop", save=False, exit_code=130)) == Command(kind="stop", save=False, exit_code=130)
 
 
 # ---------------------------------------------------------------- reading ahead
@@ -246,10 +246,10 @@ def test_saves_by_step_count() -> None:
 def test_a_deadline_forbids_a_save_that_would_not_be_done() -> None:
     found = saves()
     found.seconds = 10.0
-    assert found.fits(Order(kind="stop"), None)
-    assert found.fits(Order(kind="stop", deadline_s=16.0), None)
-    assert not found.fits(Order(kind="stop", deadline_s=14.0), None)
-    assert not found.fits(Order(kind="stop", save=False), None)
+    assert found.fits(Command(kind="stop"), None)
+    assert found.fits(Command(kind="stop", deadline_s=16.0), None)
+    assert not found.fits(Command(kind="stop", deadline_s=14.0), None)
+    assert not found.fits(Command(kind="stop", save=False), None)
 
 
 def saved_after(found: Saves, now: list[float], *, stall_s: float, drain_s: float = 0.0) -> float:
@@ -312,7 +312,7 @@ def context(tmp_path: Path, rank: int = 0) -> RankContext:
 def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
     for rank in (0, 1):
         link = FileLink(context(tmp_path, rank))
-        link.emit("phase", phase="train", step=4)
+        link.emit("phase.changed", phase="train", step=4)
         link.beat(4)
         assert link.order() is None
         link.close()

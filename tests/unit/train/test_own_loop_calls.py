@@ -13,7 +13,7 @@ from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.config.spec import RunSpec  # noqa: E402
 from muster.core.errors import ConflictError, UsageError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
-from muster.protocol.ranks import Order, RankContext, Restore  # noqa: E402
+from muster.protocol.ranks import Command, RankContext, Restore  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 
 UNUSED = muster._Here
@@ -104,7 +104,7 @@ def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
 def test_an_order_that_nobody_asked_for_yet_is_not_lost(place):
     line = place()
     muster.heartbeat(1)
-    line.orders.append(Order(kind="stop", exit_code=130))
+    line.orders.append(Command(kind="stop", exit_code=130))
     for step in (2, 3, 4):
         muster.heartbeat(step)  # a loop that asks every few steps
     assert muster.should_stop()

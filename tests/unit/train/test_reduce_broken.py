@@ -12,7 +12,7 @@ from torch import nn
 
 from muster.protocol.ranks import LOST_PEER
 from muster.train.distributed.process_groups import Breaker, make_sure
-from muster.train.distributed.reduce import REPLICATE, Axes, FloatSums
+from muster.train.distributed.reduce import REPLICATE, Axes, FloatReducer
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def one_step(axes: Axes, weight: nn.Parameter) -> None:
     """As the loop does it: sums, then the update."""
     module = nn.Module()
     module.weight = weight
-    sums = FloatSums(module, axes, accumulate_locally=False)
+    sums = FloatReducer(module, axes, accumulate_locally=False)
     sums.begin(micro_batches=1)
     loss = (weight**2).sum()
     loss.backward()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from muster.train.distributed.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, Axes, FloatSums, buckets
+from muster.train.distributed.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, Axes, FloatReducer, buckets
 
 
 class Doubling(Axes):
@@ -60,7 +60,7 @@ def test_buckets_keep_order_and_size(sizes: list[int]) -> None:
 def test_float_sums_of_one_rank() -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    sums = FloatSums(module, Axes(), accumulate_locally=True)
+    sums = FloatReducer(module, Axes(), accumulate_locally=True)
     batches = [torch.randn(4, 3) for _ in range(3)]
     sums.begin(micro_batches=3)
     for number, batch in enumerate(batches, start=1):

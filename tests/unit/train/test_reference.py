@@ -54,6 +54,6 @@ training: {steps: 40}
 @pytest.mark.parametrize(("wanted", "words"), [(10, "too few"), (31, "does not fit")])
 def test_a_window_that_cannot_be_is_refused(wanted, words):
     with pytest.raises(RunFileError) as caught:
-        load.loads(RUN, [f"recovery.reference_steps={wanted}"], source="run.yaml")
+        load.loads(RUN, [f"recovery.baseline_steps={wanted}"], source="run.yaml")
     assert words in str(caught.value.problems[0])
-    assert load.loads(RUN, ["recovery.reference_steps=30"], source="run.yaml").spec.recovery.reference_steps == 30
+    assert load.loads(RUN, ["recovery.baseline_steps=30"], source="run.yaml").spec.recovery.baseline_steps == 30

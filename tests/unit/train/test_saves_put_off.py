@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from muster.config.spec import CheckpointSpec  # noqa: E402
 from muster.core.intervals import FailureRate  # noqa: E402
-from muster.protocol.ranks import Order  # noqa: E402
+from muster.protocol.ranks import Command  # noqa: E402
 from muster.train.state import saving  # noqa: E402
 from muster.train.state.saving import RETRY_S, Saves  # noqa: E402
 from muster.train.training_run import Run  # noqa: E402
@@ -66,10 +66,10 @@ def test_the_last_step_is_no_matter_of_the_count(run):
 
 def test_an_order_to_save_waits_too_but_a_stop_does_not(run):
     run.agreed.saving = True
-    Run.save(run, 7, Order(kind="save"))
+    Run.save(run, 7, Command(kind="save"))
     assert run.saver.put == [7] and run.saves.owed
     with pytest.raises(AttributeError):  # it goes on to the save itself, for which this stand-in has no link
-        Run.save(run, 7, Order(kind="stop"))
+        Run.save(run, 7, Command(kind="stop"))
 
 
 def test_a_save_that_failed_is_tried_again_before_the_count_asks_for_it(run, monkeypatch):

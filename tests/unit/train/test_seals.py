@@ -16,7 +16,7 @@ from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.classify import rank_exit
 from muster.train.state import snapshot
-from muster.train.state.snapshot import Snapshots, open_shard, restored, seal_of
+from muster.train.state.snapshot import Snapshots, checksum_of, open_shard, restored
 
 STATE = {"model.w": torch.arange(12, dtype=torch.float32).view(3, 4), "optimizer.m.w": torch.ones(3, 4)}
 
@@ -54,7 +54,7 @@ def flip(ring: Ring) -> None:
 def test_what_was_sealed_comes_back(tmp_path: Path) -> None:
     path, ring = taken(tmp_path)
     version = ring.find(7, 3)
-    assert version is not None and ring.sealed(version) == seal_of(ring.slot(version.slot)) != 0
+    assert version is not None and ring.sealed(version) == checksum_of(ring.slot(version.slot)) != 0
     found = restored(context(tmp_path), restore(path), STATE)
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
@@ -89,7 +89,7 @@ def test_a_version_that_nobody_sealed_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_ranks_of_a_host_share_the_comparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another layout: every rank opens every file; each file is read whole by one of them."""
     checked: list[str] = []
-    monkeypatch.setattr(snapshot, "check_seal", lambda ring, version: checked.append(ring.path.name))
+    monkeypatch.setattr(snapshot, "verify_checksum", lambda ring, version: checked.append(ring.path.name))
     paths = {}
     for rank in range(4):
         path = tmp_path / file_name("own", "r1s4t1", rank)

@@ -19,11 +19,11 @@ def now(monkeypatch):
     return at
 
 
-def snapshots(tmp_path, *, peer_copy=True, notes=None):
+def snapshots(tmp_path, *, replicate_snapshots=True, notes=None):
     context = RankContext(
         run_id="r", run_dir=str(tmp_path), attempt=1, host="host-0", rank=0, local_rank=0, world_size=1,
         local_world_size=1, layout=Layout(), master_addr="", master_port=0, snapshot_dir=str(tmp_path),
-        peer_copy=peer_copy,
+        replicate_snapshots=replicate_snapshots,
     )  # fmt: skip
     made = Snapshots(context, STATE, say=(notes if notes is not None else []).append)
     made.begin(copies=True, reached=-1)
@@ -119,6 +119,6 @@ def test_a_copy_that_does_not_come_is_said_once_until_one_comes(tmp_path, now):
 
 
 def test_without_a_peer_two_slots_do(tmp_path, now):
-    found = snapshots(tmp_path, peer_copy=False)
+    found = snapshots(tmp_path, replicate_snapshots=False)
     taken(found, 1, 2, 3)
     assert ring(tmp_path).slots == 2 and steps(tmp_path) == [2, 3] and not found.behind()

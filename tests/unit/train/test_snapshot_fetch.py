@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, inventory, refusal, refuse
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, list_snapshots, refusal, refuse
 from muster.core.errors import CheckpointError
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
@@ -56,9 +56,9 @@ def test_what_was_fetched_for_the_same_place_is_the_ranks_own_from_then_on(tmp_p
     restore = Restore(step=9, attempt=1, shards={"0": str(fetched)}, layout=layout)
     here = context(tmp_path, layout=layout, rank=0, attempt=2, restore=restore)
     assert restored(here, restore, state)["w"].tolist() == [0, 1, 2, 3]
-    assert [(held.tier, held.rank, held.step) for held in inventory(tmp_path)] == [("memory", 0, 9)]
+    assert [(held.tier, held.rank, held.step) for held in list_snapshots(tmp_path)] == [("memory", 0, 9)]
     Snapshots(here, state).save(10, state)
-    assert [held.step for held in inventory(tmp_path)] == [10, 9]
+    assert [held.step for held in list_snapshots(tmp_path)] == [10, 9]
 
 
 def context(folder, **changes):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name, inventory
+from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name, list_snapshots
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.layout import Snapshot, newest_complete
@@ -60,7 +60,7 @@ class World:
                 RankContext(
                     run_id="r", run_dir=".", attempt=self.attempt, host=f"host-{rank}", rank=rank, local_rank=0,
                     world_size=self.hosts, local_world_size=1, layout=self.layout, master_addr="", master_port=0,
-                    snapshot_dir=str(self.memory(rank)), peer_copy=True, restore=restore,
+                    snapshot_dir=str(self.memory(rank)), replicate_snapshots=True, restore=restore,
                 ),
                 {"w": torch.zeros(4)},
             )
@@ -78,7 +78,7 @@ class World:
                      tier=held.tier)
             for host in range(self.hosts)
             if host != without
-            for held in inventory(self.memory(host))
+            for held in list_snapshots(self.memory(host))
         ]  # fmt: skip
         return newest_complete(found)
 

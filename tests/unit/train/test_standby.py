@@ -53,4 +53,4 @@ def test_on_the_cpu_a_warm_up_that_fails_makes_nobody_unfit(fits, monkeypatch):
 def test_imports_are_all_where_no_more_is_wanted(monkeypatch):
     monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("imports only"))
     line = Line(TimeoutError(), [RUN])
-    assert first(line, context=False, recovery={"standby": "imports"}) == RUN and line.said == ["warm"]
+    assert first(line, context=False, recovery={"warm_standby": "imports"}) == RUN and line.said == ["warm"]

@@ -32,15 +32,15 @@ class Replica:
             tensor.fill_(int(most))
 
 
-class Link:
+class AgentClient:
     heard = False
 
-    def pause_asked(self) -> bool:
+    def pause_requested(self) -> bool:
         return self.heard
 
 
-def ranks_of(count: int) -> tuple[list[Standing], list[Link]]:
-    links = [Link() for _ in range(count)]
+def ranks_of(count: int) -> tuple[list[Standing], list[AgentClient]]:
+    links = [AgentClient() for _ in range(count)]
     group: Any = Replica(count)
     return [Standing(link, group) for link in links], links  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
         def wait(self) -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
 
-    rank = Standing(Link(), Broken(2))  # type: ignore[arg-type]
+    rank = Standing(AgentClient(), Broken(2))  # type: ignore[arg-type]
     rank.ask()
     with pytest.raises(RuntimeError) as caught:
         rank.agreed()
@@ -92,13 +92,13 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
 
 
 def test_the_loop_is_left_where_all_agreed_though_this_rank_has_not_heard() -> None:
-    here: Any = SimpleNamespace(standing=SimpleNamespace(agreed=lambda: True), link=Link())
+    here: Any = SimpleNamespace(standing=SimpleNamespace(agreed=lambda: True), link=AgentClient())
     with pytest.raises(Paused):
         Run.settle(here)
 
 
 def test_a_rank_that_shares_its_replica_does_not_leave_because_it_alone_has_heard() -> None:
-    link = Link()
+    link = AgentClient()
     link.heard = True
     recorded: list[str] = []
     here: Any = SimpleNamespace(
@@ -116,7 +116,7 @@ def test_it_waits_for_its_place_though_it_has_not_heard_itself(layout: Layout) -
     did: list[str] = []
     here: Any = SimpleNamespace(
         context=SimpleNamespace(layout=layout),
-        link=SimpleNamespace(pause_asked=lambda: False, next_place=lambda step: f"a place after {step}"),
+        link=SimpleNamespace(pause_requested=lambda: False, wait_for_assignment=lambda step: f"a place after {step}"),
         state=SimpleNamespace(step=7),
         stand_still=lambda: did.append("stood still"),
         abandon=lambda: did.append("let go"),

@@ -123,17 +123,17 @@ class Summed:
         pass
 
 
-class Link:
+class AgentClient:
     def __init__(self) -> None:
         self.notes: list[dict[str, Any]] = []
 
     def emit(self, kind: str, *, step: int, **detail: Any) -> None:
-        assert kind == "run.note"
+        assert kind == "run.message"
         self.notes.append({"step": step, **detail})
 
 
 def test_replicas_that_hold_one_state_have_one_hash_and_nobody_hears_of_it() -> None:
-    one, link = hashes(Summed([0, whole(state())]), replicas=2), Link()
+    one, link = hashes(Summed([0, whole(state())]), replicas=2), AgentClient()
     found = one.begin(2)
     assert found is not None
     assert one.told(found, link) == {"state_hash": hashes().begin(2).texts()[0]}  # type: ignore[arg-type, union-attr, index]
@@ -143,7 +143,7 @@ def test_replicas_that_hold_one_state_have_one_hash_and_nobody_hears_of_it() -> 
 def test_a_replica_of_another_state_is_told_at_each_step_and_noted_once() -> None:
     flipped = state()
     flipped["model.embed"].view(torch.int32)[3, 3] ^= 1
-    one, link = hashes(Summed([0, whole(flipped)]), replicas=2), Link()
+    one, link = hashes(Summed([0, whole(flipped)]), replicas=2), AgentClient()
     for step in (2, 4):
         found = one.begin(step)
         assert found is not None

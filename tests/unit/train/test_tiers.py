@@ -31,7 +31,7 @@ def context(folder, **changes):
     return RankContext(
         run_id="r", run_dir=str(folder), attempt=2, host="host-0", rank=0, local_rank=0, world_size=1,
         local_world_size=1, layout=Layout(), master_addr="", master_port=0, snapshot_dir=str(folder),
-        **{"peer_copy": True, **changes},
+        **{"replicate_snapshots": True, **changes},
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_without_room_for_three_the_copies_go_first(tmp_path, room):
     room(tmp_path, 2 * MIB + 65536)
     found, (note,) = opened(tmp_path)
     assert found is not None and not found._copies
-    assert "3.15 MB wanted, 2.16 MB free" in note and "checkpoint.peer_copy: false" in note
+    assert "3.15 MB wanted, 2.16 MB free" in note and "checkpoint.replicate_snapshots: false" in note
     for step in (1, 2, 3):
         found.save(step, STATE, agreed=not found.behind())
     assert found.held() == {"snapshot_step": 3}
@@ -58,14 +58,14 @@ def test_without_room_for_three_the_copies_go_first(tmp_path, room):
 
 def test_without_room_for_two_there_are_none_and_nothing_stays_behind(tmp_path, room):
     room(tmp_path, MIB)
-    found, (note,) = opened(tmp_path, peer_copy=False)
-    assert found is None and "checkpoint.memory_every_steps: 0" in note
+    found, (note,) = opened(tmp_path, replicate_snapshots=False)
+    assert found is None and "checkpoint.snapshot_every_steps: 0" in note
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_the_attempt_starts_from_is_kept_where_there_is_no_room_for_more(tmp_path, room):
     """A swapped-in host fetched it, with a slot of its own, and another one does not fit."""
-    made = Snapshots(context(tmp_path, peer_copy=False), STATE)
+    made = Snapshots(context(tmp_path, replicate_snapshots=False), STATE)
     made.save(9, STATE)
     path = tmp_path / file_name("own", "r1s1t1", 0)
     whole = Ring.open(path)

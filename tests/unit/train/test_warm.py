@@ -46,7 +46,7 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
         ({"command": ["train.py"]}, False),
         ({"model": None}, False),
         ({"resources": {"device": "cuda"}}, False),
-        ({"recovery": {"standby": "imports"}}, False),
+        ({"recovery": {"warm_standby": "imports"}}, False),
     ],
 )
 def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):

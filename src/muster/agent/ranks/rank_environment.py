@@ -44,7 +44,7 @@ def opens_contexts(spec: RunSpec) -> bool:
     """
     device = spec.resources.device
     on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
-    return on_gpus and spec.recovery.standby is True and spec.command is None
+    return on_gpus and spec.recovery.warm_standby is True and spec.command is None
 
 
 def survive_aborts(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:

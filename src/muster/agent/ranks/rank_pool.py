@@ -16,8 +16,8 @@ from muster.agent.ranks.hang_detector import hanging
 from muster.agent.ranks.orphaned_processes import Strays
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd, parent_of, standby_for
 from muster.agent.ranks.retained_ranks import Keep
-from muster.checkpoint_format.snapshot_ring import inventory
-from muster.transport.connections import Peer
+from muster.checkpoint_format.snapshot_ring import list_snapshots
+from muster.transport.connections import Connection
 
 if TYPE_CHECKING:
     from muster.agent.host_agent import Agent
@@ -70,7 +70,7 @@ class Crew:
         sources = self.agent.programs.fetch(message)
         moves: list[tuple[Worker, dict[str, Any]]] = []
         for context in message["contexts"]:
-            if self.agent.spec.checkpoint.memory_every_steps:
+            if self.agent.spec.checkpoint.snapshot_every_steps:
                 context["snapshot_dir"] = str(self.agent.memory)
             if context.get("restore") is not None:
                 context["restore"]["shards"] = sources
@@ -110,7 +110,7 @@ class Crew:
         if self.queue and self.agent.forkserver is not None:
             self.agent.programs.spawn(int(context["local_rank"]) for context in self.queue)
 
-    def employ(self, pid: int, rank: int, attempt: int, peer: Peer | None, *, was_warm: bool) -> None:
+    def employ(self, pid: int, rank: int, attempt: int, peer: Connection | None, *, was_warm: bool) -> None:
         """From now on ``pid`` is a rank."""
         fd = open_pidfd(pid)
         if fd is None:
@@ -224,7 +224,7 @@ class Crew:
             gpu_reset.start(self.agent.hub, gpus, functools.partial(self._was_reset, gpus))
         if self.reset_under_way:
             return
-        held = [asdict(version) for version in inventory(self.agent.memory)]
+        held = [asdict(version) for version in list_snapshots(self.agent.memory)]
         kept = {str(worker.rank): worker.paused for worker in ended}
         found = {"t": "collected", "attempt": self.ending, "snapshots": held, **({"kept": kept} if kept else {})}
         self.agent.tell({**found, "reset": self.reset_result} if self.reset_result else found)
@@ -319,7 +319,7 @@ class Crew:
 
     # ------------------------------------------------------------ who comes and goes
 
-    def adopt(self, pid: int, rank: int, attempt: int, peer: Peer) -> None:
+    def adopt(self, pid: int, rank: int, attempt: int, peer: Connection) -> None:
         """A rank whose former agent died found this one. One that was to be ended meanwhile is."""
         self.strays.spoke(pid)
         if attempt <= self.ended or attempt < self.attempt:
@@ -340,13 +340,13 @@ class Crew:
             self._unknown_end(worker)
             self._settle(worker)
 
-    def unfit(self, peer: Peer) -> None:
+    def unfit(self, peer: Connection) -> None:
         """A standby could not open a context on its GPU."""
         for standby in [standby for standby in self.standbys.values() if standby.peer is peer]:
             del self.standbys[standby.pid]
             self.agent.programs.unfit(standby)
 
-    def standby_gone(self, peer: Peer) -> None:
+    def standby_gone(self, peer: Connection) -> None:
         """A standby closed its line."""
         self.standbys = {pid: standby for pid, standby in self.standbys.items() if standby.peer is not peer}
 

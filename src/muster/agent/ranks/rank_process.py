@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.transport.connections import Peer
+from muster.transport.connections import Connection
 
 
 @dataclass(kw_only=True)
@@ -15,7 +15,7 @@ class Standby:
     """A forked process that waits for a rank."""
 
     pid: int
-    peer: Peer
+    peer: Connection
     local_rank: int = 0
     """The place that it was forked for."""
     bound: bool = False
@@ -40,7 +40,7 @@ class Worker:
     pid: int
     rank: int
     attempt: int
-    peer: Peer | None
+    peer: Connection | None
     pidfd: int
     parent: int = 0
     """The fork server that forked it: it alone can tell the exit code."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from muster.checkpoint_format.shard_file import write_shard
 from muster.core.errors import MusterError
-from muster.transport.stream import MOVER_SOCKET, Stream
+from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 #: How often a rank hears that its share is being written.
 BUSY_S = 2.0
@@ -38,7 +38,7 @@ class Shares:
 
     def __init__(self, *, memory: Path, token: bytes) -> None:
         self.token = token
-        path = memory / MOVER_SOCKET
+        path = memory / REPLICATOR_SOCKET
         path.unlink(missing_ok=True)  # a dead predecessor's
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(path))

@@ -21,7 +21,7 @@ from muster.checkpoint_format import shards
 from muster.checkpoint_format.manifest import Manifest, StoredFile
 from muster.checkpoint_format.shard_file import write_shard
 from muster.checkpoint_format.shards import Chunk
-from muster.checkpoint_format.snapshot_checksum import check_seal
+from muster.checkpoint_format.snapshot_checksum import verify_checksum
 from muster.checkpoint_format.snapshot_ring import Ring, Version, file_name
 from muster.checkpoint_format.tensor_index import INDEX, boxes_of_table, encode_index, incomplete, shard_file
 from muster.core.errors import CheckpointError
@@ -65,7 +65,7 @@ def flush(order: Mapping[str, Any], memory: Path) -> dict[str, Any]:
     folder = uris.join(str(order["uri"]), manifests.step_prefix(step, attempt))
 
     def write(share: _Share) -> dict[str, Any]:
-        check_seal(share.ring, share.version)  # memory is read far faster than any disk or bucket is written
+        verify_checksum(share.ring, share.version)  # memory is read far faster than any disk or bucket is written
         name = f"{_FLUSHED}{shard_file(share.rank)}"
         preamble = shards.preamble(
             shards.ShardHeader(

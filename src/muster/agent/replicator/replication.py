@@ -112,7 +112,7 @@ class Pusher:
             self._refused = True
             self.say(
                 f"no copies of this host's snapshots: {reason} at {self._peer[0]}; training goes on, a lost host costs "
-                "the steps since the last save (checkpoint.peer_copy: false asks for no copies)"
+                "the steps since the last save (checkpoint.replicate_snapshots: false asks for no copies)"
             )
 
     def _connect(self) -> Stream:

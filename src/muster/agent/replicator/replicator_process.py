@@ -29,7 +29,7 @@ _NOTES = "mover.json"
 _ASKED = {"flushed": "flush", "flush_committed": "flush_commit"}
 
 
-class MoverChild:
+class ReplicatorProcess:
     """One at a time. What it must know (where copies go, what is being fetched) is said again to a successor.
 
     Where copies go, and the port, also lie in the host's memory folder: an agent that is begun anew starts a mover too,
@@ -189,7 +189,7 @@ class MoverChild:
             if found["t"] == "address":
                 self._came(found["address"])
             elif found["t"] == "note":
-                self.agent.log_event("run.note", {"text": found["text"]})
+                self.agent.log_event("run.message", {"text": found["text"]})
             else:
                 self._answer(found)
         return True
@@ -203,7 +203,7 @@ class MoverChild:
         for order in [self._peers, *self._fetches, *self._flushes]:
             if order is not None and not (self.agent.memory / str(order.get("target", ""))).is_file():
                 self._tell(order)
-        if self.agent.spec.checkpoint.memory_every_steps:
+        if self.agent.spec.checkpoint.snapshot_every_steps:
             self.agent.tell({"t": "memory", "memory": address})
 
     def _answer(self, found: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class MoverChild:
         again = self._young < YOUNG_DEATHS
         text = f"the mover on {self.agent.host} died with code {code}"
         text += " and was started again" if again else f" {YOUNG_DEATHS} times: no more copies to other hosts"
-        self.agent.log_event("run.note", {"text": text})
+        self.agent.log_event("run.message", {"text": text})
         if again:
             self._start()
         else:

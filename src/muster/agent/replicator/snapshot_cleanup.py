@@ -26,7 +26,7 @@ def begin_course(memory: Path, *, layout: str, origin: str | None, step: int, at
             ring.close()
 
 
-def stands(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, peer_copy: bool) -> bool:
+def stands(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, replicate_snapshots: bool) -> bool:
     """Whether every one of this host's ranks has a version of ``attempt`` in memory and, where copies are made, its
     peer one too."""
     for rank in ranks:
@@ -35,7 +35,7 @@ def stands(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, pee
         except CheckpointError:
             return False
         held = any(version.attempt == attempt for version in ring.versions())
-        copied = not peer_copy or ring.copied()[1] == attempt
+        copied = not replicate_snapshots or ring.copied()[1] == attempt
         ring.close()
         if not (held and copied):
             return False

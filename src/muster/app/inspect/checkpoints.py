@@ -25,7 +25,7 @@ from muster.storage import run_registry, uris
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir
 from muster.storage.store import open_store
-from muster.supervise.recovery.layout import Choice, Snapshot, newest_complete, twins_of
+from muster.supervise.recovery.layout import Choice, Snapshot, newest_complete, replica_peers
 
 TIERS = ("memory", "peer", "disk", "bucket")
 #: A supervisor that is there answers at once.
@@ -151,7 +151,7 @@ def in_memory(
     for host, path in lying.items():
         gone = connected is not None and host not in connected
         problem = "the supervisor has lost the host" if gone else None
-        for held in snapshot_ring.inventory(path):
+        for held in snapshot_ring.list_snapshots(path):
             key = (held.step, held.attempt, held.layout, held.tier, problem)
             parts.setdefault(key, []).append((held.rank, host, _slot_bytes(path, held)))
     for (step, attempt, layout, tier, problem), shards in parts.items():
@@ -176,7 +176,7 @@ def missing_ranks(layout: Layout, ranks: Collection[int]) -> list[int]:
     return [
         rank
         for rank in range(layout.world_size)
-        if rank not in ranks and not any(twin in ranks for twin in twins_of(layout, rank))
+        if rank not in ranks and not any(twin in ranks for twin in replica_peers(layout, rank))
     ]
 
 

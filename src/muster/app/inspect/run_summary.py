@@ -48,11 +48,11 @@ class Summary:
             self._places[event.step] = (event.attempt, self._taken[event.attempt])
         elif event.kind == "eval" and event.step is not None:
             self.evals[event.step] = {**self.evals.get(event.step, {}), **detail}
-        elif event.kind == "sample" and event.step is not None:
+        elif event.kind == "generation" and event.step is not None:
             known = self.samples.setdefault(event.step, [])
             if detail not in known:
                 known.append(detail)
-        elif event.kind == "incident":
+        elif event.kind == "incident.detected":
             self.incidents.append(detail)
         elif event.kind == "attempt.started":
             self.attempt, self.world_size = event.attempt, detail["world_size"]

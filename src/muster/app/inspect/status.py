@@ -9,7 +9,7 @@ from typing import Any
 
 from muster import backends
 from muster.app.inspect.run_summary import Summary, summarise
-from muster.app.inspect.supervisor_client import NoAnswer, ask
+from muster.app.inspect.supervisor_client import SupervisorUnreachable, ask
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core import event_log
@@ -130,4 +130,4 @@ def first_problem(error: ValueError) -> str:
     return f"{key}: {found['msg']}" if key else found["msg"]
 
 
-__all__ = ["NoAnswer", "RunStatus", "all_runs", "job", "spec_of", "status"]
+__all__ = ["SupervisorUnreachable", "RunStatus", "all_runs", "job", "spec_of", "status"]

@@ -19,7 +19,7 @@ from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import Session, read_token
 
 
-class NoAnswer(MusterError):
+class SupervisorUnreachable(MusterError):
     """No supervisor of the run can be reached."""
 
 
@@ -29,14 +29,14 @@ def ask(
     """Send one message and return the answer; ``resolved`` replaces the run file before it.
 
     Raises:
-        NoAnswer: there is no supervisor, or it does not answer in time.
+        SupervisorUnreachable: there is no supervisor, or it does not answer in time.
         AccessError: the token cannot be read, or does not prove us.
     """
     carry = getattr(backends.load(_backend(run)), "ask", None)
     if carry is not None:
         found = carry(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
         if "answer" not in found:
-            raise NoAnswer(str(found.get("error", "no answer")), hint=found.get("hint"))
+            raise SupervisorUnreachable(str(found.get("error", "no answer")), hint=found.get("hint"))
         answer: dict[str, Any] = found["answer"]
         return answer
     if resolved is not None:
@@ -48,7 +48,7 @@ def ask_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0)
     """The same, where the run's folder is: over the supervisor's own socket. Raises as ``ask``."""
     address = _address(run)
     if address is None:
-        raise NoAnswer(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
+        raise SupervisorUnreachable(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
     session = Session(read_token(str(run.token)), server=False)
     session.send({"t": "hello", "role": "client"})
     session.send(message)
@@ -60,7 +60,7 @@ def ask_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0)
                 sock.sendall(session.outgoing())
                 data = sock.recv(1 << 16)
                 if not data:
-                    raise NoAnswer(f"the supervisor of {run.run_id} hung up", hint=f"muster status {run.run_id}")
+                    raise SupervisorUnreachable(f"the supervisor of {run.run_id} hung up", hint=f"muster status {run.run_id}")
                 answers = session.receive(data)
                 sock.sendall(session.outgoing())
                 if answers:
@@ -68,7 +68,7 @@ def ask_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0)
     except AccessError:
         raise
     except OSError as error:
-        raise NoAnswer(
+        raise SupervisorUnreachable(
             f"the supervisor of {run.run_id} does not answer: {error.strerror or error}",
             hint=f"muster recover {run.run_id} takes over, muster down {run.run_id} ends everything",
         ) from error

@@ -11,7 +11,7 @@ from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
 from muster.app.inspect.report import report
 from muster.app.inspect.status import job, mirror, spec_of
 from muster.app.inspect.supervisor_client import ask
-from muster.checkpoint_format.snapshot_ring import Held, inventory
+from muster.checkpoint_format.snapshot_ring import Held, list_snapshots
 from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
@@ -29,7 +29,7 @@ ACCOUNT_EVERY_S, ACCOUNT_SHARE = 10.0, 20
 SHOWN_LOSSES = 3
 #: Phase events of a host or rank that say what it is doing now.
 _HOST_STATES = {
-    "host.granted": "ready",
+    "host.allocated": "ready",
     "host.lost": "lost",
     "host.quarantined": "quarantined",
     "host.released": "released",
@@ -157,13 +157,13 @@ class Watcher:
             self._applied_ns[event.step] = event.wall_ns
         elif event.kind in _HOST_STATES:
             self._host(event.host).state = _HOST_STATES[event.kind]
-            if event.kind != "host.granted":
+            if event.kind != "host.allocated":
                 self._host(event.host).ranks.clear()
         elif event.kind == "rank.started" and event.rank is not None and event.attempt == view.attempt:
             self._host(event.host).ranks[event.rank] = RankView(rank=event.rank, pid=int(detail["pid"]))
         elif event.kind == "rank.exited" and event.rank is not None and event.attempt == view.attempt:
             self._host(event.host).ranks.pop(event.rank, None)
-        elif event.kind == "phase":
+        elif event.kind == "phase.changed":
             self._fold_phase(event)
         elif event.kind == "checkpoint.committed" and event.step is not None:
             self._durable[str(detail["uri"])] = (event.step, event.wall_ns)
@@ -194,7 +194,7 @@ class Watcher:
         self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
 
     def _tiers(self, now_ns: int) -> Iterator[TierView]:
-        held = [each for name in self.view.hosts for each in inventory(self._memory(name))]
+        held = [each for name in self.view.hosts for each in list_snapshots(self._memory(name))]
         for tier in ("memory", "peer"):
             step = _complete([each for each in held if each.tier == tier], self.view.world_size)
             at = self._applied_ns.get(step) if step is not None else None

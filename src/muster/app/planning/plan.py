@@ -34,7 +34,7 @@ from muster.plan.step_time import DEFAULT
 from muster.plan.workload import Workload, workload
 
 #: Settings that name hardware to be got from somewhere.
-_ELSEWHERE = tuple(f"resources.{name}" for name in ("machine", "accelerator", "mode", "locations", "usd_per_host_hour"))
+_ELSEWHERE = tuple(f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour"))
 LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
 
 
@@ -233,7 +233,7 @@ def pins_of(loaded: Loaded) -> Pins:
         gpus_per_node=spec.resources.ranks_per_host if spec.resources.device != "cpu" else None,
         machine=spec.resources.machine,
         accelerator=spec.resources.accelerator,
-        mode=spec.resources.mode,
+        mode=spec.resources.provisioning_model,
         locations=tuple(spec.resources.locations),
     )
 

@@ -118,9 +118,9 @@ def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
 def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
     """``spec`` with its hosts' price by the hour, where the file names machine and mode and the price is known."""
     resources = spec.resources
-    if resources.usd_per_host_hour is not None or resources.machine is None or resources.mode is None:
+    if resources.usd_per_host_hour is not None or resources.machine is None or resources.provisioning_model is None:
         return spec
-    machine, mode = rows.machines().get(resources.machine), resources.mode.removesuffix("_queued")
+    machine, mode = rows.machines().get(resources.machine), resources.provisioning_model.removesuffix("_queued")
     if machine is None:
         return spec
     known = [each for each in all_prices(home) if (each.machine, each.mode) == (machine.name, mode)]

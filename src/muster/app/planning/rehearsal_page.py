@@ -56,7 +56,7 @@ def _supervisor(play: Play) -> Iterator[Event]:
         if log.kind == "attempt.started":
             attempt += 1
         detail = dict(log.detail)
-        if log.kind == "incident":
+        if log.kind == "incident.detected":
             fault = play.struck_before(at_s)
             detail |= {} if fault is None else {"since_ns": round(fault * SECOND_NS)}
         yield _event(seq, at_s, log.kind, attempt, log.host or "supervisor", detail, rank=log.rank, step=log.step,
@@ -73,14 +73,14 @@ def _ranks(play: Play, tokens: int) -> Iterator[Event]:
     stretches = {attempt: (last, run) for attempt, last, run in cluster.history}
     for attempt, (at_s, hosts) in worlds.items():
         for host, ranks in hosts.items():
-            yield _event(seq, at_s, "phase", attempt, host, {}, rank=ranks[0], phase="start")
+            yield _event(seq, at_s, "phase.changed", attempt, host, {}, rank=ranks[0], phase="start")
             seq += 1
         if attempt not in stretches:
             continue
         last, run = stretches[attempt]
         began_s = run.began_ns / SECOND_NS
         for host, ranks in hosts.items():
-            yield _event(seq, began_s, "phase", attempt, host, {}, rank=ranks[0], phase="train")
+            yield _event(seq, began_s, "phase.changed", attempt, host, {}, rank=ranks[0], phase="train")
             seq += 1
         before_s, first = 0.0, next(iter(hosts))
         for step in range(run.first_step + 1, last + 1):
@@ -102,7 +102,7 @@ def _held(scenario: Scenario, step: int, first_step: int) -> dict[str, int]:
     taken = step // every * every
     if not scenario.memory_tier or taken <= first_step:
         return {}
-    copied = scenario.peer_copy and scenario.hosts > 1 and taken - every > first_step
+    copied = scenario.replicate_snapshots and scenario.hosts > 1 and taken - every > first_step
     return {"snapshot_step": taken, **({"peer_step": taken - every} if copied else {})}
 
 

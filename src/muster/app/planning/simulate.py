@@ -92,9 +92,9 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         policy=asked.policy or spec.recovery.policy,
         quantum_hosts=quantum,
         replicas=replicas,
-        memory_tier=spec.checkpoint.memory_every_steps > 0,
-        snapshot_every=max(1, spec.checkpoint.memory_every_steps),
-        peer_copy=spec.checkpoint.peer_copy is not False and hosts > 1,
+        memory_tier=spec.checkpoint.snapshot_every_steps > 0,
+        snapshot_every=max(1, spec.checkpoint.snapshot_every_steps),
+        replicate_snapshots=spec.checkpoint.replicate_snapshots is not False and hosts > 1,
         saves=_saves(spec, profile),
         micro_batches=math.ceil(batch * hosts / spec.resources.hosts),
         data_ranks_per_host=per_host,
@@ -193,7 +193,7 @@ def measure(run_dir: Path) -> Profile:
     reference, reference_s = document["goodput"]["reference"], None
     if reference is not None and document["steps"]:
         reference_s = document["tokens"] / document["steps"] / reference["tokens_per_s"]
-    bought = next((event for event in events if event.kind == "host.granted"), None)
+    bought = next((event for event in events if event.kind == "host.allocated"), None)
     agent_start_s = first_start_s = None
     if started is not None and bought is not None:
         agent_start_s = max(0.0, (started.wall_ns - bought.wall_ns) / 1e9)

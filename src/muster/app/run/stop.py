@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.app.inspect.status import job, spec_of
-from muster.app.inspect.supervisor_client import NoAnswer, ask
+from muster.app.inspect.supervisor_client import SupervisorUnreachable, ask
 from muster.app.run import submit
 from muster.config import load
 from muster.config.spec import RunSpec
@@ -41,7 +41,7 @@ def stop(
     """Ask the supervisor to save and end the run, and wait until it has; an ended run is success.
 
     Raises:
-        NoAnswer: the run lives and its supervisor does not answer.
+        SupervisorUnreachable: the run lives and its supervisor does not answer.
         MusterError: it did not end in time.
     """
     run = run_registry.find(reference)
@@ -66,7 +66,7 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
     Raises:
         RunFileError, UsageError: the correction does not hold.
         ConflictError: the run holds no hosts, or not such as the correction needs.
-        NoAnswer: no supervisor holds hosts for this run.
+        SupervisorUnreachable: no supervisor holds hosts for this run.
     """
     run = run_registry.find(reference)
     held = ask(run, {"t": "status"})
@@ -87,7 +87,7 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
 #: What a held host was started with; another value needs other processes, or other machines.
 _STARTED_WITH = (
     "backend", "run_dir", "slurm", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
-    "resources.machine", "resources.accelerator", "resources.mode", "resources.locations", "resources.reservation",
+    "resources.machine", "resources.accelerator", "resources.provisioning_model", "resources.locations", "resources.reservation",
     "resources.project", "resources.cluster", "resources.image", "resources.queue",
 )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _ask_patiently(run: RunDir, message: dict[str, object], clock: Clock) -> Non
         try:
             ask(run, message)
             return
-        except NoAnswer:
+        except SupervisorUnreachable:
             if clock.monotonic_ns() > until:
                 raise
             clock.sleep(0.2)

@@ -68,7 +68,7 @@ class GkeLauncher:
     def offers(self, spec: RunSpec) -> list[Offer]:
         """The catalogue's rows for the run file's machine, accelerator and mode; availability is not asked."""
         wanted = spec.resources
-        mode = wanted.mode.removesuffix("_queued") if wanted.mode else None
+        mode = wanted.provisioning_model.removesuffix("_queued") if wanted.provisioning_model else None
         return [
             option.offer
             for option in catalogue.catalogue()

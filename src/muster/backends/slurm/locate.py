@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Mapping
 
 from muster.core.errors import MusterError, UsageError
-from muster.transport.connections import Hub
+from muster.transport.connections import ConnectionPool
 
 
 def address_of_this_node(peers: Iterable[str], *, interface: str | None = None) -> str:
@@ -50,7 +50,7 @@ def tell(
     """Say one thing to the supervisor and return its answer; None when none comes."""
     answers: list[Mapping[str, object]] = []
     lost: list[str] = []
-    hub = Hub(token=token, on_message=lambda _, answer: answers.append(answer), on_gone=lambda _, why: lost.append(why))
+    hub = ConnectionPool(token=token, on_message=lambda _, answer: answers.append(answer), on_gone=lambda _, why: lost.append(why))
     try:
         peer = hub.connect(*address, timeout_s=timeout_s)
         hub.send(peer, {"t": "hello", "role": "client"})

@@ -279,8 +279,8 @@ class Node:
         """The batch node's notice is lost with it: be on time ourselves."""
         with contextlib.suppress(MusterError):
             for job in self.slurm.jobs(self.run_id):
-                if job.id == self.environ["SLURM_JOB_ID"] and job.end_s is not None and self.spec.slurm.notice_s:
-                    return job.end_s - self.spec.slurm.notice_s
+                if job.id == self.environ["SLURM_JOB_ID"] and job.end_s is not None and self.spec.slurm.signal_before_timeout_s:
+                    return job.end_s - self.spec.slurm.signal_before_timeout_s
         return None
 
     def _notice(self) -> None:

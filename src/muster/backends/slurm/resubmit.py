@@ -22,13 +22,13 @@ def go_on(
     A job of the run that waits already is taken for the next one: nothing is handed in twice.
     """
     part, job_id = int(environ.get(PART, "1")), environ["SLURM_JOB_ID"]
-    if spec.slurm.go_on == "no" or part >= spec.slurm.max_jobs:
-        say(f"saved; slurm.go_on is {spec.slurm.go_on}, this was job {part} of {spec.slurm.max_jobs}")
+    if spec.slurm.resubmit == "no" or part >= spec.slurm.max_jobs:
+        say(f"saved; slurm.resubmit is {spec.slurm.resubmit}, this was job {part} of {spec.slurm.max_jobs}")
         return False
     if spec.slurm.time_limit is None and spec.limits.max_hours is not None:
         say(f"saved; limits.max_hours ({spec.limits.max_hours:g}) is used up")
         return False
-    if spec.slurm.go_on == "new_job":
+    if spec.slurm.resubmit == "new_job":
         name = environ.get("SLURM_JOB_NAME", name_of(run_id))
         try:
             waiting = [job.id for job in slurm.jobs(run_id) if not job.ended and job.id != job_id]

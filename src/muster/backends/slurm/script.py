@@ -51,8 +51,8 @@ def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
     # A lost node takes neither the job nor the steps on other nodes with it: its work moves to a spare.
     yield "--no-kill"
     yield "--requeue" if slurm.requeue else "--no-requeue"
-    if slurm.notice_s:  # before the partition's own limit too
-        yield f"--signal=B:USR1@{slurm.notice_s}"
+    if slurm.signal_before_timeout_s:  # before the partition's own limit too
+        yield f"--signal=B:USR1@{slurm.signal_before_timeout_s}"
     for name, value in (
         ("partition", wanted.queue),
         ("account", slurm.account),

@@ -90,11 +90,11 @@ def _refuse(spec: RunSpec) -> None:
         problems.append(
             Problem(key="resources.locations", message="must name a zone", value=wanted.locations, hint="us-central1-b")
         )
-    mode = wanted.mode or ""
+    mode = wanted.provisioning_model or ""
     if family is not None and mode not in family["modes"]:
         problems.append(
             Problem(
-                key="resources.mode", message=f"{wanted.machine} is sold as {', '.join(family['modes'])}", value=mode
+                key="resources.provisioning_model", message=f"{wanted.machine} is sold as {', '.join(family['modes'])}", value=mode
             )
         )
     if mode in ("reservation", "calendar") and wanted.reservation is None:
@@ -104,7 +104,7 @@ def _refuse(spec: RunSpec) -> None:
 
 
 def _bought(spec: RunSpec) -> dict[str, Any]:
-    mode = spec.resources.mode
+    mode = spec.resources.provisioning_model
     return {
         "reservation_name": spec.resources.reservation or "",
         "enable_spot_vm": mode == "spot",

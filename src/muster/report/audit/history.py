@@ -19,7 +19,7 @@ STEP_NS = 1_000_000_000
 BACK_NS = 300 * STEP_NS
 
 Line = dict[str, Any]
-Course = tuple[tuple[int, str], ...]
+BatchSchedule = tuple[tuple[int, str], ...]
 """(first step, layout) of each stretch that computed a state, in order."""
 
 
@@ -68,7 +68,7 @@ def load(run_dir: Path, log: Finding) -> History:
     lines = [line for each in files.values() for line in each]
     lines.sort(key=lambda line: line["wall_ns"])
     history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
-    for line in history.of("log.heads", "supervisor.started"):
+    for line in history.of("log.hash_heads", "supervisor.started"):
         for name, head in (line.get("detail", {}).get("heads") or {}).items():
             log.expect(head in heads.get(name, set()), f"a head cited of {name} is not in that file: cut or changed")
     return history
@@ -112,7 +112,7 @@ def _by_monotonic(lines: list[Line], ahead: int) -> None:
             line["wall_ns"] = line["mono_ns"] + ahead
 
 
-def courses(history: History) -> dict[int, Course]:
+def courses(history: History) -> dict[int, BatchSchedule]:
     """Attempt -> by which layouts the states that its steps built on were computed, step by step.
 
     Two results of one step have the same bits where their courses up to it are the same, in a deterministic run. An
@@ -125,20 +125,20 @@ def courses(history: History) -> dict[int, Course]:
     for line in history.of("step"):
         attempt, step = int(line["attempt"]), int(line["step"])
         first[attempt] = min(step, first.get(attempt, step))
-    found: dict[int, Course] = {}
-    course: Course = ()
+    found: dict[int, BatchSchedule] = {}
+    batch_schedule: BatchSchedule = ()
     for attempt in sorted(first):
         layout = json.dumps(layouts.get(attempt, plain), sort_keys=True)
-        course = up_to(course, first[attempt] - 1)
-        if not course or course[-1][1] != layout:
-            course = (*course, (first[attempt] if course else 0, layout))
-        found[attempt] = course
+        batch_schedule = up_to(batch_schedule, first[attempt] - 1)
+        if not batch_schedule or batch_schedule[-1][1] != layout:
+            batch_schedule = (*batch_schedule, (first[attempt] if batch_schedule else 0, layout))
+        found[attempt] = batch_schedule
     return found
 
 
-def up_to(course: Course, step: int) -> Course:
+def up_to(batch_schedule: BatchSchedule, step: int) -> BatchSchedule:
     """The part of a course that led to ``step``."""
-    return tuple(stretch for stretch in course if stretch[0] <= step)
+    return tuple(stretch for stretch in batch_schedule if stretch[0] <= step)
 
 
 def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.report.audit.history import Course, Finding, History, Line, courses, load, up_to
+from muster.report.audit.history import BatchSchedule, Finding, History, Line, courses, load, up_to
 
 INVARIANTS = ("log", "I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
 #: A float sum taken in another order, relative; docs/recovery.md has the measured figure.
@@ -94,7 +94,7 @@ def _course(history: History, one_chain: Finding, samples: Finding) -> set[int]:
         for number, other in enumerate(lines[1:], 1):
             ways = [(line, led[int(line["attempt"])]) for line in lines[:number]]
             mine = led[int(other["attempt"])]
-            twins = [line for line, course in ways if _same_bits(history, step, course, mine)]
+            twins = [line for line, batch_schedule in ways if _same_bits(history, step, batch_schedule, mine)]
             one_chain.expect(*_same_result(step, (twins or lines)[0], other, exact=bool(twins)))
             skipped = lines[0]["detail"].get("skipped") or other["detail"].get("skipped")
             for key in ("rows",) if skipped else ("rows", "tokens", "supervised_tokens"):
@@ -138,13 +138,13 @@ def _tier(started: Mapping[int, Mapping[str, Any]], attempt: int) -> Any:
 def _batch_of(step: int, batch: int, started: Mapping[int, Mapping[str, Any]]) -> tuple[int, str]:
     """(sequences that ``step`` takes, who says so): the run file, or the policy's newest change before the step."""
     newest = max(started, default=0)
-    for change in reversed(started[newest].get("course", []) if newest else []):
+    for change in reversed(started[newest].get("batch_schedule", []) if newest else []):
         if change["first_step"] <= step:
             return int(change["global_batch_size"]), "the policy"
     return batch, "the run file"
 
 
-def _same_bits(history: History, step: int, one: Course, other: Course) -> bool:
+def _same_bits(history: History, step: int, one: BatchSchedule, other: BatchSchedule) -> bool:
     """Whether ``step`` must give the same bits at the end of two courses: exact sums, or the same layouts all along.
 
     8-bit moments do not come back from a restore to the bit.
@@ -182,7 +182,7 @@ def _leaders(history: History, found: Finding) -> None:
         all(before < after for before, after in itertools.pairwise(numbers)),
         f"terms of the lease do not rise: {numbers}",
     )
-    acts = history.of("decision", "attempt.started", "attempt.ended", "run.finished")
+    acts = history.of("incident.decided", "attempt.started", "attempt.ended", "run.finished")
     for (term, line), (_, successor) in itertools.pairwise(terms):
         late = [act for act in acts if act["file"] == line["file"] and act["wall_ns"] > successor["wall_ns"]]
         found.expect(not late, f"the supervisor of term {term} acted after its successor had the lease: {_names(late)}")
@@ -190,8 +190,8 @@ def _leaders(history: History, found: Finding) -> None:
         _each_once(found, [str(line["detail"]["incident_id"]) for line in history.of(kind)], f"{kind} of")
     causes = [str(line["detail"]["cause"]) for line in history.of("attempt.started") if line["detail"].get("cause")]
     _each_once(found, causes, "an attempt because of")
-    known = {str(line["detail"]["incident_id"]) for line in history.of("incident")}
-    for line in history.of("decision"):
+    known = {str(line["detail"]["incident_id"]) for line in history.of("incident.detected")}
+    for line in history.of("incident.decided"):
         found.expect(
             str(line["detail"]["incident_id"]) in known,
             f"a decision on {line['detail']['incident_id']}, which is no incident",
@@ -242,7 +242,7 @@ def _against(history: History, reference: History, found: Finding, unheard: set[
 
 def _checkpoints(history: History, found: Finding) -> None:
     directory = Path(str(history.spec.get("checkpoint", {}).get("dir") or history.run_dir / "checkpoints"))
-    skipped = {str(line["detail"]["uri"]).rstrip("/").rsplit("/", 1)[-1] for line in history.of("checkpoint.skipped")}
+    skipped = {str(line["detail"]["uri"]).rstrip("/").rsplit("/", 1)[-1] for line in history.of("checkpoint.rejected")}
     for marker in sorted((directory / "commits").glob("step-*.json")) if directory.is_dir() else []:
         problem = _rotten(marker, directory)
         name = marker.name
@@ -309,9 +309,9 @@ def _times(history: History, found: Finding) -> None:
                 f"attempt {attempt}: its steps claim {filled / 1e9:.3f} s of {spanned / 1e9:.3f} s",
             )
     held: dict[str, int] = defaultdict(int)
-    for line in history.of("host.granted", "host.released"):
+    for line in history.of("host.allocated", "host.released"):
         name = str(line["host"])
-        held[name] += 1 if line["kind"] == "host.granted" else -1
+        held[name] += 1 if line["kind"] == "host.allocated" else -1
         found.expect(held[name] in (0, 1), f"{name} was granted or released twice in a row")
     if history.of("run.finished"):
         for name, count in held.items():
@@ -324,11 +324,11 @@ def _times(history: History, found: Finding) -> None:
 def _endings(history: History, found: Finding, bound_s: float) -> None:
     acted = {
         str(line["detail"]["incident_id"]): line
-        for line in history.of("decision")
+        for line in history.of("incident.decided")
         if line["detail"]["action"] not in ("ignore", "stop")
     }
     waited = {name for name, line in acted.items() if line["detail"]["action"] == "wait"}
-    recovered = history.of("recovered")
+    recovered = history.of("incident.resolved")
     for line in recovered:
         name, lost_s = str(line["detail"]["incident_id"]), line["detail"]["lost_ns"] / 1e9
         found.expect(name in acted, f"recovered from {name}, on which nobody had decided")
@@ -339,7 +339,7 @@ def _endings(history: History, found: Finding, bound_s: float) -> None:
         settled = any(
             each["wall_ns"] > line["wall_ns"]
             and (each["kind"] != "recovered" or str(each["detail"]["incident_id"]) == name)
-            for each in history.of("recovered", "run.finished", "incident", "supervisor.started")
+            for each in history.of("incident.resolved", "run.finished", "incident", "supervisor.started")
         )
         found.expect(settled, f"nothing followed the decision on {name} ({line['detail']['action']})")
 

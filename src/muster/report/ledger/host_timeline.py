@@ -15,7 +15,7 @@ from muster.report.ledger.time_axis import Timed, writer_of
 #: A host is as far as its least advanced rank: earlier in this list wins.
 _RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")
 
-_FATES = ("host.lost", "host.quarantined", "host.granted")
+_FATES = ("host.lost", "host.quarantined", "host.allocated")
 _LANE_KINDS = ("phase", "rank.exited", "agent.started", *_FATES)
 
 
@@ -104,7 +104,7 @@ def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
     since: dict[str, int] = {}
     for timed in events:
         event = timed.event
-        if event.kind == "host.granted":
+        if event.kind == "host.allocated":
             lane = lanes.setdefault(event.host, HostLane(host=event.host))
             detail = event.detail
             if event.host not in since:
@@ -238,7 +238,7 @@ def _lost_before(lane: HostLane, story: Story, at: int) -> bool:
     used = [attempt.start_ns for attempt in story.attempts if lane.host in attempt.hosts]
     for t, kind in fates:
         if t <= at:
-            state = kind != "host.granted" and not any(t < start <= at for start in used)
+            state = kind != "host.allocated" and not any(t < start <= at for start in used)
     return state
 
 
@@ -373,7 +373,7 @@ def _changes(story: Story, host: str, attempt: Attempt) -> Iterator[tuple[int, i
         event = timed.event
         if event.attempt != attempt.number:
             continue
-        if event.kind == "phase" and event.phase is not None:
+        if event.kind == "phase.changed" and event.phase is not None:
             yield timed.t_ns, event.rank, event.phase
         elif event.kind == "rank.exited" and event.rank is not None:
             yield timed.t_ns, event.rank, "idle" if event.detail.get("exit_code") == 0 else "down"

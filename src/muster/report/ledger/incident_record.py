@@ -60,7 +60,7 @@ def troubles(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[str, int
     found: dict[str, Trouble] = {}
     for timed in events:
         event = timed.event
-        if event.kind == "incident":
+        if event.kind == "incident.detected":
             detail = event.detail
             if detail["incident_id"] in found:
                 continue
@@ -90,7 +90,7 @@ def _follow(trouble: Trouble | None, timed: Timed) -> None:
     if trouble is None:
         return
     detail: Mapping[str, Any] = timed.event.detail
-    if timed.event.kind == "decision":
+    if timed.event.kind == "incident.decided":
         trouble.action = str(detail["action"])
         trouble.reason = str(detail["reason"])
         trouble.replacement = detail.get("replacement")

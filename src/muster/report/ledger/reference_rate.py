@@ -74,7 +74,7 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
     per_token = median(worlds[world]) if enough else 0.0
     spread = _spread(worlds[world], per_token) if enough else None
     slow = 1 + max(_SLOW_AT_LEAST, _SLOW_DEVIATIONS * spread if spread is not None else _SLOW_AT_LEAST)
-    measured = [timed.event.detail for timed in events if timed.event.kind == "reference"]
+    measured = [timed.event.detail for timed in events if timed.event.kind == "baseline_rate"]
     if given is not None:
         return Reference(
             tokens_per_s=given,
@@ -112,7 +112,7 @@ def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
 
     Saves and recoveries are not in it: they stand in categories of their own. Slightly negative is noise.
     """
-    measured = [timed.event for timed in events if timed.event.kind == "reference"]
+    measured = [timed.event for timed in events if timed.event.kind == "baseline_rate"]
     if not measured:
         return None
     event = measured[-1]

@@ -42,7 +42,7 @@ class LimitsGuard:
 
     def add(self, event: Event) -> None:
         """Take one event; kinds that do not matter are ignored."""
-        if event.kind == "host.granted" and event.host not in self._held:
+        if event.kind == "host.allocated" and event.host not in self._held:
             price = event.detail.get("usd_per_hour")
             self._held[event.host] = (event.wall_ns, None if price is None else float(price))
             self._since_ns = event.wall_ns if self._since_ns is None else self._since_ns

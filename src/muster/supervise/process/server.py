@@ -45,11 +45,11 @@ from muster.supervise.recovery.state import (
     StopRequest,
     Tick,
 )
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
 from muster.supervise.replay.event_files import Past
 from muster.supervise.replay.rebuild_state import recover
-from muster.transport.connections import Hub, Peer
+from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import read_token
 
 OFFSET_EVERY_S = 30.0
@@ -87,7 +87,7 @@ class Supervisor:
         job = json.loads((self.run_dir / "job.json").read_text())
         self.run_id = str(job["run_id"])
         self.clock = SystemClock()
-        self.hub = Hub(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
+        self.hub = ConnectionPool(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.hub.listen(self.bind)
         past = Past(self.run_dir / "events")
@@ -102,10 +102,10 @@ class Supervisor:
         del past, before  # the events of weeks
         self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
         self.presence = Presence(timeout_s=spec.recovery.heartbeat_timeout_s)
-        self.agents: dict[str, Peer] = {}
-        self.keepers: dict[str, Peer] = {}
+        self.agents: dict[str, Connection] = {}
+        self.keepers: dict[str, Connection] = {}
         self.clocks = Clocks()
-        self.machine = Machine(settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state)
+        self.machine = RecoveryStateMachine(settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state)
         self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
         try:
             with caught(self.hub, self._on_signal, leaving=self._leaving):
@@ -169,7 +169,7 @@ class Supervisor:
         if self.log.tend():
             text = f"the event log could not be written for a while ({self._troubled}); it is whole again"
             self._troubled = None
-            self._append("run.note", {"text": text})
+            self._append("run.message", {"text": text})
 
     def _retry_ns(self, now: int) -> int:
         return now + int((RETRY_S if self.log.trouble is not None else OFFSET_EVERY_S) * 1e9)
@@ -199,7 +199,7 @@ class Supervisor:
         while self.agents and time.monotonic() < until:
             self.hub.run_once(0.1)
         heads = event_log.heads(self.run_dir / "events", run_id=self.run_id)
-        self._append("log.heads", {"heads": {name: head for name, head in heads.items() if name != self.log.name}})
+        self._append("log.hash_heads", {"heads": {name: head for name, head in heads.items() if name != self.log.name}})
         self._append("supervisor.ended", {"reason": self.result.outcome if self.result else ""})
         self.log.sync()
         self.lease.give_back()
@@ -232,7 +232,7 @@ class Supervisor:
         self.lease.hold()
         self._carry_out(self.machine.handle(given, self.clock.monotonic_ns()))
 
-    def _message(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _message(self, peer: Connection, message: dict[str, Any]) -> None:
         now = self.clock.monotonic_ns()
         who = peer.who
         if who is None:
@@ -244,7 +244,7 @@ class Supervisor:
         elif who.role == "agent":
             self._from_agent(who.host, message, now)
 
-    def _hello(self, peer: Peer, message: dict[str, Any], now: int) -> None:
+    def _hello(self, peer: Connection, message: dict[str, Any], now: int) -> None:
         if message.get("t") != "hello":
             self.hub.close(peer)
             return
@@ -263,10 +263,10 @@ class Supervisor:
             self._give(HostUp(host=peer.who.host, hello=message))
             self._ping(peer.who.host)
 
-    def _refuse(self, peer: Peer, error: Exception) -> None:
+    def _refuse(self, peer: Connection, error: Exception) -> None:
         """Somebody with the token sends what cannot be used: that ends the connection, not the run."""
         text = f"a connection was closed: a message on it cannot be used ({type(error).__name__}: {str(error)[:200]})"
-        self._append("run.note", {"text": text})
+        self._append("run.message", {"text": text})
         self.hub.close(peer)
 
     def _tell_least(self) -> None:
@@ -276,7 +276,7 @@ class Supervisor:
             self._least_told_s = least_s
             wanted = f"heartbeat_timeout_s={self.presence.timeout_s:g}"
             text = f"{wanted} counts as {least_s:g} s: that is three beats of hosts that were started with another"
-            self._append("run.note", {"text": text})
+            self._append("run.message", {"text": text})
 
     def _from_agent(self, host: str, message: dict[str, Any], now: int) -> None:
         if message.get("t") == "pong":
@@ -287,7 +287,7 @@ class Supervisor:
                 self.on_event(Event.from_json({"run_id": self.run_id, "seq": -1, "host": host, **message["event"]}))
         self._give(FromHost(host=host, message=message))
 
-    def _from_client(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _from_client(self, peer: Connection, message: dict[str, Any]) -> None:
         """A verb of another terminal: stop, restart, status."""
         kind = message.get("t")
         if kind == "stop":
@@ -310,7 +310,7 @@ class Supervisor:
             spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
             policy = load_policy(spec.recovery.policy)
         except (MusterError, ValueError, OSError) as error:
-            self._append("run.note", {"text": f"not restarted: {str(error)[:500]}"})
+            self._append("run.message", {"text": f"not restarted: {str(error)[:500]}"})
             return
         self.presence.timeout_s = spec.recovery.heartbeat_timeout_s
         self._least_told_s = 0.0
@@ -318,7 +318,7 @@ class Supervisor:
         self.guard.limits, self.guard.grace_s, self._limited = spec.limits, spec.recovery.grace_s, False
         self._orders.append(RestartRequest(settings=self._settings(spec), policy=policy))
 
-    def _gone(self, peer: Peer, reason: str) -> None:
+    def _gone(self, peer: Connection, reason: str) -> None:
         who, now = peer.who, self.clock.monotonic_ns()
         if who is None:
             return
@@ -351,10 +351,10 @@ class Supervisor:
         attempt = self.machine.state.attempt if hasattr(self, "machine") else 0
         event = self.log.append(kind, detail=detail, attempt=attempt, **more)
         self.guard.add(replace(event, wall_ns=self._steady_ns()))
-        if kind == "host.granted" and len(self.guard.unpriced) == 1:
+        if kind == "host.allocated" and len(self.guard.unpriced) == 1:
             name = self.guard.unpriced[0]
             text = f"limits.max_usd cannot be kept: what {name} costs is unknown (resources.usd_per_host_hour says it)"
-            self._append("run.note", {"text": text})
+            self._append("run.message", {"text": text})
         if self.on_event is not None:
             self.on_event(event)
 

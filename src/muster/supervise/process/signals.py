@@ -8,11 +8,11 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 
-from muster.transport.connections import Hub
+from muster.transport.connections import ConnectionPool
 
 
 @contextlib.contextmanager
-def caught(hub: Hub, act: Callable[[int], None], *, leaving: Callable[[], bool]) -> Iterator[None]:
+def caught(hub: ConnectionPool, act: Callable[[int], None], *, leaving: Callable[[], bool]) -> Iterator[None]:
     """``act`` is called with each signal's number. ``leaving``: asked at the end; then a late one must not kill."""
     wake_r, wake_w = socket.socketpair()
     wake_w.setblocking(False)

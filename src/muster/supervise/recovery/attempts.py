@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.batch_schedule import changed
-from muster.policy.cluster_state import NewWorld
+from muster.policy.cluster_state import NextAttempt
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.context import LEFT, Context
 from muster.supervise.recovery.final_flush import finish, leave
 from muster.supervise.recovery.held_snapshots import newest_held
-from muster.supervise.recovery.layout import Choice, layout_for, needed_shards, twins_elsewhere
-from muster.supervise.recovery.preemption_cost import at_a_notice
+from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, layout_for, needed_shards
+from muster.supervise.recovery.preemption_cost import expected_loss
 from muster.supervise.recovery.retained_ranks import PAUSE_S, hosts_first, keepable, kept_as, pause_s, whole_replicas
 from muster.supervise.recovery.state import SECOND_NS, Host, Phase
 
@@ -30,7 +30,7 @@ def collect(c: Context, *, wait: bool = False) -> None:
     if state.attempt:
         c.log("attempt.ended", {"reason": state.open.incident_id if state.open else "restart"})
     state.phase = Phase.COLLECT
-    state.yielding = False
+    state.resizing = False
     state.collecting = set(members)
     keep = keepable(c)
     why = state.open.incident_id if state.open else ""
@@ -82,7 +82,7 @@ def collected_all(c: Context) -> None:
         state.phase = Phase.WAIT
         state.waiting_since_ns = state.waiting_since_ns if state.waiting_since_ns is not None else c.now_ns
         missing = f"{len(usable)} of {c.needed()} hosts" if len(usable) < c.needed() else "no rendezvous store yet"
-        c.log("phase", {"reason": missing}, phase="wait")
+        c.log("phase.changed", {"reason": missing}, phase="wait")
         patience = getattr(c.policy, "max_wait_s", 3600.0)
         c.deadline(patience if isinstance(patience, (int, float)) and patience > 0 else 3600.0)
         return
@@ -139,21 +139,21 @@ def begin(c: Context) -> None:
             "resume_step": resume_step,
             **({"tier": "memory", "resume_attempt": choice.attempt} if choice else {}),
             **({"kept": sorted(kept)} if kept else {}),
-            **({"course": state.course} if state.course else {}),
+            **({"batch_schedule": state.batch_schedule} if state.batch_schedule else {}),
             **({"skip_steps": sorted(state.skip_steps)} if state.skip_steps else {}),
             **({"cause": state.open.incident_id} if state.open else {}),
         },
         sync=True,
     )
     if state.attempt == 1:
-        copied = all(peer_of(c, name) or twins_elsewhere(layout, state.ranks, name) for name in hosts)
-        c.log("run.note", {"text": at_a_notice(c.settings.spec, num_hosts=len(hosts), copied=copied)})
+        copied = all(peer_of(c, name) or has_replica_on_other_host(layout, state.ranks, name) for name in hosts)
+        c.log("run.message", {"text": expected_loss(c.settings.spec, num_hosts=len(hosts), copied=copied)})
         if c.settings.spec.command is not None:
-            c.log("run.note", {"text": UNWATCHED})
+            c.log("run.message", {"text": UNWATCHED})
     c.await_first_step()
     for name in c.usable():
         if name not in hosts:
-            c.log("phase", {"reason": "held for an emergency"}, host=name, phase="spare")
+            c.log("phase.changed", {"reason": "held for an emergency"}, host=name, phase="spare")
     for name in hosts:
         c.send(name, start_message(c, name, choice, kept))
         state.hosts[name].kept = {}
@@ -165,7 +165,7 @@ def adjust(c: Context, resume_step: int) -> bool:
     ask = getattr(c.policy, "adjust", None)
     if ask is None or training is None:
         return True
-    world = NewWorld(
+    world = NextAttempt(
         num_hosts=len(state.active),
         wanted_hosts=c.settings.wanted_hosts,
         world_size=state.layout.world_size,
@@ -175,7 +175,7 @@ def adjust(c: Context, resume_step: int) -> bool:
     )
     try:
         wanted = dict(ask(world) or {})
-        state.course = changed(state.course, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted)
+        state.batch_schedule = changed(state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted)
     except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises is its own verdict)
         leave(c, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
         return False
@@ -228,8 +228,8 @@ def start_message(
             master_addr=address,
             master_port=port,
             restore=restore,
-            peer_copy=peer is not None,
-            course=state.course,
+            replicate_snapshots=peer is not None,
+            batch_schedule=state.batch_schedule,
             skip_steps=tuple(sorted(state.skip_steps)),
             kept_rank=kept.get(rank),
             failures=state.failures,
@@ -251,11 +251,11 @@ def start_message(
 
 def peer_of(c: Context, name: str) -> list[Any] | None:
     """Where the host's snapshots get their second copy: the next active host's mover; None: nowhere."""
-    wanted = c.settings.spec.checkpoint.peer_copy
+    wanted = c.settings.spec.checkpoint.replicate_snapshots
     active = c.state.active
     if len(active) < 2 or wanted is False:
         return None
-    if wanted is None and twins_elsewhere(c.state.layout, c.state.ranks, name):
+    if wanted is None and has_replica_on_other_host(c.state.layout, c.state.ranks, name):
         return None  # another replica holds the same state
     memory = c.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
     return list(memory) if memory else None
@@ -287,7 +287,7 @@ def check_left(c: Context) -> None:
     state = c.state
     if set(state.ranks) - set(state.exited):
         return
-    if state.yielding and state.phase is Phase.RUN:
+    if state.resizing and state.phase is Phase.RUN:
         collect(c)
         return
     outcome, code = state.stop or ("stopped", 130)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.policy.cluster_state import Policy
-from muster.protocol.ranks import YIELDED
+from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 
 #: Exit codes of ranks that left when told to.
-LEFT = (130, 75, YIELDED)
+LEFT = (130, 75, RESIZE_EXIT_CODE)
 
 
 @dataclass

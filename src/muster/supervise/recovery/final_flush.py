@@ -32,7 +32,7 @@ def finish(c: Context, outcome: str, code: int, reason: str) -> None:
     for name, host in c.state.hosts.items():
         if host.connected:
             c.send(name, {"t": "shutdown", "reason": outcome})
-        if host.granted:
+        if host.allocated:
             c.log("host.released", {"reason": outcome}, host=name)
     c.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
 
@@ -43,7 +43,7 @@ def done(c: Context) -> None:
     reason = f"done after step {state.last_applied_step}"
     if state.save_failed is None or state.committed_step >= state.last_applied_step:
         finish(c, "succeeded", 0, reason)
-    elif not c.settings.spec.checkpoint.memory_every_steps or not _connected(c):
+    elif not c.settings.spec.checkpoint.snapshot_every_steps or not _connected(c):
         finish(c, "failed", 1, f"{reason}, which could not be saved ({state.save_failed}): {_stands(c)}")
     else:
         leave(c, "succeeded", 0, reason)
@@ -53,7 +53,7 @@ def leave(c: Context, outcome: str, code: int, reason: str) -> None:
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
     state = c.state
     nothing_newer = state.last_applied_step <= state.committed_step
-    if not state.attempt or nothing_newer or not c.settings.spec.checkpoint.memory_every_steps or not _connected(c):
+    if not state.attempt or nothing_newer or not c.settings.spec.checkpoint.snapshot_every_steps or not _connected(c):
         finish(c, outcome, code, reason)
         return
     state.ending = Ending(outcome=outcome, exit_code=code, reason=reason)
@@ -70,7 +70,7 @@ def take_up(c: Context) -> None:
     if not _connected(c):
         finish(c, *_verdict(c), f"{ending.reason}; no host is left that could write its memory")
         return
-    state.phase, state.yielding, state.open = Phase.FLUSH, False, None
+    state.phase, state.resizing, state.open = Phase.FLUSH, False, None
     ending.until_ns = c.now_ns + int(c.settings.spec.recovery.grace_s * SECOND_NS)
     ending.waiting = dict.fromkeys(_connected(c), 1)
     for name in ending.waiting:
@@ -105,7 +105,7 @@ def answered(c: Context, name: str, message: Mapping[str, Any]) -> None:
         ending.given_up.add((step, attempt))
         ending.why = f"{name}: {message.get('reason', 'no reason given')}"
         text = f"step {step} of attempt {attempt} cannot be written from memory: {ending.why}"
-        c.log("run.note", {"text": text}, step=step)
+        c.log("run.message", {"text": text}, step=step)
         _write(c)
     elif ending.committing:
         step = ending.choice.step

@@ -31,12 +31,12 @@ def host_up(c: Context, given: HostUp) -> None:
         c.state.restarts_without_progress = 0
     c.state.attempt = max(c.state.attempt, host.attempt if c.state.phase is Phase.ADOPT else 0)
     c.send(given.host, {"t": "welcome", "attempt": c.state.attempt})
-    if not host.granted:
-        host.granted = True
+    if not host.allocated:
+        host.allocated = True
         price = c.settings.host_price.get(given.host, c.settings.usd_per_host_hour)
         price = 0.0 if price is None and c.settings.free_hosts else price
         c.log(
-            "host.granted",
+            "host.allocated",
             {
                 "gpus": c.settings.ranks_per_host,
                 "role": "active",
@@ -70,7 +70,7 @@ def answered_late(c: Context, host: Host, message: Mapping[str, Any]) -> None:
     """A host that was given up because its ranks did not end in time has ended them after all."""
     host.slow, host.connected = False, True
     host.snapshots, host.alive, host.kept = list(message["snapshots"]), {}, {}
-    c.log("run.note", {"text": f"{host.name} has ended its ranks after all and is used again"}, host=host.name)
+    c.log("run.message", {"text": f"{host.name} has ended its ranks after all and is used again"}, host=host.name)
     host_ready(c, host, {})
 
 
@@ -81,7 +81,7 @@ def held_off_long_enough(c: Context, name: str) -> None:
         return  # meanwhile it was taken out for good
     was_out, host.quarantined, host.hold_off_s, host.asked_about = host.quarantined, False, 0.0, False
     if was_out:
-        c.log("run.note", {"text": f"{name} was held off long enough and may be used again", "cleared": name})
+        c.log("run.message", {"text": f"{name} was held off long enough and may be used again", "cleared": name})
     if host.connected and host.ready:
         host_ready(c, host, {})
 
@@ -116,13 +116,13 @@ def host_ready(c: Context, host: Host, message: Mapping[str, Any]) -> None:
         capacity_came(c, host)
     elif phase is Phase.RUN and host.name not in c.state.active and not host.quarantined:  # noqa: SIM102 (it acts)
         if not look_for_growth(c):
-            c.log("phase", {"reason": "held for an emergency"}, host=host.name, phase="spare")
+            c.log("phase.changed", {"reason": "held for an emergency"}, host=host.name, phase="spare")
 
 
 def look_for_growth(c: Context) -> bool:
     """Whether hosts outside a world that is too small could make it larger: the policy is asked, once a host."""
     state = c.state
-    if state.yielding or len(state.active) >= c.settings.wanted_hosts:
+    if state.resizing or len(state.active) >= c.settings.wanted_hosts:
         return False
     idle = [name for name in c.usable() if name not in state.active]
     new = [name for name in idle if not state.hosts[name].asked_about]
@@ -133,11 +133,11 @@ def look_for_growth(c: Context) -> bool:
         state.hosts[name].asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
     incident(c, IncidentKind.HOST_RETURNED, host=new[0], evidence=evidence)
-    for name in new if state.phase is Phase.RUN and not state.yielding else ():
+    for name in new if state.phase is Phase.RUN and not state.resizing else ():
         failures = state.hosts[name].failures_ns
         if failures:  # not taken in for what it did: once that has passed, the policy is asked again
             oldest_s = (c.now_ns - min(failures)) / SECOND_NS
-            c.alarm(f"back:{name}", max(0.0, c.settings.lemon_window_s - oldest_s) + 1.0)
+            c.alarm(f"back:{name}", max(0.0, c.settings.host_failure_window_s - oldest_s) + 1.0)
     return True
 
 
@@ -162,7 +162,7 @@ def start_failed_aside(c: Context, name: str, reason: str) -> bool:
     else:
         return False
     if not needed:
-        c.log("run.note", {"text": f"{name} cannot start and is set aside: {reason}"}, host=name)
+        c.log("run.message", {"text": f"{name} cannot start and is set aside: {reason}"}, host=name)
     return not needed
 
 
@@ -221,12 +221,12 @@ def try_adopt(c: Context) -> None:
         if not state.stepped:
             c.await_first_step()
         state.asked = state.asked or state.stop_before  # the ranks may not have heard of it, and may hang in their save
-        c.log("run.note", {"text": f"attempt {state.attempt} goes on under a new supervisor"})
+        c.log("run.message", {"text": f"attempt {state.attempt} goes on under a new supervisor"})
         return
     if not alive and all(state.hosts[name].attempt == 0 for name in state.active):
         # Fresh agents: the whole run was gone (a reboot, a kill of everything) and is started again.
         c.log(
-            "run.note",
+            "run.message",
             {"text": f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"},
         )
         state.phase, state.active, state.ranks, state.ending = Phase.BOOT, [], {}, None

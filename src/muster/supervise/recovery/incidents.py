@@ -7,8 +7,8 @@ from typing import Any
 
 from muster.core.types import Action, Decision, Incident, IncidentKind
 from muster.policy.builtin import SHIPPED
-from muster.policy.cluster_state import Situation
-from muster.protocol.ranks import YIELDED
+from muster.policy.cluster_state import ClusterState
+from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery import error_history
 from muster.supervise.recovery.attempts import ask_to_save, collect
 from muster.supervise.recovery.context import Context
@@ -70,7 +70,7 @@ def incident(
     )
     state.next_incident += 1
     if host in state.hosts and not says_nothing_of_its_host(kind):
-        since_ns = c.now_ns - int(c.settings.lemon_window_s * SECOND_NS)
+        since_ns = c.now_ns - int(c.settings.host_failure_window_s * SECOND_NS)
         state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [c.now_ns]
     if rank is not None:
         state.blamed.add(rank)
@@ -85,7 +85,7 @@ def incident(
     error_history.count(state, key, host)
     for name in error_history.suspects_cleared(state, key, host):
         text = f"{name} is sound: what it was taken out for came again on {host}"
-        c.log("run.note", {"text": text, "cleared": name})
+        c.log("run.message", {"text": text, "cleared": name})
     decision = decided(c, found, key)
     c.log(
         "decision",
@@ -121,11 +121,11 @@ def decided(c: Context, incident: Incident, key: str | None) -> Decision:
     if problem is None:
         return decision
     text = f"recovery.policy: no decision on {incident.incident_id} ({problem[:300]}); the default policy's is taken"
-    c.log("run.note", {"text": text})
+    c.log("run.message", {"text": text})
     return SHIPPED["default"].decide(seen, incident)  # type: ignore[attr-defined]
 
 
-def nonsense(c: Context, seen: Situation, incident: Incident, decision: object) -> str | None:
+def nonsense(c: Context, seen: ClusterState, incident: Incident, decision: object) -> str | None:
     """Why a decision cannot be carried out; None: it can."""
     if not isinstance(decision, Decision) or not isinstance(decision.action, Action):
         return f"decide returned {decision!r}, no Decision"
@@ -147,12 +147,12 @@ def nonsense(c: Context, seen: Situation, incident: Incident, decision: object) 
     return None
 
 
-def situation(c: Context, key: str | None) -> Situation:
+def situation(c: Context, key: str | None) -> ClusterState:
     """What the policy may look at. ``key``: the error, where it can repeat itself (``repeats.key_of``)."""
     state = c.state
     members = members_of(c)
-    window_ns = int(c.settings.lemon_window_s * SECOND_NS)
-    return Situation(
+    window_ns = int(c.settings.host_failure_window_s * SECOND_NS)
+    return ClusterState(
         active=tuple(name for name in members if state.hosts[name].connected),
         spares=tuple(name for name in c.usable() if name not in members),
         wanted_hosts=c.settings.wanted_hosts,
@@ -162,7 +162,7 @@ def situation(c: Context, key: str | None) -> Situation:
         max_restarts_without_progress=c.settings.spec.recovery.max_restarts_without_progress,
         same_error_repeats=state.error_counts.get(key or "", 0),
         same_error_hosts=len(state.error_hosts.get(key or "", ())),
-        bad_sample=c.settings.spec.recovery.bad_sample,
+        on_nonfinite_step=c.settings.spec.recovery.on_nonfinite_step,
         skipped_steps=tuple(sorted(state.skip_steps)),
         noticed=frozenset(name for name in members if state.hosts[name].going_s is not None),
         resettable=frozenset(name for name, host in state.hosts.items() if host.resettable and host.connected),
@@ -200,7 +200,7 @@ def act(c: Context, decision: Decision, incident: Incident, key: str | None = No
         if keepable(c):
             collect(c)  # the ranks keep their processes: the pause is the step they are in
         else:
-            ask_to_leave(c)
+            request_resize(c)
         return
     state.target = members
     if action is Action.WAIT:
@@ -213,7 +213,7 @@ def act(c: Context, decision: Decision, incident: Incident, key: str | None = No
 def members_of(c: Context) -> list[str]:
     """Hosts of the world that is, or, while ranks are being replaced or leave so that it can grow, that will be."""
     state = c.state
-    return list(state.active if state.phase is Phase.RUN and not state.yielding else state.target)
+    return list(state.active if state.phase is Phase.RUN and not state.resizing else state.target)
 
 
 def retire(c: Context, name: str | None, incident: Incident, key: str | None) -> None:
@@ -225,7 +225,7 @@ def retire(c: Context, name: str | None, incident: Incident, key: str | None) ->
         if incident.kind is IncidentKind.PREEMPTION_NOTICE:
             host.until_return = more["until_return"] = True
         elif incident.kind is IncidentKind.LINK_FLAP:
-            host.hold_off_s = more["for_s"] = c.settings.lemon_window_s
+            host.hold_off_s = more["for_s"] = c.settings.host_failure_window_s
             c.alarm(f"back:{host.name}", host.hold_off_s)
         elif key is not None:
             host.suspected_of = more["suspected_of"] = key
@@ -234,17 +234,17 @@ def retire(c: Context, name: str | None, incident: Incident, key: str | None) ->
         c.send(host.name, {"t": "end", "attempt": c.state.attempt, "why": "replaced"})
 
 
-def ask_to_leave(c: Context) -> None:
+def request_resize(c: Context) -> None:
     """Ask the ranks to leave after the step they are in; nothing is recomputed.
 
     They train on until a save that is under way stands, so that growing costs no checkpoint. Each step gives them
-    ``grace_s`` again (``still_leaving``); one that takes longer is not worth its wait, the larger world is faster.
+    ``grace_s`` again (``extend_resize_deadline``); one that takes longer is not worth its wait, the larger world is faster.
     """
-    if c.state.yielding:
+    if c.state.resizing:
         return
     _leaving(c)
     for name in c.state.active:
-        c.send(name, {"t": "order", "order": {"kind": "stop", "save": False, "exit_code": YIELDED}})
+        c.send(name, {"t": "order", "order": {"kind": "stop", "save": False, "exit_code": RESIZE_EXIT_CODE}})
 
 
 def go_on_leaving(c: Context) -> None:
@@ -256,13 +256,13 @@ def go_on_leaving(c: Context) -> None:
 
 
 def _leaving(c: Context) -> None:
-    c.state.yielding, c.state.yield_until_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
-    still_leaving(c)
+    c.state.resizing, c.state.resize_deadline_ns = True, c.now_ns + int(YIELD_S * SECOND_NS)
+    extend_resize_deadline(c)
 
 
-def still_leaving(c: Context) -> None:
+def extend_resize_deadline(c: Context) -> None:
     """Ranks were asked to leave just now, or have taken another step since."""
-    if c.now_ns < c.state.yield_until_ns:
+    if c.now_ns < c.state.resize_deadline_ns:
         c.deadline(c.settings.spec.recovery.grace_s)
 
 
@@ -278,13 +278,13 @@ def give_up(c: Context, decision: Decision, incident: Incident) -> None:
         IncidentKind.START_UP,
         IncidentKind.NOT_FINITE,
     )
-    if spec.recovery.hold_s > 0 and own and decision.exit_code != 75:
+    if spec.recovery.keep_hosts_after_failure_s > 0 and own and decision.exit_code != 75:
         for name in c.state.active or list(c.state.hosts):
             c.send(name, {"t": "end", "attempt": c.state.attempt, "why": "held after a failure"})
         c.state.phase = Phase.HOLD
-        c.deadline(spec.recovery.hold_s)
-        c.log("phase", {"reason": decision.reason}, phase="hold")
-        c.log("run.note", {"text": f"held for {spec.recovery.hold_s:.0f} s: muster restart {c.settings.run_id}"})
+        c.deadline(spec.recovery.keep_hosts_after_failure_s)
+        c.log("phase.changed", {"reason": decision.reason}, phase="hold")
+        c.log("run.message", {"text": f"held for {spec.recovery.keep_hosts_after_failure_s:.0f} s: muster restart {c.settings.run_id}"})
         return
     outcome = "preempted" if decision.exit_code == 75 else "failed"
     leave(c, outcome, decision.exit_code, c.state.verdict[1])

@@ -75,7 +75,7 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
         for rank in range(layout.world_size):
             holders = [
                 held
-                for twin in (rank, *twins_of(layout, rank))
+                for twin in (rank, *replica_peers(layout, rank))
                 for held in sorted(ranks.get(twin, ()), key=lambda found: found.tier != "memory")
             ]
             if not holders:
@@ -87,7 +87,7 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
     return None
 
 
-def twins_of(layout: Layout, rank: int) -> list[int]:
+def replica_peers(layout: Layout, rank: int) -> list[int]:
     """Ranks of other replicas that hold the same state."""
     size = layout.ranks_per_replica
     return [other for other in range(rank % size, layout.world_size, size) if other != rank]
@@ -97,12 +97,12 @@ def needed_shards(choice: Choice, name: str) -> list[int]:
     """Ranks whose shards a host needs to form any part of the state: one of each set of twins, one that lies there
     already where there is one."""
     return [
-        next((twin for twin in (rank, *twins_of(choice.layout, rank)) if choice.shards[twin].host == name), rank)
+        next((twin for twin in (rank, *replica_peers(choice.layout, rank)) if choice.shards[twin].host == name), rank)
         for rank in range(choice.layout.ranks_per_replica)
     ]
 
 
-def twins_elsewhere(layout: Layout, ranks: Mapping[int, str], name: str) -> bool:
+def has_replica_on_other_host(layout: Layout, ranks: Mapping[int, str], name: str) -> bool:
     """Whether the state of every rank on host ``name`` is on another host too, in another replica."""
     mine = [rank for rank, host in ranks.items() if host == name]
-    return bool(mine) and all(any(ranks.get(twin) != name for twin in twins_of(layout, rank)) for rank in mine)
+    return bool(mine) and all(any(ranks.get(twin) != name for twin in replica_peers(layout, rank)) for rank in mine)

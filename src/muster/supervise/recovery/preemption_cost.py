@@ -5,7 +5,7 @@ from __future__ import annotations
 from muster.config.spec import RunSpec
 
 
-def at_a_notice(spec: RunSpec, *, num_hosts: int, copied: bool) -> str:
+def expected_loss(spec: RunSpec, *, num_hosts: int, copied: bool) -> str:
     """One or two sentences for a run on ``num_hosts`` hosts; ``copied``: another host holds each one's state."""
     checkpoint, grace_s = spec.checkpoint, f"{spec.recovery.grace_s:g} s"
     every = checkpoint.every_steps
@@ -21,7 +21,7 @@ def at_a_notice(spec: RunSpec, *, num_hosts: int, copied: bool) -> str:
     if num_hosts == 1 and not spec.resources.spare_hosts:
         return f"at a preemption notice the state is saved where a save fits into {grace_s}; else that costs {since}"
     if num_hosts == 1 or not copied:
-        alone = "no other host holds its state (checkpoint.peer_copy, dp_replicate)"
+        alone = "no other host holds its state (checkpoint.replicate_snapshots, dp_replicate)"
         return f"a lost host costs {since}: {alone}; {all_at_once}"
     if spec.resources.spare_hosts:
         goes_on = "a spare takes over"

@@ -18,7 +18,7 @@ def noticed(c: Context, name: str, message: Mapping[str, Any]) -> None:
     """A host goes away soon. While ranks step they go on, until it is known who goes with it."""
     state, host = c.state, c.state.hosts[name]
     grace_s = float(message.get("grace_s", c.settings.spec.recovery.grace_s))
-    c.log("notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name)
+    c.log("termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name)
     host.going_s = grace_s
     connected = [each for each in state.hosts.values() if each.connected]
     if state.phase is Phase.HOLD and state.verdict is not None and all(each.going_s is not None for each in connected):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.types import IncidentKind
-from muster.protocol.ranks import YIELDED
+from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.attempts import check_left
 from muster.supervise.recovery.context import LEFT, Context
@@ -26,9 +26,9 @@ def rank_exit(c: Context, host: str, message: Mapping[str, Any]) -> None:
     if rank in state.exited:
         return
     state.exited[rank] = code
-    if code == YIELDED and state.phase is Phase.RUN and not state.yielding and state.adopted == state.attempt:
+    if code == RESIZE_EXIT_CODE and state.phase is Phase.RUN and not state.resizing and state.adopted == state.attempt:
         go_on_leaving(c)
-    if state.phase is Phase.STOPPING or (state.yielding and code == YIELDED):
+    if state.phase is Phase.STOPPING or (state.resizing and code == RESIZE_EXIT_CODE):
         check_left(c)
     elif code == 0:
         if len(state.exited) == len(state.ranks) and not any(state.exited.values()):

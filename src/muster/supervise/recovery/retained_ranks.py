@@ -28,7 +28,7 @@ def keepable(c: Context) -> set[int]:
     state, spec = c.state, c.settings.spec
     layout, size = state.layout, state.layout.ranks_per_replica
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one may be left of several
-    if not replicated or not state.stepped or spec.command or not spec.checkpoint.memory_every_steps:
+    if not replicated or not state.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
         return set()
     if spec.training is not None and spec.training.optimizer.name == "adamw_8bit":
         return set()  # its moments come back from a snapshot within a code: the replicas would drift apart

@@ -36,7 +36,7 @@ class Settings:
     """A host ends its ranks and says what it holds within this time; one whose ranks are kept has longer where steps
     take long (``survivors.pause_s``)."""
     adopt_timeout_s: float = 5.0
-    lemon_window_s: float = 3600.0
+    host_failure_window_s: float = 3600.0
     """A host's failures count for so long; one that is held off (a flapping link) is looked at again after it."""
     gather_notices_s: float = 0.5
     """Preemption notices that come within this time are answered as one; ranks step on meanwhile."""
@@ -90,7 +90,7 @@ class Host:
     """Where its snapshots can be fetched."""
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     failures_ns: list[int] = field(default_factory=list)
-    granted: bool = False
+    allocated: bool = False
     asked_about: bool = False
     """The policy was asked whether the world should grow by it, since it came."""
     cannot_start: bool = False
@@ -189,7 +189,7 @@ class State:
     skip_steps: set[int] = field(default_factory=set)
     """Steps whose update is left out."""
     next_incident: int = 1
-    course: list[dict[str, Any]] = field(default_factory=list)
+    batch_schedule: list[dict[str, Any]] = field(default_factory=list)
     """Changes of batch and rate on the way (``core.course``)."""
     open: OpenIncident | None = None
     target: list[str] = field(default_factory=list)
@@ -209,9 +209,9 @@ class State:
     """The stop asked for a save."""
     stop_before: StopRequest | None = None
     """What an earlier supervisor was asked and had not done: found in the log."""
-    yielding: bool = False
+    resizing: bool = False
     """The ranks were asked to leave after their step so that the world can grow."""
-    yield_until_ns: int = 0
+    resize_deadline_ns: int = 0
     """Ranks that step on meanwhile, since a save is under way, are let to until then."""
     verdict: tuple[int, str] | None = None
     ending: Ending | None = None

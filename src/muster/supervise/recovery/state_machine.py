@@ -44,7 +44,7 @@ from muster.supervise.recovery.hosts import (
     look_for_growth,
     start_failed_aside,
 )
-from muster.supervise.recovery.incidents import incident, still_leaving
+from muster.supervise.recovery.incidents import extend_resize_deadline, incident
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.state import (
     SECOND_NS,
@@ -65,7 +65,7 @@ from muster.supervise.recovery.state import (
 JUDGED_LATER = ("rank_exit", "rank_hang", "failed", "health")
 
 
-class Machine:
+class RecoveryStateMachine:
     """One run's supervisor, as a fold. Call ``handle`` with each input; wake it at ``deadline_ns``."""
 
     def __init__(self, *, settings: Settings, policy: Policy, state: State | None = None) -> None:
@@ -186,7 +186,7 @@ class Machine:
             final_flush.answered(self._c, given.host, message)
         elif kind == "failed":
             self._start_failed(given.host, message)
-        elif kind == "notice":
+        elif kind == "termination.notice":
             preemption_notices.noticed(self._c, given.host, message)
         elif kind == "health":
             self._unhealthy(given.host, message)
@@ -208,10 +208,10 @@ class Machine:
         state = self._c.state
         first, state.stepped = not state.stepped, True
         state.took(event.get("detail") or {}, first=first)
-        if state.phase is Phase.RUN and not state.yielding:
+        if state.phase is Phase.RUN and not state.resizing:
             state.deadline_ns = None
         elif state.phase is Phase.RUN:
-            still_leaving(self._c)
+            extend_resize_deadline(self._c)
         if step > state.last_applied_step:
             self._advanced(step)
         if first and state.phase is Phase.RUN:
@@ -281,7 +281,7 @@ class Machine:
             return  # they save and leave already
         grace_s = self._c.settings.spec.recovery.grace_s
         asked = {"exit_code": given.exit_code, "save": given.save}
-        self._c.log("notice", {"notice": "stop", "source": given.source, "grace_s": grace_s, **asked}, sync=True)
+        self._c.log("termination.notice", {"notice": "stop", "source": given.source, "grace_s": grace_s, **asked}, sync=True)
         state.stop, state.stop_source = (outcome, given.exit_code), given.source
         if state.phase is Phase.HOLD and state.verdict is not None:
             leave(self._c, "failed", state.verdict[0], state.verdict[1])
@@ -302,7 +302,7 @@ class Machine:
         self._c.state.committed_step = 0  # the corrected file may name another folder
         self._c.state.target = self._c.usable()[: self._c.settings.wanted_hosts]
         self._c.state.open = None
-        self._c.log("run.note", {"text": "restarted by the user with a corrected run file", "restart": True})
+        self._c.log("run.message", {"text": "restarted by the user with a corrected run file", "restart": True})
         for name in self._c.state.target:
             self._c.send(name, {"t": "reload"})
         collect(self._c)
@@ -332,7 +332,7 @@ class Machine:
                 )
         elif state.phase is Phase.ADOPT:
             adopt_failed(self._c)
-        elif state.phase is Phase.RUN and state.yielding:
+        elif state.phase is Phase.RUN and state.resizing:
             collect(self._c)
         elif state.phase is Phase.RUN and not state.stepped:
             incident(

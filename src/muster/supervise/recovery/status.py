@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from muster.supervise.recovery.state import Phase, State
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
-def status(machine: Machine) -> dict[str, Any]:
+def status(machine: RecoveryStateMachine) -> dict[str, Any]:
     """Phase, step, attempt and hosts, as a message."""
     state = machine.state
     return {
@@ -37,7 +37,7 @@ def _save_failed(state: State) -> str:
     return f"; the last save failed ({state.save_failed[:200]}), {stands}"
 
 
-def sentence(machine: Machine) -> str:
+def sentence(machine: RecoveryStateMachine) -> str:
     """Why the run is where it is, for a person."""
     state = machine.state
     if state.phase is Phase.RUN and not state.stepped:

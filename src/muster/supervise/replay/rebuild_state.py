@@ -39,13 +39,13 @@ def recover(events: Iterable[Event]) -> State:
             state.committed({"step": event.step, "detail": event.detail})
         elif event.kind == "checkpoint.failed":
             state.save_failed = str(event.detail["reason"])
-        elif event.kind == "incident":
+        elif event.kind == "incident.detected":
             _incident(state, event, now_ns)
-        elif event.kind == "decision":
+        elif event.kind == "incident.decided":
             state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
-        elif event.kind == "run.note" and event.detail.get("restart"):
+        elif event.kind == "run.message" and event.detail.get("restart"):
             error_history.forget(state)
-        elif event.kind == "notice" and "exit_code" in event.detail:
+        elif event.kind == "termination.notice" and "exit_code" in event.detail:
             state.stop_before = StopRequest(
                 source=str(event.detail["source"]),
                 exit_code=int(event.detail["exit_code"]),
@@ -62,7 +62,7 @@ def recover(events: Iterable[Event]) -> State:
                 attempt=state.attempt,
                 next_incident=state.next_incident,
                 last_applied_step=0,
-                course=state.course,
+                batch_schedule=state.batch_schedule,
                 skip_steps=state.skip_steps,
             )
         else:
@@ -80,7 +80,7 @@ def _start(state: State, event: Event) -> None:
     state.layout = Layout(
         dp_replicate=int(axes["dp_replicate"]), dp_shard=int(axes["dp_shard"]), tp=int(axes.get("tp", 1))
     )
-    state.course = [dict(change) for change in event.detail.get("course", ())]
+    state.batch_schedule = [dict(change) for change in event.detail.get("batch_schedule", ())]
     state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
     state.active = list(event.detail["hosts"])
     state.ranks = {int(rank): host for host, ranks in event.detail["hosts"].items() for rank in ranks}
@@ -109,21 +109,21 @@ def _incident(state: State, event: Event, now_ns: int) -> None:
 
 def _host(state: State, event: Event) -> None:
     """What became of a host."""
-    if event.kind == "host.granted":
-        state.hosts.setdefault(event.host, Host(name=event.host)).granted = True
+    if event.kind == "host.allocated":
+        state.hosts.setdefault(event.host, Host(name=event.host)).allocated = True
     elif event.kind == "host.quarantined":
         host = state.hosts.setdefault(event.host, Host(name=event.host))
         host.quarantined = True
         host.hold_off_s = float(event.detail.get("for_s", 0.0))
         host.until_return = bool(event.detail.get("until_return"))
         host.suspected_of = event.detail.get("suspected_of")
-    elif event.kind == "run.note" and event.detail.get("cleared") in state.hosts:
+    elif event.kind == "run.message" and event.detail.get("cleared") in state.hosts:
         error_history.let_in(state, str(event.detail["cleared"]))
     elif event.host not in state.hosts:
         return
-    elif event.kind == "notice":
+    elif event.kind == "termination.notice":
         state.hosts[event.host].going_s = float(event.detail.get("grace_s", 0.0))
     elif event.kind == "host.lost":
         came_back(state.hosts[event.host])  # if it comes, it does
     elif event.kind == "host.released":
-        state.hosts[event.host].granted = False
+        state.hosts[event.host].allocated = False

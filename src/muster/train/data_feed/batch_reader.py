@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from muster.config.spec import Training
-from muster.core.batch_schedule import Course
+from muster.core.batch_schedule import BatchSchedule
 from muster.core.errors import RunFailed
 from muster.data.schedule import plan_step
 from muster.data.sequences import Sequence, SequenceStore
@@ -56,24 +56,24 @@ def plan_work(
     data_ranks: int,
     device: torch.device,
     count_flops: Callable[[list[int]], float] | None = None,
-    course: Course | None = None,
+    batch_schedule: BatchSchedule | None = None,
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``course``: where the batch changed on the way; None: it never did.
+    ``batch_schedule``: where the batch changed on the way; None: it never did.
 
     ``count_flops``: document lengths of the whole step, padding left out -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
     """
-    course = course or Course.of(training.global_batch_size)
+    batch_schedule = batch_schedule or BatchSchedule.of(training.global_batch_size)
     plan = plan_step(
         seed=training.seed,
         step=step,
         num_sequences=len(store),
-        global_batch_size=course.at(step).global_batch_size,
-        start=course.sequences_before(step),
+        global_batch_size=batch_schedule.at(step).global_batch_size,
+        start=batch_schedule.sequences_before(step),
         micro_batch_size=training.micro_batch_size,
         data_ranks=data_ranks,
     )

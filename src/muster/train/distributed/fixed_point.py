@@ -83,8 +83,8 @@ class FixedPointReduceScatter(ReduceScatter):
         output.zero_()
 
 
-class FixedPointSums:
-    """The exact counterpart of ``reduce.FloatSums``.
+class FixedPointReducer:
+    """The exact counterpart of ``reduce.FloatReducer``.
 
     Raises:
         UsageError: the model or layout has sums that fixed point does not cover.

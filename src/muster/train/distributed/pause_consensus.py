@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.protocol.ranks import Link
+from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
 
 
@@ -23,7 +23,7 @@ from muster.train.distributed.process_groups import all_reduce
 class Standing:
     """Each ``ask`` is answered by the next ``agreed``."""
 
-    link: Link | None = None
+    link: AgentClient | None = None
     group: dist.ProcessGroup | None = None
     """The ranks of this replica, with a gloo backend; None: there is nobody to agree with."""
     _asked: tuple[dist.Work, Tensor] | None = field(default=None, init=False, repr=False)
@@ -31,7 +31,7 @@ class Standing:
     def ask(self) -> None:
         """Say whether this rank has heard of a pause. Every rank of the replica calls it at the same micro-batches."""
         if self.group is not None and self.link is not None:
-            heard = torch.tensor([int(self.link.pause_asked())])
+            heard = torch.tensor([int(self.link.pause_requested())])
             self._asked = all_reduce(heard, self.group, op=dist.ReduceOp.MAX), heard
 
     def agreed(self) -> bool:

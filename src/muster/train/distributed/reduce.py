@@ -159,7 +159,7 @@ class Sums(Protocol):
         ...
 
 
-class FloatSums:
+class FloatReducer:
     """Sums in floating point: the order, and so the last bits, depend on the number of ranks.
 
     ``accumulate_locally``: reduce once a step, from gradients of the whole model held by each rank, instead

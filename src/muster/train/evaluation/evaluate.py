@@ -19,7 +19,7 @@ from muster.config.spec import RunSpec
 from muster.data.prepare import Prepared
 from muster.data.sequences import SequenceStore
 from muster.data.tokenizer import Encoder
-from muster.protocol.ranks import Link
+from muster.protocol.ranks import AgentClient
 from muster.tasks.text2sql.questions import Question, heldout_questions, majority_baseline
 from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
@@ -45,7 +45,7 @@ class Evaluator:
     data_ranks: int
     world: World
     device: torch.device
-    link: Link
+    link: AgentClient
     log: StepLog
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Evaluator:
         was_training = self.model.training
         self.model.eval()
         try:
-            rows = self.spec.evaluation.loss_rows
+            rows = self.spec.evaluation.num_sequences
             if rows and self.prepared.heldout is not None and len(self.prepared.heldout):
                 loss = self.heldout_loss(self.prepared.heldout, rows)
                 if loss is not None:
@@ -97,9 +97,9 @@ class Evaluator:
     def _answer(self, step: int, *, final: bool) -> dict[str, Any]:
         """Generate answers to held-out questions and run them; samples are the first few of them."""
         evaluation = self.spec.evaluation
-        count = evaluation.questions
-        if final and evaluation.final_questions is not None:
-            count = evaluation.final_questions
+        count = evaluation.num_questions
+        if final and evaluation.final_num_questions is not None:
+            count = evaluation.final_num_questions
         wanted = max(count, evaluation.samples)
         questions = heldout_questions(self.spec, self.prepared, wanted) if wanted else []
         if not questions or self.prepared.tokenizer_dir is None:
@@ -110,7 +110,7 @@ class Evaluator:
         if self.world.rank != 0:
             return {}
         for question, text in list(zip(questions, texts, strict=True))[: evaluation.samples]:
-            self.link.emit("sample", step=step, **sample(question, text))
+            self.link.emit("generation", step=step, **sample(question, text))
         if not count:
             return {}
         found = summary(questions[:count], verdicts)

@@ -10,7 +10,7 @@ from muster.checkpoint.load import load_into, newest_valid
 from muster.checkpoint_format.manifest import Manifest
 from muster.config.spec import RunSpec
 from muster.core.errors import CheckpointError
-from muster.protocol.ranks import Link, RankContext
+from muster.protocol.ranks import AgentClient, RankContext
 from muster.storage.uris import is_local
 from muster.train.distributed.process_setup import World
 from muster.train.state.saving import Saves
@@ -20,7 +20,7 @@ from muster.train.state.training_state import TrainState
 from muster.train.training_run import Snapshot
 
 
-def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves, world: World, link: Link) -> None:
+def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves, world: World, link: AgentClient) -> None:
     """Bring ``state`` to the newest version that can be had; ``state.step`` says which. Collective.
 
     Raises:
@@ -41,7 +41,7 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
         found = newest_valid(
             saves.store,
             saves.directory,
-            lambda uri, reason: link.emit("checkpoint.skipped", uri=uri, reason=reason),
+            lambda uri, reason: link.emit("checkpoint.rejected", uri=uri, reason=reason),
             state=sharded,
             group=world.checkpoint,
         )
@@ -65,20 +65,20 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
 
 
 def open_snapshots(
-    spec: RunSpec, context: RankContext, state: TrainState, world: World, link: Link, *, extra: Mapping[str, Any]
+    spec: RunSpec, context: RankContext, state: TrainState, world: World, link: AgentClient, *, extra: Mapping[str, Any]
 ) -> Snapshot | None:
     """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint.
 
     Collective: where one rank's host has no room for them, all go on with fewer tiers, and a note says so.
     """
-    if context.snapshot_dir is None or spec.checkpoint.memory_every_steps == 0:
+    if context.snapshot_dir is None or spec.checkpoint.snapshot_every_steps == 0:
         return None
     return open_together(
         context,
         state.sharded(),
         extra=extra,
         group=world.control,
-        say=lambda text: link.emit("run.note", text=text),
+        say=lambda text: link.emit("run.message", text=text),
     )
 
 

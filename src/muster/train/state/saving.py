@@ -16,7 +16,7 @@ from muster.checkpoint.saver import Saver
 from muster.config.spec import CheckpointSpec, RunSpec
 from muster.core import intervals
 from muster.core.protocols import Store
-from muster.protocol.ranks import Link, Order, RankContext
+from muster.protocol.ranks import AgentClient, Command, RankContext
 from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.distributed.process_groups import all_reduce
@@ -88,7 +88,7 @@ class Saves:
         since_restart_s = running_s if self.rate.failures else math.inf
         return intervals.adapt(self._interval_s, tier, since_restart_s=since_restart_s, shortest_s=SHORTEST_INTERVAL_S)
 
-    def fits(self, order: Order, group: dist.ProcessGroup | None) -> bool:
+    def fits(self, order: Command, group: dist.ProcessGroup | None) -> bool:
         """The order wants a save, and leaves time for one as long as the slowest rank's last. Collective."""
         if not order.save:
             return False
@@ -142,7 +142,7 @@ class Saves:
 
 
 def open_saves(
-    spec: RunSpec, context: RankContext, state: TrainState, world: World, *, extra: Mapping[str, Any], link: Link
+    spec: RunSpec, context: RankContext, state: TrainState, world: World, *, extra: Mapping[str, Any], link: AgentClient
 ) -> Saves:
     """The run's checkpoint folder, ready to write to. Collective."""
     directory = spec.checkpoint.dir or uris.join(context.run_dir, "checkpoints")
@@ -181,7 +181,7 @@ def open_saves(
             seconds=context.observed_s, failures=context.failures
         ),
         to_disk=intervals.disk_share(
-            memory=context.snapshot_dir is not None and spec.checkpoint.memory_every_steps > 0, peer=context.peer_copy
+            memory=context.snapshot_dir is not None and spec.checkpoint.snapshot_every_steps > 0, peer=context.replicate_snapshots
         ),
     )
     return saves

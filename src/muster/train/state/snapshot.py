@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muster.checkpoint.pinned import pin_soon
-from muster.checkpoint_format.snapshot_checksum import check_seal, seal_of
+from muster.checkpoint_format.snapshot_checksum import checksum_of, verify_checksum
 from muster.checkpoint_format.snapshot_ring import (
     COPIED_SLOTS,
     MAX_SLOTS,
@@ -84,11 +84,11 @@ class Snapshots:
         path = own_path(context)
         self.no_room: NoRoom | None = None
         """Why this rank takes no part in copies."""
-        slots = COPIED_SLOTS if context.peer_copy else OWN_SLOTS
+        slots = COPIED_SLOTS if context.replicate_snapshots else OWN_SLOTS
         try:
             self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=slots)
         except NoRoom as error:
-            if not context.peer_copy:
+            if not context.replicate_snapshots:
                 raise
             self.no_room = error
             self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=OWN_SLOTS)
@@ -97,7 +97,7 @@ class Snapshots:
         self._said = False
         self._table = table
         self._views: dict[int, dict[str, Tensor]] = {}
-        self._copies = context.peer_copy and self.no_room is None
+        self._copies = context.replicate_snapshots and self.no_room is None
         self._cramped = False
         self._pinned = 0
         """Slots that are registered with CUDA, or soon will be, or were refused."""
@@ -249,7 +249,7 @@ def _seal_all(ring: Ring, wanted: queue.SimpleQueue[Version | None]) -> None:
         newest = next((version for version in reversed(waiting) if version is not None), None)
         if newest is None:
             return
-        seal = seal_of(ring.slot(newest.slot))
+        seal = checksum_of(ring.slot(newest.slot))
         if ring.find(newest.step, newest.attempt) == newest:
             ring.seal(newest, seal)
 
@@ -317,7 +317,7 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
             version = ring.find(restore.step, restore.attempt)
             if version is not None:
                 if check:
-                    check_seal(ring, version)
+                    verify_checksum(ring, version)
                 return ring, json.loads(ring.header)["tensors"], version.slot
         refused = refusal(path)
         if refused is not None:

@@ -17,9 +17,9 @@ from muster.train.state.snapshot import Snapshots
 _NOBODY = 1 << 40
 _WITHOUT = {
     1: "copies in another host's memory; a lost host costs the steps since the last save "
-    "(checkpoint.peer_copy: false asks for no copies)",
+    "(checkpoint.replicate_snapshots: false asks for no copies)",
     0: "snapshots in memory; any failure costs the steps since the last save "
-    "(checkpoint.memory_every_steps: 0 asks for none)",
+    "(checkpoint.snapshot_every_steps: 0 asks for none)",
 }
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.protocol.ranks import Link
+from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
 from muster.train.state.snapshot import table_of
@@ -114,7 +114,7 @@ class StateHashes:
                 found.broken = True
         return found
 
-    def told(self, found: PendingHash, link: Link | None, *, wait: bool = True) -> dict[str, Any]:
+    def told(self, found: PendingHash, link: AgentClient | None, *, wait: bool = True) -> dict[str, Any]:
         """What the ``step`` event says of it. ``link``: takes a note, once, where replicas differ."""
         texts = found.texts(wait=wait)
         if texts is None:
@@ -123,7 +123,7 @@ class StateHashes:
             return {"state_hash": texts[0]}
         if link is not None and not self._told:
             self._told = True
-            link.emit("run.note", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
+            link.emit("run.message", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
         return {"state_hash": texts[0], "replica_hashes": texts}
 
 

@@ -66,7 +66,7 @@ def test_all_errors_come_at_once():
     with pytest.raises(RunFileError) as caught:
         render(bad, run_id=RUN_ID, run_dir=RUN_DIR)
     assert {problem.key for problem in caught.value.problems} == {
-        "resources.mode",
+        "resources.provisioning_model",
         "resources.image",
         "resources.ranks_per_host",
     }

@@ -9,7 +9,7 @@ from cases import spec
 from muster.app import remote_entrypoint as pod_side
 from muster.app.inspect import logs as logs_app
 from muster.app.inspect import status as status_app
-from muster.app.inspect.supervisor_client import NoAnswer
+from muster.app.inspect.supervisor_client import SupervisorUnreachable
 from muster.app.run import exec as execute_app
 from muster.app.run import stop as stop_app
 from muster.backends.gke.launcher import GkeLauncher
@@ -28,7 +28,7 @@ from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
-SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery={"hold_s": 600.0})
+SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery={"keep_hosts_after_failure_s": 600.0})
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "step_ns", "supervised_tokens", "padding_tokens", "tokens")
 STEP = dict.fromkeys(NUMBERS, 1)
@@ -114,7 +114,7 @@ def test_stop_reaches_the_supervisor_and_waits_for_the_end(run, google, monkeypa
 
 def test_a_supervisor_that_does_not_answer_is_said(run):
     here, _ = run
-    with pytest.raises(NoAnswer, match="no supervisor holds"):
+    with pytest.raises(SupervisorUnreachable, match="no supervisor holds"):
         stop_app.stop(here.run_id, clock=VirtualClock())
 
 
@@ -122,7 +122,7 @@ def test_without_a_supervisor_pod(run, google):
     here, _ = run
     for path in [path for path in google.kubernetes.objects if "/pods/" in path and "supervisor" in path]:
         google.kubernetes.objects[path]["status"]["phase"] = "Pending"
-    with pytest.raises(NoAnswer, match="has no running pod"):
+    with pytest.raises(SupervisorUnreachable, match="has no running pod"):
         stop_app.stop(here.run_id, clock=VirtualClock())
 
 

@@ -76,7 +76,7 @@ def test_the_time_limit_in_slurms_words():
 
 def test_the_notice_comes_before_any_limit_unless_none_is_wanted():
     assert "--signal=B:USR1@180" in list(options(spec(), RUN_ID, RUN_DIR)), "the partition has a limit too"
-    assert not any("--signal" in option for option in options(spec({"notice_s": 0}), RUN_ID, RUN_DIR))
+    assert not any("--signal" in option for option in options(spec({"signal_before_timeout_s": 0}), RUN_ID, RUN_DIR))
 
 
 def test_a_step_is_one_node_and_a_container_wraps_it():
@@ -129,6 +129,6 @@ def test_what_is_not_sold_or_not_said_is_refused():
     with pytest.raises(RunFileError) as caught:
         blueprint(spec(machine="a4-highgpu-8g", mode="on_demand"))
     text = str(caught.value)
-    assert "resources.mode" in text and "resources.project" in text and "resources.locations" in text
+    assert "resources.provisioning_model" in text and "resources.project" in text and "resources.locations" in text
     with pytest.raises(RunFileError, match="has no Cluster Toolkit blueprint"):
         blueprint(spec(machine="n2-standard-8", project="p", locations=["us-central1-b"]))

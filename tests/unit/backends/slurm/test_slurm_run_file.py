@@ -27,7 +27,7 @@ def test_times_that_sbatch_takes(value):
         ("container: {image: x, runtime: docker}", "pyxis, apptainer"),
         ("options: [mail-type=END]", "slurm.options"),
         ('environment: {"BAD-NAME": "1"}', "slurm.environment"),
-        ("notice_s: -1", "slurm.notice_s"),
+        ("signal_before_timeout_s: -1", "slurm.signal_before_timeout_s"),
         ("go_on: maybe", "new_job, requeue, no"),
     ],
 )

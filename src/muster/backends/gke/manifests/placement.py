@@ -109,7 +109,7 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
         options=options,
         family=family,
         machine=machine,
-        mode=wanted.mode or ("owned" if family.name == "cpu" else "flex_start"),
+        mode=wanted.provisioning_model or ("owned" if family.name == "cpu" else "flex_start"),
     )
 
 

@@ -54,11 +54,11 @@ def _mode_is_sold(placement: Placement) -> Iterator[Finding]:
     if placement.mode != "owned" and placement.mode not in machine.modes:
         yield Finding(
             rule="mode-sold",
-            key="resources.mode",
+            key="resources.provisioning_model",
             value=placement.mode,
             message=f"{machine.name} cannot be had as {placement.mode}",
             reason=f"Google sells it as {', '.join(machine.modes)}",
-            hint=f"resources.mode: {machine.modes[0]}",
+            hint=f"resources.provisioning_model: {machine.modes[0]}",
         )
 
 
@@ -79,7 +79,7 @@ def _reservation_is_named(placement: Placement) -> Iterator[Finding]:
             value=name,
             message=f"mode {placement.mode} cannot use a reservation",
             reason="Spot and flex-start pools are made with NO_RESERVATION",
-            hint="set resources.mode: reservation, or drop the name",
+            hint="set resources.provisioning_model: reservation, or drop the name",
         )
     if name and not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
         yield Finding(
@@ -193,7 +193,7 @@ def _grace_that_spot_gives(placement: Placement) -> Iterator[Finding]:
             value=wanted,
             message=f"Spot leaves pods {SPOT_POD_GRACE_S} s, not {wanted:g} s",
             reason="of the 30 s notice the last 15 s belong to system pods; more is not honoured by default",
-            hint="recovery.grace_s: 15, or checkpoint.peer_copy: true",
+            hint="recovery.grace_s: 15, or checkpoint.replicate_snapshots: true",
             error=False,
         )
 

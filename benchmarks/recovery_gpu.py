@@ -143,11 +143,11 @@ def marks_of(events: list[Any], *, began: int, before: int) -> dict[str, int]:
     number = attempt.attempt if attempt else -1
     ranks = [event for event in events if event.kind == "rank.started" and event.attempt == number]
     seen = {
-        "noticed": first("incident"),
-        "decided": first("decision"),
+        "noticed": first("incident.detected"),
+        "decided": first("incident.decided"),
         "placed": attempt,
         "started": ranks[-1] if ranks else None,
-        "built": first("phase", attempt=number, rank=0, phase="restore"),
+        "built": first("phase.changed", attempt=number, rank=0, phase="restore"),
         "restored": first("checkpoint.restored", attempt=number),
         "stepped": next(e for e in events if e.kind == "step" and e.step == before + 1),
     }

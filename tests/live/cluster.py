@@ -166,7 +166,7 @@ class LiveRun(Watched):
             f"{event.wall_ns / 1e9:.3f} {event.host} a{event.attempt} {event.kind} "
             f"r={event.rank} s={event.step} {dict(event.detail)}"
             for event in self.events()
-            if event.kind not in ("step", "phase", "clock.offset")
+            if event.kind not in ("step", "phase.changed", "clock.offset")
         ]
         logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.dir / "logs").glob("*.log"))]
         return "\n".join([*lines[-60:], *logs])

@@ -99,9 +99,9 @@ class LiveDisplay(Display):
             "host.allocated": "preparing data, importing torch",
             "attempt.started": "starting ranks",
             "model.ready": "first step",
-            "incident": "recovering",
-            "phase": "held; Ctrl-C ends it" if event.phase == "hold" else None,
-            "notice": "saving",
+            "incident.detected": "recovering",
+            "phase.changed": "held; Ctrl-C ends it" if event.phase == "hold" else None,
+            "termination.notice": "saving",
         }.get(event.kind)
         if words is not None:
             self.progress.update(self.task, description=words)

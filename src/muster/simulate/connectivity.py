@@ -23,9 +23,9 @@ def say(cluster: Cluster, host: VirtualHost, message: Mapping[str, Any]) -> None
         host.exits[int(message["rank"])] = message
     if host.linked:
         cluster.give(FromHost(host=host.name, message=message))
-    elif kind == "termination.notice" and host.ranks:  # its ranks save and leave, and all others with them
+    elif kind == "notice" and host.ranks:  # its ranks save and leave, and all others with them
         agent_model.obey(cluster, {"exit_code": 75, "save": True})
-    elif kind == "termination.notice":
+    elif kind == "notice":
         cluster.kill_host(host.name)
 
 

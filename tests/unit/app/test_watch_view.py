@@ -60,14 +60,14 @@ def test_hosts_ranks_steps_tiers_and_incidents(run):
 
     boss.append("host.lost", host="host-1", attempt=1, detail={"evidence": "silent"})
     boss.append(
-        "incident",
+        "incident.detected",
         host="host-1",
         attempt=1,
         step=7,
         detail={"incident_id": "i1", "incident": "host_lost", "evidence": "host-1: silent for 3.00 s"},
     )
     boss.append(
-        "decision",
+        "incident.decided",
         host="host-1",
         attempt=1,
         detail={"incident_id": "i1", "action": "swap", "reason": "a spare is ready", "replacement": "host-2"},

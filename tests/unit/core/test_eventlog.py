@@ -180,7 +180,7 @@ def test_merging_puts_files_on_one_axis(tmp_path: Path):
     ("kind", "detail", "phase"),
     [
         ("no.such.kind", {}, None),
-        ("phase", {}, "no-such-phase"),
+        ("phase.changed", {}, "no-such-phase"),
         ("run.finished", {"outcome": "succeeded"}, None),
         ("rank.started", {"pid": 1, "colour": "red"}, None),
     ],

@@ -65,13 +65,13 @@ def sound(folder: Path) -> Book:
     found.boss(0.2, "attempt.started", world_size=2, layout=LAYOUT, hosts={"host-0": [0, 1]}, resume_step=-1)
     for step in (1, 2, 3):
         found.step(0.5 + step / 10, step)
-    found.boss(0.9, "incident", incident_id="i1", incident="rank_exit", evidence="killed", step=3)
-    found.boss(0.9, "decision", incident_id="i1", action="restart", reason="sound")
+    found.boss(0.9, "incident.detected", incident_id="i1", incident="rank_exit", evidence="killed", step=3)
+    found.boss(0.9, "incident.decided", incident_id="i1", action="restart", reason="sound")
     found.boss(1.0, "attempt.started", attempt=2, world_size=2, layout=LAYOUT, hosts={"host-0": [0, 1]},
                resume_step=3, cause="i1")  # fmt: skip
     for step in (4, 5, 6):
         found.step(1.0 + step / 10, step, attempt=2)
-    found.boss(1.41, "recovered", attempt=2, incident_id="i1", lost_ns=SECOND // 2)
+    found.boss(1.41, "incident.resolved", attempt=2, incident_id="i1", lost_ns=SECOND // 2)
     found.boss(2.0, "run.finished", attempt=2, outcome="succeeded", exit_code=0, reason="done")
     found.boss(2.0, "host.released", attempt=2, reason="succeeded")
     found.checkpoint(6, attempt=2)

@@ -108,13 +108,13 @@ def _incident(
     replacement: str | None = None,
 ) -> None:
     detail = {"incident_id": name, "incident": kind, "evidence": evidence, "since_ns": round(since * SECOND)}
-    w.add("supervisor", at, "incident", attempt=attempt, host=host, rank=rank, detail=detail)
+    w.add("supervisor", at, "incident.detected", attempt=attempt, host=host, rank=rank, detail=detail)
     reason = {"restart": "first failure of this rank", "swap": "a spare stands ready"}[action]
     more = {"replacement": replacement} if replacement else {}
     w.add(
         "supervisor",
         at + 0.01,
-        "decision",
+        "incident.decided",
         attempt=attempt,
         detail={"incident_id": name, "action": action, "reason": reason, **more},
     )
@@ -145,7 +145,7 @@ def _attempt(
     for phase, at in (("start", start + 0.1), ("restore", t), ("warmup", t + 1.0)):
         for host, ranks in hosts.items():
             for rank in ranks:
-                w.add(host, at, "phase", attempt=number, rank=rank, phase=phase)
+                w.add(host, at, "phase.changed", attempt=number, rank=rank, phase=phase)
     t += 1.0
     for step in range(first_step, last_step + 1):
         length = STEP_NS / SECOND + (4.0 if step == first_step and warm else 0.5 if step == first_step else 0.0)
@@ -156,7 +156,7 @@ def _attempt(
         if step == first_step:
             for host, ranks in hosts.items():
                 for rank in ranks:
-                    w.add(host, t, "phase", attempt=number, rank=rank, phase="train")
+                    w.add(host, t, "phase.changed", attempt=number, rank=rank, phase="train")
         t = _after(w, number, hosts, step, t)
 
 
@@ -187,7 +187,7 @@ def _after(w: Writer, attempt: int, hosts: dict[str, list[int]], step: int, t: f
     for phase, length in pauses:
         for host, ranks in hosts.items():
             for rank in ranks:
-                w.add(host, t, "phase", attempt=attempt, rank=rank, phase=phase)
+                w.add(host, t, "phase.changed", attempt=attempt, rank=rank, phase=phase)
         t += length
         if phase == "checkpoint":
             done = {"tier": "disk", "uri": f"checkpoints/step-{step:08d}", "bytes": 4 * 10**9, "stall_ns": 10**9}
@@ -196,7 +196,7 @@ def _after(w: Writer, attempt: int, hosts: dict[str, list[int]], step: int, t: f
             _eval(w, attempt, step, t)
         for host, ranks in hosts.items():
             for rank in ranks:
-                w.add(host, t, "phase", attempt=attempt, rank=rank, phase="train")
+                w.add(host, t, "phase.changed", attempt=attempt, rank=rank, phase="train")
     return t
 
 

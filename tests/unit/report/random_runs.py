@@ -86,7 +86,7 @@ def _attempts(pen: Pen, hosts: list[str], number: int, ranks: int, t: int) -> in
         for phase in ("start", "restore", "warmup"):
             t += rng.randint(1, 3 * SECOND)
             for host, rank in everyone:
-                pen.add(host, t, "phase", attempt=attempt, rank=rank, phase=phase)
+                pen.add(host, t, "phase.changed", attempt=attempt, rank=rank, phase=phase)
         t, last, durable = _steps(pen, everyone, attempt, resume, durable, t)
         failed = rng.random() < 0.7
         fault = t + rng.randint(0, 2 * SECOND)
@@ -100,13 +100,13 @@ def _attempts(pen: Pen, hosts: list[str], number: int, ranks: int, t: int) -> in
         detail = {"incident_id": cause, "incident": "rank_exit", "evidence": "it died"}
         if rng.random() < 0.7:
             detail["since_ns"] = fault
-        pen.add("supervisor", t, "incident", attempt=attempt, host=host, detail=detail)
+        pen.add("supervisor", t, "incident.detected", attempt=attempt, host=host, detail=detail)
         action = rng.choice(["restart", "swap", "shrink", "wait"])
         said = {"incident_id": cause, "action": action, "reason": "because"}
-        pen.add("supervisor", t + 1, "decision", attempt=attempt, detail=said)
+        pen.add("supervisor", t + 1, "incident.decided", attempt=attempt, detail=said)
         pen.add("supervisor", t + 2, "attempt.ended", attempt=attempt, detail={"reason": cause})
         if action == "wait":
-            pen.add("supervisor", t + 3, "phase", attempt=attempt, phase="wait")
+            pen.add("supervisor", t + 3, "phase.changed", attempt=attempt, phase="wait")
             t += rng.randint(4, 30 * SECOND)
         elif action in ("swap", "shrink"):
             pen.add("supervisor", t + 3, "host.lost", attempt=attempt, host=host, detail={"evidence": "gone"})
@@ -143,10 +143,10 @@ def _steps(
         pen.add(host, t, "step", attempt=attempt, rank=0, step=step, detail=detail)
         if attempt == 1 and step == 12 and rng.random() < 0.4:
             rate = {"tokens_per_s": rng.uniform(500, 2000), "world_size": len(everyone), "steps": 6, "first_step": 5}
-            pen.add(host, t + 1, "reference", attempt=attempt, rank=0, step=step, detail=rate)
+            pen.add(host, t + 1, "baseline_rate", attempt=attempt, rank=0, step=step, detail=rate)
         if step == resume + 1:
             for name, rank in everyone:
-                pen.add(name, t, "phase", attempt=attempt, rank=rank, phase="train")
+                pen.add(name, t, "phase.changed", attempt=attempt, rank=rank, phase="train")
         last = step
         if rng.random() < 0.15:
             t += _pause(pen, everyone, attempt, t, rng.choice(["checkpoint", "eval"]))
@@ -160,7 +160,7 @@ def _pause(pen: Pen, everyone: list[tuple[str, int]], attempt: int, t: int, phas
     length = pen.rng.randint(1, 3 * SECOND)
     for at, name in ((t, phase), (t + length, "train")):
         for host, rank in everyone:
-            pen.add(host, at, "phase", attempt=attempt, rank=rank, phase=name)
+            pen.add(host, at, "phase.changed", attempt=attempt, rank=rank, phase=name)
     return length
 
 

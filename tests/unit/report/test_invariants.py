@@ -159,12 +159,12 @@ def test_a_decision_carried_out_twice(book):
 
 
 def test_two_decisions_on_one_incident(book):
-    book.boss(0.95, "decision", incident_id="i1", action="stop", reason="again")
+    book.boss(0.95, "incident.decided", incident_id="i1", action="stop", reason="again")
     expect(book, "I3", "decision of i1: more than once")
 
 
 def test_a_decision_on_nothing(book):
-    book.boss(0.95, "decision", incident_id="i9", action="ignore", reason="?")
+    book.boss(0.95, "incident.decided", incident_id="i9", action="ignore", reason="?")
     expect(book, "I3", "no incident")
 
 
@@ -258,7 +258,7 @@ def test_a_recovery_beyond_its_bound(book):
 
 
 def test_an_incident_without_an_end(book):
-    keep = ("recovered", "run.finished", "host.released")
+    keep = ("incident.resolved", "run.finished", "host.released")
     book.files["supervisor.1.jsonl"] = [x for x in book.files["supervisor.1.jsonl"] if x["kind"] not in keep]
     expect(book, "I8", "nothing followed")
 

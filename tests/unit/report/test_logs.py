@@ -181,7 +181,7 @@ def test_a_second_supervisor_on_another_machine_goes_on_with_the_axis():
     assert len(split.events) == len(whole.events) + 1
     for timed in split.events:
         key = (timed.event.kind, timed.event.detail.get("incident_id"), timed.event.host)
-        if timed.file == "supervisor.2.jsonl" and timed.event.kind in ("incident", "run.finished"):
+        if timed.file == "supervisor.2.jsonl" and timed.event.kind in ("incident.detected", "run.finished"):
             assert timed.t_ns == times[key]
 
 

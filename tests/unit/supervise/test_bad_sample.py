@@ -71,7 +71,7 @@ def test_with_skip_its_update_is_left_out_and_a_new_supervisor_knows(with_skips)
     found.at(25.0, lambda: found.kill_rank(0))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart", "restart", "restart"]
-    assert [log.detail.get("skip_steps") for _, log in kinds(found, "decision")] == [None, [20], None]
+    assert [log.detail.get("skip_steps") for _, log in kinds(found, "incident.decided")] == [None, [20], None]
     starts = [log.detail.get("skip_steps") for _, log in kinds(found, "attempt.started")]
     assert starts == [None, None, [20], [20]]
     assert recover(events_of(found)).skip_steps == {20}, "also in the run's next life"

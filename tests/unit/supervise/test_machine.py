@@ -53,7 +53,7 @@ def kinds(found, kind):
 
 
 def actions(found):
-    return [log.detail["action"] for _, log in kinds(found, "decision")]
+    return [log.detail["action"] for _, log in kinds(found, "incident.decided")]
 
 
 def test_a_healthy_run_costs_few_inputs():
@@ -68,7 +68,7 @@ def test_a_killed_rank_restarts_in_place_and_loses_no_applied_step():
     found.at(10.0, lambda: found.kill_rank(1))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart"]
-    ((_, recovered),) = kinds(found, "recovered")
+    ((_, recovered),) = kinds(found, "incident.resolved")
     assert recovered.detail["redone_steps"] == 0
     stages = Stages()
     expected = stages.end_ranks_s + stages.start_s + stages.step_s
@@ -93,7 +93,7 @@ def test_without_a_spare_the_world_shrinks_and_grows_again():
     assert actions(found) == ["shrink", "grow"]
     worlds = [log.detail["world_size"] for _, log in kinds(found, "attempt.started")]
     assert worlds == [4, 3, 4]
-    assert all(log.detail["redone_steps"] == 0 for _, log in kinds(found, "recovered"))
+    assert all(log.detail["redone_steps"] == 0 for _, log in kinds(found, "incident.resolved"))
 
 
 def test_without_a_copy_a_lost_host_costs_the_steps_since_the_last_checkpoint():
@@ -320,9 +320,9 @@ def check_invariants(found):
         number_of_attempt(found, index) for index, (_, log) in enumerate(found.log) if log.kind == "attempt.started"
     ]
     assert attempts == sorted(set(attempts))
-    incidents = [log.detail["incident_id"] for _, log in kinds(found, "incident")]
+    incidents = [log.detail["incident_id"] for _, log in kinds(found, "incident.detected")]
     assert len(incidents) == len(set(incidents))
-    decisions = [log.detail["incident_id"] for _, log in kinds(found, "decision")]
+    decisions = [log.detail["incident_id"] for _, log in kinds(found, "incident.decided")]
     assert len(decisions) == len(set(decisions)) and set(decisions) <= set(incidents)
     assert len(kinds(found, "run.finished")) <= 1
     for _, log in kinds(found, "attempt.started"):

@@ -94,7 +94,7 @@ def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy
     assert end is not None, found.machine.state
     check_invariants(found)
     deeds = {deed for deed, _, _ in faults}
-    evidence = [log.detail["evidence"] for _, log in kinds(found, "incident")]
+    evidence = [log.detail["evidence"] for _, log in kinds(found, "incident.detected")]
     if not ASKED & deeds:
         assert not re.search("left after|left, but", end.reason), "nobody asked for that"
     if deeds <= {"supervisor", "gap"}:

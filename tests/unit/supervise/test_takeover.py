@@ -42,7 +42,7 @@ def test_a_rank_that_failed_while_nobody_supervised_is_judged_by_its_words(rank)
     without_supervisor(found, of, 10.0, 15.0)
     found.at(12.0, lambda: found.kill_rank(rank, code=1, last=OWN))
     assert found.run(until_s=1000.0).exit_code == 0
-    ((_, seen),) = kinds(found, "incident")
+    ((_, seen),) = kinds(found, "incident.detected")
     assert seen.detail["incident"] == "rank_exception" and "bad row 17" in seen.detail["evidence"]
     assert seen.rank == rank and actions(found) == ["restart"]
 
@@ -55,7 +55,7 @@ def test_a_hang_is_told_to_the_supervisor_that_comes(at):
     without_supervisor(found, of, 10.0, 15.0)
     found.at(at, lambda: faults.hang_rank(found, 0, detect_s=0.1))
     assert found.run(until_s=1000.0).exit_code == 0
-    assert [log.detail["incident"] for _, log in kinds(found, "incident")] == ["rank_hang"]
+    assert [log.detail["incident"] for _, log in kinds(found, "incident.detected")] == ["rank_hang"]
 
 
 def test_a_notice_that_comes_while_hosts_are_awaited_counts():
@@ -65,7 +65,7 @@ def test_a_notice_that_comes_while_hosts_are_awaited_counts():
     found.at(10.0, lambda: replaced(found, of))
     found.at(10.2, lambda: found.hear(found.hosts["host-0"], notice))
     assert found.run(until_s=1000.0).exit_code == 0
-    assert actions(found) == ["shrink"] and 11.0 < kinds(found, "decision")[0][0] < 12.0
+    assert actions(found) == ["shrink"] and 11.0 < kinds(found, "incident.decided")[0][0] < 12.0
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 2.0])
@@ -83,7 +83,7 @@ def test_a_growth_outlives_the_supervisor_that_began_it(gap_s):
     assert asked == [True] and set(actions(found)) == {"shrink", "grow"}
     worlds = [log.detail["world_size"] for _, log in kinds(found, "attempt.started")]
     assert worlds[:2] == [3, 2] and worlds[-1] == 3 and len(worlds) <= 4
-    assert all(log.detail["redone_steps"] == 0 for _, log in kinds(found, "recovered"))
+    assert all(log.detail["redone_steps"] == 0 for _, log in kinds(found, "incident.resolved"))
     check_invariants(found)
 
 
@@ -110,7 +110,7 @@ def test_a_start_that_hangs_is_noticed_by_the_next_supervisor_too():
     found.at(20.0, lambda: replaced(found, of, 0.0))
     found.at(21.0, lambda: setattr(found, "stages", Stages()))
     assert found.run(until_s=1000.0).exit_code == 0
-    ((at, seen),) = kinds(found, "incident")
+    ((at, seen),) = kinds(found, "incident.detected")
     assert "no step within" in seen.detail["evidence"] and at == pytest.approx(80.0)
 
 
@@ -160,8 +160,8 @@ def test_one_that_speaks_is(how):
         found.at(10.0, speak)
     found.at(60.0, lambda: setattr(found, "stages", Stages()))
     assert found.run(until_s=10_000.0).exit_code == 0
-    assert "no step within" in kinds(found, "incident")[-1][1].detail["evidence"]
-    assert kinds(found, "incident")[-1][0] == pytest.approx(70.0, abs=1.0)
+    assert "no step within" in kinds(found, "incident.detected")[-1][1].detail["evidence"]
+    assert kinds(found, "incident.detected")[-1][0] == pytest.approx(70.0, abs=1.0)
 
 
 def test_what_was_deferred_says_nothing_once_the_run_is_over():

@@ -317,7 +317,7 @@ def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
         assert link.order() is None
         link.close()
     (found,) = [event for _, event in event_log.read(tmp_path / "events")]
-    assert (found.kind, found.phase, found.step, found.rank, found.attempt) == ("phase", "train", 4, 0, 2)
+    assert (found.kind, found.phase, found.step, found.rank, found.attempt) == ("phase.changed", "train", 4, 0, 2)
     assert next_attempt(tmp_path) == 3
 
 

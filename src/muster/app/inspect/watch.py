@@ -211,7 +211,7 @@ class Watcher:
 
     def _account(self, now_ns: int) -> None:
         """Figures and sentences come from the whole log: now and then, and when something has changed about them."""
-        kinds = {"incident", "decision", "recovered", "run.finished"}
+        kinds = {"incident.detected", "incident.decided", "incident.resolved", "run.finished"}
         if now_ns < self._account_due_ns and not any(event.kind in kinds for event in self.view.news):
             return
         began_ns = self.clock.monotonic_ns()

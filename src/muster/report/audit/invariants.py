@@ -186,7 +186,7 @@ def _leaders(history: History, found: Finding) -> None:
     for (term, line), (_, successor) in itertools.pairwise(terms):
         late = [act for act in acts if act["file"] == line["file"] and act["wall_ns"] > successor["wall_ns"]]
         found.expect(not late, f"the supervisor of term {term} acted after its successor had the lease: {_names(late)}")
-    for kind in ("incident", "decision"):
+    for kind in ("incident.detected", "incident.decided"):
         _each_once(found, [str(line["detail"]["incident_id"]) for line in history.of(kind)], f"{kind} of")
     causes = [str(line["detail"]["cause"]) for line in history.of("attempt.started") if line["detail"].get("cause")]
     _each_once(found, causes, "an attempt because of")
@@ -338,8 +338,8 @@ def _endings(history: History, found: Finding, bound_s: float) -> None:
     for name, line in acted.items():
         settled = any(
             each["wall_ns"] > line["wall_ns"]
-            and (each["kind"] != "recovered" or str(each["detail"]["incident_id"]) == name)
-            for each in history.of("incident.resolved", "run.finished", "incident", "supervisor.started")
+            and (each["kind"] != "incident.resolved" or str(each["detail"]["incident_id"]) == name)
+            for each in history.of("incident.resolved", "run.finished", "incident.detected", "supervisor.started")
         )
         found.expect(settled, f"nothing followed the decision on {name} ({line['detail']['action']})")
 

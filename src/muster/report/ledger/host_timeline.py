@@ -16,7 +16,7 @@ from muster.report.ledger.time_axis import Timed, writer_of
 _RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")
 
 _FATES = ("host.lost", "host.quarantined", "host.allocated")
-_LANE_KINDS = ("phase", "rank.exited", "agent.started", *_FATES)
+_LANE_KINDS = ("phase.changed", "rank.exited", "agent.started", *_FATES)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def troubles(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[str, int
                 fault_ns=fault,
                 detected_ns=timed.t_ns,
             )
-        elif event.kind in ("decision", "recovered"):
+        elif event.kind in ("incident.decided", "incident.resolved"):
             _follow(found.get(str(event.detail.get("incident_id"))), timed)
     exits = [t for t in events if t.event.kind == "rank.exited" and t.event.detail.get("exit_code") not in (0, None)]
     for trouble in found.values():

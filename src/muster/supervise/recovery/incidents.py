@@ -75,7 +75,7 @@ def incident(
     if rank is not None:
         state.blamed.add(rank)
     c.log(
-        "incident",
+        "incident.detected",
         {"incident_id": found.incident_id, "incident": kind.value, "evidence": evidence, **(detail or {})},
         host=host,
         rank=rank,
@@ -88,7 +88,7 @@ def incident(
         c.log("run.message", {"text": text, "cleared": name})
     decision = decided(c, found, key)
     c.log(
-        "decision",
+        "incident.decided",
         {
             "incident_id": decision.incident_id,
             "action": decision.action.value,

@@ -186,7 +186,7 @@ class RecoveryStateMachine:
             final_flush.answered(self._c, given.host, message)
         elif kind == "failed":
             self._start_failed(given.host, message)
-        elif kind == "termination.notice":
+        elif kind == "notice":
             preemption_notices.noticed(self._c, given.host, message)
         elif kind == "health":
             self._unhealthy(given.host, message)
@@ -230,7 +230,7 @@ class RecoveryStateMachine:
             found.stages_ns["first_step"] = self._c.now_ns - found.detected_ns
             resumed = found.stages_ns.pop("resume_step", redone_from)
             self._c.log(
-                "recovered",
+                "incident.resolved",
                 {
                     "incident_id": found.incident_id,
                     "lost_ns": self._c.now_ns - found.detected_ns,

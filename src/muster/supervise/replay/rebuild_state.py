@@ -29,7 +29,7 @@ def recover(events: Iterable[Event]) -> State:
                 _start(state, event)
         elif event.kind == "attempt.ended" and event.attempt == state.attempt:
             state.phase = Phase.BOOT if not state.ranks else Phase.ADOPT
-        elif event.kind in ("step", "recovered") and event.step is not None:
+        elif event.kind in ("step", "incident.resolved") and event.step is not None:
             state.took(event.detail)
             state.stepped = state.stepped or event.attempt == state.attempt
             if event.step > state.last_applied_step:

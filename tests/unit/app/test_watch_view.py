@@ -142,7 +142,11 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
     boss, slept = log_of(run, "supervisor", 1), []
 
     class Elsewhere:
-        name, folder_is_remote = "gke", True
+        name = "gke"
+
+        @property
+        def remote(self):
+            return self
 
         def find(self, run_id):
             return None

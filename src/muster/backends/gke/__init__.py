@@ -6,11 +6,11 @@ from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
 
 
-def launcher() -> Launcher:
+def _launcher() -> Launcher:
     """The launcher, with Google's credentials looked for when they are first needed."""
     from muster.backends.gke.launcher import GkeLauncher
 
     return GkeLauncher()
 
 
-BACKEND = Backend(name="gke", launcher=launcher)
+BACKEND = Backend(name="gke", launcher=_launcher)

@@ -6,7 +6,7 @@ from muster.backends.backend import Backend, Capabilities
 from muster.backends.protocols import Launcher
 
 
-def launcher() -> Launcher:
+def _launcher() -> Launcher:
     """The launcher, with the machine's own clock, store and environment."""
     from muster.backends.local.launcher import LocalLauncher
 
@@ -15,6 +15,6 @@ def launcher() -> Launcher:
 
 BACKEND = Backend(
     name="local",
-    launcher=launcher,
+    launcher=_launcher,
     capabilities=Capabilities(uses_this_machine=True, supervised_in_terminal=True),
 )

@@ -6,11 +6,11 @@ from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
 
 
-def launcher() -> Launcher:
+def _launcher() -> Launcher:
     """The launcher, over the Slurm commands of this machine."""
     from muster.backends.slurm.launcher import SlurmLauncher
 
     return SlurmLauncher()
 
 
-BACKEND = Backend(name="slurm", launcher=launcher)
+BACKEND = Backend(name="slurm", launcher=_launcher)

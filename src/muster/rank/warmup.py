@@ -25,7 +25,7 @@ from muster.train.distributed.process_setup import fix_workspace
 from muster.train.distributed.reduce import Axes, FloatReducer, Sums
 from muster.train.model.causal_lm import build_model, read_config
 from muster.train.model.loss import loss_sum
-from muster.train.optim.adamw import clip_scale, make_optimizer
+from muster.train.optim.optimizer import clip_scale, make_optimizer
 from muster.train.state.snapshot import table_of
 from muster.train.state.training_state import TrainState, named_without_wrappers
 

@@ -33,7 +33,7 @@ from muster.train.evaluation.evaluate import Evaluator
 from muster.train.metrics import Peak, Phases, StepLog
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
-from muster.train.optim.adamw import Updates, make_optimizer
+from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.state.resume import open_snapshots, restore
 from muster.train.state.saving import open_saves
@@ -60,7 +60,7 @@ class Learner:
     axes: Axes
     built: BuiltModel
     sums: Sums
-    optimizer: Updates
+    optimizer: ShardOptimizer
     state: TrainState
 
     def move(self, context: RankContext, world: World) -> None:

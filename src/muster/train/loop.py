@@ -9,9 +9,9 @@ import torch
 from muster.protocol.ranks import Command
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.model.loss import loss_sum
-from muster.train.optim.adamw import clip_scale
 from muster.train.optim.learning_rate import learning_rate
 from muster.train.optim.nonfinite import must_skip
+from muster.train.optim.optimizer import clip_scale
 from muster.train.training_run import Run
 
 

@@ -42,7 +42,7 @@ from muster.train.model.attention import choose_attention, needs_of
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import TrainedModel
 from muster.train.model.sharding import shard
-from muster.train.optim.adamw import make_optimizer
+from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
 #: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
@@ -161,7 +161,8 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
     plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
     layers = causal_lm.prepare_layers(made, plain, mesh, device)
     module = TrainedModel(made, attention, compute_dtype=compute_dtype)
-    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward)
+    reshard_layers = spec.parallelism.reshard_after_forward
+    shard(module, made, layers, mesh, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     module.train()
     return module
 

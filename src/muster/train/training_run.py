@@ -23,8 +23,8 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import Sums
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.metrics import Pending, Phases, StepLog, StepTimes
-from muster.train.optim.adamw import Updates
 from muster.train.optim.nonfinite import failure, find_blame
+from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.profiling import Collector, Profiler
 from muster.train.state.saving import Saves
 from muster.train.state.state_hash import PendingHash, StateHashes
@@ -81,7 +81,7 @@ class Run:
     world: World
     model: nn.Module
     state: TrainState
-    optimizer: Updates
+    optimizer: ShardOptimizer
     sums: Sums
     reader: ReadAhead
     orders: Orders

@@ -8,7 +8,8 @@ from torch import nn
 
 from muster.config.spec import Optimizer
 from muster.core.errors import UsageError
-from muster.train.optim.adamw import AdamW, adamw_elementwise, clip_scale, make_optimizer
+from muster.train.optim.adamw import AdamW, adamw_elementwise
+from muster.train.optim.optimizer import clip_scale, make_optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 

@@ -96,8 +96,12 @@ def build_model(
     model.set_attn_implementation(attention.implementation)
     lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
     layers = prepare_layers(model, spec, mesh, device)
-    module = TrainedModel(model, attention, compute_dtype=compute_dtype)
-    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward, whole_below=whole_below)
+    reshard_layers = spec.parallelism.reshard_after_forward
+    module = TrainedModel(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    shard(
+        module, model, layers, mesh,
+        compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
+    )  # fmt: skip
     module.to_empty(device=device)
     model.tie_weights()
     found = proven_before(module, device, proof) if restored and proof is not None else None

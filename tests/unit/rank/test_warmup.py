@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from model_cases import CPU, LLAMA, build, process_group, spec_of
+from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 
 from muster.core.types import Layout
 from muster.rank import warmup

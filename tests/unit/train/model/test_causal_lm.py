@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_cases import CPU, LLAMA, build, spec_of
+from fakes.small_model import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import RunFailed, UsageError
 from muster.core.types import Layout

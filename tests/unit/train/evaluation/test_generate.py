@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_cases import LLAMA, build, process_group, spec_of
+from fakes.small_model import LLAMA, build, process_group, spec_of
 
 from muster.train.evaluation.generate import generate
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_cases import CPU, LLAMA, build, process_group, spec_of
+from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 from torch.distributed.tensor import Replicate, Shard
 
 from muster.core.errors import UsageError

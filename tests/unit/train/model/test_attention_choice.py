@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_cases import LLAMA
+from fakes.small_model import LLAMA
 
 from muster.core.errors import UsageError
 from muster.train.model.attention import Needs, choose_attention, needs_of

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from model_cases import CPU, LLAMA, build, process_group, spec_of
+from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from model_cases import CPU
+from fakes.small_model import CPU
 
 from muster.train.data_feed.batch import batch_from, make_batch, padding_batch
 

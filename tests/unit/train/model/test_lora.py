@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_cases import CPU, LLAMA, build, spec_of
+from fakes.small_model import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import UsageError
 from muster.train.data_feed.batch import make_batch

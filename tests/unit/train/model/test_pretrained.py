@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from model_cases import LLAMA, build, spec_of
+from fakes.small_model import LLAMA, build, spec_of
 from safetensors.torch import load_file, save_file
 
 from muster.core.errors import BackendError, CheckpointError, MusterError, UsageError

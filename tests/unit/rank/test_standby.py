@@ -1,7 +1,7 @@
 """What a standby says to its agent while it waits. No GPU is here: one that is to open a context is really refused."""
 
 import pytest
-from model_cases import spec_of
+from fakes.small_model import spec_of
 
 from muster.rank import fork_server, warmup
 

@@ -19,11 +19,11 @@ from muster.storage.store import open_store  # noqa: E402
 UNUSED = muster._Here
 
 
-class Line:
+class AgentConnection:
     """The agent's end: what it heard, in order."""
 
     def __init__(self, ring):
-        self.heard, self.ring, self.orders = [], ring, []
+        self.heard, self.ring, self.consensus = [], ring, []
 
     def emit(self, kind, *, step=None, phase=None, **detail):
         self.heard.append((kind, step))
@@ -37,7 +37,7 @@ class Line:
         pass
 
     def order(self):
-        return self.orders.pop() if self.orders else None
+        return self.consensus.pop() if self.consensus else None
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def place(tmp_path, monkeypatch):
         muster._Here.spec = RunSpec.model_validate(
             {"name": "own", "command": ["x.py"], "checkpoint": {"every_steps": every_steps, "dir": directory}}
         )
-        muster._Here.link = Line(tmp_path / file_name("own", Layout().key, 0))
-        return muster._Here.link
+        muster._Here.agent = AgentConnection(tmp_path / file_name("own", Layout().key, 0))
+        return muster._Here.agent
 
     return enter
 
@@ -81,11 +81,11 @@ def test_a_snapshot_is_told_of_when_it_lies_ready(place):
 
 
 def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
-    from muster.train.commands import Orders
+    from muster.train.distributed.step_consensus import StepConsensus
 
     begun = []
-    begin = Orders.begin
-    monkeypatch.setattr(Orders, "begin", lambda self, **flags: (begun.append(1), begin(self, **flags))[1])
+    begin = StepConsensus.begin
+    monkeypatch.setattr(StepConsensus, "begin", lambda self, **flags: (begun.append(1), begin(self, **flags))[1])
     place()
     state = {"w": torch.zeros(2)}
     assert not muster.should_stop()
@@ -104,7 +104,7 @@ def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
 def test_an_order_that_nobody_asked_for_yet_is_not_lost(place):
     line = place()
     muster.heartbeat(1)
-    line.orders.append(Command(kind="stop", exit_code=130))
+    line.consensus.append(Command(kind="stop", exit_code=130))
     for step in (2, 3, 4):
         muster.heartbeat(step)  # a loop that asks every few steps
     assert muster.should_stop()

@@ -8,7 +8,7 @@ from muster.rank import fork_server, warmup
 RUN = {"t": "run", "context": {}}
 
 
-class Line:
+class AgentConnection:
     """The agent's end: what comes, in its order; what was said to it."""
 
     def __init__(self, *comes):
@@ -31,12 +31,12 @@ def first(line, *, context, **changes):
 
 def test_one_that_gets_a_rank_at_once_does_nothing_before(monkeypatch):
     monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("nobody waits for that"))
-    line = Line([RUN])
+    line = AgentConnection([RUN])
     assert first(line, context=True) == RUN and line.said == []
 
 
 def test_one_that_cannot_open_a_context_says_so_and_still_takes_what_comes(capsys):
-    line = Line(TimeoutError(), [{"t": "warm"}], [RUN])
+    line = AgentConnection(TimeoutError(), [{"t": "warm"}], [RUN])
     assert first(line, context=True) == RUN
     assert line.said == ["unfit"] and "could not warm up" in capsys.readouterr().err
 
@@ -45,12 +45,12 @@ def test_one_that_cannot_open_a_context_says_so_and_still_takes_what_comes(capsy
 def test_on_the_cpu_a_warm_up_that_fails_makes_nobody_unfit(fits, monkeypatch):
     asked = []
     monkeypatch.setattr(warmup, "warm_up", lambda spec, gpu: asked.append(gpu) or fits)
-    line = Line([{"t": "warm"}], [RUN])
+    line = AgentConnection([{"t": "warm"}], [RUN])
     assert first(line, context=False, resources={"device": "cpu"}) == RUN
     assert asked == [None] and line.said == ["warm"]
 
 
 def test_imports_are_all_where_no_more_is_wanted(monkeypatch):
     monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("imports only"))
-    line = Line(TimeoutError(), [RUN])
+    line = AgentConnection(TimeoutError(), [RUN])
     assert first(line, context=False, recovery={"warm_standby": "imports"}) == RUN and line.said == ["warm"]

@@ -5,7 +5,7 @@ import pytest
 from muster.config import load
 from muster.core.errors import RunFileError
 from muster.core.events import KINDS
-from muster.train.baseline import ReferenceWindow
+from muster.train.baseline import BaselineWindow
 
 MS = 1_000_000
 
@@ -22,7 +22,7 @@ def run_through(window, steps, length_ns):
 
 
 def test_the_window_is_measured_once_after_it_has_settled():
-    window = ReferenceWindow.planned(20, resumed_at=0, world_size=2)
+    window = BaselineWindow.planned(20, resumed_at=0, world_size=2)
     assert [step for step in range(1, 60) if window.covers(step)] == list(range(11, 31))
     slow = {11, 12, 13}  # copies of earlier snapshots are still on their way
     (told,) = run_through(window, range(1, 60), lambda step: (30 if step in slow else 10 + step % 2) * MS).values()
@@ -34,13 +34,13 @@ def test_the_window_is_measured_once_after_it_has_settled():
 
 @pytest.mark.parametrize(("steps", "resumed_at"), [(0, 0), (20, 8), (20, 15), (20, 500)])
 def test_there_is_none_unless_asked_for_and_none_after_a_restart(steps, resumed_at):
-    window = ReferenceWindow.planned(steps, resumed_at=resumed_at, world_size=2)
+    window = BaselineWindow.planned(steps, resumed_at=resumed_at, world_size=2)
     assert not any(window.covers(step) for step in range(1, 1000))
     assert run_through(window, range(resumed_at + 1, 100), lambda step: MS) == {}
 
 
 def test_a_restart_before_it_still_measures():
-    assert ReferenceWindow.planned(20, resumed_at=7, world_size=2).covers(11)
+    assert BaselineWindow.planned(20, resumed_at=7, world_size=2).covers(11)
 
 
 RUN = """

@@ -26,7 +26,7 @@ class Decoding:
     cache: Any
 
 
-class TrainedModel(nn.Module):
+class ModelWithLoss(nn.Module):
     """A transformers model with its loss inside.
 
     The loss is inside because the root's parameters (head, embedding, last norm) are whole only during the root's

@@ -29,7 +29,7 @@ def named_without_wrappers(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Pa
     return found
 
 
-class TrainState:
+class TrainingState:
     """The training state of one rank.
 
     ``step`` is the last applied step; 0 before the first.

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from muster.core.types import Layout
 from muster.protocol.ranks import LOST_PEER
-from muster.rank.worker import give_way
-from muster.train.distributed.pause_consensus import Standing
-from muster.train.training_run import Paused, Run
+from muster.rank.worker import try_reassign
+from muster.train.distributed.pause_consensus import PauseConsensus
+from muster.train.training_run import Paused, TrainingRun
 
 
 class Replica:
@@ -39,10 +39,10 @@ class AgentClient:
         return self.heard
 
 
-def ranks_of(count: int) -> tuple[list[Standing], list[AgentClient]]:
+def ranks_of(count: int) -> tuple[list[PauseConsensus], list[AgentClient]]:
     links = [AgentClient() for _ in range(count)]
     group: Any = Replica(count)
-    return [Standing(link, group) for link in links], links  # type: ignore[arg-type]
+    return [PauseConsensus(agent, group) for agent in links], links  # type: ignore[arg-type]
 
 
 def test_all_of_them_leave_where_one_has_heard_of_it() -> None:
@@ -71,7 +71,7 @@ def test_each_question_is_answered_once() -> None:
 
 
 def test_where_there_is_nobody_to_agree_with_nothing_is_sent() -> None:
-    alone = Standing()
+    alone = PauseConsensus()
     alone.ask()
     assert not alone.agreed()
 
@@ -81,7 +81,7 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
         def wait(self) -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
 
-    rank = Standing(AgentClient(), Broken(2))  # type: ignore[arg-type]
+    rank = PauseConsensus(AgentClient(), Broken(2))  # type: ignore[arg-type]
     rank.ask()
     with pytest.raises(RuntimeError) as caught:
         rank.agreed()
@@ -92,22 +92,22 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
 
 
 def test_the_loop_is_left_where_all_agreed_though_this_rank_has_not_heard() -> None:
-    here: Any = SimpleNamespace(standing=SimpleNamespace(agreed=lambda: True), link=AgentClient())
+    here: Any = SimpleNamespace(pause_consensus=SimpleNamespace(agreed=lambda: True), agent=AgentClient())
     with pytest.raises(Paused):
-        Run.settle(here)
+        TrainingRun.flush_pending_metrics(here)
 
 
 def test_a_rank_that_shares_its_replica_does_not_leave_because_it_alone_has_heard() -> None:
-    link = AgentClient()
-    link.heard = True
+    agent = AgentClient()
+    agent.heard = True
     recorded: list[str] = []
     here: Any = SimpleNamespace(
-        standing=SimpleNamespace(agreed=lambda: False),
-        link=link,
+        pause_consensus=SimpleNamespace(agreed=lambda: False),
+        agent=agent,
         context=SimpleNamespace(layout=Layout(dp_replicate=2, dp_shard=2)),
         _record=lambda: recorded.append("step"),
     )
-    Run.settle(here)
+    TrainingRun.flush_pending_metrics(here)
     assert recorded == ["step"]
 
 
@@ -116,9 +116,9 @@ def test_it_waits_for_its_place_though_it_has_not_heard_itself(layout: Layout) -
     did: list[str] = []
     here: Any = SimpleNamespace(
         context=SimpleNamespace(layout=layout),
-        link=SimpleNamespace(pause_requested=lambda: False, wait_for_assignment=lambda step: f"a place after {step}"),
+        agent=SimpleNamespace(pause_requested=lambda: False, wait_for_assignment=lambda step: f"a place after {step}"),
         state=SimpleNamespace(step=7),
-        stand_still=lambda: did.append("stood still"),
+        pause=lambda: did.append("stood still"),
         abandon=lambda: did.append("let go"),
     )
-    assert give_way(here, Paused()) == "a place after 7" and did == ["stood still", "let go"]  # type: ignore[comparison-overlap]
+    assert try_reassign(here, Paused()) == "a place after 7" and did == ["stood still", "let go"]  # type: ignore[comparison-overlap]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from muster.protocol.ranks import LOST_PEER
-from muster.train.distributed.process_groups import Breaker, make_sure
-from muster.train.distributed.reduce import REPLICATE, Axes, FloatReducer
+from muster.train.distributed.process_groups import GroupAborter, confirm_completed
+from muster.train.distributed.reduce import REPLICATE, FloatReducer, ReduceGroups
 
 CPU = torch.device("cpu")
 
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 class Streams:
     """A group over two replicas that hold the same: its works put things in order and say nothing."""
 
-    def __init__(self, breaker: Breaker, *, name: str = "nccl", breaks_at: int | None = None) -> None:
-        self.breaker, self.name, self.breaks_at = breaker, name, breaks_at
+    def __init__(self, aborter: GroupAborter, *, name: str = "nccl", breaks_at: int | None = None) -> None:
+        self.aborter, self.name, self.breaks_at = aborter, name, breaks_at
         self.error = "SUCCESS"
         self.works, self.aborted, self.broken_at_abort = 0, False, None
 
@@ -35,34 +35,34 @@ class Streams:
         return SimpleNamespace(get_error=lambda: SimpleNamespace(name=self.error))
 
     def abort(self) -> None:
-        self.broken_at_abort, self.aborted = self.breaker.broken, True
+        self.broken_at_abort, self.aborted = self.aborter.broken, True
 
     def allreduce(self, tensors: Any, options: Any) -> Any:
         self.works += 1
         if self.works == self.breaks_at:
-            self.breaker()  # the pause is heard by another thread while this one waits
+            self.aborter()  # the pause is heard by another thread while this one waits
         if not self.aborted:
             tensors[0].mul_(2)
         return SimpleNamespace(wait=lambda: True)
 
 
-def watched(**more: Any) -> tuple[Breaker, Streams, Axes]:
-    breaker = Breaker()
-    group: Any = Streams(breaker, **more)
-    assert breaker.watch(lambda: group) is group
-    return breaker, group, Axes({REPLICATE: group}, breaker)
+def watched(**more: Any) -> tuple[GroupAborter, Streams, ReduceGroups]:
+    aborter = GroupAborter()
+    group: Any = Streams(aborter, **more)
+    assert aborter.watch(lambda: group) is group
+    return aborter, group, ReduceGroups({REPLICATE: group}, aborter)
 
 
-def one_step(axes: Axes, weight: nn.Parameter) -> None:
+def one_step(axes: ReduceGroups, weight: nn.Parameter) -> None:
     """As the loop does it: sums, then the update."""
     module = nn.Module()
     module.weight = weight
-    sums = FloatReducer(module, axes, accumulate_locally=False)
-    sums.begin(micro_batches=1)
+    reducer = FloatReducer(module, axes, accumulate_locally=False)
+    reducer.begin(micro_batches=1)
     loss = (weight**2).sum()
     loss.backward()
-    sums.add_loss(loss)
-    sums.finish()
+    reducer.add_loss(loss)
+    reducer.finish()
     with torch.no_grad():
         weight -= 0.1 * weight.grad
 
@@ -93,9 +93,9 @@ def test_an_abort_of_the_groups_own_is_no_success_either() -> None:
 
 
 def test_a_group_without_such_a_note_is_trusted() -> None:
-    breaker, group, _ = watched()
+    aborter, group, _ = watched()
     group._get_backend = lambda device: SimpleNamespace(get_error=refuse)
-    make_sure(group, breaker, CPU)
+    confirm_completed(group, aborter, CPU)
 
 
 def refuse() -> None:
@@ -103,18 +103,18 @@ def refuse() -> None:
 
 
 def test_gloo_raises_by_itself_and_is_asked_nothing() -> None:
-    breaker, group, axes = watched(name="gloo")
-    breaker.broken = True  # broken behind the last sum, which was whole
+    aborter, group, axes = watched(name="gloo")
+    aborter.broken = True  # broken behind the last sum, which was whole
     assert torch.equal(axes.sum_everywhere_(torch.ones(2)), torch.full((2,), 2.0)) and group.works == 1
 
 
 def test_on_a_gpu_the_device_is_waited_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    breaker, group, _ = watched()
+    aborter, group, _ = watched()
 
     def synchronize() -> None:
-        breaker()  # the kernels end because somebody aborts them
+        aborter()  # the kernels end because somebody aborts them
 
     stream = SimpleNamespace(synchronize=synchronize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     with pytest.raises(RuntimeError, match="NCCL aborted"):
-        make_sure(group, breaker, torch.device("cuda", 0))
+        confirm_completed(group, aborter, torch.device("cuda", 0))

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from muster.train.distributed.reduce import REPLICATE, SHARD, Axes
+from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups
 
 
-class Counted(Axes):
+class Counted(ReduceGroups):
     """Axes whose collectives are counted; the one over replicas breaks."""
 
     def __init__(self, *axes):
         super().__init__({axis: axis for axis in axes})
-        self.sums = []
+        self.reducer = []
 
     def sum_(self, tensor, axis):
-        self.sums.append(axis)
+        self.reducer.append(axis)
         if axis == REPLICATE:
             raise RuntimeError("Connection reset by peer")
         return tensor
@@ -28,7 +28,7 @@ def test_the_replicas_own_sums_come_first():
     axes.sum_buckets_([torch.ones(2)], REPLICATE)
     with pytest.raises(RuntimeError, match="reset by peer"):
         axes.sum_scalars(VALUES)
-    assert axes.sums == [REPLICATE, SHARD], "and no further sum over replicas"
+    assert axes.reducer == [REPLICATE, SHARD], "and no further sum over replicas"
     axes.groups.pop(REPLICATE)  # the next world has one replica
     assert axes.sum_scalars(VALUES) == [1.0, 2.0]
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from muster.train.distributed.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, Axes, FloatReducer, buckets
+from muster.train.distributed.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, FloatReducer, ReduceGroups, buckets
 
 
-class Doubling(Axes):
+class Doubling(ReduceGroups):
     """Every axis has two ranks that hold the same."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ def test_scalars_cross_their_own_axes_in_one_call_each() -> None:
 
 
 def test_no_groups_no_change() -> None:
-    axes = Axes()
+    axes = ReduceGroups()
     assert [float(v) for v in axes.sum_scalars([(torch.tensor(3.0), frozenset({SHARD}))])] == [3.0]
     axes.sum_buckets_([torch.ones(3)], REPLICATE)
 
@@ -60,19 +60,19 @@ def test_buckets_keep_order_and_size(sizes: list[int]) -> None:
 def test_float_sums_of_one_rank() -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    sums = FloatReducer(module, Axes(), accumulate_locally=True)
+    reducer = FloatReducer(module, ReduceGroups(), accumulate_locally=True)
     batches = [torch.randn(4, 3) for _ in range(3)]
-    sums.begin(micro_batches=3)
+    reducer.begin(micro_batches=3)
     for number, batch in enumerate(batches, start=1):
-        sums.before_forward(last=number == 3)
+        reducer.before_forward(last=number == 3)
         loss = module(batch).square().sum() / 12
         loss.backward()
-        sums.add_loss(loss)
-    loss, norm, fault = sums.finish()
+        reducer.add_loss(loss)
+    loss, norm, fault = reducer.finish()
     expected = module(torch.cat(batches)).square().sum() / 12
     torch.testing.assert_close(loss, expected.detach().double())
     gradients = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, gradients.double().norm())
     assert float(fault) == 0.0
-    sums.begin(micro_batches=3)
+    reducer.begin(micro_batches=3)
     assert all(parameter.grad is None for parameter in module.parameters())

@@ -11,7 +11,7 @@ from muster.core.intervals import FailureRate  # noqa: E402
 from muster.protocol.ranks import Command  # noqa: E402
 from muster.train.state import saving  # noqa: E402
 from muster.train.state.saving import RETRY_S, Saves  # noqa: E402
-from muster.train.training_run import Run  # noqa: E402
+from muster.train.training_run import TrainingRun  # noqa: E402
 
 
 class Saver:
@@ -37,14 +37,14 @@ def run():
     found = SimpleNamespace(
         saves=saves, saver=saves.saver, agreed=agreed, last_step=40, world=SimpleNamespace(rank=0),
         reference=SimpleNamespace(covers=lambda step: False), state=SimpleNamespace(step=0),
-        orders=SimpleNamespace(saving_agreed=lambda: agreed.saving), settle=lambda: None,
+        consensus=SimpleNamespace(any_rank_saving=lambda: agreed.saving), flush_pending_metrics=lambda: None,
     )  # fmt: skip
     return found
 
 
 def steps(run, first, last):
     for step in range(first, last + 1):
-        if Run.checkpoint_is_due(run, step):
+        if TrainingRun.checkpoint_is_due(run, step):
             run.saves.save(step)
 
 
@@ -61,15 +61,15 @@ def test_a_save_that_is_due_meanwhile_comes_as_soon_as_the_other_is_done(run):
 
 def test_the_last_step_is_no_matter_of_the_count(run):
     run.saves.owed = True
-    assert not Run.checkpoint_is_due(run, 40)
+    assert not TrainingRun.checkpoint_is_due(run, 40)
 
 
 def test_an_order_to_save_waits_too_but_a_stop_does_not(run):
     run.agreed.saving = True
-    Run.save(run, 7, Command(kind="save"))
+    TrainingRun.save(run, 7, Command(kind="save"))
     assert run.saver.put == [7] and run.saves.owed
     with pytest.raises(AttributeError):  # it goes on to the save itself, for which this stand-in has no link
-        Run.save(run, 7, Command(kind="stop"))
+        TrainingRun.save(run, 7, Command(kind="stop"))
 
 
 def test_a_save_that_failed_is_tried_again_before_the_count_asks_for_it(run, monkeypatch):
@@ -78,11 +78,11 @@ def test_a_save_that_failed_is_tried_again_before_the_count_asks_for_it(run, mon
     run.saves.save(4)
     run.saves.failed()
     now[0] += RETRY_S - 1
-    assert not Run.wants_save(run)
+    assert not TrainingRun.wants_save(run)
     now[0] += 2
-    assert Run.wants_save(run)
+    assert TrainingRun.wants_save(run)
     run.saver.busy = True
-    assert not Run.wants_save(run)
+    assert not TrainingRun.wants_save(run)
     run.saver.busy = False
     run.saves.save(6)
-    assert not Run.wants_save(run), "that one has not failed"
+    assert not TrainingRun.wants_save(run), "that one has not failed"

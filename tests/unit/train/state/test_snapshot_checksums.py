@@ -33,7 +33,7 @@ def taken(folder: Path, step: int = 7) -> tuple[Path, Ring]:
     """A snapshot of ``STATE`` whose seal stands."""
     found = Snapshots(context(folder), STATE)
     found.save(step, STATE)
-    sealer = found._sealer
+    sealer = found._checksum_writer
     sealer._wanted.put(None)  # type: ignore[arg-type]  # the end of its thread
     assert sealer._thread is not None
     sealer._thread.join()

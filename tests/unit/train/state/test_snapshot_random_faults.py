@@ -179,7 +179,7 @@ def killed(*_, **__):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_lost_rank_costs_no_step_and_a_lost_host_never_all_of_them(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(snapshot.Sealer, "seal", lambda self, version: None)
+    monkeypatch.setattr(snapshot.ChecksumWriter, "seal", lambda self, version: None)
     dice = random.Random(seed)
     world = World(tmp_path, dice, hosts=dice.choice([2, 2, 3, 4]))
     slow = dice.choice([0.3, 1.0, 4.0])  # copies' moves a step

@@ -133,23 +133,23 @@ class AgentClient:
 
 
 def test_replicas_that_hold_one_state_have_one_hash_and_nobody_hears_of_it() -> None:
-    one, link = hashes(Summed([0, whole(state())]), replicas=2), AgentClient()
+    one, agent = hashes(Summed([0, whole(state())]), replicas=2), AgentClient()
     found = one.begin(2)
     assert found is not None
-    assert one.told(found, link) == {"state_hash": hashes().begin(2).texts()[0]}  # type: ignore[arg-type, union-attr, index]
-    assert link.notes == []
+    assert one.told(found, agent) == {"state_hash": hashes().begin(2).texts()[0]}  # type: ignore[arg-type, union-attr, index]
+    assert agent.notes == []
 
 
 def test_a_replica_of_another_state_is_told_at_each_step_and_noted_once() -> None:
     flipped = state()
     flipped["model.embed"].view(torch.int32)[3, 3] ^= 1
-    one, link = hashes(Summed([0, whole(flipped)]), replicas=2), AgentClient()
+    one, agent = hashes(Summed([0, whole(flipped)]), replicas=2), AgentClient()
     for step in (2, 4):
         found = one.begin(step)
         assert found is not None
-        told = one.told(found, link)  # type: ignore[arg-type]
+        told = one.told(found, agent)  # type: ignore[arg-type]
         assert told["state_hash"] == told["replica_hashes"][0] != told["replica_hashes"][1]
-    (note,) = link.notes
+    (note,) = agent.notes
     assert note["step"] == 2 and "after step 2 the replicas do not hold one state" in note["text"]
 
 

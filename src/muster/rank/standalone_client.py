@@ -12,7 +12,7 @@ from muster.core.event_log import EventLog
 from muster.protocol.ranks import Command, RankContext
 
 
-class FileLink:
+class StandaloneClient:
     """Rank 0 writes its host's event file itself; the other ranks are silent.
 
     ``order`` answers what signals said: SIGTERM saves and leaves with 75, SIGINT with 130.

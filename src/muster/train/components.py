@@ -21,14 +21,14 @@ from muster.core.flops import ModelShape, lora_factor, step_flops
 from muster.data.prepare import Prepared, open_prepared, prepare
 from muster.data.schedule import num_steps
 from muster.protocol.ranks import AgentClient, RankContext
-from muster.train.baseline import ReferenceWindow
-from muster.train.commands import Orders
+from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork, plan_work
 from muster.train.distributed.device_mesh import Meshes, make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
-from muster.train.distributed.pause_consensus import Standing
+from muster.train.distributed.pause_consensus import PauseConsensus
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, Axes, FloatReducer, Sums
+from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, GradientReducer, ReduceGroups
+from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.metrics import Peak, Phases, StepLog
 from muster.train.model.causal_lm import BuiltModel, build_model
@@ -38,9 +38,9 @@ from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_
 from muster.train.state.resume import open_snapshots, restore
 from muster.train.state.saving import open_saves
 from muster.train.state.state_hash import StateHashes
-from muster.train.state.training_state import TrainState, named_without_wrappers
+from muster.train.state.training_state import TrainingState, named_without_wrappers
 from muster.train.trackers import guarded, open_trackers
-from muster.train.training_run import Run
+from muster.train.training_run import TrainingRun
 
 #: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
 #: of its memory.
@@ -48,7 +48,7 @@ LOCAL_GRADIENTS_SHARE = 0.1
 
 
 @dataclass
-class Learner:
+class TrainerComponents:
     """What a rank keeps when it goes from one world to another."""
 
     spec: RunSpec
@@ -57,11 +57,11 @@ class Learner:
     last_step: int
     batch_schedule: BatchSchedule
     meshes: Meshes
-    axes: Axes
+    axes: ReduceGroups
     built: BuiltModel
-    sums: Sums
+    reducer: GradientReducer
     optimizer: ShardOptimizer
-    state: TrainState
+    state: TrainingState
 
     def move(self, context: RankContext, world: World) -> None:
         """Take another place: another number of replicas, the same shard of the model."""
@@ -72,12 +72,12 @@ class Learner:
         self.axes.groups.pop(REPLICATE, None)
         if world.replicate is not None:
             self.axes.groups[REPLICATE] = world.replicate
-        self.axes.breaker = world.breaker
+        self.axes.aborter = world.aborter
         forget_gradients(self.built.module)
         reshard(self.built.module)
 
 
-def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> Learner:
+def make_components(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> TrainerComponents:
     """Open the data and build the model, its weights as the seed or the pretrained files give them.
 
     Where snapshots in memory are restored next (``context.restore``) trained weights stay undefined until then.
@@ -88,7 +88,7 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
-    axes = axes_of(meshes, world)
+    axes = reduce_groups_of(meshes, world)
     built = build_model(
         spec,
         layout=layout,
@@ -99,10 +99,10 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
         proof=Path(context.run_dir) / "attention_proof.json",
         restored=context.restore is not None,
     )
-    sums = choose_sums(spec, built, axes, device, context)
+    reducer = choose_reducer(spec, built, axes, device, context)
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
-    return Learner(
+    return TrainerComponents(
         spec=spec,
         device=device,
         prepared=prepared,
@@ -111,71 +111,71 @@ def make_learner(spec: RunSpec, context: RankContext, *, device: torch.device, w
         meshes=meshes,
         axes=axes,
         built=built,
-        sums=sums,
+        reducer=reducer,
         optimizer=optimizer,
-        state=TrainState(named, optimizer),
+        state=TrainingState(named, optimizer),
     )
 
 
-def assemble(learner: Learner, context: RankContext, link: AgentClient, phases: Phases, world: World) -> Run:
+def assemble(components: TrainerComponents, context: RankContext, agent: AgentClient, phases: Phases, world: World) -> TrainingRun:
     """Restore the state and open everything else the loop needs in this world."""
-    spec, device, prepared = learner.spec, learner.device, learner.prepared
+    spec, device, prepared = components.spec, components.device, components.prepared
     run_dir = Path(context.run_dir)
-    state = learner.state
-    saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, link=link)
+    state = components.state
+    saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
     phases.enter("restore")
-    restore(spec, context, state, saves, world, link)
+    restore(spec, context, state, saves, world, agent)
     flops, source = peak_flops(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
-    announce(link, world, prepared, learner.built, flops, source)
+    announce(agent, world, prepared, components.built, flops, source)
     trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
     log = StepLog(
-        link=link,
+        agent=agent,
         rank=world.rank,
         device=device,
         peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=guarded(trackers, lambda text: link.emit("run.message", text=text)),
+        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
         track_every_steps=spec.output.log_every_steps,
     )
     evaluator = Evaluator(
         spec=spec,
         prepared=prepared,
-        model=learner.built.module,
-        axes=learner.axes,
-        data_rank=learner.meshes.data_rank,
+        model=components.built.module,
+        axes=components.axes,
+        data_rank=components.meshes.data_rank,
         data_ranks=context.layout.data_ranks,
         world=world,
         device=device,
-        link=link,
+        agent=agent,
         log=log,
     )
-    return Run(
+    return TrainingRun(
         spec=spec,
         context=context,
-        link=link,
+        agent=agent,
         device=device,
         world=world,
-        model=learner.built.module,
+        model=components.built.module,
         state=state,
-        optimizer=learner.optimizer,
-        sums=learner.sums,
-        reader=ReadAhead(work_of(learner, world), first=state.step + 1, last=learner.last_step),
-        orders=Orders(link, world.control),
+        optimizer=components.optimizer,
+        reducer=components.reducer,
+        reader=ReadAhead(work_of(components, world), first=state.step + 1, last=components.last_step),
+        consensus=StepConsensus(agent, world.control),
         log=log,
         phases=phases,
         evaluator=evaluator,
         saves=saves,
-        snapshots=open_snapshots(spec, context, state, world, link, extra=saves.extra),
-        hashes=hashes_of(learner, world),
-        reference=ReferenceWindow.planned(
+        snapshots=open_snapshots(spec, context, state, world, agent, extra=saves.extra),
+        hashes=hashes_of(components, world),
+        reference=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
         ),
         profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
         collector=Collector(spec.training.gc_every_steps),
-        last_step=learner.last_step,
-        batch_schedule=learner.batch_schedule,
-        standing=Standing(link, replica_group(spec, context)),
+        last_step=components.last_step,
+        batch_schedule=components.batch_schedule,
+        pause_consensus=PauseConsensus(agent, replica_group(spec, context)),
     )
 
 
@@ -186,12 +186,12 @@ def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | No
     return dist.group.WORLD if shared else None  # torch's default group spans one replica (``setup.join_world``)
 
 
-def hashes_of(learner: Learner, world: World) -> StateHashes:
+def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
     """What takes the state's hash where the run file asks for it."""
-    meshes = learner.meshes
+    meshes = components.meshes
     return StateHashes(
-        learner.state,
-        every_steps=learner.spec.training.state_hash_every_steps,
+        components.state,
+        every_steps=components.spec.training.state_hash_every_steps,
         replica=meshes.replica,
         shard_rank=meshes.shard.get_local_rank(),
         tp_rank=meshes.tp.get_local_rank(),
@@ -200,17 +200,17 @@ def hashes_of(learner: Learner, world: World) -> StateHashes:
     )
 
 
-def work_of(learner: Learner, world: World) -> Callable[[int], StepWork]:
+def work_of(components: TrainerComponents, world: World) -> Callable[[int], StepWork]:
     """Step -> this rank's part of it; called by the reader's thread."""
-    device, meshes, batch_schedule = learner.device, learner.meshes, learner.batch_schedule
-    count_flops = flop_counter(learner.built) if world.rank == 0 else None
+    device, meshes, batch_schedule = components.device, components.meshes, components.batch_schedule
+    count_flops = flop_counter(components.built) if world.rank == 0 else None
 
     def make(step: int) -> StepWork:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a thread begins with GPU 0, where pinning would open a context
         return plan_work(
-            learner.prepared.train,
-            learner.spec.training,
+            components.prepared.train,
+            components.spec.training,
             step=step,
             data_rank=meshes.data_rank,
             data_ranks=meshes.layout.data_ranks,
@@ -242,7 +242,7 @@ def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
         return prepare(spec, run_dir=run_dir)
 
 
-def axes_of(meshes: Meshes, world: World) -> Axes:
+def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:
     """The process groups along which sums run; an axis of size 1 has none."""
     groups = {}
     if meshes.shard.size() > 1:
@@ -251,10 +251,10 @@ def axes_of(meshes: Meshes, world: World) -> Axes:
         groups[TENSOR] = meshes.tp.get_group()
     if world.replicate is not None:
         groups[REPLICATE] = world.replicate
-    return Axes(groups, world.breaker)
+    return ReduceGroups(groups, world.aborter)
 
 
-def choose_sums(spec: RunSpec, built: BuiltModel, axes: Axes, device: torch.device, context: RankContext) -> Sums:
+def choose_reducer(spec: RunSpec, built: BuiltModel, axes: ReduceGroups, device: torch.device, context: RankContext) -> GradientReducer:
     """Fixed point where asked for; otherwise floats, reduced once a step where whole gradients are small.
 
     The choice depends on the machine and the model alone, so that a restart makes the same one.
@@ -275,11 +275,11 @@ def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     return lambda lengths: factor * step_flops(shape, lengths)
 
 
-def announce(link: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
+def announce(agent: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
     """Say what will be trained on what (rank 0)."""
     if world.rank != 0:
         return
-    link.emit(
+    agent.emit(
         "data.prepared",
         fingerprint=prepared.fingerprint,
         tokens=prepared.train.tokens,
@@ -298,4 +298,4 @@ def announce(link: AgentClient, world: World, prepared: Prepared, built: BuiltMo
         detail["flops_per_token"] = count_flops([length]) / length
     if flops is not None:
         detail["peak_flops"] = flops
-    link.emit("model.ready", **detail)
+    agent.emit("model.ready", **detail)

@@ -17,7 +17,7 @@ _YIELD = 1
 
 
 @dataclass
-class Orders:
+class StepConsensus:
     """One small all-reduce a step on a gloo group of its own, begun when its micro-batches are done and awaited at
     its end.
 
@@ -25,7 +25,7 @@ class Orders:
     travels while gradients are summed and the update is made.
     """
 
-    link: AgentClient
+    agent: AgentClient
     group: dist.ProcessGroup | None
     """All ranks; None at world size 1."""
     _waiting: Command | None = field(default=None, init=False)
@@ -37,7 +37,7 @@ class Orders:
         ``copy_is_behind``: what was ordered is not yet on the peer. ``saving``: a save is under way, and a
         larger world or another save waits for it.
         """
-        order = self.link.order() or self._waiting
+        order = self.agent.order() or self._waiting
         stop = order is not None and order.kind == "stop"
         self._waiting = order if order is not None and order.exit_code == RESIZE_EXIT_CODE else None if stop else self._waiting
         self._begun_s = time.monotonic()
@@ -60,13 +60,13 @@ class Orders:
         if self.group is not None:
             self._work = all_reduce(self._flags, self.group, op=dist.ReduceOp.MAX)
 
-    def snapshot_agreed(self) -> bool:
+    def copies_arrived(self) -> bool:
         """Whether every rank's peer holds what was ordered, so that the next snapshot is copied too."""
         if self._work is not None:
             self._work.wait()
         return not int(self._flags[4])
 
-    def saving_agreed(self) -> bool:
+    def any_rank_saving(self) -> bool:
         """Whether a save was under way on some rank when this step's orders were asked for."""
         if self._work is not None:
             self._work.wait()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
-from muster.core.types import Layout
+from muster.core.layout import layout_for
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
 from muster.rank import fault_injection
 from muster.rank.standalone_client import StandaloneClient
@@ -168,7 +168,13 @@ def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpe
         raise UsageError(
             f"{error.args[0]} is not set", hint="start with `torchrun --nproc-per-node N -m muster.rank.worker ...`"
         ) from error
-    layout = layout_for(spec, world)
+    layout = layout_for(spec.parallelism.axes, world)
+    if layout is None:
+        axes = " x ".join(f"{name} {size}" for name, size in spec.parallelism.axes.items() if size != 1)
+        raise UsageError(
+            f"{axes or 'one rank'} does not fit {world} ranks",
+            hint="set parallelism.dp_shard: -1 to use all ranks that remain",
+        )
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = open_rendezvous(address, port, serve=rank == 0 and not agent_serves)
     key = f"muster/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -188,21 +194,6 @@ def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpe
         master_port=port,
     )
     return context, store
-
-
-def layout_for(spec: RunSpec, world_size: int) -> Layout:
-    """The run file's layout at this number of ranks. Raises UsageError where it does not fit."""
-    wanted = spec.parallelism
-    shard = wanted.dp_shard
-    if shard == -1:
-        shard = max(1, world_size // (wanted.dp_replicate * wanted.tp))
-    layout = Layout(dp_replicate=wanted.dp_replicate, dp_shard=shard, tp=wanted.tp)
-    if layout.world_size != world_size:
-        raise UsageError(
-            f"dp_replicate {wanted.dp_replicate} x dp_shard {shard} x tp {wanted.tp} is not {world_size} ranks",
-            hint="set parallelism.dp_shard: -1 to use all ranks that remain",
-        )
-    return layout
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -16,7 +16,7 @@ from muster.core.intervals import FailureRate
 from muster.core.types import Layout
 from muster.protocol.ranks import RESIZE_EXIT_CODE, Command, RankContext
 from muster.rank.standalone_client import StandaloneClient
-from muster.rank.worker import layout_for, next_attempt, read_spec, torchrun_context
+from muster.rank.worker import next_attempt, read_spec, torchrun_context
 from muster.train.data_feed.batch_reader import ReadAhead
 from muster.train.distributed import step_consensus as orders_module
 from muster.train.distributed.step_consensus import StepConsensus
@@ -321,11 +321,11 @@ def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
     assert next_attempt(tmp_path) == 3
 
 
-def test_layouts_of_torchrun() -> None:
+def test_places_of_torchrun() -> None:
     spec = RunSpec.model_validate({"name": "x", "parallelism": {"dp_replicate": 2}})
-    assert layout_for(spec, 6) == Layout(dp_replicate=2, dp_shard=3)
-    with pytest.raises(UsageError, match="is not 5 ranks"):
-        layout_for(spec, 5)
+    place = {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5", "MASTER_ADDR": "", "MASTER_PORT": "1"}
+    with pytest.raises(UsageError, match="dp_replicate 2 x dp_shard -1 does not fit 5 ranks"):
+        torchrun_context(Path("/nowhere"), place, spec)
     with pytest.raises(UsageError, match="RANK is not set"):
         torchrun_context(Path("/nowhere"), {}, spec)
 

@@ -37,7 +37,7 @@ def taken(folder: Path, step: int = 7) -> tuple[Path, Ring]:
     sealer._wanted.put(None)  # type: ignore[arg-type]  # the end of its thread
     assert sealer._thread is not None
     sealer._thread.join()
-    path = folder / file_name("own", "r1s1t1", 0)
+    path = folder / file_name("own", "r1s1t1p1c1e1", 0)
     return path, Ring.open(path, writable=True)
 
 
@@ -63,7 +63,7 @@ def test_what_was_sealed_comes_back(tmp_path: Path) -> None:
 def test_one_flipped_bit_is_refused_by_name_in_any_layout(tmp_path: Path, layout: Layout) -> None:
     path, ring = taken(tmp_path)
     flip(ring)
-    with pytest.raises(CheckpointError, match=r"own\.r1s1t1\.0\.ring.* step 7 of attempt 3 is not what was sealed"):
+    with pytest.raises(CheckpointError, match=r"own\.r1s1t1p1c1e1\.0\.ring.* step 7 of attempt 3 is not what was sealed"):
         restored(context(tmp_path, layout=layout), restore(path), STATE)
 
 
@@ -92,7 +92,7 @@ def test_ranks_of_a_host_share_the_comparing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(snapshot, "verify_checksum", lambda ring, version: checked.append(ring.path.name))
     paths = {}
     for rank in range(4):
-        path = tmp_path / file_name("own", "r1s4t1", rank)
+        path = tmp_path / file_name("own", "r1s4t1p1c1e1", rank)
         ring = Ring.create(path, header=json.dumps({"tensors": []}).encode(), slot_bytes=64)
         ring.commit(ring.begin(), step=7, attempt=3)
         paths[str(rank)] = str(path)
@@ -140,7 +140,7 @@ def test_a_copy_carries_the_seal_of_what_was_sealed_not_of_what_was_sent(tmp_pat
     def fill(view: memoryview) -> None:
         view[:] = rotten
 
-    name = file_name("peer", "r1s1t1", 0)
+    name = file_name("peer", "r1s1t1p1c1e1", 0)
     copied = Wire(end, fill=fill)
     write_version(tmp_path, name, ring.header, ring.slot_bytes, copied, {"step": 7, "attempt": 3})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"peer\..* step 7 of attempt 3 is not what was sealed"):

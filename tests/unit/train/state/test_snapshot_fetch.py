@@ -19,7 +19,7 @@ WANTED = Restore(step=9, attempt=1)
 
 
 def test_a_refusal_ends_the_wait(tmp_path):
-    path = tmp_path / "fetched.r1s2t1.1.ring"
+    path = tmp_path / "fetched.r1s2t1p1c1e1.1.ring"
     refuse(path, "host-2 closed the connection")
     began = time.monotonic()
     with pytest.raises(CheckpointError, match="step 9 could not be fetched: host-2 closed the connection"):
@@ -30,7 +30,7 @@ def test_a_refusal_ends_the_wait(tmp_path):
 
 
 def test_a_version_that_came_counts_for_more_than_a_refusal(tmp_path):
-    path = tmp_path / "fetched.r1s2t1.1.ring"
+    path = tmp_path / "fetched.r1s2t1p1c1e1.1.ring"
     ring = Ring.create(path, header=json.dumps({"tensors": [{"name": "w"}]}).encode(), slot_bytes=64)
     slot = ring.begin()
     ring.commit(slot, step=9, attempt=1)
@@ -41,7 +41,7 @@ def test_a_version_that_came_counts_for_more_than_a_refusal(tmp_path):
 
 def test_what_should_lie_here_and_does_not_is_an_error_at_once(tmp_path):
     with pytest.raises(CheckpointError, match="no snapshot ring"):
-        open_shard(tmp_path / "own.r1s2t1.1.ring", WANTED)
+        open_shard(tmp_path / "own.r1s2t1p1c1e1.1.ring", WANTED)
 
 
 def test_what_was_fetched_for_the_same_place_is_the_ranks_own_from_then_on(tmp_path):

@@ -67,7 +67,7 @@ def test_what_the_attempt_starts_from_is_kept_where_there_is_no_room_for_more(tm
     """A swapped-in host fetched it, with a slot of its own, and another one does not fit."""
     made = Snapshots(context(tmp_path, replicate_snapshots=False), STATE)
     made.save(9, STATE)
-    path = tmp_path / file_name("own", "r1s1t1", 0)
+    path = tmp_path / file_name("own", "r1s1t1p1c1e1", 0)
     whole = Ring.open(path)
     fetched = Ring.create(tmp_path / "fetched", header=whole.header, slot_bytes=whole.slot_bytes, slots=1)
     fetched.commit(fetched.begin(), step=9, attempt=2)

@@ -91,7 +91,7 @@ def test_the_padding_tail_is_no_document() -> None:
 
 
 def test_accuracies_by_how_answers_were_judged() -> None:
-    questions = [SimpleNamespace(executes=True), SimpleNamespace(executes=True), SimpleNamespace(executes=False)]
+    questions = [SimpleNamespace(metric=name) for name in ("execution_accuracy", "execution_accuracy", "query_match")]
     verdicts = [Verdict(True, False), Verdict(False, True), Verdict(True, False)]
     found = summary(questions, verdicts)  # type: ignore[arg-type]
     assert found == {"questions": 3, "execution_accuracy": 0.5, "query_match": 1.0, "timeouts": 1}

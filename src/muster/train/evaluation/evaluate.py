@@ -17,10 +17,10 @@ import torch
 
 from muster.config.spec import RunSpec
 from muster.data.prepare import Prepared
+from muster.data.questions import Question, heldout_questions, majority_baseline
 from muster.data.sequences import SequenceStore
 from muster.data.tokenizer import Encoder
 from muster.protocol.ranks import AgentClient
-from muster.tasks.text2sql.questions import Question, heldout_questions, majority_baseline
 from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
@@ -142,7 +142,7 @@ class Evaluator:
         """Every verdict on every rank; each rank runs its share of the queries."""
         table = torch.zeros(len(questions), 2, dtype=torch.int64, device=self.device)
         for index in range(self.data_rank, len(questions), self.data_ranks):
-            outcome = questions[index].run(texts[index])
+            outcome = questions[index].score(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
             self.agent.progress()
         self.axes.sum_everywhere_(table)
@@ -150,8 +150,7 @@ class Evaluator:
 
     def _baseline(self, questions: Sequence[Question]) -> float | None:
         if len(questions) not in self._baselines:
-            found = majority_baseline(self.prepared, questions)
-            self._baselines[len(questions)] = None if found is None else found.accuracy
+            self._baselines[len(questions)] = majority_baseline(questions)
         return self._baselines[len(questions)]
 
 
@@ -164,23 +163,22 @@ class Verdict:
 
 
 def summary(questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Accuracies over the questions that are executed, and over those that are only compared as text."""
+    """The share of correct answers for each metric of the task (text-to-SQL: executed, and compared as text)."""
     found: dict[str, Any] = {"questions": len(questions)}
-    for name, executed in (("execution_accuracy", True), ("query_match", False)):
-        chosen = [v for q, v in zip(questions, verdicts, strict=True) if q.executes == executed]
-        if chosen:
-            found[name] = sum(verdict.correct for verdict in chosen) / len(chosen)
+    for metric in sorted({question.metric for question in questions}):
+        chosen = [v for q, v in zip(questions, verdicts, strict=True) if q.metric == metric]
+        found[metric] = sum(verdict.correct for verdict in chosen) / len(chosen)
     found["timeouts"] = sum(verdict.timed_out for verdict in verdicts)
     return found
 
 
 def sample(question: Question, completion: str) -> dict[str, Any]:
     """One generation to look at, with what its query returned."""
-    outcome = question.run(completion)
+    outcome = question.score(completion)
     return {
         "prompt": question.prompt_text,
         "completion": completion,
-        "expected": question.gold_sql,
+        "expected": question.gold,
         "correct": outcome.correct,
         "rows": [list(map(str, row)) for row in outcome.rows[:SHOWN_ROWS]],
     }

@@ -1,7 +1,4 @@
-"""Where rows come from: hub data sets, local files, the text-to-SQL generator. Each row is a plain mapping.
-
-Random tokens are a source too, but never rows: `prepare` makes their sequences directly.
-"""
+"""Rows of data files (.jsonl, .json, .parquet, .txt, each also .gz), and what identifies a file's content."""
 
 from __future__ import annotations
 
@@ -10,54 +7,17 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from muster.config.spec import AnySource, FileSource, HubSource, RandomSource, Text2SqlSource
 from muster.core.errors import AccessError, UsageError
-from muster.data import hub
-from muster.tasks.text2sql import generator
-
-Row = dict[str, Any]
+from muster.data.task import Row
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 #: Files up to this size are identified by their whole content; larger ones by size, time and both ends.
 _HASHED_WHOLE_BYTES = 256 * 2**20
 _END_BYTES = 2**20
-#: Generated rows kept in memory, about 1.5 kB each.
-_KEPT_ROWS = 50_000
-
-
-@dataclass(frozen=True)
-class OpenedSource:
-    """A source whose files have been found: what it is (for the fingerprint) and its rows."""
-
-    source: AnySource
-    identity: dict[str, Any]
-    rows: Callable[[], Iterator[Row]]
-    heldout_rows: Callable[[], Iterator[Row]] | None
-    """None: the source has no held-out part of its own."""
-    expected_rows: int | None = None
-
-
-def open_source(source: AnySource) -> OpenedSource:
-    """Find the source's files and identify their content; reads no rows yet.
-
-    Raises:
-        UsageError: no such file, or a kind of file that cannot be read.
-        AccessError: a private or missing hub data set, an unreadable file.
-        BackendError: the hub cannot be reached.
-    """
-    if isinstance(source, Text2SqlSource):
-        return _open_text2sql(source)
-    if isinstance(source, FileSource):
-        return _open_files(source)
-    if isinstance(source, HubSource):
-        return _open_hub(source)
-    assert isinstance(source, RandomSource)
-    return OpenedSource(source=source, identity=source.model_dump(), rows=lambda: iter(()), heldout_rows=None)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -90,6 +50,11 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UsageError(f"{path} cannot be read: {error}") from error
 
 
+def read_files(files: Sequence[Path], limit: int | None = None) -> Iterator[Row]:
+    """The first ``limit`` rows of several files, in their order; errors as ``read_rows`` has them."""
+    return itertools.islice(itertools.chain.from_iterable(read_rows(path) for path in files), limit)
+
+
 def find_files(pattern: str) -> list[Path]:
     """The files of a path or glob, sorted.
 
@@ -101,9 +66,9 @@ def find_files(pattern: str) -> list[Path]:
         return [path]
     if any(mark in pattern for mark in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
-        found = sorted(each for each in root.glob(str(path.relative_to(path.anchor))) if each.is_file())
-        if found:
-            return found
+        files = sorted(file for file in root.glob(str(path.relative_to(path.anchor))) if file.is_file())
+        if files:
+            return files
         raise UsageError(f"no file matches {pattern!r}", hint="check data.sources[].path")
     reason = "is a folder; give a glob such as 'folder/*.jsonl'" if path.is_dir() else "does not exist"
     raise UsageError(f"data file {pattern!r} {reason}", hint="check data.sources[].path")
@@ -126,68 +91,6 @@ def identify(path: Path) -> dict[str, Any]:
     except PermissionError as error:
         raise AccessError(f"{path} may not be read", hint="check its permissions") from error
     return {"bytes": size, "ends_sha256": digest.hexdigest(), "modified_ns": modified, "path": str(path.resolve())}
-
-
-def _open_text2sql(source: Text2SqlSource) -> OpenedSource:
-    """Generated rows are read up to three times (tokenizer, tokens, baseline), so the first ones are kept."""
-    kept: list[Row] = []
-
-    def made(count: int, *, heldout: bool, start: int = 0) -> Iterator[Row]:
-        found = generator.examples(source.level, count - start, source.seed, heldout=heldout, start=start)
-        for index, each in enumerate(found, start=start):
-            yield {**each.row(), "_index": index, "_shape": each.shape}
-
-    def rows(heldout: bool) -> Iterator[Row]:
-        if heldout:
-            yield from made(source.heldout_rows, heldout=True)
-            return
-        count = min(source.rows, source.limit or source.rows)
-        yield from kept
-        for row in made(count, heldout=False, start=len(kept)):
-            if len(kept) == row["_index"] < _KEPT_ROWS:
-                kept.append(row)
-            yield row
-
-    return OpenedSource(
-        source=source,
-        identity=source.model_dump(),
-        rows=lambda: rows(False),
-        heldout_rows=lambda: rows(True),
-        expected_rows=min(source.rows, source.limit or source.rows),
-    )
-
-
-def _open_files(source: FileSource) -> OpenedSource:
-    files = find_files(source.path)
-    heldout = find_files(source.heldout_path) if source.heldout_path else None
-    identity = source.model_dump(exclude={"path", "heldout_path", "database"})
-    if source.database:
-        if not Path(source.database).expanduser().is_file():
-            raise UsageError(f"database {source.database!r} does not exist", hint="check data.sources[].database")
-        identity["database"] = identify(Path(source.database).expanduser())
-    identity["files"] = [identify(path) for path in files]
-    identity["heldout_files"] = [identify(path) for path in heldout] if heldout else None
-    return OpenedSource(
-        source=source,
-        identity=identity,
-        rows=lambda: _limited(files, source.limit),
-        heldout_rows=(lambda: _limited(heldout, None)) if heldout else None,
-    )
-
-
-def _open_hub(source: HubSource) -> OpenedSource:
-    found = hub.resolve(source)
-    return OpenedSource(
-        source=source,
-        identity={**source.model_dump(), "commit": found.commit, "files": list(found.train_names)},
-        rows=lambda: _limited(found.fetch(found.train_names), source.limit),
-        heldout_rows=(lambda: _limited(found.fetch(found.heldout_names), None)) if found.heldout_names else None,
-    )
-
-
-def _limited(files: list[Path], limit: int | None) -> Iterator[Row]:
-    rows = itertools.chain.from_iterable(read_rows(path) for path in files)
-    return itertools.islice(rows, limit)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -213,15 +116,15 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 def _json_rows(path: Path) -> Iterator[Row]:
     with _open(path) as file:
         try:
-            found = json.load(file)
+            rows = json.load(file)
         except ValueError as error:
             raise UsageError(f"{path}: not JSON: {error}", hint="one object a line is .jsonl") from error
-    if isinstance(found, dict):
-        lists = [value for value in found.values() if isinstance(value, list)]
-        found = lists[0] if len(lists) == 1 else found
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+    if isinstance(rows, dict):
+        lists = [value for value in rows.values() if isinstance(value, list)]
+        rows = lists[0] if len(lists) == 1 else rows
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path}: expected a list of objects")
-    yield from found
+    yield from rows
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

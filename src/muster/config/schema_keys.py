@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from muster.config.section import MemberOf
 from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact
@@ -195,6 +196,9 @@ def _words(leaf: Any, notes: list[Any]) -> str:
     if origin is Literal:
         names = [json.dumps(name) if not isinstance(name, str) else name for name in get_args(leaf)]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    members = _members(notes)
+    if members:
+        return f"one of {', '.join(members)}"
     if origin is list:
         return f"a list of {_plural(get_args(leaf)[0])}"
     if origin is tuple:
@@ -221,6 +225,16 @@ def _bounds(leaf: Any, notes: list[Any]) -> str:
     if not low:
         return ""
     return (", " if leaf is str else " of " if low[0].startswith("at") else " ") + " and ".join(low)
+
+
+def choices(leaf: Any, info: FieldInfo | None = None) -> list[str]:
+    """The values of a leaf of which there are few."""
+    kind = bare(leaf)
+    return [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else _members(info.metadata if info else [])
+
+
+def _members(notes: list[Any]) -> list[str]:
+    return [name for note in notes if isinstance(note, MemberOf) for name in note.registry.names()]
 
 
 def _plural(annotation: Any) -> str:

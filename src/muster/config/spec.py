@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from muster.config.section import Fraction, NotNegative, Positive, Section
+from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section
 from muster.config.slurm import Slurm
 from muster.core.layout import AXES
+from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
 
 # ---------------------------------------------------------------- model
 
@@ -142,9 +143,9 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW, whole or with 8-bit state."""
+    """How gradients change the weights."""
 
-    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    name: Annotated[str, MemberOf(OPTIMIZERS)] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -155,6 +156,11 @@ class Optimizer(Section):
     """Learning rate at the last step, as a share of the peak."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global norm; null: no clipping (the norm is still reported)."""
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """What is known of the optimizer ``name``."""
+        return OPTIMIZERS.get(self.name)
 
 
 class Profile(Section):

@@ -31,8 +31,8 @@ def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "training.compile", f"compiling costs more than it saves in {training.steps} steps"
     if spec.resources.device == "cpu":
         yield "training.profile.memory_step", "memory snapshots are of CUDA memory, and device is cpu"
-    if optimizer.name == "adamw_8bit" and spec.model is not None and spec.model.lora is not None:
-        yield "training.optimizer.name", "8-bit state saves next to nothing on adapters alone"
+    if optimizer.traits.compact and spec.model is not None and spec.model.lora is not None:
+        yield "training.optimizer.name", "its smaller state saves next to nothing on adapters alone"
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
     shards = ranks // (spec.parallelism.dp_replicate * spec.parallelism.tp)
     if (

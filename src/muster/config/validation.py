@@ -188,9 +188,10 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
             key="training.exact", hint="tp: 1",
             message=f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
         )  # fmt: skip
-    if training.optimizer.name == "adamw_8bit":
+    if not training.optimizer.traits.elementwise:
+        name = training.optimizer.name
         yield Problem(
-            key="training.exact", message="cannot hold with adamw_8bit, whose rounding depends on how state is sharded",
+            key="training.exact", message=f"cannot hold with {name}, whose rounding depends on how state is sharded",
             hint="name: adamw",
         )  # fmt: skip
 

@@ -230,9 +230,8 @@ def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
         annotation: Any = RunSpec
         here: Any = raw
         for part in each["loc"]:
-            tagged = isinstance(here, dict) and len(schema_keys.sections(annotation)) > 1 and part == here.get("type")
             known = schema_keys.fields(annotation, here) if isinstance(here, dict) else {}
-            if isinstance(part, str) and part in known and not (tagged and part not in here):
+            if isinstance(part, str) and part in known:
                 path, annotation = (*path, part), known[part].annotation
                 here = here.get(part) if isinstance(here, dict) else None
             elif isinstance(part, int) and isinstance(here, list) and part < len(here):
@@ -253,8 +252,8 @@ def _value_problem(
 ) -> Problem:
     if kind.startswith("union_tag"):
         given = _get(raw, path)
-        models = schema_keys.sections(schema_keys.at(path[:-1])[0])
-        known = [name for model in models for name in schema_keys.literal(model.model_fields.get("type"))]
+        family = schema_keys.family_of(schema_keys.at(path[:-1])[0])
+        known = family.registry.names() if family else []
         message = f"must be one of {', '.join(known)}" + (f", got {schema_keys.shown(given)}" if given is not None else "")
         return _problem(path, message, origins, source, hint=_near(given, known))
     annotation, info = schema_keys.at(path, raw)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from muster.config.section import MemberOf
+from muster.config.section import MemberOf, SectionOf
 from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact
@@ -76,11 +76,16 @@ def bare(annotation: Any) -> Any:
 
 def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
     """The sections that may stand here; where ``raw`` names its ``type``, that one alone."""
-    found = [leaf for leaf in map(bare, leaves(annotation)) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
-    if len(found) > 1 and isinstance(raw, dict):
-        chosen = [model for model in found if raw.get("type") in literal(model.model_fields.get("type"))]
-        return chosen or found
-    return found
+    family = family_of(annotation)
+    if family is not None:
+        return list(family.sections(raw))
+    return [leaf for leaf in map(bare, leaves(annotation)) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+
+
+def family_of(annotation: Any) -> SectionOf | None:
+    """The family whose members' sections may stand here."""
+    notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((note for note in notes if isinstance(note, SectionOf)), None)
 
 
 def fields(annotation: Any, raw: Any = None) -> dict[str, FieldInfo]:

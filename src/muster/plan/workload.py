@@ -130,8 +130,8 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         )
     training, lora = spec.training, spec.model.lora
     every = spec.checkpoint.every_steps
-    rows = [getattr(source, "row_length", None) for source in spec.data.sources] if spec.data else []
-    document = rows[0] if len(rows) == 1 and rows[0] else None
+    sources = spec.data.sources if spec.data else []
+    document = sources[0].document_tokens if len(sources) == 1 else None
     return Workload(
         shape=shape,
         sequence_length=training.sequence_length,

@@ -10,7 +10,7 @@ from typing import Any
 
 from muster.report.ledger.categories import CATEGORIES
 from muster.report.ledger.fold import Ledger
-from muster.report.ledger.reference_rate import clean_steps, tax
+from muster.report.ledger.reference_rate import tax, typical_steps
 from muster.report.ledger.restorable_versions import Version, versions
 
 _HOUR_NS = 3_600_000_000_000
@@ -46,7 +46,7 @@ def tokens(ledger: Ledger) -> dict[str, Any]:
 
 def speed(ledger: Ledger) -> dict[str, Any]:
     """Medians over clean steps (each attempt's first two left out): tokens/s, step time, MFU; null where unknown."""
-    clean = clean_steps(ledger.lineage.steps) or [s for s in ledger.lineage.steps if s.final and s.measured_ns > 0]
+    clean = typical_steps(ledger.lineage.steps)
     mfu = [float(step.detail["mfu"]) for step in clean if step.detail.get("mfu") is not None]
     rates = [step.tokens / step.measured_ns * 1e9 for step in clean]
     return {

@@ -46,7 +46,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        return int(self.detail.get("tokens", 0))
+        return int(self.detail.get("tokens") or 0)
 
     @property
     def length_ns(self) -> int:
@@ -56,8 +56,8 @@ class Step:
     @property
     def measured_ns(self) -> int:
         """As the trainer measured it, and never more than the axis has room for."""
-        told = int(self.detail.get("step_ns", 0))
-        return min(told, self.length_ns) if told > 0 else self.length_ns
+        logged = int(self.detail.get("step_ns") or 0)
+        return min(logged, self.length_ns) if logged > 0 else self.length_ns
 
 
 @dataclass

@@ -49,14 +49,19 @@ def net_ns(step: Step) -> int:
 
 
 def clean_steps(steps: Sequence[Step]) -> list[Step]:
-    """Steps of the final lineage beyond each attempt's warm-up, with tokens and a length."""
+    """Steps of the final lineage beyond each attempt's warm-up, with tokens and a length. ``steps``: in time order."""
     seen: dict[int, int] = defaultdict(int)
-    found = []
-    for step in sorted(steps, key=lambda step: step.end_ns):
+    clean = []
+    for step in steps:
         seen[step.attempt] += 1
         if step.final and seen[step.attempt] > WARMUP_STEPS and step.tokens > 0 and step.measured_ns > 0:
-            found.append(step)
-    return found
+            clean.append(step)
+    return clean
+
+
+def typical_steps(steps: Sequence[Step]) -> list[Step]:
+    """What speed is the median of: clean steps; before there are any, all of the final lineage that took time."""
+    return clean_steps(steps) or [step for step in steps if step.final and step.measured_ns > 0]
 
 
 def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float | None) -> Reference | None:

@@ -23,10 +23,10 @@ from muster.data.tokenizer import Encoder
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import Axes
+from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.generate import generate
 from muster.train.metrics import StepLog
-from muster.train.model.causal_lm import TrainedModel
+from muster.train.model.causal_lm import ModelWithLoss
 from muster.train.model.loss import loss_sum
 
 #: Rows of a result that a sample shows.
@@ -39,13 +39,13 @@ class Evaluator:
 
     spec: RunSpec
     prepared: Prepared
-    model: TrainedModel
-    axes: Axes
+    model: ModelWithLoss
+    axes: ReduceGroups
     data_rank: int
     data_ranks: int
     world: World
     device: torch.device
-    link: AgentClient
+    agent: AgentClient
     log: StepLog
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Evaluator:
             self.model.train(was_training)
         detail["duration_ns"] = time.monotonic_ns() - began
         if self.world.rank == 0:
-            self.link.emit("eval", step=step, **detail)
+            self.agent.emit("eval", step=step, **detail)
             self.log.track(step, detail, prefix="eval")
         return detail
 
@@ -90,7 +90,7 @@ class Evaluator:
             loss = loss_sum(self.model, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
             if mine < len(batches):
                 losses[mine] = loss.double()
-            self.link.progress()
+            self.agent.progress()
         self.axes.sum_everywhere_(losses)  # each place is filled by one rank, so these sums add zeros: exact
         return math.fsum(losses.tolist()) / supervised
 
@@ -110,7 +110,7 @@ class Evaluator:
         if self.world.rank != 0:
             return {}
         for question, text in list(zip(questions, texts, strict=True))[: evaluation.samples]:
-            self.link.emit("generation", step=step, **sample(question, text))
+            self.agent.emit("generation", step=step, **sample(question, text))
         if not count:
             return {}
         found = summary(questions[:count], verdicts)
@@ -130,7 +130,7 @@ class Evaluator:
             max_new_tokens=width,
             eos_id=self.prepared.eos_id,
             pad_id=self.prepared.pad_id,
-            progress=self.link.progress,
+            progress=self.agent.progress,
         )
         table = torch.zeros(len(questions), width, dtype=torch.int64, device=self.device)
         for index, ids in zip(mine, completions, strict=False):
@@ -144,7 +144,7 @@ class Evaluator:
         for index in range(self.data_rank, len(questions), self.data_ranks):
             outcome = questions[index].score(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
-            self.link.progress()
+            self.agent.progress()
         self.axes.sum_everywhere_(table)
         return [Verdict(correct=bool(correct), timed_out=bool(late)) for correct, late in table.tolist()]
 

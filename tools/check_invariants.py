@@ -20,7 +20,7 @@ from pathlib import Path
 from replay import CannotReplay, Replay, plan, replay
 
 from muster.report.audit.history import Finding
-from muster.report.audit.invariants import broken, check, to_json, report_lines
+from muster.report.audit.invariants import broken, check, report_lines, to_json
 
 
 def main(argv: Sequence[str], say: Callable[[str], None] = print, tell: Callable[[str], None] | None = None) -> int:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.report.audit.history import LayoutHistory, Finding, History, Line, layout_histories, load, up_to
+from muster.report.audit.history import Finding, History, LayoutHistory, Line, layout_histories, load, up_to
 
 INVARIANTS = ("log", "I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
 #: A float sum taken in another order, relative; docs/recovery.md has the measured figure.
@@ -35,17 +35,17 @@ LEAVE_NS = 2_000_000_000
 
 def check(run_dir: str | Path, *, reference: str | Path | None = None, bound_s: float = 60.0) -> dict[str, Finding]:
     """Judge the history in ``run_dir``: invariant -> finding. Never raises for what a history may hold."""
-    result = {name: Finding() for name in INVARIANTS}
-    history = load(Path(run_dir), result["log"])
-    unreported = _step_chain(history, result["I1"], result["I2"])
-    _leadership(history, result["I3"])
+    findings = {name: Finding() for name in INVARIANTS}
+    history = load(Path(run_dir), findings["log"])
+    unreported = _step_chain(history, findings["I1"], findings["I2"])
+    _leadership(history, findings["I3"])
     if reference is not None:
-        _same_as_reference(history, load(Path(reference), Finding()), result["I4"], unreported)
-    _checkpoints(history, result["I5"])
-    _fences(history, result["I6"])
-    _times(history, result["I7"])
-    _incident_ends(history, result["I8"], bound_s)
-    return result
+        _same_as_reference(history, load(Path(reference), Finding()), findings["I4"], unreported)
+    _checkpoints(history, findings["I5"])
+    _fences(history, findings["I6"])
+    _times(history, findings["I7"])
+    _incident_ends(history, findings["I8"], bound_s)
+    return findings
 
 
 # ---------------------------------------------------------------- I1, I2
@@ -170,29 +170,29 @@ def _same_result(step: int, first: Line, again: Line, *, exact: bool) -> tuple[b
 # ---------------------------------------------------------------- I3
 
 
-def _leadership(history: History, result: Finding) -> None:
+def _leadership(history: History, finding: Finding) -> None:
     attempts = [int(line["attempt"]) for line in history.of("attempt.started")]
-    result.expect(
+    finding.expect(
         all(before < after for before, after in itertools.pairwise(attempts)),
         f"attempt numbers do not rise: {attempts}",
     )
     terms = [(int(line["detail"]["term"]), line) for line in history.of("supervisor.started")]
     numbers = [term for term, _ in terms]
-    result.expect(
+    finding.expect(
         all(before < after for before, after in itertools.pairwise(numbers)),
         f"terms of the lease do not rise: {numbers}",
     )
     acts = history.of("incident.decided", "attempt.started", "attempt.ended", "run.finished")
     for (term, line), (_, successor) in itertools.pairwise(terms):
         late = [act for act in acts if act["file"] == line["file"] and act["wall_ns"] > successor["wall_ns"]]
-        result.expect(not late, f"the supervisor of term {term} acted after its successor had the lease: {_names(late)}")
+        finding.expect(not late, f"the supervisor of term {term} acted after its successor had the lease: {_names(late)}")
     for kind in ("incident.detected", "incident.decided"):
-        _each_once(result, [str(line["detail"]["incident_id"]) for line in history.of(kind)], f"{kind} of")
+        _each_once(finding, [str(line["detail"]["incident_id"]) for line in history.of(kind)], f"{kind} of")
     causes = [str(line["detail"]["cause"]) for line in history.of("attempt.started") if line["detail"].get("cause")]
-    _each_once(result, causes, "an attempt because of")
+    _each_once(finding, causes, "an attempt because of")
     known = {str(line["detail"]["incident_id"]) for line in history.of("incident.detected")}
     for line in history.of("incident.decided"):
-        result.expect(
+        finding.expect(
             str(line["detail"]["incident_id"]) in known,
             f"a decision on {line['detail']['incident_id']}, which is no incident",
         )
@@ -203,14 +203,14 @@ def _leadership(history: History, result: Finding) -> None:
         elif line["kind"] == "supervisor.started":
             ended = None
         elif line["kind"] == "attempt.started" or ended is None or line["wall_ns"] > ended["wall_ns"] + LEAVE_NS:
-            result.expect(ended is None, f"{line['kind']} of attempt {line['attempt']} after the run's end")
+            finding.expect(ended is None, f"{line['kind']} of attempt {line['attempt']} after the run's end")
 
 
-def _each_once(result: Finding, names: list[str], what: str) -> None:
+def _each_once(finding: Finding, names: list[str], what: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
-    result.checked += len(names)
+    finding.checked += len(names)
     if twice:
-        result.problems.append(f"{what} {', '.join(twice)}: more than once")
+        finding.problems.append(f"{what} {', '.join(twice)}: more than once")
 
 
 def _names(lines: list[Line]) -> str:
@@ -220,7 +220,7 @@ def _names(lines: list[Line]) -> str:
 # ---------------------------------------------------------------- I4
 
 
-def _same_as_reference(history: History, reference: History, result: Finding, unreported: set[int]) -> None:
+def _same_as_reference(history: History, reference: History, finding: Finding, unreported: set[int]) -> None:
     """The last word on each step against the reference's; bit for bit where layouts and settings promise it.
 
     A run that did not succeed need not have the reference's last steps.
@@ -231,31 +231,31 @@ def _same_as_reference(history: History, reference: History, result: Finding, un
         theirs = {step: line for step, line in theirs.items() if step <= max(own, default=0)}
     histories, well = layout_histories(history), layout_histories(reference)
     missing = sorted(set(own) ^ set(theirs) - unreported)
-    result.expect(not missing, f"{len(own)} steps here, {len(theirs)} in the reference: {missing[:5]} in one alone")
+    finding.expect(not missing, f"{len(own)} steps here, {len(theirs)} in the reference: {missing[:5]} in one alone")
     for step in sorted(set(own) & set(theirs)):
         ways = histories[int(own[step]["attempt"])], well[int(theirs[step]["attempt"])]
-        result.expect(*_same_result(step, theirs[step], own[step], exact=_same_bits(history, step, *ways)))
+        finding.expect(*_same_result(step, theirs[step], own[step], exact=_same_bits(history, step, *ways)))
 
 
 # ---------------------------------------------------------------- I5
 
 
-def _checkpoints(history: History, result: Finding) -> None:
+def _checkpoints(history: History, finding: Finding) -> None:
     directory = Path(str(history.spec.get("checkpoint", {}).get("dir") or history.run_dir / "checkpoints"))
     skipped = {str(line["detail"]["uri"]).rstrip("/").rsplit("/", 1)[-1] for line in history.of("checkpoint.rejected")}
     for marker in sorted((directory / "commits").glob("step-*.json")) if directory.is_dir() else []:
         problem = _damage(marker, directory)
         name = marker.name
         if problem is not None and not any(each.startswith(marker.stem) for each in skipped):
-            result.expect(False, f"{name}: {problem}")
+            finding.expect(False, f"{name}: {problem}")
         else:
-            result.expect(True, "")
+            finding.expect(True, "")
     durable: list[int] = []
     for line in history.of("checkpoint.committed", "attempt.started", "checkpoint.restored"):
         if line["kind"] == "checkpoint.committed":
             durable.append(int(line["step"]))
         elif line["kind"] == "checkpoint.restored" and durable and not skipped:
-            result.expect(
+            finding.expect(
                 int(line["step"]) >= max(durable),
                 f"attempt {line['attempt']} restored step {line['step']} although step {max(durable)} was committed",
             )
@@ -283,14 +283,14 @@ def _damage(marker: Path, directory: Path) -> str | None:
 # ---------------------------------------------------------------- I6
 
 
-def _fences(history: History, result: Finding) -> None:
+def _fences(history: History, finding: Finding) -> None:
     newest = 0
     for line in history.of("attempt.started", "step", "checkpoint.committed"):
         if line["kind"] == "attempt.started":
             newest = max(newest, int(line["attempt"]))
             continue
         what = "applied step" if line["kind"] == "step" else "committed step"
-        result.expect(
+        finding.expect(
             int(line["attempt"]) >= newest,
             f"attempt {line['attempt']} {what} {line.get('step')} on {line['host']} after attempt {newest} had begun",
         )
@@ -299,12 +299,12 @@ def _fences(history: History, result: Finding) -> None:
 # ---------------------------------------------------------------- I7
 
 
-def _times(history: History, result: Finding) -> None:
+def _times(history: History, finding: Finding) -> None:
     for attempt, lines in _steps(history).items():
         if len({line["host"] for line in lines}) == 1 and len(lines) > 1:
             spanned = lines[-1]["mono_ns"] - lines[0]["mono_ns"]
             filled = sum(int(line["detail"].get("step_ns", 0)) for line in lines[1:])
-            result.expect(
+            finding.expect(
                 filled <= spanned * 1.02 + 20_000_000,
                 f"attempt {attempt}: its steps claim {filled / 1e9:.3f} s of {spanned / 1e9:.3f} s",
             )
@@ -312,16 +312,16 @@ def _times(history: History, result: Finding) -> None:
     for line in history.of("host.allocated", "host.released"):
         name = str(line["host"])
         held[name] += 1 if line["kind"] == "host.allocated" else -1
-        result.expect(held[name] in (0, 1), f"{name} was granted or released twice in a row")
+        finding.expect(held[name] in (0, 1), f"{name} was granted or released twice in a row")
     if history.of("run.finished"):
         for name, count in held.items():
-            result.expect(count == 0, f"{name} was never released, and the run is over")
+            finding.expect(count == 0, f"{name} was never released, and the run is over")
 
 
 # ---------------------------------------------------------------- I8
 
 
-def _incident_ends(history: History, result: Finding, bound_s: float) -> None:
+def _incident_ends(history: History, finding: Finding, bound_s: float) -> None:
     acted = {
         str(line["detail"]["incident_id"]): line
         for line in history.of("incident.decided")
@@ -331,9 +331,9 @@ def _incident_ends(history: History, result: Finding, bound_s: float) -> None:
     recovered = history.of("incident.resolved")
     for line in recovered:
         name, lost_s = str(line["detail"]["incident_id"]), line["detail"]["lost_ns"] / 1e9
-        result.expect(name in acted, f"recovered from {name}, on which nobody had decided")
+        finding.expect(name in acted, f"recovered from {name}, on which nobody had decided")
         if name not in waited:
-            result.expect(lost_s <= bound_s, f"{name} cost {lost_s:.2f} s, the bound is {bound_s:g} s")
+            finding.expect(lost_s <= bound_s, f"{name} cost {lost_s:.2f} s, the bound is {bound_s:g} s")
     # What may follow a decision: its recovery, another incident, the run's end, or a supervisor that takes over.
     for name, line in acted.items():
         settled = any(
@@ -341,31 +341,31 @@ def _incident_ends(history: History, result: Finding, bound_s: float) -> None:
             and (each["kind"] != "incident.resolved" or str(each["detail"]["incident_id"]) == name)
             for each in history.of("incident.resolved", "run.finished", "incident.detected", "supervisor.started")
         )
-        result.expect(settled, f"nothing followed the decision on {name} ({line['detail']['action']})")
+        finding.expect(settled, f"nothing followed the decision on {name} ({line['detail']['action']})")
 
 
 # ---------------------------------------------------------------- words
 
 
-def broken(result: Mapping[str, Finding]) -> list[str]:
+def broken(findings: Mapping[str, Finding]) -> list[str]:
     """``I3: ...`` for each problem."""
-    return [f"{name}: {problem}" for name, each in result.items() for problem in each.problems]
+    return [f"{name}: {problem}" for name, each in findings.items() for problem in each.problems]
 
 
-def to_json(result: Mapping[str, Finding]) -> dict[str, Any]:
+def to_json(findings: Mapping[str, Finding]) -> dict[str, Any]:
     """For programs."""
     return {
-        "holds": not broken(result),
+        "holds": not broken(findings),
         "invariants": {
             name: {"holds": not each.problems, "checked": each.checked, "problems": each.problems}
-            for name, each in result.items()
+            for name, each in findings.items()
         },
     }
 
 
-def report_lines(result: Mapping[str, Finding]) -> Iterator[str]:
+def report_lines(findings: Mapping[str, Finding]) -> Iterator[str]:
     """One line an invariant, and one a problem."""
-    for name, each in result.items():
+    for name, each in findings.items():
         verdict = "BROKEN" if each.problems else "holds" if each.checked else "not carried by this history"
         yield f"{name:<4}{verdict}" + (f" ({each.checked} facts)" if each.checked else "")
         yield from (f"      {problem}" for problem in each.problems)

@@ -39,9 +39,9 @@ def render(
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
     """Render a run for GKE or Slurm, offline: no project, no credentials."""
+    from muster.app import load
+    from muster.app.api import UsageError
     from muster.app.cluster import render as use_case
-    from muster.config import load
-    from muster.core.errors import UsageError
 
     if format is Format.HELM and output is None:
         raise UsageError("a chart is a folder of files", hint="--output FOLDER")

@@ -278,7 +278,8 @@ class RunSpec(Section):
     """A whole run file, checked."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    backend: Literal["local", "slurm", "gke", "vertex", "gce"] = "local"
+    backend: Annotated[str, Field(min_length=1)] = "local"
+    """Where it runs: ``local``, ``slurm``, ``gke``, or one that another package adds."""
     run_dir: str | None = None
     """Where this run lives; default ``~/.muster/runs/RUN_ID`` (or ``$MUSTER_HOME/runs``)."""
     model: Model | None = None

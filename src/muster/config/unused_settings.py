@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import itertools
+from collections.abc import Iterable, Iterator, Set
 
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
@@ -11,13 +12,16 @@ from muster.core.errors import Problem
 COMPILE_PAYS_AFTER_STEPS = 50
 
 
-def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
-    """A problem per knob among ``given`` (dotted key paths set by the user) that has no effect."""
+def no_effect(spec: RunSpec, given: Set[str], of_backend: Iterable[tuple[str, str]] = ()) -> list[Problem]:
+    """A problem per knob among ``given`` (dotted key paths set by the user) that has no effect.
+
+    ``of_backend``: (key, reason) of those that have none on the run's back end.
+    """
     found: list[Problem] = []
-    for rule in (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery):
-        for key, reason in rule(spec):
-            if key in given:
-                found.append(Problem(key=key, message=f"has no effect: {reason}"))
+    rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
+    for key, reason in itertools.chain(*(rule(spec) for rule in rules), of_backend):
+        if key in given:
+            found.append(Problem(key=key, message=f"has no effect: {reason}"))
     return found
 
 
@@ -92,24 +96,6 @@ def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    if spec.backend == "local":
-        here = "backend is local: the run uses this machine"
-        for name in (
-            "accelerator",
-            "machine",
-            "locations",
-            "provisioning_model",
-            "reservation",
-            "project",
-            "cluster",
-            "image",
-            "queue",
-        ):
-            yield f"resources.{name}", here
-        if not spec.resources.usd_per_host_hour:
-            yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour says no price"
-    if spec.backend != "slurm":
-        yield "slurm", f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
     if spec.resources.provisioning_model in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):

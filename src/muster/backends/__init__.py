@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
 from muster.core.errors import UsageError
@@ -33,3 +35,8 @@ def load(name: str) -> Launcher:
         return get(name).launcher()
     except ImportError as error:
         raise UsageError(f"the back end {name!r} needs {error.name}", hint=f"pip install 'muster[{name}]'") from error
+
+
+def names_where(able: Callable[[Backend], bool]) -> str:
+    """The back ends for which ``able`` holds, for a hint: ``slurm or gke``."""
+    return " or ".join(name for name in BACKENDS.names() if able(get(name)))

@@ -30,7 +30,7 @@ class OpenedSource:
     """None: the source has no held-out part of its own."""
     expected_rows: int | None = None
     token_rows: Callable[[int, int], TokenRows] | None = None
-    """(sequence length, vocabulary size) -> rows of token ids, by a source that needs no tokenizer: it has no ``rows``."""
+    """(sequence length, vocabulary size) -> rows of token ids, of a source that needs no tokenizer and has no rows."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from muster.app.inspect.status import all_runs as all_runs
     from muster.app.inspect.status import status as status
     from muster.app.inspect.watch import watch as watch
-    from muster.app.load import load as load
     from muster.app.planning.plan import plan as plan
     from muster.app.run.exec import execute as execute
     from muster.app.run.export import export as export
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from muster.backends.cluster import Cluster as Cluster
     from muster.backends.protocols import Terminal as Terminal
     from muster.config.load import Loaded as Loaded
+    from muster.config.load import load as load
     from muster.config.spec import RunSpec as RunSpec
     from muster.core.errors import MusterError as MusterError
     from muster.core.errors import Problem as Problem
@@ -53,7 +53,6 @@ _EXPORTS = {
     "muster.app.inspect.report": ("report",),
     "muster.app.inspect.status": ("all_runs", "status"),
     "muster.app.inspect.watch": ("watch",),
-    "muster.app.load": ("load",),
     "muster.app.planning.plan": ("plan",),
     "muster.app.run.exec": ("execute",),
     "muster.app.run.export": ("export",),
@@ -64,7 +63,7 @@ _EXPORTS = {
     "muster.backends.backend": ("Backend",),
     "muster.backends.cluster": ("Cluster",),
     "muster.backends.protocols": ("Terminal",),
-    "muster.config.load": ("Loaded",),
+    "muster.config.load": ("Loaded", "load"),
     "muster.config.spec": ("RunSpec",),
     "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
     "muster.core.events": ("Event",),

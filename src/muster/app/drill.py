@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.app import load
 from muster.app.inspect.report import report
 from muster.app.run import recover, stop, submit
 from muster.chaos import catalog
 from muster.chaos.fault import Fault as Fault
 from muster.chaos.network import Disk, Network
 from muster.chaos.target import Scene
+from muster.config import load
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobRequest

@@ -36,10 +36,6 @@ class RenderedFiles:
     warnings: tuple[Problem, ...] = ()
 
 
-#: Sections of the run file that belong to one back end each.
-SECTIONS = frozenset({"slurm"})
-
-
 class Render(Protocol):
     """One format of ``muster render``. Pure: no project, credentials or network."""
 
@@ -70,8 +66,6 @@ class Backend:
     """What is missing on the machine that submits. Looks, changes nothing."""
     unused_settings: Callable[[RunSpec], Iterable[tuple[str, str]]] = _no_keys
     """(key, reason) of settings that have no effect here."""
-    sections: frozenset[str] = frozenset()
-    """Those of ``SECTIONS`` that are read here."""
     formats: Mapping[str, Render] = field(default_factory=dict)
     """Formats of ``muster render``, the default one first."""
     cluster: OpenCluster | None = None

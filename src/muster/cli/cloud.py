@@ -36,12 +36,12 @@ def up(
     as_json: bool = JSON,
 ) -> None:
     """Make networks, cluster, node pools, queue and bucket in a Google Cloud project; again resumes it."""
-    from muster.app import load
+    from muster.app.api import load
     from muster.app.cluster import up_down
     from muster.cli import output
     from muster.cli.tree import watched
 
-    loaded = load.load(run_file, overrides or [], environment=False)
+    loaded = load(run_file, overrides or [], environment=False)
     cluster = up_down.cluster_of(loaded.spec, zone=zone, adopt=adopt)
     if dry_run:
         _dry_run(cluster, manifests, as_json)
@@ -75,12 +75,12 @@ def give_back(
     as_json: bool = JSON,
 ) -> None:
     """Remove what `up` made, in order, and list what still exists; fails while anything of ours bills."""
-    from muster.app import load
+    from muster.app.api import load
     from muster.app.cluster import up_down
     from muster.cli import output
     from muster.cli.tree import watched
 
-    spec = load.load(run_file, overrides or [], environment=False).spec
+    spec = load(run_file, overrides or [], environment=False).spec
     cluster = up_down.cluster_of(spec, zone=zone)
     found = watched(
         lambda progress: cluster.down(keep_data=keep_data, progress=progress),

@@ -23,11 +23,11 @@ def image(
     dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; touch nothing."),
 ) -> None:
     """Build the run's image by Cloud Build, without docker here, and print its name; the same parts are built once."""
-    from muster.app import load
+    from muster.app.api import load
     from muster.app.cluster.up_down import cluster_of
     from muster.cli import output
 
-    spec = load.load(run_file, overrides or [], environment=False).spec
+    spec = load(run_file, overrides or [], environment=False).spec
     found = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
     for doubt in found.doubts:
         output.info(f"warning: {doubt}")

@@ -208,7 +208,7 @@ def show(
         return
     if run_file is None:
         raise UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")
-    loaded = load.load(run_file, overrides or [])
+    loaded = load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     if json:
         output.as_json(resolved_json(loaded.spec))
@@ -225,12 +225,12 @@ def data(
     """Prepare the run's data and show a few documents; what is not learned from is dimmed."""
     import sys
 
-    from muster.app import load
+    from muster.app.api import load
     from muster.app.run.data import prepare_and_preview
     from muster.cli import output
     from muster.cli.live import preparing
 
-    loaded = load.load(run_file, overrides or [])
+    loaded = load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     with preparing() as progress:
         found = prepare_and_preview(loaded, examples=examples, progress=progress)

@@ -23,11 +23,11 @@ def preflight(
     timeout_s: float = typer.Option(1800.0, "--timeout", help="Seconds after which it is given up."),
 ) -> None:
     """Rehearse a run on one small machine of its cluster: same image, mounts, secrets and data, two steps."""
-    from muster.app import load
+    from muster.app.api import load
     from muster.app.cluster import preflight as use_case
     from muster.cli import output
 
-    loaded = load.load(run_file, overrides or [], environment=False)
+    loaded = load(run_file, overrides or [], environment=False)
     argv = ["muster", *sys.argv[1:]]
     found = use_case.preflight(
         loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.info(word)

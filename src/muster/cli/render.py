@@ -39,8 +39,7 @@ def render(
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
     """Render a run for GKE or Slurm, offline: no project, no credentials."""
-    from muster.app import load
-    from muster.app.api import UsageError
+    from muster.app.api import UsageError, load
     from muster.app.cluster import render as use_case
 
     if format is Format.HELM and output is None:
@@ -48,7 +47,7 @@ def render(
     options = {
         "namespace": namespace, "network": network.value, "nccl": nccl.value, "kueue": kueue, "run_claim": run_claim,
     }  # fmt: skip
-    spec = load.load(run_file, overrides or [], environment=False).spec
+    spec = load(run_file, overrides or [], environment=False).spec
     rendered = use_case.render(spec, format=format.value, options=options)
     for warning in rendered.warnings:
         print(f"warning: {warning.key}: {warning.message}", file=sys.stderr)

@@ -163,7 +163,7 @@ def export(
 
 
 def _load(run_file: str, overrides: list[str] | None) -> Loaded:
-    from muster.app import load
+    from muster.app.api import load
     from muster.cli import output
 
     if run_file.endswith(".json"):  # what `muster plan --out` wrote
@@ -171,7 +171,7 @@ def _load(run_file: str, overrides: list[str] | None) -> Loaded:
 
         loaded = open_plan(run_file, overrides or [])
     else:
-        loaded = load.load(run_file, overrides or [])
+        loaded = load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     return loaded
 

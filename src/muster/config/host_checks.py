@@ -1,4 +1,4 @@
-"""What a run file needs of the machine that reads it: files, folders, packages, a GPU."""
+"""What a run file needs of the machine that reads it: files, folders, packages, and what its back end asks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local
 from muster.core.errors import Problem
@@ -16,7 +17,7 @@ from muster.core.errors import Problem
 
 def problems(spec: RunSpec) -> list[Problem]:
     """What is missing here. Looks, changes nothing."""
-    return [*_files(spec), *_folders(spec), *_packages(spec)]
+    return [*_files(spec), *_folders(spec), *_packages(spec), *BACKENDS.get(spec.backend).host_checks(spec)]
 
 
 def _files(spec: RunSpec) -> Iterator[Problem]:

@@ -7,12 +7,13 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from muster.config import host_checks, schema_keys, validation
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, parse, scalar
@@ -46,24 +47,8 @@ class Loaded:
     """Knobs that were set and have no effect in this combination."""
 
 
-class Site(Protocol):
-    """What the place that ``backend`` names asks of a run file."""
-
-    def problems(self, spec: RunSpec, *, environment: bool) -> Iterable[Problem]:
-        """Broken rules; with ``environment``, what is missing on this machine too."""
-        ...
-
-    def unused(self, spec: RunSpec) -> Iterable[tuple[str, str]]:
-        """(key, reason) of settings that have no effect there."""
-        ...
-
-
-def load(
-    path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True, site: Site | None = None
-) -> Loaded:
+def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True) -> Loaded:
     """Read and check a run file whole; with ``environment``, this machine's files and folders too.
-
-    ``site`` adds the rules of the run file's back end.
 
     Relative local paths are taken from the current directory and returned absolute.
 
@@ -88,17 +73,10 @@ def load(
         raise UsageError(
             f"{source} is not UTF-8 text (byte {error.start})", hint="is it the right file? save it as UTF-8"
         ) from error
-    return loads(text, overrides, source=source, environment=environment, site=site)
+    return loads(text, overrides, source=source, environment=environment)
 
 
-def loads(
-    text: str,
-    overrides: Sequence[str] = (),
-    *,
-    source: str = "run file",
-    environment: bool = True,
-    site: Site | None = None,
-) -> Loaded:
+def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file", environment: bool = True) -> Loaded:
     """``load`` for a text."""
     parsed = parse(text, source=source)
     if parsed.problems and parsed.value is None:
@@ -123,11 +101,9 @@ def loads(
         _override(raw, override, origins, problems)
     spec, bad = _check_values(raw, origins, problems, source)
     if spec is not None:
-        found = validation.problems(spec)
+        found = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
             found += host_checks.problems(spec)
-        if site is not None:
-            found += site.problems(spec, environment=environment)
         problems += [_placed(each, origins, source) for each in found if not _touches(each.key, bad)]
     if problems or spec is None:
         raise RunFileError(sorted(problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
@@ -138,7 +114,7 @@ def loads(
         source=source,
         overrides=tuple(overrides),
         origins=origins,
-        warnings=tuple(_placed(each, origins, source) for each in no_effect(spec, given, site.unused(spec) if site else ())),
+        warnings=tuple(_placed(each, origins, source) for each in no_effect(spec, given)),
     )
 
 

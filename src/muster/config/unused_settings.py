@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
@@ -12,17 +12,11 @@ from muster.core.errors import Problem
 COMPILE_PAYS_AFTER_STEPS = 50
 
 
-def no_effect(spec: RunSpec, given: Set[str], of_backend: Iterable[tuple[str, str]] = ()) -> list[Problem]:
-    """A problem per knob among ``given`` (dotted key paths set by the user) that has no effect.
-
-    ``of_backend``: (key, reason) of those that have none on the run's back end.
-    """
-    found: list[Problem] = []
+def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
+    """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
     rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
-    for key, reason in itertools.chain(*(rule(spec) for rule in rules), of_backend):
-        if key in given:
-            found.append(Problem(key=key, message=f"has no effect: {reason}"))
-    return found
+    unused = [found for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for found in rule(spec)]
+    return [Problem(key=key, message=f"has no effect: {reason}") for key, reason in unused if key in given]
 
 
 def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -96,6 +90,8 @@ def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    for name in set(BACKENDS.names()) & set(RunSpec.model_fields) - {spec.backend}:  # sections of one back end
+        yield name, f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
     if spec.resources.provisioning_model in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):

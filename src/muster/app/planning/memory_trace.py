@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from muster.app import load
 from muster.app.planning.plan import Planned
+from muster.config import load
 from muster.core.clock import SystemShell
 from muster.core.errors import BackendError
 from muster.core.protocols import Shell

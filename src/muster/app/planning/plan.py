@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from muster import backends
-from muster.app import load
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.prices import own_prices
 from muster.catalog import offers, rows
+from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.core.errors import NoPlanError, RunFileError, UsageError

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from muster.app import load
+from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import UsageError

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from muster import backends
-from muster.app import load
 from muster.app.inspect.status import job, spec_of
 from muster.app.run import submit, train
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
+from muster.config import load
 from muster.core import event_log
 from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster import backends
-from muster.app import load
 from muster.app.inspect.status import job, spec_of
 from muster.app.inspect.supervisor_client import SupervisorUnreachable, ask
 from muster.app.run import submit
+from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.clock import SystemClock

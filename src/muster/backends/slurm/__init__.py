@@ -36,6 +36,5 @@ def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapp
 BACKEND = Backend(
     name="slurm",
     launcher=_launcher,
-    sections=frozenset({"slurm"}),
     formats={"yaml": _script, "toolkit": _blueprint},
 )

@@ -22,12 +22,12 @@ def drill(
     run_file: str | None = typer.Argument(None, metavar="RUN.yaml", help="The run file."),
     overrides: list[str] = OVERRIDES,
     fault: str | None = typer.Option(None, "--fault", help="What to break; --list names the menu."),
-    at_step: int = typer.Option(10, "--at-step", min=1, help="Strike after this step."),
-    seed: int = typer.Option(0, "--seed", help="Chooses the victim and the moments: the same seed, the same blows."),
+    at_step: int = typer.Option(10, "--at-step", min=1, help="Inject the fault after this step."),
+    seed: int = typer.Option(0, "--seed", help="Chooses the target and the times; the same seed, the same faults."),
     listed: bool = typer.Option(False, "--list", help="Print the menu of faults."),
     json: bool = JSON,
 ) -> None:
-    """Break a run of this file on purpose, here, and compare what happened with what had to happen (minutes)."""
+    """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
     from muster.app.api import UsageError
     from muster.app.drill import MENU

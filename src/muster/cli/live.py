@@ -51,7 +51,8 @@ class Display:
         training = self.spec.training
         if training.steps is not None or training.epochs is None or "sequences" not in self.summary.data:
             return training.steps
-        return math.ceil(self.summary.data["sequences"] * training.epochs / training.global_batch_size)
+        sequences = int(self.summary.data["sequences"])
+        return math.ceil(sequences * training.epochs / training.global_batch_size)
 
     def close(self) -> None:
         """Nothing is shown any more."""

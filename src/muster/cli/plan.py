@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ def plan(
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
 ) -> None:
-    """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
+    """Predict whether it fits, how fast, how long and how much.
+
+    And how likely, where, and what would be cheaper.
+    """
     from muster.app.api import UsageError
     from muster.app.planning import plan as use_case
     from muster.cli import output, plan_table
@@ -68,7 +72,10 @@ def plan(
 def calibrate(
     run_dir: str = typer.Argument(..., metavar="RUN", help="A run or its folder."), json: bool = JSON
 ) -> None:
-    """Fit the plan's constant to a measured run, and say how far the model was off."""
+    """Fit the plan's constant to a measured run.
+
+    Prints how far the model was off.
+    """
     from muster.app.api import find_run
     from muster.app.planning.calibrate import calibrate_run
     from muster.cli import output
@@ -93,7 +100,7 @@ def update(json: bool = JSON) -> None:
     from muster.app.planning.prices import update as use_case
     from muster.cli import output
 
-    found = use_case()
+    found = use_case(api_key=os.environ.get("MUSTER_BILLING_API_KEY"))
     if json:
         output.as_json(
             {"path": str(found.path), "prices": len(found.prices), "skus": found.skus, "missing": found.missing}

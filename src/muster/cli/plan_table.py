@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from muster.app.planning.plan import Planned, words
+from muster.app.planning.plan import Planned, format
 
 REJECTED_SHOWN = 8
 
@@ -54,15 +54,15 @@ def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"  step     {chosen['step_s']:.3g} s, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
     yield (
-        f"  time     {words.duration(hours['p50'])} (p90 {words.duration(hours['p90'])}), "
+        f"  time     {format.duration(hours['p50'])} (p90 {format.duration(hours['p90'])}), "
         f"goodput {chosen['goodput']:.1%}, checkpoint every {chosen['checkpoint_every_steps']} steps"
     )
     if usd["p50"] is not None:
         yield (
-            f"  cost     {words.dollars(usd['p50'])} (p90 {words.dollars(usd['p90'])}), "
-            f"{words.dollars(chosen['usd_per_step'])} a step, "
-            f"{words.dollars(chosen['usd_per_million_tokens'])} a million tokens, "
-            f"{words.dollars(chosen['usd_per_hour'])}/h"
+            f"  cost     {format.dollars(usd['p50'])} (p90 {format.dollars(usd['p90'])}), "
+            f"{format.dollars(chosen['usd_per_step'])} a step, "
+            f"{format.dollars(chosen['usd_per_million_tokens'])} a million tokens, "
+            f"{format.dollars(chosen['usd_per_hour'])}/h"
         )
     price = chosen["price"]
     if price:
@@ -76,7 +76,7 @@ def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
 def _memory(chosen: Mapping[str, Any]) -> Iterator[str]:
     total, have = chosen["memory_bytes_per_gpu"], chosen["gpu_memory_bytes"]
     moment = chosen["memory_peak_moment"]
-    yield f"  memory   {words.gigabytes(total)} of {words.gigabytes(have)} a GPU at its peak ({moment})"
+    yield f"  memory   {format.gigabytes(total)} of {format.gigabytes(have)} a GPU at its peak ({moment})"
     for name, count in sorted(chosen["memory_bytes_by_item"].items(), key=lambda item: -item[1]):
         yield f"    {name:<22} {count / 1e9:8.2f} GB"
     yield from _host_memory(chosen)
@@ -97,8 +97,8 @@ def _row(each: Mapping[str, Any]) -> str:
     mfu = f"{each['mfu']:.1%}" if each["mfu"] is not None else "-"
     usd, hours = each["usd"], each["hours"]
     return (
-        f"{each['title']:<52} {each['gpus']:>5} {each['step_s']:>8.3g} {mfu:>6} {words.duration(hours['p50']):>9} "
-        f"{words.duration(hours['p90']):>9} {words.dollars(usd['p50']):>10} {words.dollars(usd['p90']):>10}"
+        f"{each['title']:<52} {each['gpus']:>5} {each['step_s']:>8.3g} {mfu:>6} {format.duration(hours['p50']):>9} "
+        f"{format.duration(hours['p90']):>9} {format.dollars(usd['p50']):>10} {format.dollars(usd['p90']):>10}"
     )
 
 

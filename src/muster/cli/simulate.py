@@ -20,29 +20,32 @@ def simulate(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,
     hosts: int | None = typer.Option(None, "--hosts", min=1, help="Instead of the file's resources.hosts."),
-    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts held for an emergency."),
-    min_hosts: int | None = typer.Option(None, "--min-hosts", min=1, help="Go on with as few."),
+    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts kept as spares."),
+    min_hosts: int | None = typer.Option(None, "--min-hosts", min=1, help="Continue with as few."),
     hours: float | None = typer.Option(None, "--hours", help="Length of a rehearsal; default 40, or the trace's."),
-    failures_per_day: float = typer.Option(5.0, "--failures-per-day", help="Of the whole job."),
+    failures_per_day: float = typer.Option(5.0, "--failures-per-day", help="Failures of the whole job per day."),
     seeds: int = typer.Option(100, "--seeds", help="Rehearsals."),
     paired: int = typer.Option(20, "--paired", help="Seeds for each comparison; 0: no comparisons."),
     policy: str | None = typer.Option(None, "--policy", help="default, conservative, or a Python file of yours."),
     profile: str | None = typer.Option(None, "--profile", help="Stage times: a shipped table, or a run to measure."),
     trace: str | None = typer.Option(None, "--trace", help="Spot capacity over time, instead of failures a day."),
-    detection: str = typer.Option("fast", "--detection", help="fast or slow: how soon faults are found."),
+    detection: str = typer.Option("fast", "--detection", help="fast or slow: how soon faults are detected."),
     repair_h: float = typer.Option(4.0, "--repair-hours", help="Mean time until a broken host is back."),
     weibull_shape: float = typer.Option(1.0, "--weibull-shape", help="Below 1 failures cluster."),
-    correlated_per_day: float = typer.Option(0.0, "--correlated-per-day", help="Rack events besides."),
-    correlated_hosts: int = typer.Option(8, "--correlated-hosts", min=1, help="Hosts that one takes."),
-    maintenance_per_day: float = typer.Option(0.0, "--maintenance-per-day", help="Hosts told to leave for 2 h."),
-    false_alarms_per_day: float = typer.Option(0.0, "--false-alarms-per-day", help="Healthy ranks accused."),
-    slow_per_day: float = typer.Option(0.0, "--slow-per-day", help="Episodes of a slow host."),
-    step_s: float | None = typer.Option(None, "--step-s", help="Seconds a step takes; default: the profile's."),
+    correlated_per_day: float = typer.Option(0.0, "--correlated-per-day", help="Correlated (rack-level) failures per day."),
+    correlated_hosts: int = typer.Option(8, "--correlated-hosts", min=1, help="Hosts lost in each."),
+    maintenance_per_day: float = typer.Option(0.0, "--maintenance-per-day", help="Hosts taken for 2 h of maintenance per day."),
+    false_alarms_per_day: float = typer.Option(0.0, "--false-alarms-per-day", help="False-positive hang reports per day."),
+    slow_per_day: float = typer.Option(0.0, "--slow-per-day", help="Episodes of a slow host per day."),
+    step_s: float | None = typer.Option(None, "--step-s", help="Seconds per step; default: the profile's."),
     usd: float | None = typer.Option(None, "--usd-per-host-hour", help="Price, for figures in dollars."),
     json: bool = JSON,
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write one rehearsal as the report's page."),
 ) -> None:
-    """Rehearse this run on virtual hosts with faults: goodput, where the time goes, what would be better."""
+    """Rehearse failures of this run on a virtual cluster.
+
+    Shows goodput, where the time goes, and what would improve it.
+    """
     from muster.app.planning import simulate as use_case
     from muster.cli import output
 

@@ -30,7 +30,10 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
-    """Show a run live: hosts, ranks, step, checkpoint tiers, incidents. Ctrl-C leaves it running."""
+    """Show a run live: hosts, ranks, step, checkpoints, incidents.
+
+    Ctrl-C does not stop the run.
+    """
     from muster.app.inspect.watch import watch as use_case
     from muster.cli import output
 

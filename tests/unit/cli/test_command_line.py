@@ -220,7 +220,7 @@ def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
         raise KeyboardInterrupt
 
     for verb, place in (("watch", "watch.watch"), ("logs", "logs.logs"), ("events", "logs.events")):
-        monkeypatch.setattr(f"muster.app.{place}", interrupted)
+        monkeypatch.setattr(f"muster.app.inspect.{place}", interrupted)
         code, out, err = run(capsys, verb, "x")
         assert (code, out) == (130, "") and "the run itself is left as it is" in err, verb
 

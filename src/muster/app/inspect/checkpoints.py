@@ -188,7 +188,7 @@ def _slot_bytes(path: Path, held: snapshot_ring.Held) -> int:
     except CheckpointError:
         return 0  # gone since it was listed
     try:
-        return found.slot_bytes
+        return int(found.slot_bytes)
     finally:
         found.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.app.inspect.status import first_problem
+from muster.app.planning.model_shape import shape_of
 from muster.catalog import offers, rows
 from muster.catalog.offers import Fabric, Option
 from muster.catalog.rows import Accelerator
@@ -131,8 +132,6 @@ def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:
 
 def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelShape:
     """The shape of the model that ran; a trained tokenizer's real size where it is known."""
-    from muster.app.planning.plan import shape_of
-
     shape = shape_of(spec)
     for event in events:
         total = event.detail.get("parameters") if event.kind == "model.ready" else None
@@ -172,7 +171,7 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     ceiling, measured = chip.ceiling(offers.matmul_share())
     return Option(
         offer=Offer(
-            backend="local", machine="this machine", location="here", accelerator=chip.name,
+            backend=spec.backend, machine="this machine", location="here", accelerator=chip.name,
             gpus_per_node=layout.world_size // spec.resources.hosts or 1, gpu_memory_bytes=chip.memory_bytes,
             usd_per_node_hour=0.0, peak_flops_per_gpu=chip.peak_flops.get("bf16"), max_nodes=1, mode="owned",
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -42,7 +41,7 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
     }
     done = (shell or SystemShell()).run(
         [sys.executable, "-m", "muster.train.memory_trace"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1"},
         stdin=json.dumps(request),
         timeout_s=TIMEOUT_S,
     )

@@ -7,9 +7,8 @@ where it has changed since.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
+from muster.app.planning.model_shape import shape_of
 from muster.app.planning.prices import own_prices
 from muster.catalog import offers, rows
 from muster.config import load
 from muster.config.load import Loaded
-from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.config.spec import RunSpec
 from muster.core.errors import NoPlanError, RunFileError, UsageError
-from muster.core.flops import ModelShape
-from muster.plan import format as words
+from muster.plan import format as format
 from muster.plan import plan_file
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
@@ -133,40 +132,6 @@ def is_plan(path: str | Path) -> bool:
     return str(path).endswith(".json")
 
 
-def shape_of(spec: RunSpec) -> ModelShape:
-    """The model's shape without network: from the file, a local folder, the catalogue, or the hub's local cache.
-
-    Raises:
-        UsageError: nobody here knows the model.
-    """
-    model = spec.model
-    if model is None:
-        raise UsageError("a run with `command` cannot be planned: what it computes is not known")
-    if isinstance(model.config, Mapping):
-        config = dict(model.config)
-        if isinstance(model.tokenizer, TrainedTokenizer):
-            config.setdefault("vocab_size", model.tokenizer.vocab_size)
-        return ModelShape.from_config(config)
-    name = model.config if isinstance(model.config, str) else model.source
-    assert name is not None
-    path = Path(name)
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        try:
-            return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{file} is no model configuration: {error}") from error
-    known = rows.find_model(name)
-    if known is None:
-        raise UsageError(
-            f"the shape of {name} is not in the catalogue",
-            hint="give model.source=FOLDER with a config.json, or model.config=PATH/config.json; known: "
-            + ", ".join(list(rows.models())[:4])
-            + "...",
-        )
-    return known.shape
-
-
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants
@@ -197,8 +162,8 @@ def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str |
 
 def _works(candidate: Candidate) -> str:
     cost = candidate.cost
-    usd = f" for {words.dollars(cost.usd_p50)}" if cost.usd_p50 is not None else ""
-    return f"the nearest plan that works: without that limit: {candidate.title}, {words.duration(cost.hours_p50)}{usd}"
+    usd = f" for {format.dollars(cost.usd_p50)}" if cost.usd_p50 is not None else ""
+    return f"the nearest plan that works: without that limit: {candidate.title}, {format.duration(cost.hours_p50)}{usd}"
 
 
 def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None) -> Problem:

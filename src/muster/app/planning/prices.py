@@ -7,7 +7,6 @@ The user's row wins over a fetched one, which wins over the one that ships.
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -54,7 +53,7 @@ def own_prices(home: Path | None = None) -> list[Price]:
 
 
 def update(
-    home: Path | None = None, *, environ: Mapping[str, str] | None = None, fetch: Fetch | None = None
+    home: Path | None = None, *, api_key: str | None = None, fetch: Fetch | None = None
 ) -> Updated:
     """Fetch Google's list prices and write them beside the user's.
 
@@ -62,9 +61,8 @@ def update(
         AccessError: no credentials here, or they are refused.
         BackendError: the billing catalogue cannot be reached or answers nonsense.
     """
-    environ = os.environ if environ is None else environ
     home = home or run_registry.home()
-    headers, query = credentials(environ)
+    headers, query = credentials(api_key)
     found: list[dict[str, Any]] = []
     token = ""
     for _ in range(MAX_PAGES):
@@ -86,15 +84,14 @@ def update(
     return Updated(path=path, prices=tuple(prices), skus=len(found), missing=tuple(missing))
 
 
-def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def credentials(api_key: str | None) -> tuple[dict[str, str], dict[str, str]]:
     """(headers, query) that authorise a request: an API key, or application default credentials.
 
     Raises:
         AccessError: there are none.
     """
-    key = environ.get("MUSTER_BILLING_API_KEY")
-    if key:
-        return {}, {"key": key}
+    if api_key:
+        return {}, {"key": api_key}
     try:
         import google.auth
         import google.auth.exceptions
@@ -106,7 +103,7 @@ def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
         ) from error
     try:
         found, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-billing.readonly"])
-        found.refresh(google.auth.transport.requests.Request())
+        found.refresh(google.auth.transport.requests.Request())  # type: ignore[no-untyped-call]
     except google.auth.exceptions.GoogleAuthError as error:
         raise AccessError(
             f"no credentials for the billing catalogue: {str(error).splitlines()[0]}",

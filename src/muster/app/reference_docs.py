@@ -24,13 +24,13 @@ GENERATED = "<!-- Generated from the code by `python -m muster.app.reference_doc
 def run_file_schema() -> str:
     """The JSON schema of run files, for editors."""
     schema = RunSpec.model_json_schema()
-    found = {
+    result = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:muster:run-file",
         **schema,
         "title": "Muster run file",
     }
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(result, indent=1) + "\n"
 
 
 def run_file_reference() -> str:

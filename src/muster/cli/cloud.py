@@ -85,25 +85,25 @@ def give_back(
 
     spec = load(run_file, overrides or [], environment=False).spec
     cluster = up_down.cluster_of(spec, zone=zone)
-    found = watched(
+    result = watched(
         lambda progress: cluster.down(keep_data=keep_data, progress=progress),
         again=_command("down", run_file, overrides, zone, *(["--keep-data"] if keep_data else [])),
         live=not as_json,
     )
     if as_json:
-        output.as_json(up_down.down_to_json(cluster, found))
-        if not found.clean:
+        output.as_json(up_down.down_to_json(cluster, result))
+        if not result.clean:
             raise typer.Exit(6)
         return
-    for trouble in found.troubles:
+    for trouble in result.troubles:
         output.info(f"not removed: {trouble}")
-    for left in found.leftovers:
+    for left in result.leftovers:
         output.result(left.sentence())
-    if total := sum(left.usd_per_day or 0.0 for left in found.leftovers):
+    if total := sum(left.usd_per_day or 0.0 for left in result.leftovers):
         output.info(f"together about ${total:.2f} per day, where prices are known")
-    if not found.clean:
+    if not result.clean:
         raise typer.Exit(6)
-    output.info(f"nothing of ours is left in {cluster.project}" + (" except what was kept" if found.leftovers else ""))
+    output.info(f"nothing of ours is left in {cluster.project}" + (" except what was kept" if result.leftovers else ""))
 
 
 def _dry_run(cluster: Cluster, manifests: Path | None, as_json: bool) -> None:

@@ -31,14 +31,14 @@ def image(
     from muster.cli import output
 
     spec = load(run_file, overrides or [], environment=False).spec
-    found = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
-    for doubt in found.doubts:
+    result = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
+    for doubt in result.doubts:
         output.info(f"warning: {doubt}")
     if dry_run:
-        for call in found.calls():
+        for call in result.calls():
             output.result(call.shown())
         return
-    output.info(f"building {found.name}: about 20 minutes the first time")
-    built = found.build()
-    output.result(found.name)
-    output.info(("built" if built else "it existed already") + f"; hint: resources.image: {found.name}")
+    output.info(f"building {result.name}: about 20 minutes the first time")
+    built = result.build()
+    output.result(result.name)
+    output.info(("built" if built else "it existed already") + f"; hint: resources.image: {result.name}")

@@ -32,11 +32,11 @@ def status(
     from muster.cli import output
 
     if run is not None:
-        found = use_case.status(run)
+        result = use_case.status(run)
         if json:
-            output.as_json(found.to_json())
+            output.as_json(result.to_json())
         else:
-            _print_status(found)
+            _print_status(result)
         return
     unreadable: list[str] = []
     every = use_case.all_runs(on_unreadable=lambda run_id, why: unreadable.append(f"{run_id} cannot be read: {why}"))
@@ -52,10 +52,10 @@ def status(
         output.info(line)
 
 
-def _print_status(found: RunStatus) -> None:
+def _print_status(result: RunStatus) -> None:
     from muster.cli import output
 
-    shown = found.to_json()
+    shown = result.to_json()
     output.result(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
     for key in ("now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
         value = shown[key]
@@ -139,17 +139,17 @@ def report(
         foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
         output.as_json(foreign) if json else output.result(use_case.foreign_table(foreign))
         return
-    found = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
+    result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
     if html:
-        for run, each in zip(runs, found, strict=True):
+        for run, each in zip(runs, result, strict=True):
             output.result(str(use_case.write_page(each, run, target)))
-    elif len(found) > 1:
-        side_by_side = use_case.compare(found)
+    elif len(result) > 1:
+        side_by_side = use_case.compare(result)
         output.as_json(side_by_side) if json else output.result(use_case.comparison_table(side_by_side))
     elif json:
-        output.as_json(found[0].to_json())
+        output.as_json(result[0].to_json())
     else:
-        output.result(use_case.table(found[0]))
+        output.result(use_case.table(result[0]))
 
 
 def _refuse_idle_options(
@@ -174,20 +174,20 @@ def checkpoints(run: str = RUN, json: bool = JSON) -> None:
     from muster.cli import output
     from muster.cli.tables import catalogue
 
-    found = use_case(run)
+    result = use_case(run)
     if json:
-        output.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
-    for line in catalogue(found):
+    for line in catalogue(result):
         output.result(line)
-    for uri, reason in found.skipped:
+    for uri, reason in result.skipped:
         output.info(f"passed over: {uri}: {reason}")
-    if found.unseen:
+    if result.unseen:
         newest = (
-            ", ".join(f"{tier} held step {step}" for tier, step in found.told) or "the run has not said what it holds"
+            ", ".join(f"{tier} held step {step}" for tier, step in result.told) or "the run has not said what it holds"
         )
-        output.info(f"not on this machine: the memory of {', '.join(found.unseen)} (at the last step heard of: {newest})")
-    if found.used is None:
+        output.info(f"not on this machine: the memory of {', '.join(result.unseen)} (at the last step heard of: {newest})")
+    if result.used is None:
         output.info("nothing to restart from: the run would start from the beginning")
 
 
@@ -236,12 +236,12 @@ def data(
     loaded = load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     with preparing() as progress:
-        found = prepare_and_preview(loaded, examples=examples, progress=progress)
+        result = prepare_and_preview(loaded, examples=examples, progress=progress)
     if json:
-        output.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
     from rich.console import Console
 
     from muster.app.run.data import render
 
-    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(found))
+    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(result))

@@ -98,8 +98,8 @@ def run(argv: Sequence[str]) -> int:
     from muster.cli import output
 
     try:
-        found: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
-        return found if isinstance(found, int) else 0
+        result: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
+        return result if isinstance(result, int) else 0
     except MusterError as error:
         output.error(error)
         return error.exit_code

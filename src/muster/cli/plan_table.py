@@ -10,28 +10,28 @@ from muster.app.planning.plan import Planned, format
 REJECTED_SHOWN = 8
 
 
-def lines(found: Planned, *, every: bool = False) -> Iterator[str]:
+def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     """The chosen plan, the frontier, and why other offers were not taken."""
-    chosen = found.plan.chosen
-    yield f"{found.plan.extra['job']}: {chosen['title']}"
+    chosen = result.plan.chosen
+    yield f"{result.plan.extra['job']}: {chosen['title']}"
     yield from _figures(chosen)
     yield ""
     yield from _memory(chosen)
     yield ""
     yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
-    for each in found.plan.frontier:
+    for each in result.plan.frontier:
         yield _row(each)
-    shown = found.plan.rejected if every else _telling(found.plan.rejected)
+    shown = result.plan.rejected if every else _telling(result.plan.rejected)
     if shown:
         yield ""
         yield "not taken:"
     for each in shown:
         yield f"  {each['machine']:<20} {each['mode']:<11} {each['location']:<16} {each['reason']}"
-    left = len(found.plan.rejected) - len(shown)
+    left = len(result.plan.rejected) - len(shown)
     if left:
         yield f"  and {left} more (--all)"
     yield ""
-    for assumption in (*found.plan.assumptions, *chosen["modelled"]):
+    for assumption in (*result.plan.assumptions, *chosen["modelled"]):
         yield f"assumed: {assumption}"
 
 
@@ -104,8 +104,8 @@ def _row(each: Mapping[str, Any]) -> str:
 
 def _telling(rejected: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
     """One example of each kind of reason, those with numbers first."""
-    found: dict[str, Mapping[str, Any]] = {}
+    result: dict[str, Mapping[str, Any]] = {}
     for each in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r["reason"])):
         kind = "".join(c for c in each["reason"] if not c.isdigit() and c not in ".,")[:18]
-        found.setdefault(kind, each)
-    return list(found.values())[:REJECTED_SHOWN]
+        result.setdefault(kind, each)
+    return list(result.values())[:REJECTED_SHOWN]

@@ -32,8 +32,8 @@ def preflight(
 
     loaded = load(run_file, overrides or [], environment=False)
     argv = ["muster", *sys.argv[1:]]
-    found = use_case.preflight(
+    result = use_case.preflight(
         loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.info(word)
     )
-    output.result(f"preflight passed: {found.status.reason}")
+    output.result(f"preflight passed: {result.status.reason}")
     output.info("not tested: GPU memory, NCCL, speed")

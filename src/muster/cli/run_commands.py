@@ -50,13 +50,13 @@ def submit(
 
         output.as_json(asdict(use_case.preview(loaded)))
         return
-    found = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
-    output.result(found.run.run_id)
-    if found.again:
+    result = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
+    output.result(result.run.run_id)
+    if result.again:
         output.info("it is already running; nothing was started")
-    output.info(f"in {found.run.path}")
+    output.info(f"in {result.run.path}")
     output.info(
-        f"hint: muster status {found.run.run_id}, muster logs -f {found.run.run_id}, muster stop {found.run.run_id}"
+        f"hint: muster status {result.run.run_id}, muster logs -f {result.run.run_id}, muster stop {result.run.run_id}"
     )
 
 
@@ -74,9 +74,9 @@ def recover(
 
     argv = ["muster", *sys.argv[1:]]
     if not watch:
-        found = use_case.recover(run, overrides or [], argv=argv)
-        output.result(found.run.run_id)
-        output.info(f"hint: muster logs -f {found.run.run_id}")
+        result = use_case.recover(run, overrides or [], argv=argv)
+        output.result(result.run.run_id)
+        output.info(f"hint: muster logs -f {result.run.run_id}")
         return
     from muster.app.api import find_run
     from muster.app.inspect.status import spec_of
@@ -109,14 +109,14 @@ def stop(
     from muster.app.run.stop import stop as use_case
     from muster.cli import output
 
-    found = use_case(run, force=force, wait=wait)
-    if not found.was_running:
-        output.info(f"{found.run.run_id} had already ended: {found.status.state} ({found.status.reason})")
+    result = use_case(run, force=force, wait=wait)
+    if not result.was_running:
+        output.info(f"{result.run.run_id} had already ended: {result.status.state} ({result.status.reason})")
     elif wait:
-        output.info(f"{found.run.run_id}: {found.status.state}: {found.status.reason}")
-        output.info(f"hint: muster recover {found.run.run_id} continues from here")
+        output.info(f"{result.run.run_id}: {result.status.state}: {result.status.reason}")
+        output.info(f"hint: muster recover {result.run.run_id} continues from here")
     else:
-        output.info(f"{found.run.run_id} was asked to stop")
+        output.info(f"{result.run.run_id} was asked to stop")
 
 
 def down(
@@ -139,20 +139,20 @@ def down(
 
         give_back(run, overrides, zone, keep_data, as_json)
         return
-    if beside := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
+    if extra := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
         raise UsageError(
-            f"muster down ends one run at a time: {beside[0]!r} goes with a run file alone",
+            f"muster down ends one run at a time: {extra[0]!r} needs a run file",
             hint=f"muster down {run}, then the next one",
         )
-    found = use_case(run)
+    result = use_case(run)
     if as_json:
-        usd = found.usd_per_hour
+        usd = result.usd_per_hour
         output.as_json(
-            {"run_id": found.run.run_id, "clean": not found.left, "left": found.left, "stopped_usd_per_hour": usd}
+            {"run_id": result.run.run_id, "clean": not result.left, "left": result.left, "stopped_usd_per_hour": usd}
         )
         return
-    output.info(f"{found.run.run_id} is down: no processes or memory are left; ${found.usd_per_hour:.2f}/h stopped")
-    output.info(f"its folder is kept: {found.run.path}")
+    output.info(f"{result.run.run_id} is down: no processes or memory are left; ${result.usd_per_hour:.2f}/h stopped")
+    output.info(f"its folder is kept: {result.run.path}")
 
 
 def export(
@@ -165,9 +165,9 @@ def export(
     from muster.app.run.export import export as use_case
     from muster.cli import output
 
-    found = use_case(run, out=out, step=step, merge=not adapter)
-    output.result(str(found.folder))
-    for line in found.lines:
+    result = use_case(run, out=out, step=step, merge=not adapter)
+    output.result(str(result.folder))
+    for line in result.lines:
         output.info(line)
 
 

@@ -58,11 +58,11 @@ def simulate(
     )  # fmt: skip
     scenario = use_case.scenario_of(run_file, overrides or [], asked)
     study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=_bar if sys.stderr.isatty() else None)
-    found = use_case.to_json(study)
+    result = use_case.to_json(study)
     if json:
-        output.as_json(found)
+        output.as_json(result)
     else:
-        _print(found)
+        _print(result)
     if html is not None:
         from muster.app.planning.rehearsal_page import write_page
 
@@ -77,36 +77,36 @@ def _bar(done: int, total: int) -> None:
     print(f"\rrehearsing [{'#' * filled}{'.' * (width - filled)}] {done}/{total}", end=end, file=sys.stderr, flush=True)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     from muster.cli import output
 
-    world = found["scenario"]
+    world = result["scenario"]
     rate = f"{world['failures_per_day']:g} failures a day" if world["trace"] is None else f"trace {world['trace']}"
     every = world["checkpoint_every_s"]
     output.result(
         f"{world['hosts']} hosts ({world['gpus']} GPUs), {world['spares']} spares, {world['hours']:g} h, {rate}, "
         f"policy {world['policy']}, saves {'never' if every is None else f'every {every:.0f} s'}, "
-        f"stage times {found['profile']['name']}, {found['seeds']} seeds"
+        f"stage times {result['profile']['name']}, {result['seeds']} seeds"
     )
     output.result(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
     for key, words in (("goodput_active", "of active hosts"), ("goodput_purchased", "of purchased hosts")):
-        row = found[key]
+        row = result[key]
         output.result(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
     output.result(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
-    for name, row in found["categories"].items():
+    for name, row in result["categories"].items():
         if row["share"] > 5e-6:
             output.result(f"  {name:<22}{row['share'] * 100:>8.3f}%{row['host_s'] / 3600:>12,.1f}")
-    if found["lost_s"]:
+    if result["lost_s"]:
         output.result(f"{'lost per interruption':<24}{'count':>9}{'p50':>10}{'p95':>10}")
-        for kind, row in found["lost_s"].items():
+        for kind, row in result["lost_s"].items():
             output.result(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
-    _choices("without", found["contributions"], None)
+    _choices("without", result["contributions"], None)
     for title, key, which in (("spares", "spares", "spares"), ("saves every", "intervals", "interval"),
                               ("policy", "policies", "policy")):  # fmt: skip
-        _choices(title, found[key], found["best"][which])
-    if found["gave_up"]:
-        output.result(f"the run ended by its own decision {found['gave_up']:.2f} times a rehearsal, and was started again")
-    output.info(found["note"])
+        _choices(title, result[key], result["best"][which])
+    if result["gave_up"]:
+        output.result(f"the run ended by its own decision {result['gave_up']:.2f} times a rehearsal, and was started again")
+    output.info(result["note"])
 
 
 def _choices(title: str, rows: list[dict[str, Any]], best: str | None) -> None:

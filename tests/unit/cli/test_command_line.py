@@ -188,8 +188,8 @@ def test_before_and_after():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["down", "one", "two"], "'two' goes with a run file alone"),
-        (["down", "one", "--keep-data"], "'--keep-data' goes with a run file alone"),
+        (["down", "one", "two"], "'two' needs a run file"),
+        (["down", "one", "--keep-data"], "'--keep-data' needs a run file"),
         (["report", "a", "--step-time", "8"], "--step-time goes with --from"),
         (["report", "a", "-o", "page.html"], "--output goes with --html"),
         (["report", "a", "b", "--html", "-o", "page.html"], "--output names one page"),

@@ -1,4 +1,4 @@
-"""Events as plain lines: one a step, in the terms of the field; None for what nobody wants to read."""
+"""Events as plain lines: one per step, in the terms of the field; None for events that are not printed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def shape_of(spec: RunSpec) -> ModelShape:
     """The model's shape without network: from the file, a local folder, the catalogue, or the hub's local cache.
 
     Raises:
-        UsageError: nobody here knows the model.
+        UsageError: the model is not known on this machine.
     """
     model = spec.model
     if model is None:
@@ -34,7 +34,7 @@ def shape_of(spec: RunSpec) -> ModelShape:
         try:
             return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{file} is no model configuration: {error}") from error
+            raise UsageError(f"{file} is not a model configuration: {error}") from error
     known = rows.find_model(name)
     if known is None:
         raise UsageError(

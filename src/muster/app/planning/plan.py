@@ -1,7 +1,7 @@
 """Plan: what a run file would need, take and cost, on everything in the catalogue. Reads files; starts nothing but,
 where asked, the memory trace.
 
-A plan written to a file stands for its run file: ``open_plan`` loads that file with the plan's settings, and refuses
+A plan written to a file represents its run file: ``open_plan`` loads that file with the plan's settings, and refuses
 where it has changed since.
 """
 
@@ -104,26 +104,26 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """The planned run, checked like any run file: for ``train`` and ``submit``.
 
     Raises:
-        UsageError: it is no plan, its run file has changed since, or ``overrides`` change it.
+        UsageError: it is not a plan, its run file has changed since, or ``overrides`` change it.
     """
     source = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {source}: {error}") from error
-    found = plan_file.read(text, source=source)
+    result = plan_file.read(text, source=source)
     if overrides:
         raise UsageError(
             f"a plan is taken as it is, and {overrides[0]!r} would change it",
-            hint=f"muster plan {found['run_file']} {' '.join(overrides)} --out {source}",
+            hint=f"muster plan {result['run_file']} {' '.join(overrides)} --out {source}",
         )
-    given = found["overrides"]
-    settings = plan_file.settings_as_overrides(found["settings"])
-    run_file = Path(found["run_file"])
+    given = result["overrides"]
+    settings = plan_file.settings_as_overrides(result["settings"])
+    run_file = Path(result["run_file"])
     if not run_file.exists():
-        return load.loads(found["run_text"], [*given, *settings], source=f"{source} (its run file is gone)")
+        return load.loads(result["run_text"], [*given, *settings], source=f"{source} (its run file is gone)")
     now = load.load(run_file, given).spec.model_dump(mode="json")
-    plan_file.check_fresh(found, now, source=source)
+    plan_file.check_fresh(result, now, source=source)
     return load.load(run_file, [*given, *settings])
 
 
@@ -135,7 +135,7 @@ def is_plan(path: str | Path) -> bool:
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants
-    found = [
+    result = [
         f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling"
         + (" (calibrated here)" if constants != DEFAULT else " (fitted to published FSDP2 runs, see docs/plan.md)"),
         "every token has a target and documents fill their sequences"
@@ -144,7 +144,7 @@ def assumptions(problem: Problem) -> list[str]:
         "queueing time for machines is not known and not counted",
         f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts",
     ]
-    return found
+    return result
 
 
 def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str | None]:
@@ -215,16 +215,16 @@ def limits_of(spec: RunSpec, now: datetime) -> Limits:
 def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any]:
     """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
-    found = plan_file.settings_of(chosen, every_steps=every)
+    result = plan_file.settings_of(chosen, every_steps=every)
     if backends.get(spec.backend).capabilities.uses_this_machine:
-        return {key: value for key, value in found.items() if key not in _ELSEWHERE}
-    return found
+        return {key: value for key, value in result.items() if key not in _ELSEWHERE}
+    return result
 
 
 def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:
-    found = {}
+    result = {}
     if limits.max_hours is not None:
-        found["chance_in_time"] = likelihood(chosen.cost.hours_p50, chosen.cost.hours_p90, limits.max_hours)
+        result["chance_in_time"] = likelihood(chosen.cost.hours_p50, chosen.cost.hours_p90, limits.max_hours)
     if limits.max_usd is not None and chosen.cost.usd_p50 and chosen.cost.usd_p90:
-        found["chance_within_max_usd"] = likelihood(chosen.cost.usd_p50, chosen.cost.usd_p90, limits.max_usd)
-    return found
+        result["chance_within_max_usd"] = likelihood(chosen.cost.usd_p50, chosen.cost.usd_p90, limits.max_usd)
+    return result

@@ -40,7 +40,8 @@ END_TIMEOUT_S = 120.0
 #: A drill replaces these in every file: its run is its own.
 OWN = (
     "backend=local", "run_dir=null", "checkpoint.dir=null", "output.tracker=none", "evaluation.at_start=false",
-    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0", "recovery.policy=default",
+    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0",
+    "recovery.policy=default",
 )  # fmt: skip
 
 

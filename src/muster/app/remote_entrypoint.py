@@ -46,7 +46,7 @@ def answer(run: RunDir, question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: Path, suffix: str, after: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Name, offset and bytes (base64) of what each file holds beyond its offset; a file that became shorter is read from its start."""
+    """Name, offset and bytes (base64) of each file beyond its offset; a truncated one is read from its start."""
     result: list[dict[str, Any]] = []
     left = LARGEST_BYTES
     for path in sorted(folder.glob(f"*{suffix}")) if folder.is_dir() else []:
@@ -68,7 +68,9 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     path = parser.parse_args().run_dir
     try:
-        result = answer(RunDir(path=path, run_id=run_registry.existing_id(path) or ""), json.loads(sys.stdin.readline()))
+        result = answer(
+            RunDir(path=path, run_id=run_registry.existing_id(path) or ""), json.loads(sys.stdin.readline())
+        )
     except MusterError as error:
         result = {"error": str(error), "hint": error.hint, "kind": type(error).__name__}
     print(json.dumps(result), flush=True)

@@ -30,7 +30,9 @@ def up(
     overrides: list[str] = OVERRIDES,
     manifests: Path | None = MANIFESTS,
     zone: str | None = ZONE,
-    adopt: bool = typer.Option(False, "--adopt", help="Use a cluster or network of that name that Muster did not create."),
+    adopt: bool = typer.Option(
+        False, "--adopt", help="Use a cluster or network of that name that Muster did not create."
+    ),
     pin: bool = typer.Option(False, "--pin", help="Pin the released manifests: record their sha256, then continue."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; change nothing."),
     as_json: bool = JSON,

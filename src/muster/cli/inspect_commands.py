@@ -186,7 +186,9 @@ def checkpoints(run: str = RUN, json: bool = JSON) -> None:
         newest = (
             ", ".join(f"{tier} held step {step}" for tier, step in result.told) or "the run has not said what it holds"
         )
-        output.info(f"not on this machine: the memory of {', '.join(result.unseen)} (at the last step heard of: {newest})")
+        output.info(
+            f"not on this machine: the memory of {', '.join(result.unseen)} (at the last step heard of: {newest})"
+        )
     if result.used is None:
         output.info("nothing to restart from: the run would start from the beginning")
 

@@ -124,7 +124,9 @@ def down(
     overrides: list[str] = OVERRIDES,
     zone: str | None = typer.Option(None, "--zone", help="With a run file: the zone, if the file names several."),
     keep_data: bool = typer.Option(False, "--keep-data", help="With a run file: keep its buckets."),
-    as_json: bool = typer.Option(False, "--json", help="What is left, as JSON; with a run file, with its cost per day."),
+    as_json: bool = typer.Option(
+        False, "--json", help="What is left, as JSON; with a run file, with its cost per day."
+    ),
 ) -> None:
     """End everything of a run now and verify that nothing is left.
 

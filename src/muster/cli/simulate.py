@@ -32,10 +32,16 @@ def simulate(
     detection: str = typer.Option("fast", "--detection", help="fast or slow: how soon faults are detected."),
     repair_h: float = typer.Option(4.0, "--repair-hours", help="Mean time until a broken host is back."),
     weibull_shape: float = typer.Option(1.0, "--weibull-shape", help="Below 1 failures cluster."),
-    correlated_per_day: float = typer.Option(0.0, "--correlated-per-day", help="Correlated (rack-level) failures per day."),
+    correlated_per_day: float = typer.Option(
+        0.0, "--correlated-per-day", help="Correlated (rack-level) failures per day."
+    ),
     correlated_hosts: int = typer.Option(8, "--correlated-hosts", min=1, help="Hosts lost in each."),
-    maintenance_per_day: float = typer.Option(0.0, "--maintenance-per-day", help="Hosts taken for 2 h of maintenance per day."),
-    false_alarms_per_day: float = typer.Option(0.0, "--false-alarms-per-day", help="False-positive hang reports per day."),
+    maintenance_per_day: float = typer.Option(
+        0.0, "--maintenance-per-day", help="Hosts taken for 2 h of maintenance per day."
+    ),
+    false_alarms_per_day: float = typer.Option(
+        0.0, "--false-alarms-per-day", help="False-positive hang reports per day."
+    ),
     slow_per_day: float = typer.Option(0.0, "--slow-per-day", help="Episodes of a slow host per day."),
     step_s: float | None = typer.Option(None, "--step-s", help="Seconds per step; default: the profile's."),
     usd: float | None = typer.Option(None, "--usd-per-host-hour", help="Price, for figures in dollars."),
@@ -91,7 +97,9 @@ def _print(result: dict[str, Any]) -> None:
     output.result(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
     for key, words in (("goodput_active", "of active hosts"), ("goodput_purchased", "of purchased hosts")):
         row = result[key]
-        output.result(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
+        output.result(
+            f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95"))
+        )
     output.result(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
     for name, row in result["categories"].items():
         if row["share"] > 5e-6:
@@ -105,7 +113,9 @@ def _print(result: dict[str, Any]) -> None:
                               ("policy", "policies", "policy")):  # fmt: skip
         _choices(title, result[key], result["best"][which])
     if result["gave_up"]:
-        output.result(f"the run ended by its own decision {result['gave_up']:.2f} times a rehearsal, and was started again")
+        output.result(
+            f"the run ended by its own decision {result['gave_up']:.2f} times a rehearsal, and was started again"
+        )
     output.info(result["note"])
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 #: In a pipe, seconds between two lines about the run's progress, besides events.
 LINE_EVERY_S = 5.0
 _SHOWN = (
-    "attempt.started", "run.message", "incident.detected", "incident.decided", "incident.resolved", "termination.notice", "host.lost", "checkpoint.committed",
+    "attempt.started", "run.message", "incident.detected", "incident.decided", "incident.resolved",
+    "termination.notice", "host.lost", "checkpoint.committed",
     "checkpoint.failed", "checkpoint.rejected", "eval", "run.finished",
 )  # fmt: skip
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
@@ -108,7 +109,9 @@ def account(view: View) -> str:
     if result is None:
         return ""
     if result.goodput_active is not None and result.goodput_purchased is not None:
-        words.append(f"goodput {result.goodput_active:.1%} of active, {result.goodput_purchased:.1%} of purchased hosts")
+        words.append(
+            f"goodput {result.goodput_active:.1%} of active, {result.goodput_purchased:.1%} of purchased hosts"
+        )
     if result.usd:
         words.append(f"${result.usd:,.2f} so far")
     if result.losses:

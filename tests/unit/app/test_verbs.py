@@ -262,7 +262,8 @@ def test_following_ends_with_the_run(paper: Paper):
         wall_ns = monotonic_ns
 
     seen = [
-        event.detail["text"] for event in logs.events(run.run_id, follow=True, kinds=("run.message",), clock=Impatient())
+        event.detail["text"]
+        for event in logs.events(run.run_id, follow=True, kinds=("run.message",), clock=Impatient())
     ]
     assert seen == ["note 1", "note 2"]
 
@@ -366,7 +367,9 @@ def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
 
 def test_the_supervisors_sentence_stands_beside_the_back_ends(paper: Paper, monkeypatch: pytest.MonkeyPatch):
     run = submitted().run
-    monkeypatch.setattr("muster.app.inspect.status.request", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"})
+    monkeypatch.setattr(
+        "muster.app.inspect.status.request", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"}
+    )
     found = status.status(run.run_id).to_json()
     assert (found["reason"], found["now"], found["phase"]) == ("so it is", "failed; hosts are held", "hold")
 

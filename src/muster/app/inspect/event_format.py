@@ -94,8 +94,12 @@ _RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
     "data.prepared": _data,
     "attempt.started": _attempt,
     "run.message": lambda _, detail: f"note: {detail['text']}",
-    "incident.detected": lambda _, detail: f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}",
-    "incident.decided": lambda _, detail: f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}",
+    "incident.detected": lambda _, detail: (
+        f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}"
+    ),
+    "incident.decided": lambda _, detail: (
+        f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}"
+    ),
     "incident.resolved": lambda _, detail: f"recovered from {detail['incident_id']} in {detail['lost_ns'] / 1e9:.2f} s",
     "termination.notice": lambda _, detail: f"notice: {detail['notice']} ({detail['source']})",
     "checkpoint.committed": lambda event, detail: f"checkpoint of step {event.step} in {detail['uri']}",

@@ -78,7 +78,7 @@ def status(reference: str) -> RunStatus:
 
 
 def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, why: None) -> list[RunStatus]:
-    """Every run of this user on this machine, by id; ``on_unreadable`` gets those that cannot be read, with the reason."""
+    """Every run of this user on this machine, by id; ``on_unreadable`` gets (id, reason) of the others."""
     result = []
     for run_id, _ in run_registry.registry():
         try:

@@ -59,7 +59,9 @@ def request_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 
                 sock.sendall(session.outgoing())
                 data = sock.recv(1 << 16)
                 if not data:
-                    raise SupervisorUnreachable(f"the supervisor of {run.run_id} closed the connection", hint=f"muster status {run.run_id}")
+                    raise SupervisorUnreachable(
+                        f"the supervisor of {run.run_id} closed the connection", hint=f"muster status {run.run_id}"
+                    )
                 answers = session.receive(data)
                 sock.sendall(session.outgoing())
                 if answers:

@@ -102,7 +102,9 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     CPU runs do not speak for GPUs.
     """
-    entries = [each for each in _read((home or run_registry.home()) / FILE) if each["accelerator"] in rows.accelerators()]
+    entries = [
+        each for each in _read((home or run_registry.home()) / FILE) if each["accelerator"] in rows.accelerators()
+    ]
     if not entries:
         return DEFAULT, STEP_SIGMA
     wanted = (spec.resources.accelerator or "").lower()

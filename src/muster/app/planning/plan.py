@@ -34,7 +34,9 @@ from muster.plan.step_time import DEFAULT
 from muster.plan.workload import Workload, workload
 
 #: Settings that name hardware to be got from somewhere.
-_ELSEWHERE = tuple(f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour"))
+_ELSEWHERE = tuple(
+    f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour")
+)
 LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
 
 

@@ -52,9 +52,7 @@ def own_prices(home: Path | None = None) -> list[Price]:
     return result
 
 
-def update(
-    home: Path | None = None, *, api_key: str | None = None, fetch: Fetch | None = None
-) -> Updated:
+def update(home: Path | None = None, *, api_key: str | None = None, fetch: Fetch | None = None) -> Updated:
     """Fetch Google's list prices and write them next to the user's.
 
     Raises:

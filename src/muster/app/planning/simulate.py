@@ -251,7 +251,11 @@ def to_json(study: Study) -> dict[str, Any]:
         "purchased_host_s": purchased,
         "identity_error": max(one.identity_error for one in study.outcomes),
         "lost_s": {
-            kind: {"count": len(values), "p50": ensembles.percentile(values, 0.5), "p95": ensembles.percentile(values, 0.95)}
+            kind: {
+                "count": len(values),
+                "p50": ensembles.percentile(values, 0.5),
+                "p95": ensembles.percentile(values, 0.95),
+            }
             for kind, values in study.lost_s.items()
         },
         "redone_steps": sum(one.redone_steps for one in study.outcomes) / len(study.outcomes),

@@ -88,7 +88,7 @@ class Tree:
 
     @cached_property
     def imports(self) -> dict[str, list[Import]]:
-        """What each module imports from this tree; ``from package import name`` is the module of that name, if there is one."""
+        """What each module imports from this tree; ``from package import name`` is the module of that name, if any."""
         return {
             name: [
                 Import(target, line, kind)

@@ -3,8 +3,8 @@
 ``sizes`` has the tables. Soak tests run only when ``-m`` names them. Among several workers (``-n``) live tests go
 first: they take up to minutes each, and what is short fills the gaps at the end.
 
-``MUSTER_TESTS_PASSED``, a file: what passed is added to it, and what is in it already is left out, so that one test is
-not run twice where several commands run one after the other (``.ci/run``).
+``MUSTER_TESTS_RAN``, a file: a test that ran is added to it, and one that is in it already is left out, so that no test
+runs twice where several commands run one after the other (``.ci/run``).
 """
 
 import os
@@ -15,7 +15,7 @@ import sizes
 from second_try import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  (hooks)
 
 LIVE = Path(__file__).parent / "live"
-PASSED = os.environ.get("MUSTER_TESTS_PASSED")
+RAN = os.environ.get("MUSTER_TESTS_RAN")
 
 
 def pytest_configure(config):
@@ -28,9 +28,9 @@ def pytest_collection_modifyitems(config, items):
     sizes.mark(items)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: LIVE not in item.path.parents)
-    passed = frozenset(Path(PASSED).read_text().splitlines()) if PASSED and Path(PASSED).exists() else ()
+    ran = frozenset(Path(RAN).read_text().splitlines()) if RAN and Path(RAN).exists() else ()
     everything = "soak" in (config.option.markexpr or "")
-    left_out = [item for item in items if item.nodeid in passed or (item.get_closest_marker("soak") and not everything)]
+    left_out = [item for item in items if item.nodeid in ran or (item.get_closest_marker("soak") and not everything)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
@@ -39,13 +39,13 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     """An earlier step may have run everything that was asked for: that is no mistake."""
-    if PASSED and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if RAN and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_unconfigure(config):
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if PASSED and reporter is not None and not hasattr(config, "workerinput"):
-        tests = [report.nodeid for report in reporter.stats.get("passed", ()) if report.when == "call"]
-        with Path(PASSED).open("a") as file:
-            file.writelines(f"{test}\n" for test in tests)
+    if RAN and reporter is not None and not hasattr(config, "workerinput"):
+        reports = [report for outcome in ("passed", "failed", "error") for report in reporter.stats.get(outcome, ())]
+        with Path(RAN).open("a") as file:
+            file.writelines(f"{test}\n" for test in dict.fromkeys(report.nodeid for report in reports))

@@ -122,7 +122,7 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
         took = now - _Here.step_ns if _Here.step_ns is not None else 0
         detail: dict[str, Any] = {"tokens_per_s": tokens / took * 1e9} if tokens and took else {}
         if _Here.snapshots is not None:
-            detail |= _Here.snapshots.held()
+            detail |= _Here.snapshots.newest_steps()
         _Here.agent.emit(
             "step",
             step=step,
@@ -163,7 +163,7 @@ def finish(step: int, state: State) -> None:
         _write(step, flatten(state))
     if stopping and _Here.order is not None and _Here.order.exit_code == RESIZE_EXIT_CODE:
         if _Here.snapshots is not None:  # a larger world goes on from this very step
-            _Here.snapshots.keep(step, {name: local(tensor) for name, tensor in flatten(state).items()})
+            _Here.snapshots.save_if_newer(step, {name: local(tensor) for name, tensor in flatten(state).items()})
     elif _Here.saver is not None and _Here.agent is not None:
         _Here.agent.progress(for_s=SAVE_LIMIT_S)
         _Here.saver.finish()
@@ -182,14 +182,15 @@ def save(step: int, state: State) -> None:
         return
     tensors = flatten(state)
     if not _Here.compared:
-        refuse_difference(tensors, _orders().group)
+        refuse_difference(tensors, _consensus().group)
         _open_snapshots(tensors)
         _Here.compared = True
     _ask(step)
     if _Here.snapshots is not None and step % _Here.spec.checkpoint.snapshot_every_steps == 0:
         # Asked for after the whole step: so long the last copy has had to reach the peer.
-        agreed = _orders().copies_arrived()
-        _Here.snapshots.save(step, {name: local(tensor) for name, tensor in tensors.items()}, agreed=agreed)
+        copies_arrived = _consensus().copies_arrived()
+        local_tensors = {name: local(tensor) for name, tensor in tensors.items()}
+        _Here.snapshots.save(step, local_tensors, copies_arrived=copies_arrived)
     _beat(step + 1)  # only now: the mover takes it for the word that the snapshot lies ready
     _save_to_disk(step, tensors)
 
@@ -268,7 +269,7 @@ def _open_snapshots(tensors: Mapping[str, Tensor]) -> None:
 
     agent = _Here.agent
     _Here.snapshots = open_together(
-        _Here.context, tensors, group=_orders().group, say=lambda text: agent.emit("run.message", text=text)
+        _Here.context, tensors, group=_consensus().group, report=lambda text: agent.emit("run.message", text=text)
     )
 
 
@@ -279,7 +280,7 @@ def _save_to_disk(step: int, tensors: Mapping[str, Tensor]) -> None:
     due = isinstance(every, int) and bool(every) and step % every == 0
     if _Here.saver is not None:
         _Here.saver.poll()
-        if _orders().any_rank_saving():
+        if _consensus().any_rank_saving():
             if due:
                 _Here.saver.put_off(step)
             _Here.owed = _Here.owed or due
@@ -294,7 +295,7 @@ def _write(step: int, tensors: Mapping[str, Tensor]) -> None:
     assert _Here.agent is not None
     if not _Here.differs:
         few = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
-        found = first_difference(few, _orders().group)
+        found = first_difference(few, _consensus().group)
         if found is not None:
             _Here.differs = True
             text = f"{found}: the checkpoint of step {step} holds one of them; rank<N>. names keep what is a rank's own"
@@ -336,7 +337,7 @@ def _saver() -> Any:
     return _Here.saver
 
 
-def _orders() -> StepConsensus:
+def _consensus() -> StepConsensus:
     if _Here.consensus is None:
         from muster.train.distributed.step_consensus import StepConsensus
 
@@ -367,16 +368,16 @@ def _ask(step: int | None) -> None:
         return
     if _Here.asking:
         _answer()
-    behind = _Here.snapshots is not None and _Here.snapshots.behind()
+    copy_is_pending = _Here.snapshots is not None and _Here.snapshots.copy_is_pending()
     saving = _Here.saver is not None and bool(_Here.saver.busy)
-    _orders().begin(copy_is_behind=behind, saving=saving)
+    _consensus().start(copy_is_pending=copy_is_pending, saving=saving)
     _Here.asking = True
     _Here.asked_step = _Here.asked_step if step is None else step
 
 
 def _answer() -> None:
     """Take the orders that the ranks have agreed on."""
-    _Here.order = _orders().agreed() or _Here.order
+    _Here.order = _consensus().command() or _Here.order
     _Here.asking = False
 
 

@@ -51,9 +51,9 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
 )
 def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):
     given = {"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}
-    assert warmup.wanted(given) is expected
+    assert warmup.applies(given) is expected
     if "resources" not in changes:
-        assert warmup.wanted({**given, "resources": {"device": "cuda"}}, context=True) is expected
+        assert warmup.applies({**given, "resources": {"device": "cuda"}}, context=True) is expected
 
 
 class Cuda:

@@ -94,7 +94,7 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
         reducer=FloatReducer(model, ReduceGroups(), accumulate_locally=False), reader=reader, consensus=quiet,
         log=StepLog(agent=agent, rank=0, device=cpu, peak=Peak(flops=None, ranks=1)),  # type: ignore[arg-type]
         phases=Phases(agent), evaluator=quiet, saves=quiet, snapshots=None, hashes=hashes,  # type: ignore[arg-type]
-        reference=BaselineWindow.planned(0, resumed_at=0, world_size=1), profiler=quiet, collector=quiet,
+        baseline=BaselineWindow.planned(0, resumed_at=0, world_size=1), profiler=quiet, collector=quiet,
         last_step=STEPS, batch_schedule=BatchSchedule.of(2),
     )  # fmt: skip
     return run, agent

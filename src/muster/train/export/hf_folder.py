@@ -1,7 +1,7 @@
 """A Hugging Face folder from a committed checkpoint, made tensor by tensor in one process, and checked.
 
-Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and what
-was found, or ``error``, ``hint`` and ``exit_code``.
+Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and
+the results, or ``error``, ``hint`` and ``exit_code``.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
     from muster.train.distributed.step_consensus import StepConsensus
 
     begun = []
-    begin = StepConsensus.begin
-    monkeypatch.setattr(StepConsensus, "begin", lambda self, **flags: (begun.append(1), begin(self, **flags))[1])
+    start = StepConsensus.start
+    monkeypatch.setattr(StepConsensus, "start", lambda self, **flags: (begun.append(1), start(self, **flags))[1])
     place()
     state = {"w": torch.zeros(2)}
     assert not muster.should_stop()

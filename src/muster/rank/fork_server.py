@@ -19,11 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import AccessError, MusterError
 from muster.protocol.ranks import RankContext
 from muster.rank.agent_connection import AgentConnection, SocketAgentClient
@@ -36,26 +36,6 @@ WARM_AFTER_S = 0.5
 EXPECTED_EXIT_CODES = (0, 75, 76, 130)
 
 
-@dataclass(frozen=True)
-class ProcessSettings:
-    """What the environment of this program says about the ranks' processes."""
-
-    nice: int = 0
-    """The ranks' priority; the agent's own is raised for heartbeats."""
-    ignore_sigterm: bool = False
-    """The scheduler signals every process of a job (Slurm); the agent passes it on."""
-    inject_faults: bool = False
-    """The run is a drill."""
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> ProcessSettings:
-        return cls(
-            nice=int(environment.get("MUSTER_NICE", "0")),
-            ignore_sigterm=environment.get("MUSTER_TERM") == "ignored",
-            inject_faults=environment.get("MUSTER_DRILL") == "1",
-        )
-
-
 def main() -> None:
     """Serve until the agent ends this program, or is absent for ``--orphan-s``."""
     parser = argparse.ArgumentParser(description="fork ranks for a Muster agent")
@@ -65,8 +45,8 @@ def main() -> None:
     parser.add_argument("--orphan-s", type=float, default=30.0)
     parser.add_argument("--beat-every-s", type=float, default=0.25)
     arguments = parser.parse_args()
-    settings = ProcessSettings.read(os.environ)
-    os.setpriority(os.PRIO_PROCESS, 0, settings.nice)
+    settings = environment.current()
+    os.setpriority(os.PRIO_PROCESS, 0, settings.nice)  # the agent's own is raised for heartbeats
     token = read_token(str(Path(arguments.run_dir) / "token"))
     spec = json.loads((Path(arguments.run_dir) / "resolved.json").read_text())
     _import_everything(spec)
@@ -81,7 +61,8 @@ def main() -> None:
         orphan_s=arguments.orphan_s,
         beat_every_s=arguments.beat_every_s,
         spec=spec,
-        settings=settings,
+        term_ignored=settings.term_ignored,
+        inject_faults=settings.drill,
     ).serve()
 
 
@@ -162,9 +143,11 @@ class ForkServer:
         orphan_s: float,
         beat_every_s: float,
         spec: dict[str, Any],
-        settings: ProcessSettings,
+        term_ignored: bool,
+        inject_faults: bool,
     ) -> None:
-        self.address, self.token, self.bind, self.spec, self.settings = address, token, bind, spec, settings
+        self.address, self.token, self.bind, self.spec = address, token, bind, spec
+        self.term_ignored, self.inject_faults = term_ignored, inject_faults
         self.orphan_s, self.beat_every_s = orphan_s, beat_every_s
         self.children: dict[int, int] = {}  # pidfd -> pid
         self.connection: AgentConnection | None = None
@@ -257,7 +240,7 @@ class ForkServer:
             if self.connection is not None:
                 self.connection.sock.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.settings.ignore_sigterm else signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.term_ignored else signal.SIG_DFL)
             code = standby(
                 self.address,
                 self.token,
@@ -266,7 +249,7 @@ class ForkServer:
                 context=context,
                 orphan_s=self.orphan_s,
                 beat_every_s=self.beat_every_s,
-                inject_faults=self.settings.inject_faults,
+                inject_faults=self.inject_faults,
             )
         except BaseException:  # noqa: BLE001 (process boundary: nothing may unwind into the fork server)
             traceback.print_exc()
@@ -351,6 +334,8 @@ def _first_assignment(
 
 
 def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:
+    from muster.train.optim.nonfinite import NotFinite
+
     try:
         command = json.loads((Path(context.run_dir) / "resolved.json").read_text()).get("command")
         if command:
@@ -371,7 +356,7 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
                 "message": str(error),
                 "hint": error.hint,
                 "exit_code": error.exit_code,
-                "not_finite": bool(getattr(error, "not_finite", False)),
+                "not_finite": isinstance(error, NotFinite),
             }
         )
         print(f"error: {error}", file=sys.stderr)

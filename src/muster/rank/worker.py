@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import MusterError, UsageError
 from muster.core.layout import layout_for
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
@@ -163,16 +164,16 @@ def model_type_of(folder: object) -> str | None:
         return None
 
 
-def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpec) -> tuple[RankContext, Store]:
+def torchrun_context(run_dir: Path, variables: Mapping[str, str], spec: RunSpec) -> tuple[RankContext, Store]:
     """The place in the world that torchrun gave this process, and the rendezvous store.
 
     Raises:
         UsageError: not started by torchrun, or the layout does not fit the number of ranks.
     """
     try:
-        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank, local_world = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
-        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        local_rank, local_world = int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"])
+        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     except KeyError as error:
         raise UsageError(
             f"{error.args[0]} is not set", hint="start with `torchrun --nproc-per-node N -m muster.rank.worker ...`"
@@ -184,9 +185,9 @@ def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpe
             f"{axes or 'one rank'} does not fit {world} ranks",
             hint="set parallelism.dp_shard: -1 to use all ranks that remain",
         )
-    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_serves = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = open_rendezvous(address, port, serve=rank == 0 and not agent_serves)
-    key = f"muster/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"muster/attempt/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         store.set(key, str(next_attempt(run_dir)))
     context = RankContext(
@@ -222,7 +223,7 @@ def main() -> int:
         context, store = torchrun_context(arguments.run_dir, os.environ, spec)
         agent = StandaloneClient(context)
         agent.obey_signals()
-        return run_rank(context, agent, store=store, inject_faults=os.environ.get("MUSTER_DRILL") == "1")
+        return run_rank(context, agent, store=store, inject_faults=environment.current().drill)
     except MusterError as error:
         hint = f" (hint: {error.hint})" if error.hint else ""
         print(f"error: {error}{hint}", file=sys.stderr)

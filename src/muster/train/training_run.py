@@ -146,8 +146,8 @@ class TrainingRun:
         """
         # Ranks that share a replica leave only where they agreed to: elsewhere the others may have gone on, and would
         # wait for this one in the replica's own collectives.
-        alone = self.context.layout.ranks_per_replica == 1
-        if self.pause_consensus.result() or (alone and self.agent.pause_requested()):
+        agreed = self.pause_consensus.result()
+        if agreed or (self.agent.pause_requested() and self.context.layout.ranks_per_replica == 1):
             raise Paused
         step = self._emit_pending()
         if step is not None and self.phases.now != "train":

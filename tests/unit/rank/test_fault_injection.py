@@ -9,7 +9,6 @@ import torch
 
 from muster.rank import fault_injection, worker
 from muster.rank.fault_injection import FAULTS, FaultRequests, install
-from muster.rank.fork_server import ProcessSettings
 from muster.train.data_feed.batch_reader import Round, StepWork
 
 
@@ -52,12 +51,6 @@ def run(tmp_path):
     return SimpleNamespace(
         context=SimpleNamespace(run_dir=str(tmp_path), rank=1), reader=Reader(), reducer=part, optimizer=part
     )
-
-
-def test_faults_are_injected_only_in_a_drill():
-    assert ProcessSettings.read({}) == ProcessSettings(nice=0, ignore_sigterm=False, inject_faults=False)
-    drill = {"MUSTER_DRILL": "1", "MUSTER_NICE": "-5", "MUSTER_TERM": "ignored"}
-    assert ProcessSettings.read(drill) == ProcessSettings(nice=-5, ignore_sigterm=True, inject_faults=True)
 
 
 @pytest.mark.parametrize("inject_faults", [False, True])

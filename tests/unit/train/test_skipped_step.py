@@ -82,8 +82,9 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
     optimizer = AdamW(named, SPEC.training.optimizer)
     state = TrainingState(named, optimizer)
     quiet: Any = SimpleNamespace(
-        begin=nothing, end=nothing, step=nothing, poll=nothing, prepare=nothing, close=nothing, agreed=nothing,
-        due=lambda step: False, due_by_clock=lambda: False, copies_arrived=lambda: True, owed=False,
+        begin=nothing, end=nothing, step=nothing, poll=nothing, prepare=nothing, close=nothing, start=nothing,
+        command=nothing,
+        due=lambda step: False, due_by_clock=lambda: False, copies_arrived=lambda: True, deferred=False,
         any_rank_saving=lambda: False, saver=SimpleNamespace(busy=False),
     )  # fmt: skip
     hashes = StateHashes(state, every_steps=1, replica=0, shard_rank=0, tp_rank=0, group=None)

@@ -116,7 +116,7 @@ def test_a_copy_that_does_not_come_is_said_once_until_one_comes(tmp_path, now):
     taken(found, 5)
     now[0] += COPY_PATIENCE_S + 1
     taken(found, 6, 7)
-    assert len(notes) == 2 and "step 5" in notes[1] and "it has 1" in notes[1]
+    assert len(notes) == 2 and "step 5" in notes[1] and "it has step 1" in notes[1]
 
 
 def test_without_a_peer_two_slots_do(tmp_path, now):

@@ -26,8 +26,8 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.generate import generate
 from muster.train.metrics import StepLog
-from muster.train.model.causal_lm import ModelWithLoss
 from muster.train.model.loss import loss_sum
+from muster.train.model.model_with_loss import ModelWithLoss
 
 #: Result rows shown with a sample.
 SHOWN_ROWS = 5

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.config.spec import PromptTemplate
+from muster.config.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
 from muster.data.formats import Document, Format, document
 from muster.data.tokenizer import Encoder

@@ -259,7 +259,7 @@ def _write(
 def _stats(
     sources: list[OpenedSource], train: list[_Part], heldout: list[_Part], used: list[Any], written: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a report shows: rows and their fate, and the split of positions into supervised, context, padding."""
+    """Statistics: rows and what became of them, and positions as supervised, context, padding."""
     counts = written["train"]
     by_source = [
         {

@@ -156,7 +156,8 @@ def test_a_task_is_added_in_the_same_way(added, tmp_path, monkeypatch):
     spec = load.load(run_file(tmp_path)).spec
     prepared = prepare(spec, run_dir=tmp_path / "run")
     questions = heldout_questions(spec, prepared, 10)
-    assert [(question.prompt_text, question.gold) for question in questions[3:]] == [("5 + 6 =", "11"), ("6 + 6 =", "12")]
+    asked = [(question.prompt_text, question.gold) for question in questions]
+    assert asked[3:] == [("5 + 6 =", "11"), ("6 + 6 =", "12")]
     assert {question.metric for question in questions} == {"exact_match"}
     assert questions[0].score(questions[0].gold).correct and not questions[0].score("0").correct
     assert prepared.stats["majority_template"] == "6" and majority_baseline(questions) == 0.0

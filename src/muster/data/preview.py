@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from muster.data.formats import Segment
 from muster.data.prepare import Prepared
 from muster.data.sequences import UNSUPERVISED, Sequence
 from muster.data.tokenizer import Encoder
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 #: Documents whose supervised share goes into the histogram.
 _SAMPLED = 2_000
 _BARS = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Part of a document as the model reads it; supervised: it counts in the loss."""
-
-    text: str
-    supervised: bool
 
 
 @dataclass(frozen=True, kw_only=True)

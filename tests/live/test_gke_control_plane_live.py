@@ -21,8 +21,8 @@ from cluster import SMALL, Network, namespaces_work  # noqa: E402
 from controllers import JOBSETS, WORKLOADS, Controllers  # noqa: E402
 from plane import Plane, programs  # noqa: E402
 
-from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
-from muster.backends.gke.kubernetes.kubeconfig import connect  # noqa: E402
+from muster.backends.gke.google.http import Unreachable  # noqa: E402
+from muster.backends.gke.kubernetes.config import connect  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects  # noqa: E402

@@ -24,7 +24,7 @@ from muster.app.cluster import up_down  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit  # noqa: E402
-from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
+from muster.backends.gke.google.http import Unreachable  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from muster.app.cluster.up_down import place_of
 from muster.backends.gke.image import Doubt, context, doubts, parts, tag
-from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http
+from muster.backends.gke.google.http import Call, GoogleHttp, Http
 from muster.backends.gke.provision.build import Build
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.google.session import Session
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError

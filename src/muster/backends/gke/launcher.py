@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.backends import code_bundle
-from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.google.http import Call, GoogleHttp, Http, Reply
+from muster.backends.gke.google.session import Session
+from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import Manifest
 from muster.backends.gke.manifests.placement import place, resolved
@@ -29,7 +30,6 @@ from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.operate.status_reason import condition, explain
 from muster.backends.gke.pod.init_container import CODE
-from muster.backends.gke.google.session import Session
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
@@ -61,8 +61,12 @@ class GkeLauncher:
     """None: the bucket itself, when first needed."""
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
-    folder_is_remote: bool = True
-    """The run's folder lies where its pods are; this machine holds the intent alone."""
+    attach = None
+
+    @property
+    def remote(self) -> GkeLauncher:
+        """The run's folder is where its pods are; this machine holds the intent alone."""
+        return self
 
     # ------------------------------------------------------------ before
 

@@ -11,6 +11,7 @@ with its step (``train.standing``). So what it is given follows what steps take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from muster.core.types import Layout
 from muster.supervise.recovery.context import Context
@@ -30,8 +31,8 @@ def keepable(c: Context) -> set[int]:
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one may be left of several
     if not replicated or not state.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
         return set()
-    if spec.training is not None and spec.training.optimizer.name == "adamw_8bit":
-        return set()  # its moments come back from a snapshot within a code: the replicas would drift apart
+    if spec.training is not None and not spec.training.optimizer.traits.restores_exactly:
+        return set()  # the replicas would drift apart
     found: set[int] = set()
     for replica in range(layout.dp_replicate):
         ranks = range(replica * size, (replica + 1) * size)
@@ -74,7 +75,7 @@ def kept_as(
 
     A replica goes on as one that lies on the same hosts in the same order: its ranks then hold the same shards.
     """
-    if old.ranks_per_replica != new.ranks_per_replica or old.tp != new.tp:
+    if replace(old, dp_replicate=1) != replace(new, dp_replicate=1):
         return {}
     size = new.ranks_per_replica
     free = list(whole)

@@ -8,7 +8,6 @@ from cases import spec
 from muster import backends
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.launcher import ANNOTATION, SUBMISSION, GkeLauncher
-from muster.backends.gke.google.session import Session
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.google.http import Unreachable
+from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import ERROR, RESIZE, STDERR, STDIN, STDOUT, Stream
 from muster.core.errors import BackendError
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.google.http import Unreachable
+from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.continuation import API as JOBSET_API

@@ -334,7 +334,7 @@ def a_machine_dies(run):
     plane.kill_kubelet(node)
     plane.wait(lambda: node not in plane.ready_nodes(), "dead node", 60)
     attempt, before = run.attempt(), run.step()
-    assert f"node {node} does not answer" in run.status()["reason"]
+    assert f"node {node} is not responding" in run.status()["reason"]
     run.wait_for_step(before + 2)
     assert run.attempt() == attempt, "a kubelet's death is not its pods'"
     plane.kill_pod(victim)

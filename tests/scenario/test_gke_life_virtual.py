@@ -177,13 +177,13 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     found = look()
     assert (found.status.state, found.status.exit_code) == (JobState.SUCCEEDED, 0)
     assert said == [
-        "waiting for Kueue, which has made no Workload for the run yet",
-        "quota is reserved; waiting for admission check muster-dws (it has not asked DWS yet)",
+        "waiting for Kueue to create a Workload for the run",
+        "quota is reserved; waiting for admission check muster-dws (no request to DWS yet)",
         f"DWS has accepted the request w-{jobset['metadata']['name']}-muster-dws-1; waiting for capacity",
         "running: 3 hosts and the supervisor",
         "1 of 4 pods lost: host-1 (TerminationByKubelet on host-1); waiting for replacements",
         "running: 3 hosts and the supervisor",
-        "waiting for Kueue, which has made no Workload for the run yet",
+        "waiting for Kueue to create a Workload for the run",
         "running: 3 hosts and the supervisor",
         "finished: the supervisor's job completed",
     ]

@@ -151,8 +151,8 @@ def test_the_life_of_a_run(launcher, google, request_):
     look()
     assert launcher.remaining(handle) == []
     assert said == [
-        "waiting for Kueue, which has made no Workload for the run yet",
-        "quota is reserved; waiting for admission check muster-dws (it has not asked DWS yet)",
+        "waiting for Kueue to create a Workload for the run",
+        "quota is reserved; waiting for admission check muster-dws (no request to DWS yet)",
         "DWS has accepted the request jobset-w-muster-dws-1; waiting for capacity",
         "admitted; its pods are being created",
         "running: 3 hosts and the supervisor",

@@ -9,6 +9,7 @@ by seconds instead of by a time. Commands in pods: lightkube sends all input bef
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,13 @@ import httpx2
 from httpx2.websockets import WebSocketUpgradeError
 from lightkube.config.client_adapter import user_auth, verify_cluster
 from lightkube.config.kubeconfig import SingleConfig
+from lightkube.config.models import Cluster as Server
 from lightkube.config.models import User
 from lightkube.core.client import Client
+from lightkube.core.decoders import decode_list
 from lightkube.core.exceptions import ConfigError
 from lightkube.generic_resource import GenericGlobalResource, GenericNamespacedResource, create_api_info
-from lightkube.types import CascadeType
+from lightkube.types import CascadeType, PatchType
 
 from muster.backends.gke.google.http import Reply, Unreachable, parse_reply
 from muster.backends.gke.kubernetes import streams
@@ -30,6 +33,8 @@ from muster.backends.gke.kubernetes.streams import Lines, Stream
 from muster.backends.gke.kubernetes.transport import network
 from muster.core.errors import AccessError, BackendError
 
+_TYPES: dict[Kind, type[Any]] = {}
+_TYPES_LOCK = threading.Lock()
 TIMEOUT_S = 60.0
 SILENCE_S = 300.0
 """A load balancer may drop a connection without notice; asking again after this long costs one request."""
@@ -52,7 +57,15 @@ class Connection:
             self.endpoint, verify_cluster(config.cluster, user, config.abs_file, trust_env=False)
         )
         timeout = httpx2.Timeout(TIMEOUT_S)
-        self._client = Client(config=config, timeout=timeout, transport=transport, field_manager="muster")
+        # The transport has the certificates; lightkube would load them, and a bundle of authorities, once more.
+        bare = config._replace(
+            cluster=Server(server=self.endpoint, insecure=True),
+            user=User(
+                exec=user.exec, username=user.username, password=user.password, token=user.token,
+                token_file=user.token_file,
+            ),
+        )  # fmt: skip
+        self._client = Client(config=bare, timeout=timeout, transport=transport, field_manager="muster")
         self._http = httpx2.Client(
             base_url=self.endpoint, timeout=timeout, transport=transport, auth=user_auth(user), trust_env=False,
             event_hooks={"response": [_read_refusal]},
@@ -66,8 +79,9 @@ class Connection:
         return _reply(lambda: self._client.get(_resource(kind), name, **_within(kind, namespace)))
 
     def apply(self, kind: Kind, manifest: Mapping[str, Any], *, dry_run: bool) -> Reply:
-        obj = _resource(kind)(manifest)
-        return _reply(lambda: self._client.apply(obj, force=True, dry_run=dry_run))
+        name, where = manifest["metadata"]["name"], _within(kind, manifest["metadata"].get("namespace", "default"))
+        how = {"patch_type": PatchType.APPLY, "force": True, "dry_run": dry_run}
+        return _reply(lambda: self._client.patch(_resource(kind), name, dict(manifest), **how, **where))
 
     def list(self, kind: Kind, namespace: str, labels: Mapping[str, str]) -> Reply:
         """All pages, under ``items``."""
@@ -112,10 +126,20 @@ class Connection:
 
 
 def _resource(kind: Kind) -> type[Any]:
-    """A class of lightkube's that keeps every field as it is, also of kinds that lightkube has models for."""
-    group, _, version = kind.api.rpartition("/")
-    base = GenericNamespacedResource if kind.namespaced else GenericGlobalResource
-    return type(kind.kind, (base,), {"_api_info": create_api_info(group, version, kind.kind, kind.plural)})
+    """A class of lightkube's that keeps every field as it is, also of kinds that lightkube has models for.
+
+    Its list model is used here once: msgspec builds a type at its first use, and two threads that do so at the same
+    time crash the interpreter (msgspec 0.22).
+    """
+    with _TYPES_LOCK:
+        if kind not in _TYPES:
+            group, _, version = kind.api.rpartition("/")
+            base = GenericNamespacedResource if kind.namespaced else GenericGlobalResource
+            info = create_api_info(group, version, kind.kind, kind.plural)
+            resource = type(kind.kind, (base,), {"_api_info": info})
+            decode_list(b'{"items": [], "metadata": {}}', resource)
+            _TYPES[kind] = resource
+        return _TYPES[kind]
 
 
 def _within(kind: Kind, namespace: str) -> dict[str, Any]:

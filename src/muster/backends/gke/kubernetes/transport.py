@@ -21,7 +21,10 @@ class ServerTransport(httpx2.BaseTransport):
         if request.method == "PATCH":
             request.url = request.url.copy_merge_params({"fieldValidation": "Strict"})
         response = self._inner.handle_request(request)
-        response.headers.setdefault("content-type", "")  # lightkube expects one with every refusal
+        if response.status_code >= 300:
+            # lightkube parses a JSON refusal into types of its own, which threads cannot share (msgspec), and fails
+            # where there is no content type. The caller reads the body itself.
+            response.headers["content-type"] = ""
         return response
 
 

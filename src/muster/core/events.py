@@ -257,7 +257,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Something went wrong.",
             required={
                 "incident_id": "unique in the run",
-                "incident": "IncidentKind",
+                "incident": "kind: a row of muster.core.incidents",
                 "evidence": "one sentence with values",
             },
             optional={"since_ns": "earliest moment (supervisor's mono_ns) it can have begun"},

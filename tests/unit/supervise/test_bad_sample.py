@@ -5,7 +5,7 @@ from test_judged import fails_at
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
 from muster.config.spec import RunSpec
-from muster.core.types import Action, Incident, IncidentKind
+from muster.core.types import Action, Incident
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import ClusterState
 from muster.protocol.ranks import RankContext
@@ -78,7 +78,7 @@ def test_with_skip_its_update_is_left_out_and_a_new_supervisor_knows(with_skips)
 
 
 def decide(step, skipped, repeats=2):
-    incident = Incident(incident_id="i1", kind=IncidentKind.NOT_FINITE, attempt=1, step=step, host="host-0")
+    incident = Incident(incident_id="i1", kind="not_finite", attempt=1, step=step, host="host-0")
     situation = ClusterState(
         active=("host-0",), spares=(), wanted_hosts=1, min_hosts=1, last_applied_step=step - 1,
         restarts_without_progress=1, max_restarts_without_progress=3, same_error_repeats=repeats,

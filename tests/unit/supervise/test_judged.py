@@ -3,7 +3,8 @@
 import pytest
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
-from muster.core.types import Action, Decision, IncidentKind
+from muster.core.incidents import HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
+from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.state import Phase, RestartRequest
@@ -48,17 +49,17 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
     message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
-    assert classify.rank_exit("host-1", message)[0] is IncidentKind.HOST_UNHEALTHY
+    assert classify.rank_exit("host-1", message)[0] is HOST_UNHEALTHY
 
 
 @pytest.mark.parametrize(
     "text, kind",
     [
-        ("NCCL error: unhandled system error, Connection reset by peer", IncidentKind.RANK_EXIT),
-        ("CUDA out of memory", IncidentKind.RANK_OOM),
-        ("CUDA error: device-side assert triggered", IncidentKind.RANK_EXCEPTION),
-        ("CUDA error: an illegal memory access was encountered", IncidentKind.RANK_EXCEPTION),
-        ("no column Xidentity", IncidentKind.RANK_EXCEPTION),
+        ("NCCL error: unhandled system error, Connection reset by peer", RANK_EXIT),
+        ("CUDA out of memory", RANK_OOM),
+        ("CUDA error: device-side assert triggered", RANK_EXCEPTION),
+        ("CUDA error: an illegal memory access was encountered", RANK_EXCEPTION),
+        ("no column Xidentity", RANK_EXCEPTION),
     ],
 )
 def test_words_that_only_look_so_are_not(text, kind):
@@ -77,7 +78,7 @@ def test_no_room_for_snapshots_distrusts_none_of_them():
     ):
         message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
         kind, evidence, detail = classify.rank_exit("host-1", message)
-        assert kind is IncidentKind.RANK_EXCEPTION and "unreadable" not in detail
+        assert kind is RANK_EXCEPTION and "unreadable" not in detail
         assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
 
 

@@ -138,16 +138,18 @@ def test_a_flapping_host_is_looked_at_again_after_its_hold_off():
     assert 3600 < at < 3700
 
 
-def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor():
-    from muster.core.types import IncidentKind
+def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor(tmp_path, monkeypatch):
+    from fakes import incident_kinds
+
     from muster.supervise.recovery.incidents import incident
 
+    incident_kinds.install(tmp_path, monkeypatch, link_flap="fakes.incident_kinds:LINK_FLAP")
     of = spec(hosts=3, min_hosts=2)
     found = cluster(of, steps=30_000)
 
     def verdict():
         found.machine._c.now_ns = found.now_ns
-        incident(found.machine._c, IncidentKind.LINK_FLAP, host="host-1", evidence="30 % of packets are lost")
+        incident(found.machine._c, incident_kinds.LINK_FLAP, host="host-1", evidence="30 % of packets are lost")
         found._effects(found.machine._taken())
 
     found.at(10.0, verdict)

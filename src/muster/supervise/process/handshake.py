@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from muster.core.incidents import HOST_UNHEALTHY, KINDS
 from muster.supervise.recovery.state import FromHost, StopRequest
 
 #: What a message that cannot be used raises, here and where its fields are read.
@@ -59,7 +60,10 @@ def stop_of(message: Mapping[str, Any]) -> StopRequest:
 
 
 def health_of(message: Mapping[str, Any]) -> FromHost:
-    """A check's verdict on a host; the check itself runs wherever it likes. Raises one of ``UNUSABLE``."""
+    """What a health check or another detector reports for a host. Raises one of ``UNUSABLE``."""
     gpus = [int(gpu) for gpu in message.get("resettable", ())]
-    verdict = {"t": "health", "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
+    kind = str(message.get("kind", HOST_UNHEALTHY.kind))
+    if kind not in KINDS.names():
+        raise ValueError(f"no incident kind {kind[:40]!r}")
+    verdict = {"t": "health", "kind": kind, "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
     return FromHost(host=str(message.get("host", "")), message=verdict)

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.incidents import IncidentTraits, Repeats
 from muster.supervise.recovery.state import State
 
-#: The same again at the same step: the program's own doing, not the machine's.
-OWN = (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.RANK_OOM)
 
-
-def key_of(state: State, kind: IncidentKind, step: int | None, detail: Mapping[str, Any], evidence: str) -> str | None:
-    """What is the same about two incidents; None: of this kind none is the other's repeat."""
-    by_words = kind is IncidentKind.HOST_UNHEALTHY and "signature" in detail
-    if kind not in OWN and kind is not IncidentKind.NOT_FINITE and not by_words:
+def key_of(
+    state: State, traits: IncidentTraits, step: int | None, detail: Mapping[str, Any], evidence: str
+) -> str | None:
+    """What is the same about two incidents that are the same error; None: this one cannot be recognised again."""
+    if traits.repeats is Repeats.NEVER or (traits.repeats is Repeats.BY_SIGNATURE and "signature" not in detail):
         return None
-    # A rank that fails at once in its attempt has not told its step yet: it was at the next one.
+    # A rank that fails right at its start has not reported a step yet: it was at the next one.
     at = step if step is not None and step >= 0 else state.last_applied_step + 1
-    what = "not finite" if kind is IncidentKind.NOT_FINITE else detail.get("signature", evidence)
-    return f"{at}:{what}"
+    error = traits.kind if traits.repeats is Repeats.BY_STEP else detail.get("signature", evidence)
+    return f"{at}:{error}"
 
 
 def count(state: State, key: str | None, host: str | None) -> None:

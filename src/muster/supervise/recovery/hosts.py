@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.incidents import HOST_LOST, HOST_RETURNED, RANK_EXIT
 from muster.supervise.recovery import final_flush
 from muster.supervise.recovery.attempts import ask_again, begin, check_left, collected_all, has_store
 from muster.supervise.recovery.context import Context
@@ -97,7 +97,7 @@ def check_returned_agent(c: Context, host: Host, exited: set[int]) -> None:
         return
     incident(
         c,
-        IncidentKind.RANK_EXIT,
+        RANK_EXIT,
         host=host.name,
         evidence=f"the agent on {host.name} came back without ranks {sorted(mine - set(host.alive))}",
     )
@@ -132,7 +132,7 @@ def look_for_growth(c: Context) -> bool:
     for name in new:
         state.hosts[name].asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
-    incident(c, IncidentKind.HOST_RETURNED, host=new[0], evidence=evidence)
+    incident(c, HOST_RETURNED, host=new[0], evidence=evidence)
     for name in new if state.phase is Phase.RUN and not state.resizing else ():
         failures = state.hosts[name].failures_ns
         if failures:  # not taken in for what it did: once that has passed, the policy is asked again
@@ -198,7 +198,7 @@ def host_down(c: Context, given: HostDown) -> None:
         Phase.WAIT,
     ):
         evidence = f"{given.host}: {given.why}"
-        incident(c, IncidentKind.HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
+        incident(c, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
     if phase is Phase.COLLECT and c.state.phase is Phase.COLLECT:
         c.state.collecting.discard(given.host)
         collected_all(c)
@@ -248,8 +248,8 @@ def adopt_failed(c: Context) -> None:
         return
     state.phase = Phase.RUN
     if lost:
-        incident(c, IncidentKind.HOST_LOST, host=lost[0], evidence=f"{lost[0]} did not answer a new supervisor")
+        incident(c, HOST_LOST, host=lost[0], evidence=f"{lost[0]} did not answer a new supervisor")
         state.target = [name for name in state.target if name not in lost]
         collected_all(c)
     else:
-        incident(c, IncidentKind.RANK_EXIT, evidence="ranks were missing when a new supervisor took over")
+        incident(c, RANK_EXIT, evidence="ranks were missing when a new supervisor took over")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import Action, Decision, Incident, IncidentKind
+from muster.core.incidents import IncidentTraits
+from muster.core.types import Action, Decision, Incident
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import ClusterState
 from muster.protocol.ranks import RESIZE_EXIT_CODE
@@ -18,33 +19,11 @@ from muster.supervise.recovery.state import SECOND_NS, OpenIncident, Phase
 
 #: Ranks that were asked to leave for a larger world and step on, since a save is under way, have so long.
 YIELD_S = 300.0
-#: Says nothing against the host it happened on.
-_NOT_THE_HOSTS = (
-    IncidentKind.HOST_RETURNED,
-    IncidentKind.PREEMPTION_NOTICE,
-    IncidentKind.RANK_OOM,
-    IncidentKind.NOT_FINITE,
-)
-#: Left alone, a run stands still for ever after one of these.
-_NOT_TO_IGNORE = (
-    IncidentKind.RANK_EXIT,
-    IncidentKind.RANK_EXCEPTION,
-    IncidentKind.RANK_OOM,
-    IncidentKind.HOST_LOST,
-    IncidentKind.NOT_FINITE,
-    IncidentKind.START_UP,
-    IncidentKind.CAPACITY,
-)
-
-
-def says_nothing_of_its_host(kind: IncidentKind) -> bool:
-    """Whether an incident of this kind is no failure of the host it happened on."""
-    return kind in _NOT_THE_HOSTS
 
 
 def incident(
     c: Context,
-    kind: IncidentKind,
+    traits: IncidentTraits,
     *,
     evidence: str,
     host: str | None = None,
@@ -59,7 +38,7 @@ def incident(
         detail = {**(detail or {}), "since_ns": c.now_ns - int(silent_s * SECOND_NS)}
     found = Incident(
         incident_id=f"i{state.next_incident}",
-        kind=kind,
+        kind=traits.kind,
         attempt=state.attempt,
         step=step if step is not None else state.last_applied_step,
         host=host,
@@ -69,19 +48,19 @@ def incident(
         detail=detail or {},
     )
     state.next_incident += 1
-    if host in state.hosts and not says_nothing_of_its_host(kind):
+    if host in state.hosts and traits.blames_host:
         since_ns = c.now_ns - int(c.settings.host_failure_window_s * SECOND_NS)
         state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [c.now_ns]
     if rank is not None:
         state.blamed.add(rank)
     c.log(
         "incident.detected",
-        {"incident_id": found.incident_id, "incident": kind.value, "evidence": evidence, **(detail or {})},
+        {"incident_id": found.incident_id, "incident": traits.kind, "evidence": evidence, **(detail or {})},
         host=host,
         rank=rank,
         step=found.step,
     )
-    key = error_history.key_of(state, kind, found.step, found.detail, evidence)
+    key = error_history.key_of(state, traits, found.step, found.detail, evidence)
     error_history.count(state, key, host)
     for name in error_history.suspects_cleared(state, key, host):
         text = f"{name} is sound: what it was taken out for came again on {host}"
@@ -102,7 +81,7 @@ def incident(
     if decision.action is not Action.IGNORE and (state.open is None or state.phase is Phase.RUN):
         state.open = OpenIncident(
             incident_id=found.incident_id,
-            kind=kind.value,
+            kind=traits.kind,
             detected_ns=c.now_ns,
             last_applied_step=state.last_applied_step,
             secondary=bool((detail or {}).get("secondary")),
@@ -122,7 +101,7 @@ def decided(c: Context, incident: Incident, key: str | None) -> Decision:
         return decision
     text = f"recovery.policy: no decision on {incident.incident_id} ({problem[:300]}); the default policy's is taken"
     c.log("run.message", {"text": text})
-    return SHIPPED["default"].decide(seen, incident)  # type: ignore[attr-defined]
+    return SHIPPED["default"].decide(seen, incident)
 
 
 def nonsense(c: Context, seen: ClusterState, incident: Incident, decision: object) -> str | None:
@@ -137,8 +116,8 @@ def nonsense(c: Context, seen: ClusterState, incident: Incident, decision: objec
         return f"it names {decision.host!r}, which is no host of the run"
     if decision.action is Action.SWAP and decision.replacement not in seen.spares:
         return f"it swaps for {decision.replacement!r}, and the spares are {', '.join(seen.spares) or 'none'}"
-    if decision.action is Action.IGNORE and incident.kind in _NOT_TO_IGNORE:
-        return f"after {incident.kind.value} nothing goes on by itself"
+    if decision.action is Action.IGNORE and not incident.traits.may_be_ignored:
+        return f"training does not continue by itself after {incident.kind}"
     if decision.action is Action.WAIT and not str(detail.get("hosts", 0)).isdigit():
         return f"it waits for {detail.get('hosts')!r} hosts"
     skips = detail.get("skip_steps", ())
@@ -222,9 +201,9 @@ def retire(c: Context, name: str | None, incident: Incident, key: str | None) ->
     if host is not None and host.connected:
         host.quarantined = True
         more: dict[str, Any] = {}
-        if incident.kind is IncidentKind.PREEMPTION_NOTICE:
+        if incident.traits.announced:
             host.until_return = more["until_return"] = True
-        elif incident.kind is IncidentKind.LINK_FLAP:
+        elif incident.traits.quarantine_expires:
             host.hold_off_s = more["for_s"] = c.settings.host_failure_window_s
             c.alarm(f"back:{host.name}", host.hold_off_s)
         elif key is not None:
@@ -270,15 +249,11 @@ def give_up(c: Context, decision: Decision, incident: Incident) -> None:
     spec = c.settings.spec
     hint = incident.detail.get("hint")
     c.state.verdict = (decision.exit_code, decision.reason + (f" (hint: {hint})" if hint else ""))
-    if incident.kind is IncidentKind.PREEMPTION_NOTICE and c.state.phase is Phase.RUN:
+    if incident.traits.announced and c.state.phase is Phase.RUN:
         ask_to_save(c, "preempted", decision.exit_code, source=incident.evidence)
         return
-    own = "signature" in incident.detail or incident.kind in (
-        IncidentKind.RANK_EXCEPTION,
-        IncidentKind.START_UP,
-        IncidentKind.NOT_FINITE,
-    )
-    if spec.recovery.keep_hosts_after_failure_s > 0 and own and decision.exit_code != 75:
+    correctable = "signature" in incident.detail or incident.traits.user_error
+    if spec.recovery.keep_hosts_after_failure_s > 0 and correctable and decision.exit_code != 75:
         for name in c.state.active or list(c.state.hosts):
             c.send(name, {"t": "end", "attempt": c.state.attempt, "why": "held after a failure"})
         c.state.phase = Phase.HOLD

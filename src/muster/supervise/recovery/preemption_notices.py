@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.incidents import PREEMPTION_NOTICE
 from muster.supervise.recovery.context import Context
 from muster.supervise.recovery.final_flush import leave
 from muster.supervise.recovery.incidents import incident, members_of
@@ -41,4 +41,4 @@ def judge(c: Context) -> None:
         if state.phase not in (Phase.RUN, Phase.COLLECT, Phase.WAIT):
             return
         evidence = f"{name} goes away in {host.going_s:.0f} s"
-        incident(c, IncidentKind.PREEMPTION_NOTICE, host=name, evidence=evidence)
+        incident(c, PREEMPTION_NOTICE, host=name, evidence=evidence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.incidents import RANK_EXIT
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.attempts import check_left
@@ -59,7 +59,7 @@ def _cause(c: Context, host: str, message: Mapping[str, Any]) -> None:
     if state.open is None or not state.open.secondary or code <= 0 or code in LEFT:
         return
     kind, _, detail = classify.rank_exit(host, message)
-    if kind is IncidentKind.RANK_EXIT and not detail.get("unreadable"):
+    if kind is RANK_EXIT and not detail.get("unreadable"):
         return
     state.open.secondary = False
     _failed(c, host, int(message["rank"]), message)

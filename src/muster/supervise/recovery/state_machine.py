@@ -20,7 +20,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.errors import UsageError
+from muster.core.incidents import CAPACITY, HOST_UNHEALTHY, RANK_HANG, START_UP, traits_of
 from muster.policy.cluster_state import Policy
 from muster.supervise.recovery import error_history, final_flush, preemption_notices
 from muster.supervise.recovery.attempts import (
@@ -160,7 +161,7 @@ class RecoveryStateMachine:
         elif kind == "rank_hang" and message["attempt"] == self._c.state.attempt and self._c.state.phase is Phase.RUN:
             incident(
                 self._c,
-                IncidentKind.RANK_HANG,
+                RANK_HANG,
                 host=given.host,
                 rank=message.get("rank"),
                 evidence=str(message["evidence"]),
@@ -175,7 +176,7 @@ class RecoveryStateMachine:
             reset = message.get("reset")
             if reset is not None and not reset["ok"]:
                 evidence = f"{given.host}: its GPUs could not be reset: {reset['evidence']}"
-                incident(self._c, IncidentKind.HOST_UNHEALTHY, host=given.host, evidence=evidence)
+                incident(self._c, HOST_UNHEALTHY, host=given.host, evidence=evidence)
             final_flush.left(self._c, given.host)
             if given.host in self._c.state.collecting:
                 self._c.state.collecting.discard(given.host)
@@ -249,7 +250,7 @@ class RecoveryStateMachine:
         if state.phase in (Phase.BOOT, Phase.RUN, Phase.WAIT):
             incident(
                 self._c,
-                IncidentKind.START_UP,
+                START_UP,
                 host=host,
                 evidence=str(message["reason"]),
                 detail={"exit_code": int(message.get("exit_code", 1)), "hint": message.get("hint")},
@@ -260,8 +261,11 @@ class RecoveryStateMachine:
         host = self._c.state.hosts[name]
         host.resettable = tuple(int(gpu) for gpu in message.get("resettable", ()))
         if self._c.state.phase is Phase.RUN and name in self._c.state.active:
-            evidence = f"{name}: {message['evidence']}"
-            incident(self._c, IncidentKind.HOST_UNHEALTHY, host=name, evidence=evidence)
+            try:
+                traits = traits_of(str(message.get("kind", HOST_UNHEALTHY.kind)))
+            except UsageError:  # of a package that only the host has
+                traits = HOST_UNHEALTHY
+            incident(self._c, traits, host=name, evidence=f"{name}: {message['evidence']}")
 
     def _stop_request(self, given: StopRequest) -> None:
         state = self._c.state
@@ -327,7 +331,7 @@ class RecoveryStateMachine:
             else:
                 incident(
                     self._c,
-                    IncidentKind.CAPACITY,
+                    CAPACITY,
                     evidence=f"{len(ready)} of {self._c.settings.min_hosts} hosts were ready in time",
                 )
         elif state.phase is Phase.ADOPT:
@@ -337,7 +341,7 @@ class RecoveryStateMachine:
         elif state.phase is Phase.RUN and not state.stepped:
             incident(
                 self._c,
-                IncidentKind.RANK_HANG,
+                RANK_HANG,
                 evidence=f"no step within start_timeout_s={self._c.settings.spec.recovery.start_timeout_s:g} s",
             )
         elif state.phase is Phase.COLLECT:
@@ -346,7 +350,7 @@ class RecoveryStateMachine:
                 host_down(self._c, HostDown(host=name, why="did not end its ranks in time"))
             await_answers(self._c)
         elif state.phase is Phase.WAIT:
-            incident(self._c, IncidentKind.CAPACITY, evidence="too few hosts")
+            incident(self._c, CAPACITY, evidence="too few hosts")
         elif state.phase is Phase.STOPPING:
             outcome, code = state.stop or ("stopped", 130)
             text = f"not saved within {self._c.settings.spec.recovery.grace_s:g} s; the newest checkpoint stands"

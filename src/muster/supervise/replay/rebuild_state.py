@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from muster.core.errors import UsageError
 from muster.core.events import Event
-from muster.core.types import IncidentKind, Layout
+from muster.core.incidents import traits_of
+from muster.core.types import Layout
 from muster.supervise.recovery import error_history
 from muster.supervise.recovery.hosts import came_back
-from muster.supervise.recovery.incidents import says_nothing_of_its_host
 from muster.supervise.recovery.state import Ending, Host, Phase, State, StopRequest
 
 
@@ -97,13 +98,13 @@ def _incident(state: State, event: Event, now_ns: int) -> None:
         step, attempt = event.detail["distrusted"]
         state.distrusted.add((int(step), int(attempt)))
     try:
-        kind = IncidentKind(event.detail.get("incident", ""))
-    except ValueError:
-        return  # of a later version
+        traits = traits_of(str(event.detail.get("incident", "")))
+    except UsageError:
+        return  # of a later version, or of a package that is no longer installed
     host = event.host if event.host in state.hosts else None
-    if host is not None and not says_nothing_of_its_host(kind):
+    if host is not None and traits.blames_host:
         state.hosts[host].failures_ns.append(event.wall_ns - now_ns)
-    key = error_history.key_of(state, kind, event.step, event.detail, str(event.detail.get("evidence", "")))
+    key = error_history.key_of(state, traits, event.step, event.detail, str(event.detail.get("evidence", "")))
     error_history.count(state, key, host)
 
 

@@ -102,8 +102,10 @@ def test_hardwares_words_that_follow_the_ranks_are_the_programs():
     end = found.run()
     assert end.exit_code == 1 and "followed the ranks" in end.reason
     assert actions(found) == ["swap", "stop"]
-    (note,) = [log for _, log in kinds(found, "run.message") if log.detail.get("cleared")]
-    assert note.detail["cleared"] == "host-1" and not found.machine.state.hosts["host-1"].quarantined
+    ((_, readmitted),) = kinds(found, "host.readmitted")
+    assert readmitted.host == "host-1" and not found.machine.state.hosts["host-1"].quarantined
+    logged = [event for event in events_of(found) if event.kind != "run.finished"]
+    assert not recover(logged).hosts["host-1"].quarantined, "a takeover reads it from its own event"
 
 
 OWN = {"exception": "ValueError", "message": "bad row 17"}
@@ -225,8 +227,12 @@ def test_a_corrected_run_file_brings_its_policy():
     found.at(10.0, lambda: found.kill_rank(0, code=1, last=OWN))
     request = RestartRequest(settings=found.machine.settings, policy=SHIPPED["default"])
     found.at(20.0, lambda: found._give(request))
+    counts = []
+    for second in (15.0, 30.0):
+        found.at(second, lambda: counts.append(len(recover(events_of(found)).error_counts)))
     found.at(40.0, lambda: found.kill_rank(0))
     assert found.run().exit_code == 0
+    assert counts == [1, 0], "a takeover reads the restart from its own event"
     assert actions(found) == ["stop", "restart"]
 
 

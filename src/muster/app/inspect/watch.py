@@ -32,6 +32,7 @@ _HOST_STATES = {
     "host.allocated": "ready",
     "host.lost": "lost",
     "host.quarantined": "quarantined",
+    "host.readmitted": "ready",
     "host.released": "released",
 }
 

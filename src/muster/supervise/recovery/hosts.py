@@ -81,7 +81,7 @@ def held_off_long_enough(c: Context, name: str) -> None:
         return  # meanwhile it was taken out for good
     was_out, host.quarantined, host.hold_off_s, host.asked_about = host.quarantined, False, 0.0, False
     if was_out:
-        c.log("run.message", {"text": f"{name} was held off long enough and may be used again", "cleared": name})
+        c.log("host.readmitted", {"reason": "its quarantine has expired"}, host=name)
     if host.connected and host.ready:
         host_ready(c, host, {})
 

@@ -63,8 +63,7 @@ def incident(
     key = error_history.key_of(state, traits, found.step, found.detail, evidence)
     error_history.count(state, key, host)
     for name in error_history.suspects_cleared(state, key, host):
-        text = f"{name} is sound: what it was taken out for came again on {host}"
-        c.log("run.message", {"text": text, "cleared": name})
+        c.log("host.readmitted", {"reason": f"the error that quarantined {name} recurred on {host}"}, host=name)
     decision = decided(c, found, key)
     c.log(
         "incident.decided",

@@ -306,7 +306,7 @@ class RecoveryStateMachine:
         self._c.state.committed_step = 0  # the corrected file may name another folder
         self._c.state.target = self._c.usable()[: self._c.settings.wanted_hosts]
         self._c.state.open = None
-        self._c.log("run.message", {"text": "restarted by the user with a corrected run file", "restart": True})
+        self._c.log("run.restarted", {"reason": "restarted by the user with a corrected run file"})
         for name in self._c.state.target:
             self._c.send(name, {"t": "reload"})
         collect(self._c)

@@ -44,7 +44,7 @@ def recover(events: Iterable[Event]) -> State:
             _incident(state, event, now_ns)
         elif event.kind == "incident.decided":
             state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
-        elif event.kind == "run.message" and event.detail.get("restart"):
+        elif event.kind == "run.restarted":
             error_history.forget(state)
         elif event.kind == "termination.notice" and "exit_code" in event.detail:
             state.stop_before = StopRequest(
@@ -118,10 +118,10 @@ def _host(state: State, event: Event) -> None:
         host.hold_off_s = float(event.detail.get("for_s", 0.0))
         host.until_return = bool(event.detail.get("until_return"))
         host.suspected_of = event.detail.get("suspected_of")
-    elif event.kind == "run.message" and event.detail.get("cleared") in state.hosts:
-        error_history.let_in(state, str(event.detail["cleared"]))
     elif event.host not in state.hosts:
         return
+    elif event.kind == "host.readmitted":
+        error_history.let_in(state, event.host)
     elif event.kind == "termination.notice":
         state.hosts[event.host].going_s = float(event.detail.get("grace_s", 0.0))
     elif event.kind == "host.lost":

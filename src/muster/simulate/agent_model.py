@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from muster.core.types import Layout
+from muster.core.layout import Layout
 from muster.simulate.host_time import VirtualHost
 
 if TYPE_CHECKING:

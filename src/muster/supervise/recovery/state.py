@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from muster.config.spec import RunSpec
-from muster.core.types import Layout
+from muster.core.layout import Layout
 from muster.policy.cluster_state import Policy
 from muster.supervise.recovery.layout import Choice
 

@@ -56,8 +56,8 @@ def actions(cluster):
 def verdict(cluster, kind, host, evidence):
     """A detector speaks: what it found becomes an incident, and the machine's effects are carried out."""
     machine = cluster.machine
-    machine._c.now_ns = cluster.now_ns
-    incident(machine._c, kind, host=host, evidence=evidence)
+    machine._ctx.now_ns = cluster.now_ns
+    incident(machine._ctx, kind, host=host, evidence=evidence)
     cluster._effects(machine._taken())
 
 

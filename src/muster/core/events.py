@@ -132,7 +132,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={
                 "for_s": "held off for so long",
                 "until_return": "told to go: until it went and came back",
-                "suspected_of": "error (step and words) that is looked for on another host",
+                "quarantined_for_error": "error (step and words) that is looked for on another host",
             },
         ),
         "host.readmitted": Kind(doc="No longer quarantined: it may be used again.", required={"reason": "why"}),

@@ -48,7 +48,7 @@ def saved(cluster: Cluster, step: int, attempt: int) -> None:
     event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
     first = cluster.running(0)
     if first is not None:
-        cluster.hear(first, {"t": "event", "event": event})
+        cluster.receive_from(first, {"t": "event", "event": event})
 
 
 def exit_all(cluster: Cluster, attempt: int, code: int) -> None:
@@ -56,7 +56,7 @@ def exit_all(cluster: Cluster, attempt: int, code: int) -> None:
     for host in list(cluster.hosts.values()):
         for rank in list(host.ranks) if host.up else []:
             host.dead.add(rank)
-            cluster.hear(host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}})
+            cluster.receive_from(host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}})
         host.ranks = []
 
 
@@ -85,13 +85,13 @@ def flush_commit(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) 
         answer |= {"uri": order["uri"], "bytes": 1}
         detail = {"tier": "disk", "uri": order["uri"], "bytes": 1}
         event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
-        cluster.hear(host, {"t": "event", "event": event})
+        cluster.receive_from(host, {"t": "event", "event": event})
     else:
         answer["reason"] = "a shard is missing"
-    cluster.hear(host, answer)
+    cluster.receive_from(host, answer)
 
 
 def _later(cluster: Cluster, host: VirtualHost, answer: Mapping[str, Any]) -> None:
     boots = host.boots
     seconds = cluster.draw("flush", cluster.stages.flush_s)
-    cluster.after(seconds, lambda: cluster.hear(host, answer) if host.boots == boots and host.up else None)
+    cluster.after(seconds, lambda: cluster.receive_from(host, answer) if host.boots == boots and host.up else None)

@@ -37,7 +37,7 @@ def greet(cluster: Cluster, host: VirtualHost, step: int) -> None:
         cluster.give(FromHost(host=host.name, message=report))
     hung = host.hung
     if hung is not None:
-        cluster.after(cluster.stages.detect_exit_s, lambda: cluster.hear(host, hung))
+        cluster.after(cluster.stages.detect_exit_s, lambda: cluster.receive_from(host, hung))
 
 
 def restart_agent(cluster: Cluster, name: str) -> None:
@@ -70,7 +70,7 @@ def cut_off(cluster: Cluster) -> bool:
 def replace_supervisor(cluster: Cluster, machine: RecoveryStateMachine, *, apart_s: float = 0.0) -> None:
     """It died; another one takes over with what the log told it. Hosts find it ``apart_s`` after each other."""
     lose_supervisor(cluster)
-    cluster.appoint(machine)
+    cluster.start_supervisor(machine)
     for index, host in enumerate(list(cluster.hosts.values())):
         if host.up and apart_s:
             cluster.after(index * apart_s, lambda name=host.name, boots=host.boots: cluster.join(name, boots=boots))  # type: ignore[misc]

@@ -110,7 +110,7 @@ def choice(name: str, about: str, found: Sequence[Outcome], base: Sequence[Outco
     )
 
 
-def without(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
+def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Technique -> (in words, the scenario without it); only those that the scenario uses."""
     found: dict[str, tuple[str, Scenario]] = {}
     if scenario.fast_detection and not scenario.profile.detect_s:
@@ -229,7 +229,7 @@ def study(
     groups: dict[str, dict[str, tuple[str, Scenario]]] = {}
     if paired:
         groups = {
-            "contributions": without(scenario),
+            "contributions": ablations(scenario),
             "spares": spares_around(scenario) if scenario.trace is None else {},
             "intervals": intervals_around(scenario),
             "policies": policies_around(scenario),

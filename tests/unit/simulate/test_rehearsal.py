@@ -14,7 +14,7 @@ from muster.core.errors import UsageError
 from muster.report.render.document import document
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate.fault_schedule import Fault, schedule
-from muster.simulate.rehearsal import Play, rehearse, spec_for
+from muster.simulate.rehearsal import Simulation, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Scenario
 from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 
@@ -79,8 +79,8 @@ def test_the_ledger_folds_a_rehearsals_log_to_the_same_account():
 
 def one_fault(scenario, fault):
     """A rehearsal in which only this happens."""
-    play = Play(scenario.with_(failures_per_day=0.0), 0)
-    play.cluster.at(fault.at_s, lambda: play.strike(fault))
+    play = Simulation(scenario.with_(failures_per_day=0.0), 0)
+    play.cluster.at(fault.at_s, lambda: play.inject(fault))
     return play, play.run()
 
 

@@ -27,7 +27,7 @@ def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():
     told = []
 
     def look():
-        told.append(RankContext.from_json(start_message(found.machine._c, "host-0", None)["contexts"][0]))
+        told.append(RankContext.from_json(start_message(found.machine._ctx, "host-0", None)["contexts"][0]))
 
     for at_s, act in ((8.0, look), (10.0, lambda: found.kill_rank(1)), (20.0, look), (30.0, lambda: found.kill_rank(0)),
                       (40.0, look)):  # fmt: skip
@@ -57,7 +57,7 @@ def test_a_step_that_was_heard_of_late_and_is_taken_again_counts_as_redone():
         if log.kind == "incident.detected":  # the survivor's word on its last step was on the way when its peer's end was heard
             late = found.machine.state.last_applied_step + 1
             event = {"kind": "step", "attempt": found.machine.state.attempt, "step": late}
-            found.after(0.0, lambda: found.hear(found.hosts["host-0"], {"t": "event", "event": event}))
+            found.after(0.0, lambda: found.receive_from(found.hosts["host-0"], {"t": "event", "event": event}))
 
     found.on_log = heard_late
     found.at(10.0, lambda: found.kill_rank(1))

@@ -8,7 +8,7 @@ from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.state import Phase, RestartRequest
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def worlds(found):
@@ -105,7 +105,7 @@ def test_hardwares_words_that_follow_the_ranks_are_the_programs():
     ((_, readmitted),) = kinds(found, "host.readmitted")
     assert readmitted.host == "host-1" and not found.machine.state.hosts["host-1"].quarantined
     logged = [event for event in events_of(found) if event.kind != "run.finished"]
-    assert not recover(logged).hosts["host-1"].quarantined, "a takeover reads it from its own event"
+    assert not rebuild_state(logged).hosts["host-1"].quarantined, "a takeover reads it from its own event"
 
 
 OWN = {"exception": "ValueError", "message": "bad row 17"}
@@ -137,7 +137,7 @@ def test_a_new_supervisor_remembers_errors_hosts_and_budgets():
     for second in (20.0, 24.0):
         found.at(second, lambda: found.kill_rank(0))
     found.run(24.04)
-    old, new = found.machine.state, recover(events_of(found))
+    old, new = found.machine.state, rebuild_state(events_of(found))
     assert new.error_counts == old.error_counts == {"20:ValueError:bad row #": 1}
     assert new.error_hosts == old.error_hosts
     assert new.restarts_without_progress == old.restarts_without_progress
@@ -156,7 +156,7 @@ def test_errors_are_counted_over_takeovers():
 
     def replace():
         if found.result is None:
-            found.replace_supervisor(machine(of, state=recover(events_of(found))))
+            found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
             found.after(0.3, replace)
 
     found.at(9.0, replace)
@@ -171,7 +171,7 @@ def test_growing_is_no_restart_without_progress():
     found.at(20.0, lambda: found.return_host("host-2"))
     found.run()
     events = [event for event in events_of(found) if event.kind != "run.finished"]
-    assert recover(events).restarts_without_progress == found.machine.state.restarts_without_progress == 0
+    assert rebuild_state(events).restarts_without_progress == found.machine.state.restarts_without_progress == 0
 
 
 # ---------------------------------------------------------------- the user's policy
@@ -229,7 +229,7 @@ def test_a_corrected_run_file_brings_its_policy():
     found.at(20.0, lambda: found._give(request))
     counts = []
     for second in (15.0, 30.0):
-        found.at(second, lambda: counts.append(len(recover(events_of(found)).error_counts)))
+        found.at(second, lambda: counts.append(len(rebuild_state(events_of(found)).error_counts)))
     found.at(40.0, lambda: found.kill_rank(0))
     assert found.run().exit_code == 0
     assert counts == [1, 0], "a takeover reads the restart from its own event"
@@ -256,16 +256,16 @@ def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor
         found.after(0.02, spoil)
 
     found.at(10.0, spoil)
-    found.at(10.4, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(10.4, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     assert found.run().exit_code == 0
     starts = [log.detail for _, log in kinds(found, "attempt.started")]
     assert starts[1]["resume_step"] == hit[0][0] and starts[2]["resume_step"] != hit[0][0]
-    assert found.machine.state.distrusted == {hit[0]}
+    assert found.machine.state.unreadable_snapshots == {hit[0]}
 
 
 def sent(found, message, host="host-0"):
     taken = []
-    found.machine._c.now_ns = found.now_ns
+    found.machine._ctx.now_ns = found.now_ns
     from muster.supervise.recovery.state import FromHost, Send
 
     for effect in found.machine.handle(FromHost(host=host, message=message), found.now_ns):
@@ -287,5 +287,5 @@ def test_progress_before_the_first_step_renews_the_time_to_it():
 
     found = cluster(spec(hosts=1), stages=Stages(start_s=150.0))
     for second in range(10, 150, 30):
-        found.at(float(second), lambda: found.hear(found.hosts["host-0"], {"t": "progress", "attempt": 1}))
+        found.at(float(second), lambda: found.receive_from(found.hosts["host-0"], {"t": "progress", "attempt": 1}))
     assert found.run().exit_code == 0 and actions(found) == []

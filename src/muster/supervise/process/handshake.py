@@ -14,7 +14,7 @@ UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
-class Who:
+class ClientIdentity:
     """Who is at the other end of a connection."""
 
     role: str
@@ -22,9 +22,9 @@ class Who:
     host: str = ""
 
 
-def introduced(hello: Mapping[str, Any]) -> Who:
+def parse_hello(hello: Mapping[str, Any]) -> ClientIdentity:
     """Who says so. Raises one of ``UNUSABLE`` where it cannot be used; nothing was done with it then."""
-    who = Who(role=str(hello["role"]), host=str(hello.get("host", "")))
+    who = ClientIdentity(role=str(hello["role"]), host=str(hello.get("host", "")))
     if who.role not in ("agent", "beat", "client"):
         raise ValueError(f"role {who.role[:40]!r}")
     if who.role != "client" and not who.host:

@@ -12,11 +12,11 @@ from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 
 #: Exit codes of ranks that left when told to.
-LEFT = (130, 75, RESIZE_EXIT_CODE)
+REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
 
 
 @dataclass
-class Context:
+class SupervisorContext:
     """One run's supervisor, between two inputs. The functions beside it fold one thing each."""
 
     settings: Settings
@@ -62,5 +62,5 @@ class Context:
 
 def usable(host: Host) -> bool:
     """Whether it could run ranks now, and for longer than a moment."""
-    there = host.connected and host.ready and not host.cannot_start
-    return there and not host.quarantined and host.going_s is None
+    there = host.connected and host.ready and not host.start_failed
+    return there and not host.quarantined and host.preemption_grace_s is None

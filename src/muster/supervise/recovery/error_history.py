@@ -31,23 +31,23 @@ def count(state: State, key: str | None, host: str | None) -> None:
         hosts.append(host)
 
 
-def suspects_cleared(state: State, key: str | None, host: str | None) -> list[str]:
+def readmit_suspects(state: State, key: str | None, host: str | None) -> list[str]:
     """Hosts that were taken out because of this error and are sound: it came again on another one. They are let go."""
     found = [
         other
         for other in state.hosts.values()
-        if key is not None and other.suspected_of == key and other.name != host and host is not None
+        if key is not None and other.quarantined_for_error == key and other.name != host and host is not None
     ]
     for other in found:
-        let_in(state, other.name)
+        readmit_host(state, other.name)
     return [other.name for other in found]
 
 
-def let_in(state: State, name: str) -> None:
+def readmit_host(state: State, name: str) -> None:
     """A host that was kept out is like any other again."""
     host = state.hosts[name]
     host.quarantined = host.until_return = host.asked_about = False
-    host.suspected_of, host.hold_off_s = None, 0.0
+    host.quarantined_for_error, host.hold_off_s = None, 0.0
     host.failures_ns = []
 
 

@@ -56,7 +56,9 @@ def exit_all(cluster: Cluster, attempt: int, code: int) -> None:
     for host in list(cluster.hosts.values()):
         for rank in list(host.ranks) if host.up else []:
             host.dead.add(rank)
-            cluster.receive_from(host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}})
+            cluster.receive_from(
+                host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}}
+            )
         host.ranks = []
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from muster.simulate import agent_model, connectivity
 from muster.simulate.event_queue import EventQueue
 from muster.simulate.host_time import HostTime, VirtualHost, hold_snapshots
-from muster.simulate.stage_arithmetic import StepSegment, DiskTier, Pace, Stages
+from muster.simulate.stage_arithmetic import DiskTier, Pace, Stages, StepSegment
 from muster.supervise.recovery.state import SECOND_NS, Effect, End, HostDown, Input, Log, Send, Tick
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 

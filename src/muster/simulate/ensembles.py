@@ -126,7 +126,10 @@ def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     if scenario.memory_tier:
         found["state in memory"] = ("every failure goes back to the last save", scenario.with_(memory_tier=False))
         if scenario.replicate_snapshots and scenario.replicas == 1:
-            found["copy on a peer"] = ("a lost host goes back to the last save", scenario.with_(replicate_snapshots=False))
+            found["copy on a peer"] = (
+                "a lost host goes back to the last save",
+                scenario.with_(replicate_snapshots=False),
+            )
     saves = scenario.saves
     if saves is not None:
         if saves.stall_s < SYNCHRONOUS_STALL_S / 2:

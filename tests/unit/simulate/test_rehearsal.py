@@ -170,7 +170,9 @@ def test_failures_during_recovery_start_it_again():
 def test_contributions_are_paired_and_leave_one_out():
     scenario = Scenario(spec=spec_for(), hosts=8, spares=1, min_hosts=4, hours=20.0, failures_per_day=24.0)
     told = []
-    found = ensembles.study(scenario, seeds=3, paired=2, workers=1, progress=lambda done, total: told.append((done, total)))
+    found = ensembles.study(
+        scenario, seeds=3, paired=2, workers=1, progress=lambda done, total: told.append((done, total))
+    )
     by_name = {each.name: each for each in found.contributions}
     assert {"state in memory", "warm standby", "spares", "copy on a peer"} <= set(by_name)
     assert by_name["state in memory"].change_active < -0.01

@@ -22,7 +22,9 @@ def test_a_spare_that_cannot_start_is_not_taken_until_it_can(comes_back, replace
     )
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     names = [f"host-{number}" for number in range(4)]
-    found = Cluster(machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=names, total_steps=300)
+    found = Cluster(
+        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=names, total_steps=300
+    )
 
     def say(**message):
         found.receive_from(found.hosts["host-2"], message)

@@ -22,7 +22,9 @@ def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():
     )
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     found = Cluster(
-        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=["host-0", "host-1"], total_steps=200
+        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]),
+        names=["host-0", "host-1"],
+        total_steps=200,
     )
     told = []
 
@@ -50,11 +52,15 @@ def test_a_step_that_was_heard_of_late_and_is_taken_again_counts_as_redone():
     )
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     found = Cluster(
-        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=["host-0", "host-1"], total_steps=200
+        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]),
+        names=["host-0", "host-1"],
+        total_steps=200,
     )
 
     def heard_late(log):
-        if log.kind == "incident.detected":  # the survivor's word on its last step was on the way when its peer's end was heard
+        if (
+            log.kind == "incident.detected"
+        ):  # the survivor's word on its last step was on the way when its peer's end was heard
             late = found.machine.state.last_applied_step + 1
             event = {"kind": "step", "attempt": found.machine.state.attempt, "step": late}
             found.after(0.0, lambda: found.receive_from(found.hosts["host-0"], {"t": "event", "event": event}))

@@ -260,7 +260,9 @@ def test_a_supervisor_killed_at_random_moments_of_a_faulty_run(seed):
         found.at(rng.uniform(6, 80), lambda: found.kill_rank(rng.randrange(3)))
     found.at(rng.uniform(6, 80), lambda: found.kill_host(f"host-{rng.randrange(4)}"))
     for _ in range(20):
-        found.at(rng.uniform(5.1, 90), lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
+        found.at(
+            rng.uniform(5.1, 90), lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
+        )
     end = found.run(until_s=5000)
     assert end is not None and end.exit_code == 0, (end, found.machine.state.phase)
     check_invariants(found)

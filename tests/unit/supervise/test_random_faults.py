@@ -31,7 +31,9 @@ FAULTS = st.lists(
 
 def replace(found, of, policy, apart_s=0.0):
     if found.machine.state.phase is not Phase.ENDED:
-        connectivity.replace_supervisor(found, machine(of, SHIPPED[policy], rebuild_state(events_of(found))), apart_s=apart_s)
+        connectivity.replace_supervisor(
+            found, machine(of, SHIPPED[policy], rebuild_state(events_of(found))), apart_s=apart_s
+        )
 
 
 def do(found, of, policy, deed, index):
@@ -84,8 +86,15 @@ def do(found, of, policy, deed, index):
     end_ranks_s=st.sampled_from([0.03, 1.5]),
     steps=st.sampled_from([20, 200]),
 )
-def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, keep_hosts_after_failure_s, every, end_ranks_s, steps):
-    of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1, recovery={"keep_hosts_after_failure_s": keep_hosts_after_failure_s, "on_nonfinite_step": "skip"})
+def test_a_run_ends_once_and_takes_nothing_with_it(
+    faults, hosts, spares, policy, keep_hosts_after_failure_s, every, end_ranks_s, steps
+):
+    of = spec(
+        hosts=hosts,
+        spare_hosts=spares,
+        min_hosts=1,
+        recovery={"keep_hosts_after_failure_s": keep_hosts_after_failure_s, "on_nonfinite_step": "skip"},
+    )
     found = cluster(of, steps=steps, policy=SHIPPED[policy], stages=Stages(end_ranks_s=end_ranks_s))
     found.snapshot_every_steps = every
     for deed, at, index in faults:

@@ -43,10 +43,16 @@ class Standing(Cluster):
 
 def two_by_two(stand_s=0.0, *, of=None, step_s=STEP_S, **resources):
     of = of or replicated(4, 2, 2, **resources)
-    machine = RecoveryStateMachine(settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"])
+    machine = RecoveryStateMachine(
+        settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"]
+    )
     names = [f"host-{number}" for number in range(4)]
     found = Standing(
-        machine=machine, names=names, total_steps=int(1200 / step_s), stages=Stages(step_s=step_s), replicate_snapshots=True
+        machine=machine,
+        names=names,
+        total_steps=int(1200 / step_s),
+        stages=Stages(step_s=step_s),
+        replicate_snapshots=True,
     )
     found.stand_s = stand_s
     found.at(BLOW_S, lambda: found.kill_rank(0))

@@ -87,7 +87,9 @@ class Supervisor:
         job = json.loads((self.run_dir / "job.json").read_text())
         self.run_id = str(job["run_id"])
         self.clock = SystemClock()
-        self.hub = ConnectionPool(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
+        self.hub = ConnectionPool(
+            token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone
+        )
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.hub.listen(self.bind)
         past = EventReplay(self.run_dir / "events")
@@ -105,7 +107,9 @@ class Supervisor:
         self.agents: dict[str, Connection] = {}
         self.keepers: dict[str, Connection] = {}
         self.clocks = ClockOffsets()
-        self.machine = RecoveryStateMachine(settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state)
+        self.machine = RecoveryStateMachine(
+            settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state
+        )
         self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
         try:
             with caught(self.hub, self._on_signal, leaving=self._leaving):

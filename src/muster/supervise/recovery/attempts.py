@@ -14,7 +14,14 @@ from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.held_snapshots import newest_held
 from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, needed_shards
 from muster.supervise.recovery.preemption_cost import expected_loss
-from muster.supervise.recovery.retained_ranks import PAUSE_S, prefer_hosts_of_whole_replicas, retainable_ranks, rank_mapping, pause_s, whole_replicas
+from muster.supervise.recovery.retained_ranks import (
+    PAUSE_S,
+    pause_s,
+    prefer_hosts_of_whole_replicas,
+    rank_mapping,
+    retainable_ranks,
+    whole_replicas,
+)
 from muster.supervise.recovery.state import SECOND_NS, Host, Phase
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
@@ -110,7 +117,9 @@ def start_attempt(ctx: SupervisorContext) -> None:
         if layout is None:
             hosts.pop()
     if layout is None:
-        flush_and_finish(ctx, "failed", 3, f"no layout fits {len(state.target)} hosts of {ctx.settings.ranks_per_host} ranks")
+        flush_and_finish(
+            ctx, "failed", 3, f"no layout fits {len(state.target)} hosts of {ctx.settings.ranks_per_host} ranks"
+        )
         return
     state.active, state.target, state.layout = hosts, [], layout
     state.attempt += 1
@@ -176,7 +185,9 @@ def adjust(ctx: SupervisorContext, resume_step: int) -> bool:
     )
     try:
         wanted = dict(ask(world) or {})
-        state.batch_schedule = changed(state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted)
+        state.batch_schedule = changed(
+            state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted
+        )
     except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises is its own verdict)
         flush_and_finish(ctx, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
         return False

@@ -53,7 +53,12 @@ def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: st
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
     state = ctx.state
     nothing_newer = state.last_applied_step <= state.committed_step
-    if not state.attempt or nothing_newer or not ctx.settings.spec.checkpoint.snapshot_every_steps or not _connected(ctx):
+    if (
+        not state.attempt
+        or nothing_newer
+        or not ctx.settings.spec.checkpoint.snapshot_every_steps
+        or not _connected(ctx)
+    ):
         finish(ctx, outcome, code, reason)
         return
     state.ending = Ending(outcome=outcome, exit_code=code, reason=reason)

@@ -8,7 +8,13 @@ from typing import Any
 from muster.core.incidents import HOST_LOST, HOST_RETURNED, RANK_EXIT
 from muster.core.layout import layout_for
 from muster.supervise.recovery import final_flush
-from muster.supervise.recovery.attempts import resend_end, start_attempt, check_ranks_exited, start_when_drained, has_rendezvous_store
+from muster.supervise.recovery.attempts import (
+    check_ranks_exited,
+    has_rendezvous_store,
+    resend_end,
+    start_attempt,
+    start_when_drained,
+)
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish
 from muster.supervise.recovery.incidents import incident

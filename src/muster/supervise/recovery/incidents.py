@@ -258,7 +258,12 @@ def stop_run(ctx: SupervisorContext, decision: Decision, incident: Incident) -> 
         ctx.state.phase = Phase.HELD_AFTER_FAILURE
         ctx.deadline(spec.recovery.keep_hosts_after_failure_s)
         ctx.log("phase.changed", {"reason": decision.reason}, phase="hold")
-        ctx.log("run.message", {"text": f"held for {spec.recovery.keep_hosts_after_failure_s:.0f} s: muster restart {ctx.settings.run_id}"})
+        ctx.log(
+            "run.message",
+            {
+                "text": f"held for {spec.recovery.keep_hosts_after_failure_s:.0f} s: muster restart {ctx.settings.run_id}"
+            },
+        )
         return
     outcome = "preempted" if decision.exit_code == 75 else "failed"
     flush_and_finish(ctx, outcome, decision.exit_code, ctx.state.final_result[1])

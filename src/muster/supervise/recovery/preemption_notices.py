@@ -18,10 +18,16 @@ def noticed(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> No
     """A host goes away soon. While ranks step they go on, until it is known who goes with it."""
     state, host = ctx.state, ctx.state.hosts[name]
     grace_s = float(message.get("grace_s", ctx.settings.spec.recovery.grace_s))
-    ctx.log("termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name)
+    ctx.log(
+        "termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name
+    )
     host.preemption_grace_s = grace_s
     connected = [each for each in state.hosts.values() if each.connected]
-    if state.phase is Phase.HELD_AFTER_FAILURE and state.final_result is not None and all(each.preemption_grace_s is not None for each in connected):
+    if (
+        state.phase is Phase.HELD_AFTER_FAILURE
+        and state.final_result is not None
+        and all(each.preemption_grace_s is not None for each in connected)
+    ):
         flush_and_finish(ctx, "failed", state.final_result[0], state.final_result[1])  # no host is left to be held
         return
     if state.phase is Phase.RUN and name in members_of(ctx):

@@ -62,7 +62,9 @@ def whole_replicas(layout: Layout, ranks: Mapping[int, str], retained: Mapping[s
     return [replica for replica in every if all(rank in retained.get(ranks.get(rank, ""), ()) for rank in replica)]
 
 
-def prefer_hosts_of_whole_replicas(hosts: Sequence[str], ranks: Mapping[int, str], whole: Sequence[Sequence[int]]) -> list[str]:
+def prefer_hosts_of_whole_replicas(
+    hosts: Sequence[str], ranks: Mapping[int, str], whole: Sequence[Sequence[int]]
+) -> list[str]:
     """``hosts`` with those of whole replicas in front, so that a smaller world is made of them."""
     first = list(dict.fromkeys(ranks[rank] for replica in whole for rank in replica))
     return [name for name in first if name in hosts] + [name for name in hosts if name not in first]

@@ -27,22 +27,22 @@ from muster.supervise.recovery import error_history, final_flush, preemption_not
 from muster.supervise.recovery.attempts import (
     ask_to_save,
     await_answers,
-    start_attempt,
     drain,
-    start_when_drained,
     on_replicator_address,
     overdue,
+    start_attempt,
+    start_when_drained,
 )
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.hosts import (
     adopt_failed,
-    rejoin_after_timeout,
+    consider_growth,
     end_quarantine,
     host_down,
     host_ready,
     host_up,
-    consider_growth,
+    rejoin_after_timeout,
     set_aside,
 )
 from muster.supervise.recovery.incidents import extend_resize_deadline, incident
@@ -93,7 +93,8 @@ class RecoveryStateMachine:
         if self._ctx.state.phase is Phase.STARTING:
             self._ctx.deadline(self._ctx.settings.spec.recovery.start_timeout_s)
             self._ctx.log(
-                "host.requested", {"count": self._ctx.settings.wanted_hosts + self._ctx.settings.spec.resources.spare_hosts}
+                "host.requested",
+                {"count": self._ctx.settings.wanted_hosts + self._ctx.settings.spec.resources.spare_hosts},
             )
         else:
             self._ctx.deadline(self._ctx.settings.adopt_timeout_s)
@@ -136,7 +137,9 @@ class RecoveryStateMachine:
         if state.phase is Phase.RUN and state.stepped and not state.exited and state.asked is None:
             consider_growth(self._ctx)
         if state.phase is not Phase.ENDED and any(host.preemption_grace_s is not None for host in state.hosts.values()):
-            state.alarms.setdefault(preemption_notices.ALARM, self._ctx.now_ns + int(self._ctx.settings.gather_notices_s * SECOND_NS))
+            state.alarms.setdefault(
+                preemption_notices.ALARM, self._ctx.now_ns + int(self._ctx.settings.gather_notices_s * SECOND_NS)
+            )
 
     def _from_host(self, given: FromHost) -> None:
         message = given.message
@@ -158,7 +161,9 @@ class RecoveryStateMachine:
             self._event(given.host, message["event"])
         elif kind == "rank_exit":
             rank_exit(self._ctx, given.host, message)
-        elif kind == "rank_hang" and message["attempt"] == self._ctx.state.attempt and self._ctx.state.phase is Phase.RUN:
+        elif (
+            kind == "rank_hang" and message["attempt"] == self._ctx.state.attempt and self._ctx.state.phase is Phase.RUN
+        ):
             incident(
                 self._ctx,
                 RANK_HANG,
@@ -285,7 +290,9 @@ class RecoveryStateMachine:
             return  # they save and leave already
         grace_s = self._ctx.settings.spec.recovery.grace_s
         asked = {"exit_code": given.exit_code, "save": given.save}
-        self._ctx.log("termination.notice", {"notice": "stop", "source": given.source, "grace_s": grace_s, **asked}, sync=True)
+        self._ctx.log(
+            "termination.notice", {"notice": "stop", "source": given.source, "grace_s": grace_s, **asked}, sync=True
+        )
         state.stop, state.stop_source = (outcome, given.exit_code), given.source
         if state.phase is Phase.HELD_AFTER_FAILURE and state.final_result is not None:
             flush_and_finish(self._ctx, "failed", state.final_result[0], state.final_result[1])

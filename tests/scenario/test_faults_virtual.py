@@ -12,7 +12,7 @@ from muster.core.incidents import HOST_UNHEALTHY
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.recovery.incidents import incident
+from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
@@ -57,7 +57,7 @@ def verdict(cluster, kind, host, evidence):
     """A detector speaks: what it found becomes an incident, and the machine's effects are carried out."""
     machine = cluster.machine
     machine._ctx.now_ns = cluster.now_ns
-    incident(machine._ctx, kind, host=host, evidence=evidence)
+    report_incident(machine._ctx, kind, host=host, evidence=evidence)
     cluster._effects(machine._taken())
 
 

@@ -61,7 +61,7 @@ def test_a_stop_while_recovering_writes_first_and_one_without_a_save_does_not():
         found.at(10.0, lambda found=found: found.kill_rank(0))
         found.at(11.0, lambda found=found, save=save: stop(found, save=save))
         end = ended(found)
-        assert end.exit_code == 130 and "before training went on" in end.reason
+        assert end.exit_code == 130 and "before training continued" in end.reason
         assert (committed(found) > 10) is written
 
 

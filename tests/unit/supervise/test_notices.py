@@ -141,7 +141,7 @@ def test_a_flapping_host_is_looked_at_again_after_its_hold_off():
 def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor(tmp_path, monkeypatch):
     from fakes import incident_kinds
 
-    from muster.supervise.recovery.incidents import incident
+    from muster.supervise.recovery.incidents import report_incident
 
     incident_kinds.install(tmp_path, monkeypatch, link_flap="fakes.incident_kinds:LINK_FLAP")
     of = spec(hosts=3, min_hosts=2)
@@ -149,7 +149,7 @@ def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor(tm
 
     def verdict():
         found.machine._ctx.now_ns = found.now_ns
-        incident(found.machine._ctx, incident_kinds.LINK_FLAP, host="host-1", evidence="30 % of packets are lost")
+        report_incident(found.machine._ctx, incident_kinds.LINK_FLAP, host="host-1", evidence="30 % of packets are lost")
         found._effects(found.machine._taken())
 
     found.at(10.0, verdict)

@@ -67,7 +67,7 @@ def await_answers(ctx: SupervisorContext) -> None:
         state.deadline_ns = min(state.hosts[name].answer_by_ns for name in state.draining)
 
 
-def overdue(ctx: SupervisorContext) -> list[str]:
+def overdue_hosts(ctx: SupervisorContext) -> list[str]:
     """Hosts that should have ended their ranks by now and have not said so."""
     return sorted(name for name in ctx.state.draining if ctx.state.hosts[name].answer_by_ns <= ctx.now_ns)
 

@@ -37,7 +37,7 @@ def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None
     ctx.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
 
 
-def done(ctx: SupervisorContext) -> None:
+def finish_training(ctx: SupervisorContext) -> None:
     """Every rank has left after the last step. Where its save failed (a full disk), the hosts write it once more."""
     state = ctx.state
     reason = f"done after step {state.last_applied_step}"
@@ -83,7 +83,7 @@ def begin_flush(ctx: SupervisorContext) -> None:
     ctx.deadline(min(ctx.settings.drain_timeout_s, ctx.settings.spec.recovery.grace_s))
 
 
-def left(ctx: SupervisorContext, name: str) -> None:
+def on_drained(ctx: SupervisorContext, name: str) -> None:
     """A host has ended its ranks and said what it holds; after the last one the newest version is written."""
     ending = ctx.state.ending
     if ending is None or ending.choice is not None or name not in ending.waiting:
@@ -94,7 +94,7 @@ def left(ctx: SupervisorContext, name: str) -> None:
         _write(ctx)
 
 
-def answered(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
+def on_answer(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
     """``flushed`` or ``flush_committed`` of a host."""
     ending = ctx.state.ending
     if ctx.state.phase is not Phase.FLUSH or ending is None or ending.choice is None or name not in ending.waiting:
@@ -127,7 +127,7 @@ def answered(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> N
             _commit(ctx)
 
 
-def lost(ctx: SupervisorContext, name: str) -> None:
+def on_host_lost(ctx: SupervisorContext, name: str) -> None:
     """A host went, or its agent began anew and knows of no order: go on with what there is."""
     ending = ctx.state.ending
     if ending is None or ctx.state.phase is not Phase.FLUSH:
@@ -147,16 +147,16 @@ def lost(ctx: SupervisorContext, name: str) -> None:
         _write(ctx)
 
 
-def returned(ctx: SupervisorContext, name: str) -> None:
+def on_host_returned(ctx: SupervisorContext, name: str) -> None:
     """Its agent said hello again: what it was asked before it may not know."""
     ending = ctx.state.ending
     if ending is not None and ending.choice is None and name in ending.waiting:
         ctx.send(name, {"t": "end", "attempt": ctx.state.attempt, "why": "the run ends"})
     else:
-        lost(ctx, name)
+        on_host_lost(ctx, name)
 
 
-def overdue(ctx: SupervisorContext) -> None:
+def on_deadline(ctx: SupervisorContext) -> None:
     """The deadline has passed: hosts that have not said what they hold are left out, and nothing else is waited for."""
     ending = ctx.state.ending
     assert ending is not None
@@ -168,7 +168,7 @@ def overdue(ctx: SupervisorContext) -> None:
     _finish_unsaved(ctx)
 
 
-def skip(ctx: SupervisorContext, source: str) -> None:
+def skip_flush(ctx: SupervisorContext, source: str) -> None:
     """Somebody does not want to wait for it."""
     ending = ctx.state.ending
     assert ending is not None

@@ -17,7 +17,7 @@ from muster.supervise.recovery.attempts import (
 )
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish
-from muster.supervise.recovery.incidents import incident
+from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.state import SECOND_NS, Host, HostDown, HostUp, Phase
 
 
@@ -58,7 +58,7 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
     if before is Phase.ADOPT:
         try_adopt(ctx)
     elif before is Phase.FLUSH:
-        final_flush.returned(ctx, given.host)
+        final_flush.on_host_returned(ctx, given.host)
     elif before is Phase.DRAINING:
         resend_end(ctx, given.host)
     elif before is Phase.RUN and given.host in ctx.state.active:
@@ -101,7 +101,7 @@ def check_returned_agent(ctx: SupervisorContext, host: Host, exited: set[int]) -
     mine = {rank for rank, name in ctx.state.ranks.items() if name == host.name and rank not in gone}
     if host.attempt == ctx.state.attempt and mine <= set(host.alive):
         return
-    incident(
+    report_incident(
         ctx,
         RANK_EXIT,
         host=host.name,
@@ -138,7 +138,7 @@ def consider_growth(ctx: SupervisorContext) -> bool:
     for name in new:
         state.hosts[name].asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
-    incident(ctx, HOST_RETURNED, host=new[0], evidence=evidence)
+    report_incident(ctx, HOST_RETURNED, host=new[0], evidence=evidence)
     for name in new if state.phase is Phase.RUN and not state.resizing else ():
         failures = state.hosts[name].failures_ns
         if failures:  # not taken in for what it did: once that has passed, the policy is asked again
@@ -197,14 +197,14 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
                 ctx.state.exited.setdefault(rank, -9)
         check_ranks_exited(ctx)
     elif phase is Phase.FLUSH:
-        final_flush.lost(ctx, given.host)
+        final_flush.on_host_lost(ctx, given.host)
     elif given.host in (ctx.state.active if phase is Phase.RUN else ctx.state.target) and phase in (
         Phase.RUN,
         Phase.DRAINING,
         Phase.WAIT,
     ):
         evidence = f"{given.host}: {given.why}"
-        incident(ctx, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
+        report_incident(ctx, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
     if phase is Phase.DRAINING and ctx.state.phase is Phase.DRAINING:
         ctx.state.draining.discard(given.host)
         start_when_drained(ctx)
@@ -254,8 +254,8 @@ def adopt_failed(ctx: SupervisorContext) -> None:
         return
     state.phase = Phase.RUN
     if lost:
-        incident(ctx, HOST_LOST, host=lost[0], evidence=f"{lost[0]} did not answer a new supervisor")
+        report_incident(ctx, HOST_LOST, host=lost[0], evidence=f"{lost[0]} did not answer a new supervisor")
         state.target = [name for name in state.target if name not in lost]
         start_when_drained(ctx)
     else:
-        incident(ctx, RANK_EXIT, evidence="ranks were missing when a new supervisor took over")
+        report_incident(ctx, RANK_EXIT, evidence="ranks were missing when a new supervisor took over")

@@ -21,7 +21,7 @@ from muster.supervise.recovery.state import SECOND_NS, OpenIncident, Phase
 YIELD_S = 300.0
 
 
-def incident(
+def report_incident(
     ctx: SupervisorContext,
     traits: IncidentTraits,
     *,

@@ -8,13 +8,13 @@ from typing import Any
 from muster.core.incidents import PREEMPTION_NOTICE
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import flush_and_finish
-from muster.supervise.recovery.incidents import incident, members_of
+from muster.supervise.recovery.incidents import report_incident, members_of
 from muster.supervise.recovery.state import SECOND_NS, Phase
 
 ALARM = "notices"
 
 
-def noticed(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
+def on_notice(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
     """A host goes away soon. While ranks step they go on, until it is known who goes with it."""
     state, host = ctx.state, ctx.state.hosts[name]
     grace_s = float(message.get("grace_s", ctx.settings.spec.recovery.grace_s))
@@ -47,4 +47,4 @@ def judge(ctx: SupervisorContext) -> None:
         if state.phase not in (Phase.RUN, Phase.DRAINING, Phase.WAIT):
             return
         evidence = f"{name} goes away in {host.preemption_grace_s:.0f} s"
-        incident(ctx, PREEMPTION_NOTICE, host=name, evidence=evidence)
+        report_incident(ctx, PREEMPTION_NOTICE, host=name, evidence=evidence)

@@ -10,8 +10,8 @@ from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.attempts import check_ranks_exited
 from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
-from muster.supervise.recovery.final_flush import done
-from muster.supervise.recovery.incidents import continue_resize, incident
+from muster.supervise.recovery.final_flush import finish_training
+from muster.supervise.recovery.incidents import continue_resize, report_incident
 from muster.supervise.recovery.state import Phase
 
 
@@ -32,7 +32,7 @@ def rank_exit(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> 
         check_ranks_exited(ctx)
     elif code == 0:
         if len(state.exited) == len(state.ranks) and not any(state.exited.values()):
-            done(ctx)
+            finish_training(ctx)
     elif code in REQUESTED_EXIT_CODES:
         state.phase = Phase.STOPPING
         state.stop = ("stopped", 130) if code == 130 else ("preempted", 75)
@@ -49,7 +49,7 @@ def _failed(ctx: SupervisorContext, host: str, rank: int, message: Mapping[str, 
         state.unreadable_snapshots.add(state.resumed)
         detail["unreadable_snapshot"] = list(state.resumed)
     step = detail.get("step", message.get("step"))
-    incident(ctx, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
+    report_incident(ctx, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
 
 
 def _cause(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from muster.config.spec import RunSpec
 from muster.core.incidents import HOST_UNHEALTHY
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
+from muster.policy.load import complete
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
@@ -32,7 +33,7 @@ def spec_of(**resources):
 
 def machine_of(spec, policy=None):
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=spec.resources.ranks_per_host)
-    return RecoveryStateMachine(settings=settings, policy=policy or SHIPPED["default"])
+    return RecoveryStateMachine(settings=settings, policy=complete(policy or SHIPPED["default"]))
 
 
 def cluster_of(spec, *, policy=None, steps=200, stages=None):

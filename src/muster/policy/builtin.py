@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from muster.core.incidents import Repeats, Treatment
 from muster.core.types import Action, Decision, Incident
-from muster.policy.cluster_state import ClusterState, Policy
+from muster.policy.cluster_state import Adjust, ClusterState
 
+#: Default time to wait for capacity.
+MAX_WAIT_S = 3600.0
 #: A host blamed this often within the window is a lemon: it is replaced rather than restarted.
 LEMON_FAILURES = 3
 #: Steps that a run may leave out because their batch is never finite; with more it is not a sample that is bad.
@@ -29,9 +31,9 @@ def _decision(incident: Incident, action: Action, reason: str, **more: object) -
 class DefaultPolicy:
     """Keep the run alive at the lowest cost that heals."""
 
-    max_wait_s: float = 3600.0
-    """Capacity is waited for so long before the run stops (75: it may be started again)."""
-    notice_waits: bool = False
+    max_wait_s: float = MAX_WAIT_S
+    """Time to wait for capacity before the run stops (75: it may be started again)."""
+    adjust: Adjust | None = None
 
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
         """Every incident of the table has an answer. Raises UsageError on a kind that is not in the table."""
@@ -181,20 +183,18 @@ def _sound(situation: ClusterState) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ConservativePolicy:
+class ConservativePolicy(DefaultPolicy):
     """As ``default``, but never on fewer hosts than asked for: numerics stay those of one layout."""
 
-    inner: DefaultPolicy = DefaultPolicy()
-
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
-        decision = self.inner.decide(situation, incident)
+        decision = super().decide(situation, incident)
         if decision.action is Action.SHRINK:
-            return self.inner.wait_or_stop(situation, incident, hosts=situation.wanted_hosts)
+            return self.wait_or_stop(situation, incident, hosts=situation.wanted_hosts)
         return decision
 
 
 @dataclass(frozen=True)
-class NoRecovery:
+class NoRecovery(DefaultPolicy):
     """Every failure ends the run: for debugging."""
 
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
@@ -205,4 +205,4 @@ class NoRecovery:
         return _decision(incident, Action.STOP, incident.evidence or incident.kind)
 
 
-SHIPPED: dict[str, Policy] = {"default": DefaultPolicy(), "conservative": ConservativePolicy(), "none": NoRecovery()}
+SHIPPED = {"default": DefaultPolicy(), "conservative": ConservativePolicy(), "none": NoRecovery()}

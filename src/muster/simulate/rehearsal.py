@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.policy.builtin import ConservativePolicy, DefaultPolicy
-from muster.policy.cluster_state import Policy
 from muster.policy.load import load_policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
@@ -81,25 +79,6 @@ def rehearse(scenario: Scenario, seed: int) -> Outcome:
     return Simulation(scenario, seed).run()
 
 
-def policy_of(scenario: Scenario) -> Policy:
-    """The policy by name or file; a shipped one with the scenario's patience."""
-    found = load_policy(scenario.policy)
-    if scenario.max_wait_s is not None:
-        patient = DefaultPolicy(max_wait_s=scenario.max_wait_s)
-        if isinstance(found, ConservativePolicy):
-            return PatientConservative(inner=patient, max_wait_s=scenario.max_wait_s)
-        if isinstance(found, DefaultPolicy):
-            return patient
-    return found
-
-
-@dataclass(frozen=True)
-class PatientConservative(ConservativePolicy):
-    """``conservative`` with another patience, which the supervisor reads off the policy."""
-
-    max_wait_s: float = 3600.0
-
-
 @dataclass
 class Simulation:
     """A cluster with the scenario's faults in its queue."""
@@ -121,7 +100,7 @@ class Simulation:
         self.rng = random.Random(f"{self.seed}:stages")
         names = [f"host-{index}" for index in range(scenario.hosts + scenario.spares)]
         self.spec = scenario.run_spec()
-        self.policy = policy_of(scenario)
+        self.policy = load_policy(scenario.policy, max_wait_s=scenario.max_wait_s)
         self.cluster = Cluster(
             machine=self.machine(State()),
             names=names,

@@ -4,7 +4,7 @@ from muster.config.spec import RunSpec
 from muster.policy.builtin import SHIPPED
 from muster.protocol.ranks import RankContext
 from muster.simulate.cluster import Cluster
-from muster.supervise.recovery.attempts import start_message
+from muster.supervise.recovery.start_message import start_message
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 

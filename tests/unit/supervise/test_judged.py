@@ -6,6 +6,7 @@ from test_machine import actions, cluster, events_of, kinds, machine, spec
 from muster.core.incidents import HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
+from muster.policy.load import complete
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.state import Phase, RestartRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
@@ -214,7 +215,7 @@ def leaving(seen, found):
     ],
 )
 def test_a_policy_without_a_decision_is_replaced_by_the_default_once(decide):
-    found = cluster(spec(hosts=2), policy=Policy(decide))
+    found = cluster(spec(hosts=2), policy=complete(Policy(decide)))
     found.at(10.0, lambda: found.kill_rank(1))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart"]

@@ -149,7 +149,9 @@ def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor(tm
 
     def verdict():
         found.machine._ctx.now_ns = found.now_ns
-        report_incident(found.machine._ctx, incident_kinds.LINK_FLAP, host="host-1", evidence="30 % of packets are lost")
+        report_incident(
+            found.machine._ctx, incident_kinds.LINK_FLAP, host="host-1", evidence="30 % of packets are lost"
+        )
         found._effects(found.machine._taken())
 
     found.at(10.0, verdict)

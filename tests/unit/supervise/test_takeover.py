@@ -138,7 +138,7 @@ def test_a_script_that_never_speaks_is_not_ended_for_a_slow_start():
     found.at(900.0, lambda: [rank_done(found, rank) for rank in (0, 1)])
     assert found.run(until_s=10_000.0).exit_code == 0
     assert actions(found) == [] and found.now_s == pytest.approx(900.0)
-    assert any("start_timeout_s does not count" in log.detail["text"] for _, log in kinds(found, "run.message"))
+    assert any("start_timeout_s applies from then on" in log.detail["text"] for _, log in kinds(found, "run.message"))
 
 
 def rank_done(found, rank):

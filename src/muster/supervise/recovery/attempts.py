@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.batch_schedule import changed
-from muster.core.layout import layout_for
+from muster.core.layout import Layout
 from muster.policy.cluster_state import NextAttempt
-from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.held_snapshots import newest_held
-from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, needed_shards
+from muster.supervise.recovery.layout import Choice, has_replica_on_other_host
 from muster.supervise.recovery.preemption_cost import expected_loss
 from muster.supervise.recovery.retained_ranks import (
     PAUSE_S,
@@ -22,13 +21,15 @@ from muster.supervise.recovery.retained_ranks import (
     retainable_ranks,
     whole_replicas,
 )
-from muster.supervise.recovery.state import SECOND_NS, Host, Phase
+from muster.supervise.recovery.start_message import peer_of, start_message
+from muster.supervise.recovery.state import SECOND_NS, Phase
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
 UNWATCHED = (
-    "a start of this script that hangs is not noticed: until it has spoken (muster.run), start_timeout_s does not count"
+    "start-up hangs are not detected until the script first calls muster.run; start_timeout_s applies from then on"
 )
+SPARE = "kept as a spare"
 
 
 def drain(ctx: SupervisorContext, *, wait: bool = False) -> None:
@@ -91,8 +92,7 @@ def start_when_drained(ctx: SupervisorContext) -> None:
         state.waiting_since_ns = state.waiting_since_ns if state.waiting_since_ns is not None else ctx.now_ns
         missing = f"{len(usable)} of {ctx.needed()} hosts" if len(usable) < ctx.needed() else "no rendezvous store yet"
         ctx.log("phase.changed", {"reason": missing}, phase="wait")
-        patience = getattr(ctx.policy, "max_wait_s", 3600.0)
-        ctx.deadline(patience if isinstance(patience, (int, float)) and patience > 0 else 3600.0)
+        ctx.deadline(ctx.policy.max_wait_s)
         return
     state.target = usable
     start_attempt(ctx)
@@ -104,24 +104,41 @@ def has_rendezvous_store(ctx: SupervisorContext, names: list[str]) -> bool:
 
 
 def start_attempt(ctx: SupervisorContext) -> None:
-    """Form a world on ``target`` and start its ranks."""
+    """Form the largest layout on ``target`` and start its ranks."""
     state = ctx.state
     before, ranks_before = state.layout, state.ranks
-    layout = None
     whole = whole_replicas(before, ranks_before, {name: set(host.retained) for name, host in state.hosts.items()})
     hosts = list(state.target)
     if len(hosts) < len(state.active):
         hosts = prefer_hosts_of_whole_replicas(hosts, ranks_before, whole)
-    while hosts and layout is None:
-        layout = layout_for(ctx.settings.spec.parallelism.axes, len(hosts) * ctx.settings.ranks_per_host, resize=True)
-        if layout is None:
-            hosts.pop()
+    layout = ctx.largest_layout(len(hosts))
     if layout is None:
-        flush_and_finish(
-            ctx, "failed", 3, f"no layout fits {len(state.target)} hosts of {ctx.settings.ranks_per_host} ranks"
-        )
+        reason = f"no layout fits {len(hosts)} hosts of {ctx.settings.ranks_per_host} ranks"
+        flush_and_finish(ctx, "failed", 3, reason)
         return
+    _enter_attempt(ctx, hosts[: layout.world_size // ctx.settings.ranks_per_host], layout)
+    choice = newest_held(ctx, without=state.unreadable_snapshots)
+    state.resumed = (choice.step, choice.attempt) if choice else None
+    retained = rank_mapping(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
+    resume_step = choice.step if choice else -1
+    # What was applied once is not changed afterwards.
+    if not adjust_batch(ctx, max(resume_step, state.last_applied_step)):
+        return
+    _log_start(ctx, choice, retained)
+    ctx.await_first_step()
+    for name in ctx.usable():
+        if name not in state.active:
+            ctx.log("phase.changed", {"reason": SPARE}, host=name, phase="spare")
+    for name in state.active:
+        ctx.send(name, start_message(ctx, name, choice, retained))
+        state.hosts[name].retained = {}
+
+
+def _enter_attempt(ctx: SupervisorContext, hosts: list[str], layout: Layout) -> None:
+    """The state of a new attempt on ``hosts``."""
+    state, per_host = ctx.state, ctx.settings.ranks_per_host
     state.active, state.target, state.layout = hosts, [], layout
+    state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
     state.attempt += 1
     if state.open is not None:  # several hosts lost at once cost one attempt, not one each
         state.restarts_without_progress += 1
@@ -129,53 +146,46 @@ def start_attempt(ctx: SupervisorContext) -> None:
     state.watched_from_ns = ctx.now_ns if state.watched_from_ns is None else state.watched_from_ns
     state.phase, state.stepped, state.exited, state.blamed = Phase.RUN, False, {}, set()
     state.waiting_since_ns, state.needed_hosts = None, 0
-    per_host = ctx.settings.ranks_per_host
-    state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
-    choice = newest_held(ctx, without=state.unreadable_snapshots)
-    state.resumed = (choice.step, choice.attempt) if choice else None
-    retained = rank_mapping(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
+
+
+def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[int, int]) -> None:
+    state, hosts = ctx.state, ctx.state.active
     resume_step = choice.step if choice else -1
-    if not adjust(ctx, max(resume_step, state.last_applied_step)):  # what was applied once is not changed after
-        return
     if state.open is not None:
         state.open.stages_ns["resume_step"] = max(resume_step, 0)
         state.open.stages_ns["started"] = ctx.now_ns - state.open.detected_ns
+    optional = {
+        "tier": "memory" if choice else None,
+        "resume_attempt": choice.attempt if choice else None,
+        "kept": sorted(retained),
+        "batch_schedule": state.batch_schedule,
+        "skip_steps": sorted(state.skip_steps),
+        "cause": state.open.incident_id if state.open else None,
+    }
     ctx.log(
         "attempt.started",
         {
-            "world_size": layout.world_size,
-            "layout": layout.sizes,
-            "hosts": {name: [rank for rank, on in state.ranks.items() if on == name] for name in hosts},
+            "world_size": state.layout.world_size,
+            "layout": state.layout.sizes,
+            "hosts": {name: ctx.ranks_on(name) for name in hosts},
             "resume_step": resume_step,
-            **({"tier": "memory", "resume_attempt": choice.attempt} if choice else {}),
-            **({"kept": sorted(retained)} if retained else {}),
-            **({"batch_schedule": state.batch_schedule} if state.batch_schedule else {}),
-            **({"skip_steps": sorted(state.skip_steps)} if state.skip_steps else {}),
-            **({"cause": state.open.incident_id} if state.open else {}),
+            **{key: value for key, value in optional.items() if value},
         },
         sync=True,
     )
     if state.attempt == 1:
-        copied = all(peer_of(ctx, name) or has_replica_on_other_host(layout, state.ranks, name) for name in hosts)
+        copied = all(peer_of(ctx, name) or has_replica_on_other_host(state.layout, state.ranks, name) for name in hosts)
         ctx.log("run.message", {"text": expected_loss(ctx.settings.spec, num_hosts=len(hosts), copied=copied)})
         if ctx.settings.spec.command is not None:
             ctx.log("run.message", {"text": UNWATCHED})
-    ctx.await_first_step()
-    for name in ctx.usable():
-        if name not in hosts:
-            ctx.log("phase.changed", {"reason": "held for an emergency"}, host=name, phase="spare")
-    for name in hosts:
-        ctx.send(name, start_message(ctx, name, choice, retained))
-        state.hosts[name].retained = {}
 
 
-def adjust(ctx: SupervisorContext, resume_step: int) -> bool:
-    """Ask the policy for batch and rate of the new world; False: what it says ends the run."""
+def adjust_batch(ctx: SupervisorContext, resume_step: int) -> bool:
+    """Ask the policy for batch and rate of the new attempt; False: its answer ends the run."""
     state, training = ctx.state, ctx.settings.spec.training
-    ask = getattr(ctx.policy, "adjust", None)
-    if ask is None or training is None:
+    if ctx.policy.adjust is None or training is None:
         return True
-    world = NextAttempt(
+    attempt = NextAttempt(
         num_hosts=len(state.active),
         wanted_hosts=ctx.settings.wanted_hosts,
         world_size=state.layout.world_size,
@@ -184,104 +194,14 @@ def adjust(ctx: SupervisorContext, resume_step: int) -> bool:
         global_batch_size=training.global_batch_size,
     )
     try:
-        wanted = dict(ask(world) or {})
+        requested = dict(ctx.policy.adjust(attempt) or {})
         state.batch_schedule = changed(
-            state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, wanted=wanted
+            state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, wanted=requested
         )
-    except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises is its own verdict)
+    except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises ends the run with its text)
         flush_and_finish(ctx, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
         return False
     return True
-
-
-def start_message(
-    ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int] | None = None
-) -> dict[str, Any]:
-    """What one host is told: its ranks, where they meet, where each shard of their state lies.
-
-    ``kept``: ranks of this attempt -> the rank of the one before whose process goes on.
-    """
-    retained = retained or {}
-    state = ctx.state
-    store_host = next((host for host in state.active if state.hosts[host].store), None)
-    address, port = state.hosts[store_host].store or ("127.0.0.1", 0) if store_host else ("127.0.0.1", 0)
-    mine = [rank for rank, on in state.ranks.items() if on == name]
-    peer = peer_of(ctx, name)
-    restore = None
-    fetch = []
-    if choice is not None:
-        restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout)
-        standing = state.hosts[name].retained
-        lacking = [rank for rank in mine if rank not in retained or standing.get(retained[rank]) != choice.step]
-        if choice.layout != state.layout and lacking:
-            lacking = needed_shards(choice, name)
-        for rank in lacking:
-            held = choice.nearest(rank, name)
-            fetch.append(
-                {
-                    "rank": rank,
-                    "held_as": held.rank,
-                    "host": held.host,
-                    "tier": held.tier,
-                    "address": None if held.host == name else list(state.hosts[held.host].memory or ()),
-                }
-            )
-    contexts = [
-        RankContext(
-            run_id=ctx.settings.run_id,
-            run_dir=ctx.settings.run_dir,
-            attempt=state.attempt,
-            host=name,
-            rank=rank,
-            local_rank=local,
-            world_size=state.layout.world_size,
-            local_world_size=len(mine),
-            layout=state.layout,
-            master_addr=address,
-            master_port=port,
-            restore=restore,
-            replicate_snapshots=peer is not None,
-            batch_schedule=state.batch_schedule,
-            skip_steps=tuple(sorted(state.skip_steps)),
-            kept_rank=retained.get(rank),
-            failures=state.failures,
-            observed_s=(ctx.now_ns - (state.watched_from_ns or ctx.now_ns)) / SECOND_NS,
-        ).to_json()
-        for local, rank in enumerate(mine)
-    ]
-    found = {
-        "t": "start",
-        "attempt": state.attempt,
-        "contexts": contexts,
-        "fetch": fetch,
-        "peer": peer,
-    }
-    if choice is not None:
-        found["restore_attempt"] = choice.attempt
-    return found
-
-
-def peer_of(ctx: SupervisorContext, name: str) -> list[Any] | None:
-    """Where the host's snapshots get their second copy: the next active host's mover; None: nowhere."""
-    wanted = ctx.settings.spec.checkpoint.replicate_snapshots
-    active = ctx.state.active
-    if len(active) < 2 or wanted is False:
-        return None
-    if wanted is None and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name):
-        return None  # another replica holds the same state
-    memory = ctx.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
-    return list(memory) if memory else None
-
-
-def on_replicator_address(ctx: SupervisorContext, host: Host, address: tuple[str, int]) -> None:
-    """A host's mover was begun anew: the hosts that copy to it learn where it is now."""
-    state, known = ctx.state, host.memory is not None
-    host.memory = address
-    if state.phase is not Phase.RUN or not known:
-        return
-    for name in state.active:
-        if peer_of(ctx, name) == list(address):
-            ctx.send(name, {"t": "peer", "peer": list(address)})
 
 
 def ask_to_save(ctx: SupervisorContext, outcome: str, code: int, *, source: str, save: bool = True) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.core.layout import Layout, layout_for
 from muster.policy.cluster_state import Policy
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery.classify import natural_key
@@ -54,6 +55,16 @@ class SupervisorContext:
     def usable(self) -> list[str]:
         """Hosts that could run ranks now, in natural order."""
         return sorted((host.name for host in self.state.hosts.values() if usable(host)), key=natural_key)
+
+    def ranks_on(self, host: str) -> list[int]:
+        """Ranks of the current attempt on ``host``."""
+        return [rank for rank, name in self.state.ranks.items() if name == host]
+
+    def largest_layout(self, num_hosts: int) -> Layout | None:
+        """The layout of the most hosts, of ``num_hosts``, that can form one; None: no number of them can."""
+        axes, per_host = self.settings.spec.parallelism.axes, self.settings.ranks_per_host
+        layouts = (layout_for(axes, hosts * per_host, resize=True) for hosts in range(num_hosts, 0, -1))
+        return next((layout for layout in layouts if layout is not None), None)
 
     def needed(self) -> int:
         """With fewer hosts the next attempt is not begun."""

@@ -8,11 +8,12 @@ from typing import Any
 from muster.core.errors import UsageError
 from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, traits_of
 from muster.supervise.recovery import final_flush, preemption_notices
-from muster.supervise.recovery.attempts import on_replicator_address, start_when_drained
+from muster.supervise.recovery.attempts import start_when_drained
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.hosts import consider_growth, host_ready, rejoin_after_timeout, set_aside
 from muster.supervise.recovery.incidents import extend_resize_deadline, report_incident
 from muster.supervise.recovery.rank_exits import rank_exit
+from muster.supervise.recovery.start_message import on_replicator_address
 from muster.supervise.recovery.state import Host, Phase
 
 Handler = Callable[[SupervisorContext, Host, Mapping[str, Any]], None]

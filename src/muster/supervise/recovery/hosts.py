@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.incidents import HOST_LOST, HOST_RETURNED, RANK_EXIT
-from muster.core.layout import layout_for
 from muster.supervise.recovery import final_flush
 from muster.supervise.recovery.attempts import (
+    SPARE,
     check_ranks_exited,
     has_rendezvous_store,
     resend_end,
@@ -122,7 +122,7 @@ def host_ready(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -
         use_new_capacity(ctx, host)
     elif phase is Phase.RUN and host.name not in ctx.state.active and not host.quarantined:  # noqa: SIM102 (it acts)
         if not consider_growth(ctx):
-            ctx.log("phase.changed", {"reason": "held for an emergency"}, host=host.name, phase="spare")
+            ctx.log("phase.changed", {"reason": SPARE}, host=host.name, phase="spare")
 
 
 def consider_growth(ctx: SupervisorContext) -> bool:
@@ -133,7 +133,8 @@ def consider_growth(ctx: SupervisorContext) -> bool:
     idle = [name for name in ctx.usable() if name not in state.active]
     new = [name for name in idle if not state.hosts[name].asked_about]
     room = ctx.settings.wanted_hosts - len(state.active)
-    if not new or largest_world_size(ctx, len(state.active) + min(len(idle), room)) <= state.layout.world_size:
+    layout = ctx.largest_layout(len(state.active) + min(len(idle), room))
+    if not new or layout is None or layout.world_size <= state.layout.world_size:
         return False  # half a group is of no use: it waits for its other half
     for name in new:
         state.hosts[name].asked_about = True
@@ -145,15 +146,6 @@ def consider_growth(ctx: SupervisorContext) -> bool:
             oldest_s = (ctx.now_ns - min(failures)) / SECOND_NS
             ctx.alarm(f"back:{name}", max(0.0, ctx.settings.host_failure_window_s - oldest_s) + 1.0)
     return True
-
-
-def largest_world_size(ctx: SupervisorContext, num_hosts: int) -> int:
-    """Ranks of the largest world that so many hosts can form; 0: none."""
-    for hosts in range(num_hosts, 0, -1):
-        layout = layout_for(ctx.settings.spec.parallelism.axes, hosts * ctx.settings.ranks_per_host, resize=True)
-        if layout is not None:
-            return layout.world_size
-    return 0
 
 
 def set_aside(ctx: SupervisorContext, name: str, reason: str) -> bool:

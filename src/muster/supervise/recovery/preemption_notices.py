@@ -8,7 +8,7 @@ from typing import Any
 from muster.core.incidents import PREEMPTION_NOTICE
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import flush_and_finish
-from muster.supervise.recovery.incidents import report_incident, members_of
+from muster.supervise.recovery.incidents import members_of, report_incident
 from muster.supervise.recovery.state import SECOND_NS, Phase
 
 ALARM = "notices"

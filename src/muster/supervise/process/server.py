@@ -131,7 +131,6 @@ class Supervisor:
             run_dir=str(self.run_dir),
             ranks_per_host=spec.resources.ranks_per_host or 1,
             usd_per_host_hour=spec.resources.usd_per_host_hour,
-            free_hosts=spec.backend == "local",
         )
 
     # ------------------------------------------------------------ the loop

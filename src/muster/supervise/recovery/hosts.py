@@ -39,8 +39,7 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
     ctx.send(given.host, {"t": "welcome", "attempt": ctx.state.attempt})
     if not host.allocated:
         host.allocated = True
-        price = ctx.settings.host_price.get(given.host, ctx.settings.usd_per_host_hour)
-        price = 0.0 if price is None and ctx.settings.free_hosts else price
+        price = ctx.settings.usd_per_host_hour
         ctx.log(
             "host.allocated",
             {

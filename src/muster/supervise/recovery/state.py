@@ -26,12 +26,8 @@ class Settings:
     run_id: str
     run_dir: str
     ranks_per_host: int
-    host_price: Mapping[str, float] = field(default_factory=dict)
-    """Host -> USD per hour; absent: unknown."""
     usd_per_host_hour: float | None = None
-    """Of hosts that ``host_price`` does not name."""
-    free_hosts: bool = False
-    """The user's own machines: an hour costs nothing."""
+    """None: unknown."""
     drain_timeout_s: float = 7.0
     """A host ends its ranks and says what it holds within this time; one whose ranks are kept has longer where steps
     take long (``survivors.pause_s``)."""

@@ -70,7 +70,10 @@ class LocalLauncher:
         supervisor = TaskSpec(name="supervisor", argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
-            argv=(sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+            argv=(
+                sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}",
+                "--hosts-here", str(spec.resources.hosts), "--no-metadata-server",
+            ),  # fmt: skip
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(

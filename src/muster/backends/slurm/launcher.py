@@ -63,7 +63,9 @@ class SlurmLauncher:
         supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
-            argv=(python, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+            argv=(
+                python, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}", "--no-metadata-server",
+            ),  # fmt: skip
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(

@@ -133,7 +133,7 @@ class Node:
     def _start_agent(self) -> None:
         argv = [
             sys.executable, "-P", "-m", "muster.agent.watchdog", "--run-dir", str(self.run_dir), "--run-id", self.run_id,
-            "--host", self.host,
+            "--host", self.host, "--no-metadata-server",
         ]  # fmt: skip
         argv, variables = wrapped(self.spec, argv)
         self.agent = self._start(f"agent-{self.host}", argv, variables)

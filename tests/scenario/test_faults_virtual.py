@@ -48,7 +48,7 @@ def logged(cluster, kind):
 
 
 def actions(cluster):
-    return [log.detail["action"] for log in logged(cluster, "decision")]
+    return [log.detail["action"] for log in logged(cluster, "incident.decided")]
 
 
 def verdict(cluster, kind, host, evidence):
@@ -92,7 +92,7 @@ def test_an_unhealthy_host_is_replaced_and_no_applied_step_is_lost(fault):
     cluster.at(10.0, lambda: verdict(cluster, IncidentKind.HOST_UNHEALTHY, "host-1", fault))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["swap"]
-    assert logged(cluster, "recovered")[0].detail["redone_steps"] == 0
+    assert logged(cluster, "incident.resolved")[0].detail["redone_steps"] == 0
 
 
 def test_a_false_alarm_costs_one_recovery_and_no_more():
@@ -121,7 +121,7 @@ def test_a_gpu_that_a_reset_may_heal_is_reset_before_a_spare_is_taken():
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["reset"]
     assert list(logged(cluster, "attempt.started")[-1].detail["hosts"]) == ["host-0", "host-1"]
-    assert logged(cluster, "recovered")[0].detail["redone_steps"] == 0
+    assert logged(cluster, "incident.resolved")[0].detail["redone_steps"] == 0
 
 
 def test_a_reset_that_fails_is_followed_by_the_swap():
@@ -130,7 +130,7 @@ def test_a_reset_that_fails_is_followed_by_the_swap():
     cluster.at(10.0, lambda: unhealthy(cluster, [2]))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["reset", "swap"]
-    assert "could not be reset" in logged(cluster, "incident")[-1].detail["evidence"]
+    assert "could not be reset" in logged(cluster, "incident.detected")[-1].detail["evidence"]
     assert list(logged(cluster, "attempt.started")[-1].detail["hosts"]) == ["host-0", "host-2"]
 
 
@@ -242,7 +242,7 @@ def test_out_of_memory_is_not_held_against_the_host(words):
     for second in (10.0, 20.0, 30.0, 40.0):
         cluster.at(second, lambda: cluster.kill_rank(1, code=1, last=words))
     assert cluster.run().exit_code == 0
-    assert {log.detail["incident"] for log in logged(cluster, "incident")} == {"rank_oom"}
+    assert {log.detail["incident"] for log in logged(cluster, "incident.detected")} == {"rank_oom"}
     assert actions(cluster) == ["restart"] * 4
     assert not logged(cluster, "host.quarantined")
 
@@ -336,7 +336,7 @@ def test_a_flapping_host_is_taken_in_twice_and_then_left_out():
     assert cluster.run().exit_code == 0
     assert [action for action in actions(cluster) if action != "ignore"] == ["shrink", "grow"] * 2 + ["shrink"]
     assert actions(cluster).count("ignore") >= 1
-    assert all(log.detail["redone_steps"] == 0 for log in logged(cluster, "recovered"))
+    assert all(log.detail["redone_steps"] == 0 for log in logged(cluster, "incident.resolved"))
 
 
 def test_a_split_network_has_one_side_that_goes_on():

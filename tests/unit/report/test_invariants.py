@@ -160,7 +160,7 @@ def test_a_decision_carried_out_twice(book):
 
 def test_two_decisions_on_one_incident(book):
     book.boss(0.95, "incident.decided", incident_id="i1", action="stop", reason="again")
-    expect(book, "I3", "decision of i1: more than once")
+    expect(book, "I3", "incident.decided of i1: more than once")
 
 
 def test_a_decision_on_nothing(book):

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
 
-from muster.backends.local import processes
-from muster.backends.local.processes import Process
 from muster.chaos.network import Disk, Network
 from muster.config.spec import RunSpec
-from muster.core import event_log
+from muster.core import event_log, processes
 from muster.core.errors import MusterError
 from muster.core.events import Event
+from muster.core.processes import Process
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir, replace_text
 

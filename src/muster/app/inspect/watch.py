@@ -240,7 +240,7 @@ def watch(reference: str, *, every_s: float = LOOK_EVERY_S, clock: Clock | None 
     """
     clock = clock or SystemClock()
     watcher = Watcher(run_registry.find(reference), clock=clock)
-    if getattr(watcher.launcher, "folder_is_remote", False):
+    if watcher.launcher.remote is not None:
         every_s = max(every_s, REMOTE_LOOK_EVERY_S)
     while True:
         view = watcher.look()

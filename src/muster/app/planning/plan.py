@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.prices import own_prices
 from muster.catalog import offers, rows
@@ -252,7 +253,9 @@ def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any
     """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
     found = plan_file.settings_of(chosen, every_steps=every)
-    return {key: value for key, value in found.items() if spec.backend != "local" or key not in _ELSEWHERE}
+    if backends.get(spec.backend).capabilities.uses_this_machine:
+        return {key: value for key, value in found.items() if key not in _ELSEWHERE}
+    return found
 
 
 def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from muster.backends.protocols import Launcher
+from muster.backends.backend import Backend
+from muster.backends.protocols import Launcher
 
 
-def launcher() -> Launcher:
-    """The back end, with Google's credentials looked for when they are first needed."""
+def _launcher() -> Launcher:
+    """The launcher, with Google's credentials looked for when they are first needed."""
     from muster.backends.gke.launcher import GkeLauncher
 
     return GkeLauncher()
+
+
+BACKEND = Backend(name="gke", launcher=_launcher)

@@ -60,8 +60,12 @@ class GkeLauncher:
     """None: the bucket itself, when first needed."""
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
-    folder_is_remote: bool = True
-    """The run's folder lies where its pods are; this machine holds the intent alone."""
+    attach = None
+
+    @property
+    def remote(self) -> GkeLauncher:
+        """The run's folder is where its pods are; this machine holds the intent alone."""
+        return self
 
     # ------------------------------------------------------------ before
 

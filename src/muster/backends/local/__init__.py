@@ -1,8 +1,20 @@
 """This machine as a back end: detached processes, found again by their label."""
 
-from muster.backends.local.launcher import LocalLauncher
+from __future__ import annotations
+
+from muster.backends.backend import Backend, Capabilities
+from muster.backends.protocols import Launcher
 
 
-def launcher() -> LocalLauncher:
-    """The back end, with the machine's own clock, store and environment."""
+def _launcher() -> Launcher:
+    """The launcher, with the machine's own clock, store and environment."""
+    from muster.backends.local.launcher import LocalLauncher
+
     return LocalLauncher()
+
+
+BACKEND = Backend(
+    name="local",
+    launcher=_launcher,
+    capabilities=Capabilities(uses_this_machine=True, supervised_in_terminal=True),
+)

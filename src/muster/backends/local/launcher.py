@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import muster.backends.local.hardware as machine
-import muster.backends.local.processes as processes
-from muster.backends.local.processes import Process
+from muster.backends.local.resolve import resolve
 from muster.config.spec import RunSpec
+from muster.core import processes
 from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.processes import Process
 from muster.core.protocols import Clock, Shell
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.storage import job_record, run_output, run_registry
@@ -43,6 +44,10 @@ class LocalLauncher:
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL in ``cancel``."""
 
+    follow = None
+    exec = None
+    remote = None
+
     # ------------------------------------------------------------ before
 
     def offers(self, spec: RunSpec) -> list[Offer]:
@@ -62,6 +67,10 @@ class LocalLauncher:
                 mode="owned",
             )
         ]
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """The spec with device and ranks per host as this machine has them. Raises as ``resolve.resolve``."""
+        return resolve(spec, self.offers(spec)[0])
 
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
         """A supervisor, and an agent per host and spare: "hosts" are processes here."""

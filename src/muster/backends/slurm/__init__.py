@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from muster.backends.slurm.launcher import SlurmLauncher
+from muster.backends.backend import Backend
+from muster.backends.protocols import Launcher
 
 
-def launcher() -> SlurmLauncher:
-    """The back end, over the Slurm commands of this machine."""
+def _launcher() -> Launcher:
+    """The launcher, over the Slurm commands of this machine."""
     from muster.backends.slurm.launcher import SlurmLauncher
 
     return SlurmLauncher()
+
+
+BACKEND = Backend(name="slurm", launcher=_launcher)

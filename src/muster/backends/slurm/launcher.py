@@ -43,6 +43,10 @@ class SlurmLauncher:
     slurm: Slurm = field(default_factory=Slurm)
     clock: Clock = field(default_factory=SystemClock)
 
+    follow = None
+    attach = None
+    remote = None
+
     # ------------------------------------------------------------ before
 
     def offers(self, spec: RunSpec) -> list[Offer]:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from muster.train.commands import Orders
+    from muster.train.distributed.step_consensus import StepConsensus
     from muster.train.state.snapshot import Snapshots
 
 __all__ = [
@@ -76,12 +76,12 @@ class _Here:
     """This process's place, set by the fork server before the script runs."""
 
     context: RankContext | None = None
-    link: AgentClient | None = None
+    agent: AgentClient | None = None
     spec: RunSpec | None = None
     step_ns: int | None = None
     beaten: int = -1
     snapshots: Snapshots | None = None
-    orders: Orders | None = None
+    consensus: StepConsensus | None = None
     order: Command | None = None
     asking: bool = False
     """The ranks' agreement was begun, and nobody has looked at its orders yet."""
@@ -96,9 +96,9 @@ class _Here:
     owed: bool = False
 
 
-def enter(context: RankContext, link: AgentClient) -> None:
+def enter(context: RankContext, agent: AgentClient) -> None:
     """Called by the fork server: from here on this process is a rank of a run."""
-    _Here.context, _Here.link = context, link
+    _Here.context, _Here.agent = context, agent
     _Here.spec = RunSpec.model_validate_json((Path(context.run_dir) / "resolved.json").read_text())
 
 
@@ -112,18 +112,18 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
 
     Best called after ``save(step, ...)``: what was said to be applied is then held in memory as well.
     """
-    if _Here.link is None or _Here.context is None:
+    if _Here.agent is None or _Here.context is None:
         return
     _ask(step)
     now = time.monotonic_ns()
     if _Here.step_ns is None:
-        _Here.link.emit("phase.changed", phase="train", step=step)
+        _Here.agent.emit("phase.changed", phase="train", step=step)
     if _Here.context.rank == 0:
         took = now - _Here.step_ns if _Here.step_ns is not None else 0
         detail: dict[str, Any] = {"tokens_per_s": tokens / took * 1e9} if tokens and took else {}
         if _Here.snapshots is not None:
             detail |= _Here.snapshots.held()
-        _Here.link.emit(
+        _Here.agent.emit(
             "step",
             step=step,
             loss=loss,
@@ -141,13 +141,13 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
 
 def progress() -> None:
     """Say that something long that is no step (an evaluation) goes on: the step watchdog waits for the next call."""
-    if _Here.link is not None:
-        _Here.link.progress()
+    if _Here.agent is not None:
+        _Here.agent.progress()
 
 
 def should_stop() -> bool:
     """Whether the run is to end now, the same on every rank: leave the loop, then ``finish`` saves and exits."""
-    if _Here.link is None:
+    if _Here.agent is None:
         return False
     if not _Here.asking:
         _ask(None)
@@ -158,16 +158,16 @@ def should_stop() -> bool:
 def finish(step: int, state: State) -> None:
     """The loop is over. Complete the saves; after a stop save ``state`` and leave (exit code 130 or 75)."""
     stopping = _Here.order is not None and _Here.order.kind == "stop"
-    wanted = stopping and _Here.order is not None and _Here.order.save and _Here.link is not None
+    wanted = stopping and _Here.order is not None and _Here.order.save and _Here.agent is not None
     if wanted and _Here.saved_step != step:
         _write(step, flatten(state))
     if stopping and _Here.order is not None and _Here.order.exit_code == RESIZE_EXIT_CODE:
         if _Here.snapshots is not None:  # a larger world goes on from this very step
             _Here.snapshots.keep(step, {name: local(tensor) for name, tensor in flatten(state).items()})
-    elif _Here.saver is not None and _Here.link is not None:
-        _Here.link.progress(for_s=SAVE_LIMIT_S)
+    elif _Here.saver is not None and _Here.agent is not None:
+        _Here.agent.progress(for_s=SAVE_LIMIT_S)
         _Here.saver.finish()
-        _Here.link.progress()
+        _Here.agent.progress()
     if stopping and _Here.order is not None:
         sys.exit(_Here.order.exit_code)
 
@@ -178,7 +178,7 @@ def save(step: int, state: State) -> None:
     Raises:
         UsageError: at the first call, where ranks hold different things under one name; the same on every rank.
     """
-    if _Here.context is None or _Here.spec is None or _Here.link is None:
+    if _Here.context is None or _Here.spec is None or _Here.agent is None:
         return
     tensors = flatten(state)
     if not _Here.compared:
@@ -188,7 +188,7 @@ def save(step: int, state: State) -> None:
     _ask(step)
     if _Here.snapshots is not None and step % _Here.spec.checkpoint.snapshot_every_steps == 0:
         # Asked for after the whole step: so long the last copy has had to reach the peer.
-        agreed = _orders().snapshot_agreed()
+        agreed = _orders().copies_arrived()
         _Here.snapshots.save(step, {name: local(tensor) for name, tensor in tensors.items()}, agreed=agreed)
     _beat(step + 1)  # only now: the mover takes it for the word that the snapshot lies ready
     _save_to_disk(step, tensors)
@@ -203,7 +203,7 @@ def restore(state: State) -> int:
         CheckpointError: what is there does not fit this state.
         UsageError: several ranks, and no process group yet.
     """
-    if _Here.context is None or _Here.spec is None or _Here.link is None:
+    if _Here.context is None or _Here.spec is None or _Here.agent is None:
         return 0
     began_ns = time.monotonic_ns()
     fill_optimizers(state)
@@ -218,9 +218,9 @@ def restore(state: State) -> int:
         left = unflatten(state, tensors)
         if left:
             text = f"rank {_Here.context.rank}: {left[0]} was saved and has no place in this state ({len(left)} such)"
-            _Here.link.emit("run.message", step=step, text=text)
+            _Here.agent.emit("run.message", step=step, text=text)
         took_ns = time.monotonic_ns() - began_ns
-        _Here.link.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=took_ns)
+        _Here.agent.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=took_ns)
     _beat(step + 1)
     return step
 
@@ -244,11 +244,11 @@ def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
     from muster.storage.store import open_store
     from muster.storage.uris import is_local
 
-    assert _Here.spec is not None and _Here.link is not None
-    link = _Here.link
+    assert _Here.spec is not None and _Here.agent is not None
+    agent = _Here.agent
 
     def skipped(uri: str, reason: str) -> None:
-        link.emit("checkpoint.rejected", uri=uri, reason=reason)
+        agent.emit("checkpoint.rejected", uri=uri, reason=reason)
 
     if not _Here.spec.checkpoint.resume:
         return 0, "", ""
@@ -261,14 +261,14 @@ def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
 
 def _open_snapshots(tensors: Mapping[str, Tensor]) -> None:
     """Collective, so that all ranks keep them in the same tiers."""
-    assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
+    assert _Here.context is not None and _Here.spec is not None and _Here.agent is not None
     if _Here.context.snapshot_dir is None or _Here.spec.checkpoint.snapshot_every_steps == 0:
         return
     from muster.train.state.snapshot_tiers import open_together
 
-    link = _Here.link
+    agent = _Here.agent
     _Here.snapshots = open_together(
-        _Here.context, tensors, group=_orders().group, say=lambda text: link.emit("run.message", text=text)
+        _Here.context, tensors, group=_orders().group, say=lambda text: agent.emit("run.message", text=text)
     )
 
 
@@ -279,7 +279,7 @@ def _save_to_disk(step: int, tensors: Mapping[str, Tensor]) -> None:
     due = isinstance(every, int) and bool(every) and step % every == 0
     if _Here.saver is not None:
         _Here.saver.poll()
-        if _orders().saving_agreed():
+        if _orders().any_rank_saving():
             if due:
                 _Here.saver.put_off(step)
             _Here.owed = _Here.owed or due
@@ -291,17 +291,17 @@ def _save_to_disk(step: int, tensors: Mapping[str, Tensor]) -> None:
 
 def _write(step: int, tensors: Mapping[str, Tensor]) -> None:
     """Begin a checkpoint; collective. What ranks no longer hold alike is told of: only one rank's is written."""
-    assert _Here.link is not None
+    assert _Here.agent is not None
     if not _Here.differs:
         few = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
         found = first_difference(few, _orders().group)
         if found is not None:
             _Here.differs = True
             text = f"{found}: the checkpoint of step {step} holds one of them; rank<N>. names keep what is a rank's own"
-            _Here.link.emit("run.message", step=step, text=text)
-    _Here.link.progress(for_s=SAVE_LIMIT_S)
+            _Here.agent.emit("run.message", step=step, text=text)
+    _Here.agent.progress(for_s=SAVE_LIMIT_S)
     _saver().save(step, tensors, {})
-    _Here.link.progress()
+    _Here.agent.progress()
     _Here.saved_step = step
 
 
@@ -316,8 +316,8 @@ def _saver() -> Any:
         from muster.checkpoint.saver import Saver
         from muster.storage.store import open_store
 
-        assert _Here.context is not None and _Here.spec is not None and _Here.link is not None
-        here, link, directory = _Here.context, _Here.link, _directory()
+        assert _Here.context is not None and _Here.spec is not None and _Here.agent is not None
+        here, agent, directory = _Here.context, _Here.agent, _directory()
         _Here.saving_group = _new_group()
         _Here.saver = Saver(
             directory,
@@ -328,7 +328,7 @@ def _saver() -> Any:
             asynchronous=_Here.spec.checkpoint.asynchronous,
             group=_Here.saving_group,
             store=open_store(),
-            on_event=lambda kind, step, **detail: link.emit(kind, step=step, **detail),
+            on_event=lambda kind, step, **detail: agent.emit(kind, step=step, **detail),
             handover=Handover.on_this_host(
                 run_dir=here.run_dir, run_id=here.run_id, host=here.host, directory_uri=directory
             ),
@@ -336,13 +336,13 @@ def _saver() -> Any:
     return _Here.saver
 
 
-def _orders() -> Orders:
-    if _Here.orders is None:
-        from muster.train.commands import Orders
+def _orders() -> StepConsensus:
+    if _Here.consensus is None:
+        from muster.train.distributed.step_consensus import StepConsensus
 
-        assert _Here.link is not None
-        _Here.orders = Orders(_Here.link, _new_group())
-    return _Here.orders
+        assert _Here.agent is not None
+        _Here.consensus = StepConsensus(_Here.agent, _new_group())
+    return _Here.consensus
 
 
 def _new_group() -> dist.ProcessGroup | None:
@@ -382,6 +382,6 @@ def _answer() -> None:
 
 def _beat(step: int) -> None:
     """``step`` is under way. Never goes back, in whatever order ``save`` and ``heartbeat`` are called."""
-    assert _Here.link is not None
+    assert _Here.agent is not None
     _Here.beaten = max(_Here.beaten, step)
-    _Here.link.beat(_Here.beaten)
+    _Here.agent.beat(_Here.beaten)

@@ -22,7 +22,7 @@ from muster.transport.stream import Stream
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 TOKEN = b"t" * 64
-KEY = "r1s2t1"
+KEY = "r1s2t1p1c1e1"
 SIZE = 3_000_000
 
 #: A loop whose state is far larger than what its steps send: copies lag behind them. Rank 1 dies once, at rest.

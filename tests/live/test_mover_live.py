@@ -33,7 +33,7 @@ from muster.transport.stream import REPLICATOR_SOCKET, Stream  # noqa: E402
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 TOKEN = b"t" * 64
-KEY = "r1s2t1"
+KEY = "r1s2t1p1c1e1"
 
 
 @pytest.fixture
@@ -347,14 +347,14 @@ def test_a_shard_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
 
 
 def test_a_flush_needs_no_rank_and_is_answered_even_by_a_replicator_that_died(agent, tmp_path):
-    header = {"rank": 0, "layout": "r1s1t1", "extra": {}, "tensors": [{"name": "w", "dtype": "uint8",
+    header = {"rank": 0, "layout": "r1s1t1p1c1e1", "extra": {}, "tensors": [{"name": "w", "dtype": "uint8",
               "global_shape": [4096], "offsets": [0], "local_shape": [4096], "byte_offset": 0}]}  # fmt: skip
     ring = Ring.create(
-        agent.memory / file_name("own", "r1s1t1", 0), header=json.dumps(header).encode(), slot_bytes=4096
+        agent.memory / file_name("own", "r1s1t1p1c1e1", 0), header=json.dumps(header).encode(), slot_bytes=4096
     )
     ring.slot(ring.begin())[:] = b"y" * 4096
     ring.commit(0, step=7, attempt=2)
-    order = {"t": "flush", "step": 7, "attempt": 2, "layout": "r1s1t1", "uri": str(tmp_path / "checkpoints"),
+    order = {"t": "flush", "step": 7, "attempt": 2, "layout": "r1s1t1p1c1e1", "uri": str(tmp_path / "checkpoints"),
              "ranks": [{"rank": 0, "tier": "memory", "held_as": 0}]}  # fmt: skip
     agent.replicator_process.flush(order, 3)
     agent.replicator_process.flush(order, 3)  # asked again, as when another host was lost meanwhile: answered again

@@ -15,6 +15,7 @@ from typing import Any
 
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
+from muster.core.layout import AXES, Layout
 
 GIGA = 10**9
 RELIABILITY = ("measured", "cited", "first-hand", "second-hand", "third-hand", "memory", "user")
@@ -130,10 +131,7 @@ class Anchor:
     sequence_length: int
     micro_batch: int
     rounds: int
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-    pp: int
+    layout: Layout
     chunks: int
     style: str
     """fsdp: gathers each round; megatron: once a step."""
@@ -263,10 +261,7 @@ def anchors() -> tuple[Anchor, ...]:
                 sequence_length=int(row["sequence_length"]),
                 micro_batch=int(row["micro_batch"]),
                 rounds=int(row["rounds"]),
-                dp_replicate=int(row["dp_replicate"]),
-                dp_shard=int(row["dp_shard"]),
-                tp=int(row["tp"]),
-                pp=int(row["pp"]),
+                layout=Layout.of({axis.name: row.get(axis.name, 1) for axis in AXES}),
                 chunks=int(row["chunks"]),
                 style=row["style"],
                 checkpointing=row["checkpointing"],

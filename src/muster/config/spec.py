@@ -12,6 +12,7 @@ from pydantic import Field
 
 from muster.config.section import Fraction, NotNegative, Positive, Section
 from muster.config.slurm import Slurm
+from muster.core.layout import AXES
 
 # ---------------------------------------------------------------- model
 
@@ -202,7 +203,13 @@ class Parallelism(Section):
     tp: Positive = 1
     pp: Literal[1] = 1
     cp: Literal[1] = 1
+    ep: Literal[1] = 1
     reshard_after_forward: bool = True
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis -> size as given, every axis included."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
 
 class Evaluation(Section):

@@ -5,6 +5,7 @@ A rule yields ``Problem``s that name the key to change; ``runfile`` adds where t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -201,12 +202,12 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
         return
     if ranks is None:
         return
-    fixed = shape.dp_replicate * shape.tp * max(shape.dp_shard, 1)
-    terms = f"dp_replicate {shape.dp_replicate} x tp {shape.tp}"
+    fixed = math.prod(size for size in shape.axes.values() if size > 0)
+    terms = " x ".join(f"{axis} {size}" for axis, size in shape.axes.items() if size > 1 or (axis, size) == ("dp_shard", 1))
     where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
     if shape.dp_shard > 0 and fixed != ranks:
         yield Problem(
-            key="parallelism", message=f"{terms} x dp_shard {shape.dp_shard} = {fixed}, but there are {where}",
+            key="parallelism", message=f"{terms} = {fixed}, but there are {where}",
             hint="dp_shard: -1 takes what remains",
         )  # fmt: skip
     elif shape.dp_shard == -1 and ranks % fixed:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from muster.core.layout import Layout as Layout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
@@ -93,43 +95,6 @@ class LogChunk:
     task: str
     text: str
     next_offset: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How ranks share the model: the product of all axes is the number of ranks."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Ranks that hold one copy of the model between them; a replica's are numbered one after another."""
-        return self.world_size // self.dp_replicate
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that read different micro-batches."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def key(self) -> str:
-        """A name that is safe in a file name: ``r1s4t1``."""
-        return f"r{self.dp_replicate}s{self.dp_shard}t{self.tp}"
-
-    @classmethod
-    def from_key(cls, key: str) -> Layout:
-        """The inverse of ``key``. Raises ValueError."""
-        replicate, _, rest = key.removeprefix("r").partition("s")
-        shard, _, tp = rest.partition("t")
-        return cls(dp_replicate=int(replicate), dp_shard=int(shard), tp=int(tp))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,16 @@ def fingerprint(identity: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def code_version() -> str:
-    """SHA-256 over this floor's own source: data prepared by other code is never taken for ours."""
+def code_version(modules: Iterable[str] = ()) -> str:
+    """SHA-256 over the source of this package and of the packages of ``modules`` (source types, tasks): data prepared
+    by other code is never used."""
+    files = set(Path(__file__).parent.rglob("*.py"))
+    for name in modules:
+        module = sys.modules[name]
+        path = Path(str(module.__file__))
+        files |= set(path.parent.rglob("*.py")) if module.__package__ else {path}
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(files, key=lambda path: (path.name, str(path))):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-from muster.config.spec import AnySource, PromptTemplate
+from muster.config.spec import PromptTemplate, Source
 from muster.core.errors import UsageError
 
 Format = Literal["chat", "prompt_completion", "text"]
@@ -43,7 +43,7 @@ class Document:
         return "".join(segment.text for segment in self.segments)
 
 
-def choose_format(source: AnySource, columns: Sequence[str]) -> Format:
+def choose_format(source: Source, columns: Sequence[str]) -> Format:
     """The format a source says, or the one its columns show.
 
     Raises:
@@ -54,7 +54,7 @@ def choose_format(source: AnySource, columns: Sequence[str]) -> Format:
         if source.format == "prompt_completion" and source.template is None:
             needed["prompt_completion"] = ("prompt", "completion")
         missing = [name for name in needed.get(source.format, ()) if name not in columns]
-        if missing and not (source.format == "chat" and source.type == "text2sql"):
+        if missing:
             raise UsageError(f"format {source.format!r} needs column {missing[0]!r}; there are {_listed(columns)}")
         return source.format
     if source.template is not None:
@@ -138,11 +138,8 @@ def document(
 
 
 def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chat turns of a row: its ``messages``, or for question-and-SQL rows a user and an assistant turn."""
+    """The chat turns of a row."""
     messages = row.get("messages")
-    if messages is None and "question" in row and "sql" in row:
-        asked = f"{row.get('ddl') or row.get('schema', '')}\n\n{row['question']}".strip()
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["sql"]}]
     if not isinstance(messages, list) or not messages:
         raise UsageError("column 'messages' must be a list with at least one turn")
     for message in messages:

@@ -50,7 +50,7 @@ class Cut:
     masked_rows: int = 0
 
 
-def cut(row_tokens: Any, supervised: Any, *, length: int, overlong: Overlong) -> Cut:
+def cut(row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong) -> Cut:
     """Rows of ``row_tokens[i]`` tokens, end to end, as documents of at most ``length`` positions.
 
     A split row's parts share one token (the last target of one is the first input of the next), so no
@@ -62,10 +62,10 @@ def cut(row_tokens: Any, supervised: Any, *, length: int, overlong: Overlong) ->
     keep = positions >= 1
     split = truncated = dropped = 0
     parts = np.ones(len(row_tokens), dtype=np.int64)
-    if overlong == "drop":
+    if on_overlong == "drop":
         dropped = int(long.sum())
         keep = keep & ~long
-    elif overlong == "truncate":
+    elif on_overlong == "truncate":
         truncated = int(long.sum())
         positions = np.minimum(positions, length)
     else:

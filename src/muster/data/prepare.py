@@ -16,12 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from muster.config.spec import Data, Model, RandomSource, RunSpec, TrainedTokenizer
+from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
 from muster.data import build
 from muster.data.cache import build_once, code_version, fingerprint, translated
 from muster.data.sequences import SequenceStore
-from muster.data.sources import OpenedSource, open_source
+from muster.data.source_type import OpenedSource, open_source
+from muster.data.task import TASKS
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, locate, model_vocab_size, train
 
@@ -66,7 +67,7 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
     data, model = _sections(spec)
     sources = [open_source(source) for source in data.sources]
     place = locate(model)
-    if place is None and not all(isinstance(source.source, RandomSource) for source in sources):
+    if place is None and any(source.token_rows is None for source in sources):
         raise UsageError(
             "the model has no tokenizer", hint="set model.tokenizer: a hub id, a folder, or {vocab_size: 512}"
         )
@@ -135,7 +136,7 @@ def _fingerprint(
         tokenizer = None if place is None else Encoder(place).fingerprint()
     return fingerprint(
         {
-            "code": code_version(),
+            "code": code_version(_modules(sources)),
             "tokenizers": tokenizers.__version__,
             "sources": [source.identity for source in sources],
             "tokenizer": tokenizer,
@@ -144,6 +145,12 @@ def _fingerprint(
             "data": data.model_dump(mode="json", exclude={"sources", "workers", "cache_dir"}),
         }
     )
+
+
+def _modules(sources: list[OpenedSource]) -> set[str]:
+    """Where the code of the sources and their tasks is."""
+    tasks = {type(TASKS.get(source.type.task)).__module__ for source in sources if source.type.task}
+    return tasks | {source.type.open.__module__ for source in sources}
 
 
 def _encoder(

@@ -32,7 +32,7 @@ PROGRESS_EVERY_S = 0.5
 LOST_PEER_WAIT_S = 10.0
 
 
-class Line:
+class AgentConnection:
     """A blocking connection to the agent's socket file, before any thread exists (standby)."""
 
     def __init__(self, address: str, token: bytes, hello: Mapping[str, Any], *, timeout_s: float = 5.0) -> None:
@@ -71,7 +71,7 @@ class Line:
 
 
 @dataclass
-class Pulse:
+class ProgressThrottle:
     """When to tell of progress outside of steps: seldom, and by itself for as long as somebody vouched for."""
 
     told_s: float = -math.inf
@@ -93,12 +93,12 @@ class Pulse:
         return True
 
 
-class RankLink:
+class SocketAgentClient:
     """``core.ranks.Link`` over the agent's socket."""
 
     def __init__(
         self,
-        line: Line,
+        line: AgentConnection,
         *,
         address: str,
         token: bytes,
@@ -108,7 +108,7 @@ class RankLink:
         beat_every_s: float,
         orphan_s: float,
     ) -> None:
-        self._line: Line | None = line
+        self._line: AgentConnection | None = line
         self._address, self._token, self._hello = address, token, dict(hello)
         self._attempt, self._rank = attempt, rank
         self._beat_every_s, self._orphan_s = beat_every_s, orphan_s
@@ -121,7 +121,7 @@ class RankLink:
         self._step = -1
         self._micro = 0
         self._hurry = False
-        self._pulse = Pulse()
+        self._progress_throttle = ProgressThrottle()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
@@ -153,7 +153,7 @@ class RankLink:
             self._wake()
 
     def progress(self, *, for_s: float = 0.0) -> None:
-        if self._pulse.claimed(time.monotonic(), for_s=for_s):
+        if self._progress_throttle.claimed(time.monotonic(), for_s=for_s):
             self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -215,7 +215,7 @@ class RankLink:
                     self._hurry = False
                     line.send({"t": "beat", "step": self._step, "micro": self._micro})
                     next_beat = now + self._beat_every_s
-                if self._pulse.goes_on(now):
+                if self._progress_throttle.goes_on(now):
                     self._tell_progress()
                 if self._closing.is_set() and not self._out:
                     return
@@ -242,14 +242,14 @@ class RankLink:
         elif kind == "place":
             self._places.put(RankContext.from_json(message["context"]))
 
-    def _reconnect(self) -> Line | None:
+    def _reconnect(self) -> AgentConnection | None:
         """The agent is gone: wait for its successor; without one this rank must not live on."""
         deadline = time.monotonic() + self._orphan_s
         while time.monotonic() < deadline:
             if self._closing.is_set():
                 return None
             try:
-                self._line = Line(self._address, self._token, {**self._hello, "step": self._step}, timeout_s=1.0)
+                self._line = AgentConnection(self._address, self._token, {**self._hello, "step": self._step}, timeout_s=1.0)
                 return self._line
             except (OSError, AccessError, ValueError):
                 time.sleep(0.1)

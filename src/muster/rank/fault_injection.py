@@ -29,7 +29,7 @@ from muster.train.data_feed.batch_reader import StepWork
 from muster.train.distributed.reduce import local
 
 if TYPE_CHECKING:
-    from muster.train.training_run import Run
+    from muster.train.training_run import TrainingRun
 
 #: What only a GPU can do to a rank; ``benchmarks/recovery_gpu.py`` orders them, no drill does.
 ON_DEVICE = ("device-memory", "device-assert")
@@ -39,25 +39,25 @@ AT_REDUCE = ("kill-reduce",)
 AT_UPDATE = ("kill-voted",)
 AFTER_UPDATE = ("kill-updated",)
 BIT = ("flip",)
-DEEDS = (*AT_START, *AT_REDUCE, *AT_UPDATE, *AFTER_UPDATE, *BIT)
+FAULTS = (*AT_START, *AT_REDUCE, *AT_UPDATE, *AFTER_UPDATE, *BIT)
 #: Longer than a kept rank has to stand still where steps are short (``supervise.survivors``).
 SLOW_S = 5.0
 #: Room beyond what is used, for a rank that is to run out of memory.
 MEMORY_LEFT_BYTES = 64 << 20
 
 
-def arm(run: Run) -> None:
+def install(run: TrainingRun) -> None:
     """Make this rank obey ``misdeed.json``, where this is a drill."""
     if os.environ.get("MUSTER_DRILL") != "1":
         return
-    orders = Orders(folder=Path(run.context.run_dir), rank=run.context.rank)
-    run.reader = _Reader(run.reader, orders)  # type: ignore[assignment]  # stands in for it
-    run.sums = _Sums(run.sums, orders)
-    run.optimizer = _Updates(run.optimizer, orders)
+    consensus = FaultRequests(folder=Path(run.context.run_dir), rank=run.context.rank)
+    run.reader = _Reader(run.reader, consensus)  # type: ignore[assignment]  # stands in for it
+    run.reducer = _Sums(run.reducer, consensus)
+    run.optimizer = _Updates(run.optimizer, consensus)
 
 
 @dataclass
-class Orders:
+class FaultRequests:
     """What this rank was told to do, and when it is due."""
 
     folder: Path
@@ -74,9 +74,9 @@ class Orders:
             told = json.loads((self.folder / "misdeed.json").read_text())
         except (OSError, ValueError):
             return None
-        if int(told["rank"]) != self.rank or told["deed"] not in DEEDS:
+        if int(told["rank"]) != self.rank or told["deed"] not in FAULTS:
             return None
-        done = self.folder / f"misdeed.{told['deed']}.done"
+        done = self.folder / f"misdeed.{told['fault']}.done"
         try:
             again = bool(told.get("always")) and int(done.read_text()) == step
         except (OSError, ValueError):
@@ -96,8 +96,8 @@ class Orders:
 class _Stand:
     """Stands in for a part of the run: everything it does not know is the part's."""
 
-    def __init__(self, part: Any, orders: Orders) -> None:
-        self._part, self._orders = part, orders
+    def __init__(self, part: Any, consensus: FaultRequests) -> None:
+        self._part, self._orders = part, consensus
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
@@ -108,25 +108,25 @@ class _Reader(_Stand):
 
     def take(self, step: int) -> StepWork:
         """The step's work, after the deeds that come before it."""
-        deed = self._orders.look(step)
-        self._slow = self._slow or deed == "slow"
+        fault = self._orders.look(step)
+        self._slow = self._slow or fault == "slow"
         if self._slow:
             time.sleep(SLOW_S)
-        if deed == "reader":
+        if fault == "reader":
             self._part._make = _unreadable  # its thread fails at the next step that it reads ahead
         work: StepWork = self._part.take(step)
-        if deed == "exception":
+        if fault == "exception":
             raise ValueError(f"the sample of step {step} cannot be read")
-        if deed == "gil":
+        if fault == "gil":
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL call keeps the GIL: no thread of this process runs
-        if deed == "livelock":
+        if fault == "livelock":
             while True:  # the link's thread goes on beating
                 time.sleep(0.01)
-        if deed == "memory":
+        if fault == "memory":
             _run_out_of_memory()
-        if deed in ON_DEVICE:
-            _break_device(deed)
-        if deed == "not-finite":
+        if fault in ON_DEVICE:
+            _break_device(fault)
+        if fault == "not-finite":
             first, *rest = work.rounds
             return replace(work, rounds=(replace(first, scale=float("nan")), *rest))
         return work
@@ -161,9 +161,9 @@ def _unreadable(step: int) -> StepWork:
     raise OSError(f"the data of step {step} cannot be read")
 
 
-def _break_device(deed: str) -> None:
+def _break_device(fault: str) -> None:
     """Ask a GPU for more than any has, or make a kernel fail, which its context does not survive."""
-    if deed == "device-memory":
+    if fault == "device-memory":
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     index = torch.full((1,), 1 << 20, device="cuda")
     torch.zeros(1, device="cuda")[index].sum().item()  # out of bounds: "device-side assert triggered"

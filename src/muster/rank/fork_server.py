@@ -25,14 +25,14 @@ from typing import Any
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, MusterError
 from muster.protocol.ranks import RankContext
-from muster.rank.agent_connection import Line, RankLink
+from muster.rank.agent_connection import AgentConnection, SocketAgentClient
 from muster.transport.secure_session import read_token
 
 #: A standby that got no rank within so long warms up: the first attempt's ranks are not held up by it.
 WARM_AFTER_S = 0.5
 #: Codes of a rank that was done, or left as it was told to (saved; to make room; stopped). It says so before it goes:
 #: where its fork server died meanwhile, nobody can ask the kernel.
-LEFT_WELL = (0, 75, 76, 130)
+EXPECTED_EXIT_CODES = (0, 75, 76, 130)
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ class Server:
         self.address, self.token, self.bind, self.spec = address, token, bind, spec
         self.orphan_s, self.beat_every_s = orphan_s, beat_every_s
         self.children: dict[int, int] = {}  # pidfd -> pid
-        self.line: Line | None = None
+        self.line: AgentConnection | None = None
         self.stores: list[int] = []  # pids, oldest first
         self.store = self._new_store()
 
@@ -177,7 +177,7 @@ class Server:
             hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
             hello["children"] = children
             try:
-                self.line = Line(self.address, self.token, hello)
+                self.line = AgentConnection(self.address, self.token, hello)
                 return
             except (OSError, AccessError, ValueError):
                 if time.monotonic() > deadline:
@@ -276,7 +276,7 @@ def standby(
     """
     hello: dict[str, Any] = {"t": "hello", "role": "rank", "pid": os.getpid()}
     try:
-        line = Line(address, token, {**hello, "local_rank": local_rank, "bound": context})
+        line = AgentConnection(address, token, {**hello, "local_rank": local_rank, "bound": context})
         message = _first(line, spec, local_rank=local_rank, context=context)
     except ConnectionError:
         # The agent died while we stood by: nobody's work is lost, its successor forks new ones.
@@ -287,7 +287,7 @@ def standby(
     _redirect(message["log"])
     _environment(place)
     hello |= {"attempt": place.attempt, "rank": place.rank}
-    link = RankLink(
+    agent = SocketAgentClient(
         line,
         address=address,
         token=token,
@@ -297,10 +297,10 @@ def standby(
         beat_every_s=beat_every_s,
         orphan_s=orphan_s,
     )
-    return _run(place, link)
+    return _run(place, agent)
 
 
-def _first(line: Line, spec: Mapping[str, Any], *, local_rank: int, context: bool) -> dict[str, Any]:
+def _first(line: AgentConnection, spec: Mapping[str, Any], *, local_rank: int, context: bool) -> dict[str, Any]:
     """The agent's first message that gives us work. Where it leaves us the time, or asks for it, pay for the first step
     before."""
     with contextlib.suppress(TimeoutError):
@@ -320,22 +320,22 @@ def _first(line: Line, spec: Mapping[str, Any], *, local_rank: int, context: boo
                 return message
 
 
-def _run(context: RankContext, link: RankLink) -> int:
+def _run(context: RankContext, agent: SocketAgentClient) -> int:
     try:
         command = json.loads((Path(context.run_dir) / "resolved.json").read_text()).get("command")
         if command:
             from muster.rank.user_script import run_command
 
-            code = run_command(command, context, link)
+            code = run_command(command, context, agent)
         else:
             from muster.rank import worker
 
-            code = worker.run_rank(context, link)
-        if code in LEFT_WELL:
-            link.last_words({"left": code})
+            code = worker.run_rank(context, agent)
+        if code in EXPECTED_EXIT_CODES:
+            agent.last_words({"left": code})
         return code
     except MusterError as error:
-        link.last_words(
+        agent.last_words(
             {
                 "exception": type(error).__name__,
                 "message": str(error),
@@ -347,13 +347,13 @@ def _run(context: RankContext, link: RankLink) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BaseException as error:  # noqa: BLE001 (the process's edge: whatever it was, the agent must know)
-        link.last_words(
+        agent.last_words(
             {"exception": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-4000:]}
         )
         traceback.print_exc()
         return 1
     finally:
-        link.close()
+        agent.close()
 
 
 def _redirect(path: str) -> None:

@@ -11,7 +11,7 @@ from muster.core.errors import UsageError
 from muster.protocol.ranks import AgentClient, RankContext
 
 
-def run_command(command: list[str], context: RankContext, link: AgentClient) -> int:
+def run_command(command: list[str], context: RankContext, agent: AgentClient) -> int:
     """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code.
 
     ``env://`` finds the run's own rendezvous store, with keys of this attempt.
@@ -19,8 +19,8 @@ def run_command(command: list[str], context: RankContext, link: AgentClient) -> 
     Raises:
         UsageError: no such script.
     """
-    muster.run.enter(context, link)
-    link.emit("phase.changed", phase="start")
+    muster.run.enter(context, agent)
+    agent.emit("phase.changed", phase="start")
     script, arguments = command[0], command[1:]
     try:
         if script == "-m":

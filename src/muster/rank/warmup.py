@@ -22,12 +22,12 @@ from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.process_setup import fix_workspace
-from muster.train.distributed.reduce import Axes, FloatReducer, Sums
+from muster.train.distributed.reduce import FloatReducer, GradientReducer, ReduceGroups
 from muster.train.model.causal_lm import build_model, read_config
 from muster.train.model.loss import loss_sum
-from muster.train.optim.adamw import clip_scale, make_optimizer
+from muster.train.optim.optimizer import clip_scale, make_optimizer
 from muster.train.state.snapshot import table_of
-from muster.train.state.training_state import TrainState, named_without_wrappers
+from muster.train.state.training_state import TrainingState, named_without_wrappers
 
 #: Keys that transformers' decoders share; a family that knows other names keeps its own size, and is left out.
 SMALL = {
@@ -146,20 +146,20 @@ def _train(spec: RunSpec, device: torch.device) -> None:
         seed=0,
     )
     exact = spec.training.exact
-    sums: Sums = (
-        FixedPointReducer(built.module, Axes()) if exact else FloatReducer(built.module, Axes(), accumulate_locally=True)
+    reducer: GradientReducer = (
+        FixedPointReducer(built.module, ReduceGroups()) if exact else FloatReducer(built.module, ReduceGroups(), accumulate_locally=True)
     )
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=exact)
     tokens = torch.arange(TOKENS).unsqueeze(0)
     batch = make_batch(tokens, tokens, tokens % 8, (8, 8), device)
     for step in (1, 2):
-        sums.begin(micro_batches=1)
-        sums.before_forward(last=True)
+        reducer.begin(micro_batches=1)
+        reducer.before_forward(last=True)
         loss = loss_sum(built.module, batch, chunk_tokens=TOKENS, scale=1.0 / TOKENS)
         loss.backward()
-        sums.add_loss(loss)
-        _, norm, fault = sums.finish()
+        reducer.add_loss(loss)
+        _, norm, fault = reducer.finish()
         scale = clip_scale(norm, spec.training.optimizer.max_grad_norm)
         optimizer.step(step=step, learning_rate=0.0, scale=scale, skip=fault)
-    table_of(TrainState(named, optimizer).sharded())
+    table_of(TrainingState(named, optimizer).sharded())

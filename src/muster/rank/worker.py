@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
-from muster.core.types import Layout
+from muster.core.layout import layout_for
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
 from muster.rank import fault_injection
-from muster.rank.standalone_link import FileLink
+from muster.rank.standalone_client import StandaloneClient
+from muster.train.components import assemble, make_components
 from muster.train.distributed.process_setup import (
     choose_device,
     join_replicas,
@@ -33,13 +34,12 @@ from muster.train.distributed.process_setup import (
     open_rendezvous,
     set_numerics,
 )
-from muster.train.learner import assemble, make_learner
 from muster.train.loop import train
 from muster.train.metrics import Phases
-from muster.train.training_run import Paused, Run
+from muster.train.training_run import Paused, TrainingRun
 
 
-def run_rank(context: RankContext, link: AgentClient, *, store: dist.Store | None = None) -> int:
+def run_rank(context: RankContext, agent: AgentClient, *, store: dist.Store | None = None) -> int:
     """Train this rank's part of the run in ``context.run_dir`` and return the exit code.
 
     0: done; 130 or 75: stopped by that order, saved where there was time. A failure is raised.
@@ -47,7 +47,7 @@ def run_rank(context: RankContext, link: AgentClient, *, store: dist.Store | Non
     ``MUSTER_STORE_HOSTED`` says that somebody does.
     """
     spec = read_spec(Path(context.run_dir))
-    phases = Phases(link)
+    phases = Phases(agent)
     phases.enter("start")
     device = choose_device(spec, context)
     set_numerics(spec, context, device)
@@ -55,44 +55,44 @@ def run_rank(context: RankContext, link: AgentClient, *, store: dist.Store | Non
         hosted = os.environ.get("MUSTER_STORE_HOSTED") == "1"
         store = open_rendezvous(context.master_addr, context.master_port, serve=context.rank == 0 and not hosted)
     world = join_world(context, device, store)
-    learner = make_learner(spec, context, device=device, world=world)
+    components = make_components(spec, context, device=device, world=world)
     while True:
-        link.on_pause(world.breaker)
-        run = assemble(learner, context, link, phases, world)
-        fault_injection.arm(run)
+        agent.on_pause(world.aborter)
+        run = assemble(components, context, agent, phases, world)
+        fault_injection.install(run)
         try:
-            order = fulfil(run)
+            order = run_phases(run)
             break
         except (RuntimeError, Paused) as error:
-            place = give_way(run, error)
+            place = try_reassign(run, error)
             if place is None:
                 raise
         context = place
         phases.enter("start")
         world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
-        learner.move(context, world)
+        components.move(context, world)
     if order is None or order.exit_code != RESIZE_EXIT_CODE:  # the next world waits for this process's end
         leave_world()
     return 0 if order is None else order.exit_code
 
 
-def give_way(run: Run, error: RuntimeError | Paused) -> RankContext | None:
+def try_reassign(run: TrainingRun, error: RuntimeError | Paused) -> RankContext | None:
     """A replica beside this one was lost, or may have been: stand still, keep the state, wait for another place.
 
     None: this rank's own failure, or nobody says that another attempt keeps it.
     """
     lost_peer = run.context.layout.dp_replicate > 1 and LOST_PEER.search(str(error)) is not None
-    told = isinstance(error, Paused) or run.link.pause_requested()  # the replica's ranks may have agreed before we heard
+    told = isinstance(error, Paused) or run.agent.pause_requested()  # the replica's ranks may have agreed before we heard
     if isinstance(error, MusterError) or not (lost_peer or told):
         return None
-    run.stand_still()
-    place = run.link.wait_for_assignment(run.state.step)
+    run.pause()
+    place = run.agent.wait_for_assignment(run.state.step)
     if place is not None:
         run.abandon()
     return place
 
 
-def fulfil(run: Run) -> Command | None:
+def run_phases(run: TrainingRun) -> Command | None:
     """Evaluate, train, evaluate, save. The order that ended it early, if one did."""
     if run.state.step == 0 and run.spec.evaluation.at_start:
         run.evaluate(0)
@@ -154,7 +154,7 @@ def model_type_of(folder: object) -> str | None:
         return None
 
 
-def torchrun_place(run_dir: Path, environment: Mapping[str, str], spec: RunSpec) -> tuple[RankContext, dist.Store]:
+def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpec) -> tuple[RankContext, dist.Store]:
     """The place in the world that torchrun gave this process, and the store where its ranks meet.
 
     Raises:
@@ -168,7 +168,13 @@ def torchrun_place(run_dir: Path, environment: Mapping[str, str], spec: RunSpec)
         raise UsageError(
             f"{error.args[0]} is not set", hint="start with `torchrun --nproc-per-node N -m muster.rank.worker ...`"
         ) from error
-    layout = layout_for(spec, world)
+    layout = layout_for(spec.parallelism.axes, world)
+    if layout is None:
+        axes = " x ".join(f"{name} {size}" for name, size in spec.parallelism.axes.items() if size != 1)
+        raise UsageError(
+            f"{axes or 'one rank'} does not fit {world} ranks",
+            hint="set parallelism.dp_shard: -1 to use all ranks that remain",
+        )
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = open_rendezvous(address, port, serve=rank == 0 and not agent_serves)
     key = f"muster/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -190,21 +196,6 @@ def torchrun_place(run_dir: Path, environment: Mapping[str, str], spec: RunSpec)
     return context, store
 
 
-def layout_for(spec: RunSpec, world_size: int) -> Layout:
-    """The run file's layout at this number of ranks. Raises UsageError where it does not fit."""
-    wanted = spec.parallelism
-    shard = wanted.dp_shard
-    if shard == -1:
-        shard = max(1, world_size // (wanted.dp_replicate * wanted.tp))
-    layout = Layout(dp_replicate=wanted.dp_replicate, dp_shard=shard, tp=wanted.tp)
-    if layout.world_size != world_size:
-        raise UsageError(
-            f"dp_replicate {wanted.dp_replicate} x dp_shard {shard} x tp {wanted.tp} is not {world_size} ranks",
-            hint="set parallelism.dp_shard: -1 to use all ranks that remain",
-        )
-    return layout
-
-
 def next_attempt(run_dir: Path) -> int:
     """One more than any attempt that left an event file: an attempt's number is never used twice."""
     found = [path.name.rsplit(".", 2)[1] for path in (run_dir / "events").glob("*.jsonl")]
@@ -216,20 +207,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="one rank of a run, under torchrun")
     parser.add_argument("--run-dir", required=True, type=Path, help="holds resolved.json")
     arguments = parser.parse_args()
-    link = None
+    agent = None
     try:
         spec = read_spec(arguments.run_dir)
-        context, store = torchrun_place(arguments.run_dir, os.environ, spec)
-        link = FileLink(context)
-        link.obey_signals()
-        return run_rank(context, link, store=store)
+        context, store = torchrun_context(arguments.run_dir, os.environ, spec)
+        agent = StandaloneClient(context)
+        agent.obey_signals()
+        return run_rank(context, agent, store=store)
     except MusterError as error:
         hint = f" (hint: {error.hint})" if error.hint else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         return error.exit_code
     finally:
-        if link is not None:
-            link.close()
+        if agent is not None:
+            agent.close()
 
 
 if __name__ == "__main__":

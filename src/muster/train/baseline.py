@@ -11,7 +11,7 @@ from muster.config.validation import REFERENCE_AFTER, REFERENCE_SETTLE
 
 
 @dataclass
-class ReferenceWindow:
+class BaselineWindow:
     """The steps that run without fault tolerance. The same on every rank: it follows from the step numbers alone.
 
     Steps count from the end of the step before, without the wait for data (which is no fault tolerance), after
@@ -27,7 +27,7 @@ class ReferenceWindow:
     _mfu: list[float] = field(default_factory=list)
 
     @classmethod
-    def planned(cls, steps: int, *, resumed_at: int, world_size: int) -> ReferenceWindow:
+    def planned(cls, steps: int, *, resumed_at: int, world_size: int) -> BaselineWindow:
         """The window of a run that wants ``steps`` (0: none), for an attempt that goes on after step ``resumed_at``.
 
         An attempt that begins later than the run's first steps has none: its own warm-up would be measured, and

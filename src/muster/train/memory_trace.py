@@ -36,13 +36,13 @@ from muster.config.spec import RunSpec
 from muster.core.types import Layout
 from muster.train.data_feed.batch import Batch
 from muster.train.distributed.device_mesh import make_meshes
-from muster.train.distributed.reduce import Axes, FloatReducer, local
+from muster.train.distributed.reduce import FloatReducer, ReduceGroups, local
 from muster.train.model import causal_lm, lora
 from muster.train.model.attention import choose_attention, needs_of
 from muster.train.model.loss import loss_sum
-from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import shard
-from muster.train.optim.adamw import make_optimizer
+from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
 #: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
@@ -124,14 +124,14 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
         module.to_empty(device=device)
         module.model.tie_weights()
         named = named_without_wrappers({name: p for name, p in module.model.named_parameters() if p.requires_grad})
-        sums = FloatReducer(module, Axes(), accumulate_locally=False)
+        reducer = FloatReducer(module, ReduceGroups(), accumulate_locally=False)
         optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
         built = live.live
         micro = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
         rounds = min(2, -(-micro // layout.data_ranks))
         for step in (1, 2):
             live.peak = 0
-            _step(spec, module, sums, optimizer, rounds, step, live)
+            _step(spec, module, reducer, optimizer, rounds, step, live)
         kinds = {
             "weights": _bytes(module.parameters()),
             "optimizer": _bytes(t for moment in optimizer.moments.values() for t in moment.values()),
@@ -147,7 +147,7 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> TrainedModel:
+def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> ModelWithLoss:
     """``model.build_model`` as far as memory: laid out and cut, still on the meta device."""
     assert spec.model is not None
     compute_dtype, master_dtype = causal_lm.DTYPES[spec.model.dtype], causal_lm.DTYPES[spec.model.master_dtype]
@@ -160,16 +160,17 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
         lora.add_adapters(made, spec.model.lora, master_dtype)
     plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
     layers = causal_lm.prepare_layers(made, plain, mesh, device)
-    module = TrainedModel(made, attention, compute_dtype=compute_dtype)
-    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward)
+    module = ModelWithLoss(made, attention, compute_dtype=compute_dtype)
+    reshard_layers = spec.parallelism.reshard_after_forward
+    shard(module, made, layers, mesh, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     module.train()
     return module
 
 
 def _step(
     spec: RunSpec,
-    module: TrainedModel,
-    sums: FloatReducer,
+    module: ModelWithLoss,
+    reducer: FloatReducer,
     optimizer: Any,
     rounds: int,
     step: int,
@@ -178,9 +179,9 @@ def _step(
     training = spec.training
     count, length = training.micro_batch_size, training.sequence_length
     live.moment = "start of step"
-    sums.begin(micro_batches=rounds)
+    reducer.begin(micro_batches=rounds)
     for number in range(1, rounds + 1):
-        sums.before_forward(last=number == rounds)
+        reducer.before_forward(last=number == rounds)
         tokens = torch.zeros(count, length, dtype=torch.int64)
         positions = torch.arange(length).repeat(count, 1)
         batch = _batch(tokens, positions)
@@ -188,7 +189,7 @@ def _step(
         loss = loss_sum(module, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
         live.moment = "backward"
         loss.backward()
-        sums.add_loss(loss)
+        reducer.add_loss(loss)
         del loss, batch
     live.moment = "update"
     scale = torch.ones(())

@@ -62,7 +62,7 @@ class StepLog:
     evaluation, a save) to the moment this step's numbers are known.
     """
 
-    link: AgentClient
+    agent: AgentClient
     rank: int
     device: torch.device
     peak: Peak
@@ -116,7 +116,7 @@ class StepLog:
             detail["tflops_per_rank"] = work.model_flops / step_ns / self.peak.ranks / 1e3  # per ns, in tera
             if self.peak.flops:
                 detail["mfu"] = work.model_flops / (step_ns / 1e9 * self.peak.flops * self.peak.ranks)
-        self.link.emit("step", step=work.step, **detail)
+        self.agent.emit("step", step=work.step, **detail)
         if work.step % self.track_every_steps == 0:
             self.track(work.step, detail, prefix="train")
         return detail
@@ -135,8 +135,8 @@ class StepLog:
 class Phases:
     """Tells the link what this rank spends its time on, when that changes."""
 
-    def __init__(self, link: AgentClient) -> None:
-        self._link = link
+    def __init__(self, agent: AgentClient) -> None:
+        self._link = agent
         self.now: str | None = None
 
     def enter(self, phase: str, *, step: int | None = None) -> None:

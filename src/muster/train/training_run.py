@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
 from muster.protocol.ranks import AgentClient, Command, RankContext
-from muster.train.baseline import ReferenceWindow
-from muster.train.commands import Orders
+from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork
-from muster.train.distributed.pause_consensus import Standing
+from muster.train.distributed.pause_consensus import PauseConsensus
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import Sums
+from muster.train.distributed.reduce import GradientReducer
+from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.metrics import Pending, Phases, StepLog, StepTimes
-from muster.train.optim.adamw import Updates
-from muster.train.optim.nonfinite import failure, find_blame
+from muster.train.optim.nonfinite import failure, find_bad_micro_batch
+from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.profiling import Collector, Profiler
 from muster.train.state.saving import Saves
 from muster.train.state.state_hash import PendingHash, StateHashes
-from muster.train.state.training_state import TrainState
+from muster.train.state.training_state import TrainingState
 
 #: The wait for a save's bytes counts as progress for so long: another process writes them, and says that it lives.
 SAVE_LIMIT_S = 1800.0
@@ -59,7 +59,7 @@ class Snapshot(Protocol):
 
 
 @dataclass
-class Applied:
+class StepResult:
     """A step that was taken, and whose numbers may still be on the device."""
 
     work: StepWork
@@ -71,34 +71,34 @@ class Applied:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Everything that ``loop.train`` touches."""
 
     spec: RunSpec
     context: RankContext
-    link: AgentClient
+    agent: AgentClient
     device: torch.device
     world: World
     model: nn.Module
-    state: TrainState
-    optimizer: Updates
-    sums: Sums
+    state: TrainingState
+    optimizer: ShardOptimizer
+    reducer: GradientReducer
     reader: ReadAhead
-    orders: Orders
+    consensus: StepConsensus
     log: StepLog
     phases: Phases
     evaluator: Evaluator
     saves: Saves
     snapshots: Snapshot | None
     hashes: StateHashes
-    reference: ReferenceWindow
+    reference: BaselineWindow
     profiler: Profiler
     collector: Collector
     last_step: int
     batch_schedule: BatchSchedule
     times: StepTimes = field(default_factory=StepTimes)
-    standing: Standing = field(default_factory=Standing)
-    _applied: Applied | None = None
+    pause_consensus: PauseConsensus = field(default_factory=PauseConsensus)
+    _applied: StepResult | None = None
 
     def applied(
         self, work: StepWork, losses: Sequence[Tensor], loss: Tensor, norm: Tensor, fault: Tensor, learning_rate: float
@@ -107,18 +107,18 @@ class Run:
 
         On CUDA without a snapshot the host does not wait: ``settle`` in the next step's first round does.
         """
-        self._advance(Applied(work, losses, Pending((loss, norm, fault)), learning_rate))
+        self._advance(StepResult(work, losses, Pending((loss, norm, fault)), learning_rate))
 
-    def left_out(self, work: StepWork, learning_rate: float) -> None:
+    def record_skipped_step(self, work: StepWork, learning_rate: float) -> None:
         """``work.step`` counts on every rank and its batch does not: it was never finite (``skip_steps``).
 
         Nothing is computed and no gradient exists, so the state after it is the state before it, one step on.
         """
-        self.settle()
-        self.link.beat(work.step)
-        self._advance(Applied(work, (), None, learning_rate))
+        self.flush_pending_metrics()
+        self.agent.beat(work.step)
+        self._advance(StepResult(work, (), None, learning_rate))
 
-    def _advance(self, applied: Applied) -> None:
+    def _advance(self, applied: StepResult) -> None:
         work, self._applied = applied.work, applied
         self.state.step = work.step
         applied.state_hash = self.hashes.begin(work.step)
@@ -129,15 +129,15 @@ class Run:
             return
         self._check(applied)
         if wanted and self.snapshots is not None:
-            agreed = self.orders.snapshot_agreed()
+            agreed = self.consensus.copies_arrived()
             began = time.monotonic_ns()
             self.snapshots.save(work.step, self.state.local_tensors(), agreed=agreed)
             self.times.stall_ns = time.monotonic_ns() - began
             if work.step < self.last_step:
-                self.link.beat(work.step + 1)  # a copy sets out now, not with the next step's first micro-batch
-        self.settle()
+                self.agent.beat(work.step + 1)  # a copy sets out now, not with the next step's first micro-batch
+        self.flush_pending_metrics()
 
-    def settle(self) -> None:
+    def flush_pending_metrics(self) -> None:
         """Read the last update's numbers and emit its event, where that has not been done.
 
         Raises:
@@ -146,7 +146,7 @@ class Run:
         """
         # Ranks that share a replica leave where they agreed to: here the others may have gone on, and would wait for
         # this one in the replica's own collectives.
-        if self.standing.agreed() or (self.link.pause_requested() and self.context.layout.ranks_per_replica == 1):
+        if self.pause_consensus.agreed() or (self.agent.pause_requested() and self.context.layout.ranks_per_replica == 1):
             raise Paused
         step = self._record()
         if step is not None and self.phases.now != "train":
@@ -154,7 +154,7 @@ class Run:
             self.phases.enter("train", step=step)
             self.log.restart()
 
-    def stand_still(self) -> None:
+    def pause(self) -> None:
         """The world is broken between two updates: record the last one, so that nothing applied is lost."""
         self._record(wait_for_hash=False)
         if self.snapshots is not None:
@@ -162,7 +162,7 @@ class Run:
 
     def leave(self) -> None:
         """This world ends so that a larger one begins, whose ranks are other processes: leave them the last step."""
-        self.settle()
+        self.flush_pending_metrics()
         if self.snapshots is not None:
             self.snapshots.keep(self.state.step, self.state.local_tensors())
         self.collector.close()
@@ -171,7 +171,7 @@ class Run:
 
     def abandon(self) -> None:
         """Let go of what belongs to the world that was."""
-        self.world.breaker()
+        self.world.aborter()
         self.reader.close()
         self.collector.close()
         self.saves.abandon()
@@ -186,22 +186,22 @@ class Run:
         loss, norm = self._check(applied)
         more: dict[str, Any] = {} if self.snapshots is None else {**self.snapshots.held()}
         if applied.state_hash is not None:
-            link = self.link if self.world.rank == 0 else None
-            more |= self.hashes.told(applied.state_hash, link, wait=wait_for_hash)
+            agent = self.agent if self.world.rank == 0 else None
+            more |= self.hashes.told(applied.state_hash, agent, wait=wait_for_hash)
         step, rate = applied.work.step, applied.learning_rate
         detail = self.log.write(applied.work, loss=loss, norm=norm, learning_rate=rate, times=self.times, more=more)
         self.times = StepTimes()
         reference = self.reference.add(step, detail) if detail is not None else None
         if reference is not None:
-            self.link.emit("baseline_rate", step=step, **reference)
+            self.agent.emit("baseline_rate", step=step, **reference)
         return step
 
-    def ask_ranks(self) -> None:
+    def start_consensus(self) -> None:
         """Begin to agree with all ranks on orders, saves, and whether every copy that was ordered has arrived.
 
         Called once a step, when its micro-batches are done: a copy has had that long to travel.
         """
-        self.orders.begin(
+        self.consensus.begin(
             save_now=self.wants_save(), copy_is_behind=self.copy_is_behind(), saving=self.saves.saver.busy
         )
 
@@ -215,8 +215,8 @@ class Run:
 
     def evaluate(self, step: int, *, final: bool = False) -> None:
         """Held-out figures of the state after ``step``; training stands still."""
-        self.settle()
-        with self._apart("eval", step):
+        self.flush_pending_metrics()
+        with self._phase("eval", step):
             self.evaluator.run(step, final=final)
 
     def checkpoint_is_due(self, step: int) -> bool:
@@ -225,9 +225,9 @@ class Run:
         if step >= self.last_step or self.reference.covers(step):
             return False
         due = self.saves.due(step)
-        if due and self.orders.saving_agreed():
+        if due and self.consensus.any_rank_saving():
             self.saves.put_off(step)
-        return (due or self.saves.owed) and not self.orders.saving_agreed()
+        return (due or self.saves.owed) and not self.consensus.any_rank_saving()
 
     def wants_save(self) -> bool:
         """Rank 0 asks for a save by the clock: ``checkpoint.every_steps: auto``, or the last one failed a while ago."""
@@ -237,30 +237,30 @@ class Run:
 
     def save(self, step: int, order: Command | None = None) -> None:
         """Save, where that makes sense: an order may forbid it, or leave no time for it."""
-        if order is not None and order.kind == "save" and step < self.last_step and self.orders.saving_agreed():
+        if order is not None and order.kind == "save" and step < self.last_step and self.consensus.any_rank_saving():
             self.saves.put_off(step)
             return
-        self.settle()
+        self.flush_pending_metrics()
         if order is not None and not self.saves.fits(order, self.world.control):
             return
-        with self._apart("checkpoint", step):
-            self.link.progress(for_s=SAVE_LIMIT_S)
+        with self._phase("checkpoint", step):
+            self.agent.progress(for_s=SAVE_LIMIT_S)
             self.saves.save(step)
-            self.link.progress()
+            self.agent.progress()
 
     def finish(self) -> None:
         """Complete what is under way."""
-        self.settle()
+        self.flush_pending_metrics()
         self.reader.close()
         self.collector.close()
-        self.link.progress(for_s=SAVE_LIMIT_S)
+        self.agent.progress(for_s=SAVE_LIMIT_S)
         self.saves.finish()
-        self.link.progress()
+        self.agent.progress()
         for tracker in self.log.trackers:
             tracker.close()
 
     @contextmanager
-    def _apart(self, phase: str, step: int) -> Iterator[None]:
+    def _phase(self, phase: str, step: int) -> Iterator[None]:
         """Something that is no step: it has a phase of its own, and its time is in no step's."""
         before = self.phases.now
         self.phases.enter(phase, step=step)
@@ -269,7 +269,7 @@ class Run:
             self.phases.enter(before, step=step)
         self.log.restart()
 
-    def _check(self, applied: Applied) -> tuple[float | None, float | None]:
+    def _check(self, applied: StepResult) -> tuple[float | None, float | None]:
         """Loss and norm; None where the update was left out. Raises NotFinite."""
         if applied.numbers is None:
             return None, None
@@ -277,7 +277,7 @@ class Run:
         if math.isfinite(loss) and math.isfinite(norm) and fault == 0.0:
             return loss, norm
         sequences = [part.sequences for part in applied.work.rounds]
-        blame = find_blame(
+        blame = find_bad_micro_batch(
             applied.losses,
             sequences,
             rank=self.world.rank,
@@ -292,5 +292,5 @@ class Run:
             blame=blame,
             everything=[row for rows in sequences for row in rows],
         )
-        self.link.emit("run.message", step=applied.work.step, text=str(error), sequences=list(error.sequences))
+        self.agent.emit("run.message", step=applied.work.step, text=str(error), sequences=list(error.sequences))
         raise error

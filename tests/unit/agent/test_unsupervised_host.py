@@ -10,7 +10,7 @@ from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, UnsupervisedH
 from muster.backends.gke.pod import main
 from muster.checkpoint_format.snapshot_ring import Held, Ring, file_name
 
-KEY = "r1s2t1"
+KEY = "r1s2t1p1c1e1"
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def held(step, *ranks, attempt=1, layout=KEY, tier="memory"):
 def test_versions_never_mix_and_a_replica_substitutes():
     assert newest_complete([*held(9, 0), *held(9, 1, attempt=2), *held(8, 0, 1)]).step == 8
     assert newest_complete([*held(9, 0), *held(8, 1)]) is None
-    twins = newest_complete(held(7, 0, 3, layout="r2s2t1"))
+    twins = newest_complete(held(7, 0, 3, layout="r2s2t1p1c1e1"))
     assert [(each["rank"], each["held_as"]) for each in twins.ranks] == [(0, 0), (1, 3), (2, 0), (3, 3)]
     assert newest_complete([*held(9, 0, 1), *held(8, 0, 1)], without=[(9, 1)]).step == 8
     own_first = newest_complete([*held(9, 0, tier="peer"), *held(9, 0, 1)])

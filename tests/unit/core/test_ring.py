@@ -18,7 +18,7 @@ def versions(ring):
 
 
 def test_versions_come_newest_first_and_the_oldest_slot_is_taken_next(tmp_path):
-    ring = Ring.create(tmp_path / "own.r1s2t1.0.ring", header=b"{}", slot_bytes=100)
+    ring = Ring.create(tmp_path / "own.r1s2t1p1c1e1.0.ring", header=b"{}", slot_bytes=100)
     for step in range(1, 6):
         write(ring, step, 1, step)
     assert versions(ring) == [(5, 1), (4, 1), (3, 1)]
@@ -27,7 +27,7 @@ def test_versions_come_newest_first_and_the_oldest_slot_is_taken_next(tmp_path):
 
 
 def test_a_slot_being_written_is_no_version(tmp_path):
-    path = tmp_path / "own.r1s2t1.0.ring"
+    path = tmp_path / "own.r1s2t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 1, 1, 1)
     ring.begin()  # and the writer dies here
@@ -35,14 +35,14 @@ def test_a_slot_being_written_is_no_version(tmp_path):
 
 
 def test_a_ring_of_the_same_shape_is_kept_and_another_replaces_it(tmp_path):
-    path = tmp_path / "own.r1s2t1.0.ring"
+    path = tmp_path / "own.r1s2t1p1c1e1.0.ring"
     write(Ring.create(path, header=b"{}", slot_bytes=10), 7, 2, 1)
     assert versions(Ring.create(path, header=b"{}", slot_bytes=10)) == [(7, 2)]
     assert versions(Ring.create(path, header=b"{}", slot_bytes=20)) == []
 
 
 def test_what_was_given_up_is_forgotten(tmp_path):
-    ring = Ring.create(tmp_path / "own.r1s2t1.0.ring", header=b"{}", slot_bytes=10)
+    ring = Ring.create(tmp_path / "own.r1s2t1p1c1e1.0.ring", header=b"{}", slot_bytes=10)
     write(ring, 4, 1, 1)
     write(ring, 5, 1, 1)
     write(ring, 4, 2, 1)
@@ -51,26 +51,26 @@ def test_what_was_given_up_is_forgotten(tmp_path):
 
 
 def test_damaged_files_are_named_or_passed_over(tmp_path):
-    bad = tmp_path / file_name("own", "r1s1t1", 0)
+    bad = tmp_path / file_name("own", "r1s1t1p1c1e1", 0)
     bad.write_bytes(b"not a ring at all, but long enough to hold a header of one")
     with pytest.raises(CheckpointError, match="no snapshot ring"):
         Ring.open(bad)
-    good = Ring.create(tmp_path / file_name("own", "r1s1t1", 1), header=b"{}", slot_bytes=10_000)
+    good = Ring.create(tmp_path / file_name("own", "r1s1t1p1c1e1", 1), header=b"{}", slot_bytes=10_000)
     write(good, 3, 1, 1)
-    torn = tmp_path / file_name("peer", "r1s1t1", 2)
-    torn.write_bytes((tmp_path / file_name("own", "r1s1t1", 1)).read_bytes()[:5000])
-    write(Ring.create(tmp_path / file_name("fetched", "r1s1t1", 3), header=b"{}", slot_bytes=10), 9, 1, 1)
-    assert list(list_snapshots(tmp_path)) == [Held(tier="memory", layout="r1s1t1", rank=1, step=3, attempt=1)]
+    torn = tmp_path / file_name("peer", "r1s1t1p1c1e1", 2)
+    torn.write_bytes((tmp_path / file_name("own", "r1s1t1p1c1e1", 1)).read_bytes()[:5000])
+    write(Ring.create(tmp_path / file_name("fetched", "r1s1t1p1c1e1", 3), header=b"{}", slot_bytes=10), 9, 1, 1)
+    assert list(list_snapshots(tmp_path)) == [Held(tier="memory", layout="r1s1t1p1c1e1", rank=1, step=3, attempt=1)]
 
 
 def test_no_room_is_said_before_the_first_write(tmp_path):
     with pytest.raises(CheckpointError, match="no room"):
-        Ring.create(tmp_path / "own.r1s1t1.0.ring", header=b"{}", slot_bytes=1 << 50)
+        Ring.create(tmp_path / "own.r1s1t1p1c1e1.0.ring", header=b"{}", slot_bytes=1 << 50)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_seal_belongs_to_one_version_of_a_slot(tmp_path):
-    path = tmp_path / "own.r1s1t1.0.ring"
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 1, 1, 1)
     first = ring.find(1, 1)
@@ -90,7 +90,7 @@ def test_a_seal_belongs_to_one_version_of_a_slot(tmp_path):
 
 
 def test_a_ring_grows_and_keeps_what_it_holds_and_takes_memory_for_no_more(tmp_path):
-    path = tmp_path / "own.r1s1t1.0.ring"
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=1 << 20, slots=1)
     write(ring, 5, 1, 7)
     assert ring.slots == 1 and path.stat().st_blocks * 512 < 2 << 20
@@ -106,7 +106,7 @@ def test_a_ring_grows_and_keeps_what_it_holds_and_takes_memory_for_no_more(tmp_p
 
 
 def test_growing_without_room_leaves_everything_as_it_is(tmp_path):
-    path = tmp_path / "own.r1s1t1.0.ring"
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=1 << 40, slots=0)
     with pytest.raises(NoRoom, match=r"no room for snapshots in memory: 2199\.0 GB wanted"):
         Ring.create(path, header=b"{}", slot_bytes=1 << 40, slots=2)
@@ -114,7 +114,7 @@ def test_growing_without_room_leaves_everything_as_it_is(tmp_path):
 
 
 def test_marks_outlive_the_one_who_set_them(tmp_path):
-    path = tmp_path / "own.r1s1t1.0.ring"
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 5, 1, 1)
     version = ring.find(5, 1)

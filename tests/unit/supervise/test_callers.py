@@ -77,7 +77,7 @@ def test_a_hello_that_cannot_be_used(supervisor, hello):
 
 def test_one_that_can(supervisor):
     say(
-        supervisor, {**HELLO, "snapshots": [{"step": 1, "attempt": 1, "rank": 0, "layout": "r1s1t1", "tier": "memory"}]}
+        supervisor, {**HELLO, "snapshots": [{"step": 1, "attempt": 1, "rank": 0, "layout": "r1s1t1p1c1e1", "tier": "memory"}]}
     )
     assert supervisor.machine.state.hosts["host-0"].connected and not supervisor.hub.closed
 

@@ -72,7 +72,7 @@ ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC er
 def test_no_room_for_snapshots_distrusts_none_of_them():
     for text in (
         "no room for snapshots in memory: 52.5 GB wanted, 8.1 GB free in /dev/shm/muster",
-        "fetched.r1s2t1.0.ring of step 9 could not be fetched: no room for snapshots in memory: 52.5 GB wanted, 8.1 GB "
+        "fetched.r1s2t1p1c1e1.0.ring of step 9 could not be fetched: no room for snapshots in memory: 52.5 GB wanted, 8.1 GB "
         "free in /dev/shm/muster",
     ):
         message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
@@ -235,7 +235,7 @@ def test_a_corrected_run_file_brings_its_policy():
 def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor():
     of = spec(hosts=2)
     found = cluster(of, replicate_snapshots=True)
-    unreadable = {"exception": "CheckpointError", "message": "own.r1s2t1.0 of step 20 is truncated"}
+    unreadable = {"exception": "CheckpointError", "message": "own.r1s2t1p1c1e1.0 of step 20 is truncated"}
     found.at(10.0, lambda: found.kill_rank(0))
     hit = []
 
@@ -243,7 +243,7 @@ def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor
         state = found.machine.state
         if state.attempt == 2 and not hit:
             hit.append(state.resumed)
-            found.hosts["host-0"].snapshots[("r1s2t1", 0, "memory")] = hit[0]
+            found.hosts["host-0"].snapshots[("r1s2t1p1c1e1", 0, "memory")] = hit[0]
             found.kill_rank(0, code=1, last=unreadable)
             return
         found.after(0.02, spoil)

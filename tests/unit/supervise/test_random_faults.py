@@ -18,7 +18,7 @@ WORDS = {
     "own": {"exception": "ValueError", "message": "bad row 17"},
     "device": {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"},
     "nan": {"exception": "NotFinite", "message": "step 20: loss is nan", "not_finite": True},
-    "unreadable": {"exception": "CheckpointError", "message": "fetched.r1s2t1.0 is truncated"},
+    "unreadable": {"exception": "CheckpointError", "message": "fetched.r1s2t1p1c1e1.0 is truncated"},
 }
 DEEDS = ["rank", "host", "silent", "return", "notice", "everybody", "stop", "supervisor", "gap", "midway", "agent"]
 DEEDS += ["hang", "flap", *WORDS]

@@ -38,7 +38,7 @@ def test_ranks_that_go_on_keep_their_shard_and_if_they_can_their_number():
 
 
 def test_a_twin_gives_its_own_file_under_its_own_rank():
-    held = [Snapshot(step=7, attempt=1, rank=rank, layout="r2s2t1", host=host, tier="memory") for rank, host in
+    held = [Snapshot(step=7, attempt=1, rank=rank, layout="r2s2t1p1c1e1", host=host, tier="memory") for rank, host in
             ((2, "c"), (3, "d"))]  # fmt: skip
     found = newest_complete(held)
     assert {rank: (one.host, one.rank) for rank, one in found.shards.items()} == {

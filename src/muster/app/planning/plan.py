@@ -225,9 +225,7 @@ def pins_of(loaded: Loaded) -> Pins:
         return value if key in given else None
 
     return Pins(
-        dp_replicate=fixed("parallelism.dp_replicate", spec.parallelism.dp_replicate),
-        dp_shard=fixed("parallelism.dp_shard", spec.parallelism.dp_shard),
-        tp=fixed("parallelism.tp", spec.parallelism.tp),
+        axes={axis: size for axis, size in spec.parallelism.axes.items() if f"parallelism.{axis}" in given},
         micro_batch_size=fixed("training.micro_batch_size", spec.training.micro_batch_size),
         activation_checkpointing=fixed("training.activation_checkpointing", spec.training.activation_checkpointing),
         num_nodes=fixed("resources.hosts", spec.resources.hosts),

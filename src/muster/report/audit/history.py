@@ -18,6 +18,9 @@ STEP_NS = 1_000_000_000
 #: deposed may act on for a while: that is for I3 to see.)
 BACK_NS = 300 * STEP_NS
 
+#: By which ranks share a model: layouts are equal when all of them are. An axis that is not named is 1.
+AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+
 Line = dict[str, Any]
 BatchSchedule = tuple[tuple[int, str], ...]
 """(first step, layout) of each stretch that computed a state, in order."""
@@ -119,8 +122,7 @@ def courses(history: History) -> dict[int, BatchSchedule]:
     attempt that no supervisor began (plain processes, torchrun) has the run file's layout.
     """
     said = history.spec.get("parallelism", {})
-    plain = {axis: said.get(axis) for axis in ("dp_replicate", "dp_shard", "tp")}
-    layouts = {int(line["attempt"]): line["detail"].get("layout") for line in history.of("attempt.started")}
+    layouts = {int(line["attempt"]): line["detail"].get("layout") or {} for line in history.of("attempt.started")}
     first: dict[int, int] = {}
     for line in history.of("step"):
         attempt, step = int(line["attempt"]), int(line["step"])
@@ -128,7 +130,7 @@ def courses(history: History) -> dict[int, BatchSchedule]:
     found: dict[int, BatchSchedule] = {}
     batch_schedule: BatchSchedule = ()
     for attempt in sorted(first):
-        layout = json.dumps(layouts.get(attempt, plain), sort_keys=True)
+        layout = json.dumps([layouts.get(attempt, said).get(axis, 1) for axis in AXES])
         batch_schedule = up_to(batch_schedule, first[attempt] - 1)
         if not batch_schedule or batch_schedule[-1][1] != layout:
             batch_schedule = (*batch_schedule, (first[attempt] if batch_schedule else 0, layout))

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.core.batch_schedule import changed
+from muster.core.layout import layout_for
 from muster.policy.cluster_state import NextAttempt
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.context import LEFT, Context
 from muster.supervise.recovery.final_flush import finish, leave
 from muster.supervise.recovery.held_snapshots import newest_held
-from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, layout_for, needed_shards
+from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, needed_shards
 from muster.supervise.recovery.preemption_cost import expected_loss
 from muster.supervise.recovery.retained_ranks import PAUSE_S, hosts_first, keepable, kept_as, pause_s, whole_replicas
 from muster.supervise.recovery.state import SECOND_NS, Host, Phase
@@ -105,7 +106,7 @@ def begin(c: Context) -> None:
     if len(hosts) < len(state.active):
         hosts = hosts_first(hosts, ranks_before, whole)
     while hosts and layout is None:
-        layout = layout_for(c.settings.spec.parallelism, len(hosts) * c.settings.ranks_per_host)
+        layout = layout_for(c.settings.spec.parallelism.axes, len(hosts) * c.settings.ranks_per_host, resize=True)
         if layout is None:
             hosts.pop()
     if layout is None:
@@ -134,7 +135,7 @@ def begin(c: Context) -> None:
         "attempt.started",
         {
             "world_size": layout.world_size,
-            "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp},
+            "layout": layout.sizes,
             "hosts": {name: [rank for rank, on in state.ranks.items() if on == name] for name in hosts},
             "resume_step": resume_step,
             **({"tier": "memory", "resume_attempt": choice.attempt} if choice else {}),

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
+from muster.core.layout import KEY_PATTERN
 from muster.core.types import IncidentKind
 from muster.protocol.ranks import LOST_PEER
 
@@ -29,7 +30,7 @@ _DEVICE = re.compile(
 #: peer's death says so as well, and names the broken connection.
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
 #: A snapshot that could not be read, by the name of its ring (``core.ring.file_name``) or in words.
-_SNAPSHOT = re.compile(r"\b(own|peer|fetched)\.r\d+s\d+t\d+|snapshot", re.IGNORECASE)
+_SNAPSHOT = re.compile(rf"\b(own|peer|fetched)\.{KEY_PATTERN}|snapshot", re.IGNORECASE)
 #: No memory for a snapshot (``core.ring.NoRoom``): nothing is wrong with the snapshot.
 _NO_ROOM = re.compile(r"\bno room for snapshots\b")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from muster.core.layout import layout_for
 from muster.core.types import IncidentKind
 from muster.supervise.recovery import final_flush
 from muster.supervise.recovery.attempts import ask_again, begin, check_left, collected_all, has_store
 from muster.supervise.recovery.context import Context
 from muster.supervise.recovery.final_flush import finish
 from muster.supervise.recovery.incidents import incident
-from muster.supervise.recovery.layout import layout_for
 from muster.supervise.recovery.state import SECOND_NS, Host, HostDown, HostUp, Phase
 
 
@@ -144,7 +144,7 @@ def look_for_growth(c: Context) -> bool:
 def ranks_that_fit(c: Context, num_hosts: int) -> int:
     """Ranks of the largest world that so many hosts can form; 0: none."""
     for hosts in range(num_hosts, 0, -1):
-        layout = layout_for(c.settings.spec.parallelism, hosts * c.settings.ranks_per_host)
+        layout = layout_for(c.settings.spec.parallelism.axes, hosts * c.settings.ranks_per_host, resize=True)
         if layout is not None:
             return layout.world_size
     return 0

@@ -11,6 +11,7 @@ with its step (``train.standing``). So what it is given follows what steps take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from muster.core.types import Layout
 from muster.supervise.recovery.context import Context
@@ -74,7 +75,7 @@ def kept_as(
 
     A replica goes on as one that lies on the same hosts in the same order: its ranks then hold the same shards.
     """
-    if old.ranks_per_replica != new.ranks_per_replica or old.tp != new.tp:
+    if replace(old, dp_replicate=1) != replace(new, dp_replicate=1):
         return {}
     size = new.ranks_per_replica
     free = list(whole)

@@ -76,10 +76,7 @@ def _start(state: State, event: Event) -> None:
     state.attempt = event.attempt
     state.phase = Phase.ADOPT
     state.exited, state.stepped = {}, False
-    axes = event.detail["layout"]
-    state.layout = Layout(
-        dp_replicate=int(axes["dp_replicate"]), dp_shard=int(axes["dp_shard"]), tp=int(axes.get("tp", 1))
-    )
+    state.layout = Layout.of(event.detail["layout"])
     state.batch_schedule = [dict(change) for change in event.detail.get("batch_schedule", ())]
     state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
     state.active = list(event.detail["hosts"])

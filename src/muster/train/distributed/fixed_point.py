@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from muster.core.errors import UsageError
-from muster.train.distributed.reduce import REPLICATE, SHARD, Axes, axis_sets, local, sharded_axes
+from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups, axis_sets, local, sharded_axes
 
 GRADIENT_BITS = 40
 LOSS_BITS = 40
@@ -90,7 +90,7 @@ class FixedPointReducer:
         UsageError: the model or layout has sums that fixed point does not cover.
     """
 
-    def __init__(self, module: nn.Module, axes: Axes) -> None:
+    def __init__(self, module: nn.Module, axes: ReduceGroups) -> None:
         self.axes = axes
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         check_covered(module, self.parameters)

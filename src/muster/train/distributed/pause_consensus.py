@@ -20,18 +20,18 @@ from muster.train.distributed.process_groups import all_reduce
 
 
 @dataclass
-class Standing:
+class PauseConsensus:
     """Each ``ask`` is answered by the next ``agreed``."""
 
-    link: AgentClient | None = None
+    agent: AgentClient | None = None
     group: dist.ProcessGroup | None = None
     """The ranks of this replica, with a gloo backend; None: there is nobody to agree with."""
     _asked: tuple[dist.Work, Tensor] | None = field(default=None, init=False, repr=False)
 
     def ask(self) -> None:
         """Say whether this rank has heard of a pause. Every rank of the replica calls it at the same micro-batches."""
-        if self.group is not None and self.link is not None:
-            heard = torch.tensor([int(self.link.pause_requested())])
+        if self.group is not None and self.agent is not None:
+            heard = torch.tensor([int(self.agent.pause_requested())])
             self._asked = all_reduce(heard, self.group, op=dist.ReduceOp.MAX), heard
 
     def agreed(self) -> bool:

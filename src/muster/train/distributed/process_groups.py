@@ -60,7 +60,7 @@ def _wrapped(
     return group
 
 
-def make_sure(group: dist.ProcessGroup, breaker: Breaker, device: torch.device) -> None:
+def confirm_completed(group: dist.ProcessGroup, aborter: GroupAborter, device: torch.device) -> None:
     """Return once what was begun and waited for on ``group`` has really been done, by every rank of it.
 
     gloo's ``wait`` blocks, and raises where the group was cut. NCCL's only puts streams in order, and an aborted
@@ -74,7 +74,7 @@ def make_sure(group: dist.ProcessGroup, breaker: Breaker, device: torch.device) 
         return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    if breaker.broken or _failed(group, device):
+    if aborter.broken or _failed(group, device):
         raise RuntimeError("NCCL aborted: another replica was lost while gradients were summed, and the sums with it")
 
 
@@ -87,7 +87,7 @@ def _failed(group: dist.ProcessGroup, device: torch.device) -> bool:
     return str(error.name) != "SUCCESS"
 
 
-class Breaker:
+class GroupAborter:
     """Breaks gloo groups under whoever waits in them.
 
     A gloo collective whose peer is stopped (SIGSTOP, a cut link) never raises, and ``abort`` and ``shutdown`` of the

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, UsageError
 from muster.protocol.ranks import RankContext
-from muster.train.distributed.process_groups import Breaker, gloo_group, nccl_group
+from muster.train.distributed.process_groups import GroupAborter, gloo_group, nccl_group
 
 #: Collectives wait for a peer so long before they raise by themselves; long before that the agents act.
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -32,7 +32,7 @@ class World:
     """gloo over all ranks, for saves, which run beside the training's collectives."""
     replicate: dist.ProcessGroup | None = None
     """Ranks that hold the same shard in other replicas; None where there is one replica."""
-    breaker: Breaker = field(default_factory=Breaker)
+    aborter: GroupAborter = field(default_factory=GroupAborter)
     """Breaks the groups that cross replicas, and no other."""
 
 
@@ -132,7 +132,7 @@ def join_replicas(context: RankContext, device: torch.device, store: dist.Store)
         BackendError: the other ranks cannot be reached.
     """
     layout, timeout = context.layout, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    breaker = Breaker()
+    aborter = GroupAborter()
     replica, inner = divmod(context.rank, layout.ranks_per_replica)
 
     def over_all(name: str) -> dist.ProcessGroup | None:
@@ -149,10 +149,10 @@ def join_replicas(context: RankContext, device: torch.device, store: dist.Store)
         return World(
             rank=context.rank,
             size=context.world_size,
-            control=breaker.watch(lambda: over_all("control")) if context.world_size > 1 else None,
-            checkpoint=breaker.watch(lambda: over_all("checkpoint")),
-            replicate=breaker.watch(over_replicas) if layout.dp_replicate > 1 else None,
-            breaker=breaker,
+            control=aborter.watch(lambda: over_all("control")) if context.world_size > 1 else None,
+            checkpoint=aborter.watch(lambda: over_all("checkpoint")),
+            replicate=aborter.watch(over_replicas) if layout.dp_replicate > 1 else None,
+            aborter=aborter,
         )
 
 

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from muster.train.distributed.process_groups import Breaker, all_reduce, make_sure
+from muster.train.distributed.process_groups import GroupAborter, all_reduce, confirm_completed
 
 SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
 BUCKET_NUMEL = 8 * 1024 * 1024
 
 
 @dataclass
-class Axes:
+class ReduceGroups:
     """Process group of each layout axis that has more than one rank."""
 
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    breaker: Breaker | None = field(default=None, compare=False)
+    aborter: GroupAborter | None = field(default=None, compare=False)
     """What breaks the group over replicas; None: nobody does."""
     _broken: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
     """Another replica was lost while gradients were summed; raised when this replica's own sums are done."""
@@ -83,8 +83,8 @@ class Axes:
 
     def _make_sure(self, tensor: Tensor) -> None:
         group = self.groups.get(REPLICATE)
-        if group is not None and self.breaker is not None:
-            make_sure(group, self.breaker, tensor.device)
+        if group is not None and self.aborter is not None:
+            confirm_completed(group, self.aborter, tensor.device)
 
     def sum_buckets_(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors of one dtype in place over an axis, several to a message.
@@ -139,7 +139,7 @@ def sharded_axes(tensor: Tensor) -> frozenset[str]:
     )
 
 
-class Sums(Protocol):
+class GradientReducer(Protocol):
     """How a step's loss, gradients and norm come together."""
 
     def begin(self, *, micro_batches: int) -> None:
@@ -166,7 +166,7 @@ class FloatReducer:
     of once a round. Saves communication, costs 4 bytes a trained parameter.
     """
 
-    def __init__(self, module: nn.Module, axes: Axes, *, accumulate_locally: bool) -> None:
+    def __init__(self, module: nn.Module, axes: ReduceGroups, *, accumulate_locally: bool) -> None:
         self.axes = axes
         self.module = module
         self.accumulate_locally = accumulate_locally and isinstance(module, FSDPModule)

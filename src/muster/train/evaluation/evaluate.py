@@ -17,16 +17,16 @@ import torch
 
 from muster.config.spec import RunSpec
 from muster.data.prepare import Prepared
+from muster.data.questions import Question, heldout_questions, majority_baseline
 from muster.data.sequences import SequenceStore
 from muster.data.tokenizer import Encoder
 from muster.protocol.ranks import AgentClient
-from muster.tasks.text2sql.questions import Question, heldout_questions, majority_baseline
 from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import Axes
+from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.generate import generate
 from muster.train.metrics import StepLog
-from muster.train.model.causal_lm import TrainedModel
+from muster.train.model.causal_lm import ModelWithLoss
 from muster.train.model.loss import loss_sum
 
 #: Rows of a result that a sample shows.
@@ -39,13 +39,13 @@ class Evaluator:
 
     spec: RunSpec
     prepared: Prepared
-    model: TrainedModel
-    axes: Axes
+    model: ModelWithLoss
+    axes: ReduceGroups
     data_rank: int
     data_ranks: int
     world: World
     device: torch.device
-    link: AgentClient
+    agent: AgentClient
     log: StepLog
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Evaluator:
             self.model.train(was_training)
         detail["duration_ns"] = time.monotonic_ns() - began
         if self.world.rank == 0:
-            self.link.emit("eval", step=step, **detail)
+            self.agent.emit("eval", step=step, **detail)
             self.log.track(step, detail, prefix="eval")
         return detail
 
@@ -90,7 +90,7 @@ class Evaluator:
             loss = loss_sum(self.model, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
             if mine < len(batches):
                 losses[mine] = loss.double()
-            self.link.progress()
+            self.agent.progress()
         self.axes.sum_everywhere_(losses)  # each place is filled by one rank, so these sums add zeros: exact
         return math.fsum(losses.tolist()) / supervised
 
@@ -110,7 +110,7 @@ class Evaluator:
         if self.world.rank != 0:
             return {}
         for question, text in list(zip(questions, texts, strict=True))[: evaluation.samples]:
-            self.link.emit("generation", step=step, **sample(question, text))
+            self.agent.emit("generation", step=step, **sample(question, text))
         if not count:
             return {}
         found = summary(questions[:count], verdicts)
@@ -130,7 +130,7 @@ class Evaluator:
             max_new_tokens=width,
             eos_id=self.prepared.eos_id,
             pad_id=self.prepared.pad_id,
-            progress=self.link.progress,
+            progress=self.agent.progress,
         )
         table = torch.zeros(len(questions), width, dtype=torch.int64, device=self.device)
         for index, ids in zip(mine, completions, strict=False):
@@ -142,16 +142,15 @@ class Evaluator:
         """Every verdict on every rank; each rank runs its share of the queries."""
         table = torch.zeros(len(questions), 2, dtype=torch.int64, device=self.device)
         for index in range(self.data_rank, len(questions), self.data_ranks):
-            outcome = questions[index].run(texts[index])
+            outcome = questions[index].score(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
-            self.link.progress()
+            self.agent.progress()
         self.axes.sum_everywhere_(table)
         return [Verdict(correct=bool(correct), timed_out=bool(late)) for correct, late in table.tolist()]
 
     def _baseline(self, questions: Sequence[Question]) -> float | None:
         if len(questions) not in self._baselines:
-            found = majority_baseline(self.prepared, questions)
-            self._baselines[len(questions)] = None if found is None else found.accuracy
+            self._baselines[len(questions)] = majority_baseline(questions)
         return self._baselines[len(questions)]
 
 
@@ -164,23 +163,22 @@ class Verdict:
 
 
 def summary(questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Accuracies over the questions that are executed, and over those that are only compared as text."""
+    """The share of correct answers for each metric of the task (text-to-SQL: executed, and compared as text)."""
     found: dict[str, Any] = {"questions": len(questions)}
-    for name, executed in (("execution_accuracy", True), ("query_match", False)):
-        chosen = [v for q, v in zip(questions, verdicts, strict=True) if q.executes == executed]
-        if chosen:
-            found[name] = sum(verdict.correct for verdict in chosen) / len(chosen)
+    for metric in sorted({question.metric for question in questions}):
+        chosen = [v for q, v in zip(questions, verdicts, strict=True) if q.metric == metric]
+        found[metric] = sum(verdict.correct for verdict in chosen) / len(chosen)
     found["timeouts"] = sum(verdict.timed_out for verdict in verdicts)
     return found
 
 
 def sample(question: Question, completion: str) -> dict[str, Any]:
     """One generation to look at, with what its query returned."""
-    outcome = question.run(completion)
+    outcome = question.score(completion)
     return {
         "prompt": question.prompt_text,
         "completion": completion,
-        "expected": question.gold_sql,
+        "expected": question.gold,
         "correct": outcome.correct,
         "rows": [list(map(str, row)) for row in outcome.rows[:SHOWN_ROWS]],
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muster.train.model.model_with_loss import Decoding, TrainedModel
+from muster.train.model.model_with_loss import Decoding, ModelWithLoss
 from muster.train.model.sharding import reshard
 
 #: A model up to this size, in its compute dtype, is made whole for generation.
@@ -25,7 +25,7 @@ BATCH = 64
 
 @torch.no_grad()
 def generate(
-    module: TrainedModel,
+    module: ModelWithLoss,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -55,7 +55,7 @@ def generate(
 
 
 def complete(
-    module: TrainedModel,
+    module: ModelWithLoss,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     eos_id: int | None,
@@ -92,7 +92,7 @@ def complete(
 
 
 @contextmanager
-def prepared(module: TrainedModel, *, whole: bool) -> Iterator[bool]:
+def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
     """Dense attention without compiled layers, and units whole where wanted; everything as before afterwards."""
     model = module.model
     was_training = module.training
@@ -114,14 +114,14 @@ def prepared(module: TrainedModel, *, whole: bool) -> Iterator[bool]:
         module.train(was_training)
 
 
-def fits(module: TrainedModel) -> bool:
+def fits(module: ModelWithLoss) -> bool:
     """Whether the whole model in its compute dtype is small enough; the same answer on every rank."""
     wide = 4 if module.compute_dtype == torch.float32 else 2
     size = sum(parameter.numel() for parameter in module.parameters()) * wide
     return size <= WHOLE_BYTES.get(next(module.parameters()).device.type, 0)
 
 
-def shard_group(module: TrainedModel) -> dist.ProcessGroup | None:
+def shard_group(module: ModelWithLoss) -> dist.ProcessGroup | None:
     """The ranks that hold parts of this model, where there are several."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
@@ -141,6 +141,6 @@ def agreed(value: int, group: dist.ProcessGroup | None, operation: dist.ReduceOp
     return int(found)
 
 
-def longest_position(module: TrainedModel) -> int:
+def longest_position(module: ModelWithLoss) -> int:
     """Positions that the model knows; rotary ones too, since past them it was never trained."""
     return int(getattr(module.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)

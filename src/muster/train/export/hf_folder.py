@@ -26,7 +26,16 @@ from muster.core.clock import SystemShell
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.protocols import Shell
 from muster.train.export import verification
-from muster.train.export.sources import Make, Parts, choose, maker_of, open_parts, read_spec, reference_model, stored
+from muster.train.export.sources import (
+    ExportSources,
+    Make,
+    choose,
+    maker_of,
+    open_sources,
+    read_spec,
+    reference_model,
+    stored,
+)
 from muster.train.model import lora
 from muster.train.model.causal_lm import DTYPES, on_meta
 
@@ -96,20 +105,20 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists already", hint="remove it or choose another folder with --out")
     reader = ShardReader(open_checkpoint(manifest))
-    parts = open_parts(spec, run_dir, reader)
+    sources = open_sources(spec, run_dir, reader)
     with temporary_beside(target) as folder:
         if adapter:
-            tensors, size = write_adapter(folder, parts)
+            tensors, size = write_adapter(folder, sources)
         else:
-            tensors, size = write_model(folder, parts, DTYPES[dtype])
+            tensors, size = write_model(folder, sources, DTYPES[dtype])
         copy_tokenizer(run_dir / "tokenizer", folder)
         checked: dict[str, Any] = {}
         if verify:
-            reference = reference_model(parts)
+            reference = reference_model(sources)
             checked = verification.verify(
                 folder,
                 reference,
-                base=str(parts.folder.path) if adapter and parts.folder else None,
+                base=str(sources.folder.path) if adapter and sources.folder else None,
                 dtype="float32" if adapter else dtype,
                 shell=shell or SystemShell(),
             )
@@ -132,56 +141,56 @@ def export(
 # ---------------------------------------------------------------- the whole model
 
 
-def write_model(folder: Path, parts: Parts, dtype: torch.dtype) -> tuple[int, int]:
+def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tuple[int, int]:
     """Weights, config and generation config; returns (tensors, bytes)."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in parts.model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in sources.model.named_parameters()}
     # Buffers that belong to the model's files but are not trained: only a pretrained folder has them.
     transient = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in parts.model.named_modules()
+        for prefix, module in sources.model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    buffers = {name: tuple(b.shape) for name, b in parts.model.named_buffers() if name not in transient}
-    makers = {name: maker_of(name, parts) for name in shapes} | {name: stored(name, parts) for name in buffers}
-    lora_names = {plain_owner(name) for name in parts.trained if lora.is_adapter_name(name)}
-    used = {name for name in parts.trained if name in shapes} | {name for name in parts.trained if ".lora_" in name}
-    unknown = sorted(parts.trained - used) + sorted(lora_names - set(shapes))
+    buffers = {name: tuple(b.shape) for name, b in sources.model.named_buffers() if name not in transient}
+    makers = {name: maker_of(name, sources) for name in shapes} | {name: stored(name, sources) for name in buffers}
+    lora_names = {plain_owner(name) for name in sources.trained if lora.is_adapter_name(name)}
+    used = {name for name in sources.trained if name in shapes} | {name for name in sources.trained if ".lora_" in name}
+    unknown = sorted(sources.trained - used) + sorted(lora_names - set(shapes))
     if unknown:
-        raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(parts.model).__name__} does not")
+        raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(sources.model).__name__} does not")
     itemsize = dtype.itemsize
     sizes = {name: int(torch.Size(shape).numel()) * itemsize for name, shape in (shapes | buffers).items()}
     written = write_safetensors(folder, "model", makers, sizes, dtype)
-    parts.config.architectures = [type(parts.model).__name__]
-    parts.config.dtype = dtype
-    parts.config.save_pretrained(folder)
-    write_generation_config(folder, parts)
+    sources.config.architectures = [type(sources.model).__name__]
+    sources.config.dtype = dtype
+    sources.config.save_pretrained(folder)
+    write_generation_config(folder, sources)
     return len(makers), written
 
 
 # ---------------------------------------------------------------- the adapter alone
 
 
-def write_adapter(folder: Path, parts: Parts) -> tuple[int, int]:
+def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     """The adapter as PEFT writes it; returns (tensors, bytes)."""
-    assert parts.spec.model is not None and parts.spec.model.lora is not None
-    if parts.spec.model.source is None:
+    assert sources.spec.model is not None and sources.spec.model.lora is not None
+    if sources.spec.model.source is None:
         raise UsageError("the adapter's base is random and lies nowhere", hint="export it merged")
-    with_adapters = on_meta(parts.config, torch.float32)
-    config = lora.add_adapters(with_adapters, parts.spec.model.lora, torch.float32)
+    with_adapters = on_meta(sources.config, torch.float32)
+    config = lora.add_adapters(with_adapters, sources.spec.model.lora, torch.float32)
     expected = set(lora.adapter_names(with_adapters))
-    if expected != parts.trained:
-        odd = sorted(expected ^ parts.trained)
+    if expected != sources.trained:
+        odd = sorted(expected ^ sources.trained)
         raise CheckpointError(f"the checkpoint and the adapter differ in {len(odd)} tensors, the first is {odd[0]}")
-    config.base_model_name_or_path = parts.spec.model.source
-    config.revision = parts.spec.model.revision
+    config.base_model_name_or_path = sources.spec.model.source
+    config.revision = sources.spec.model.revision
     config.inference_mode = True
     config.save_pretrained(folder)
     makers: dict[str, Make] = {}
     sizes = {}
     for name in sorted(expected):
         key = f"base_model.model.{name.replace(ADAPTER_MARK, '.')}"
-        makers[key] = lambda name=name: read_tensor(parts.reader, f"model.{name}")  # type: ignore[misc]
-        sizes[key] = int(torch.Size(parts.reader.shapes()[f"model.{name}"]).numel()) * 4
+        makers[key] = lambda name=name: read_tensor(sources.reader, f"model.{name}")  # type: ignore[misc]
+        sizes[key] = int(torch.Size(sources.reader.shapes()[f"model.{name}"]).numel()) * 4
     written = write_safetensors(folder, "adapter_model", makers, sizes, None)
     return len(makers), written
 
@@ -220,19 +229,19 @@ def write_safetensors(
     return total
 
 
-def write_generation_config(folder: Path, parts: Parts) -> None:
+def write_generation_config(folder: Path, sources: ExportSources) -> None:
     """The base's, or one that knows the tokenizer's special tokens."""
     from transformers import GenerationConfig
 
-    given = parts.folder.path / "generation_config.json" if parts.folder else None
+    given = sources.folder.path / "generation_config.json" if sources.folder else None
     if given is not None and given.is_file():
         shutil.copyfile(given, folder / given.name)
         return
-    config = GenerationConfig.from_model_config(parts.config)
-    if (parts.tokenizer / "tokenizer.json").is_file():
+    config = GenerationConfig.from_model_config(sources.config)
+    if (sources.tokenizer / "tokenizer.json").is_file():
         from muster.data.tokenizer import Encoder
 
-        encoder = Encoder(parts.tokenizer)
+        encoder = Encoder(sources.tokenizer)
         for role, token in encoder.special.items():
             if role in ("bos", "eos", "pad"):
                 setattr(config, f"{role}_token_id", encoder.fast.token_to_id(token))

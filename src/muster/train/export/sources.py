@@ -28,7 +28,7 @@ ANY_VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True)
-class Parts:
+class ExportSources:
     """Everything that the tensors are made from."""
 
     spec: RunSpec
@@ -87,7 +87,7 @@ def choose(spec: RunSpec, run_dir: Path, step: int | None) -> Manifest:
     raise CheckpointError(f"no committed checkpoint of step {step} in {directory}", hint=f"there are: {steps}")
 
 
-def open_parts(spec: RunSpec, run_dir: Path, reader: ShardReader) -> Parts:
+def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSources:
     assert spec.model is not None
     folder = None
     if spec.model.source is not None:
@@ -109,29 +109,29 @@ def open_parts(spec: RunSpec, run_dir: Path, reader: ShardReader) -> Parts:
 
         config = read_config(spec, None, Encoder(run_dir / "tokenizer").vocab_size)
         model = on_meta(config, torch.float32)
-    return Parts(spec, config, model, folder, reader, run_dir / "tokenizer")
+    return ExportSources(spec, config, model, folder, reader, run_dir / "tokenizer")
 
 
-def maker_of(name: str, parts: Parts) -> Make:
+def maker_of(name: str, sources: ExportSources) -> Make:
     """How a parameter of the plain model comes about: trained, merged, or as its base has it."""
-    if name in parts.trained:
-        return lambda: read_tensor(parts.reader, f"model.{name}")
-    assert parts.spec.model is not None
-    if parts.spec.model.lora is None:
+    if name in sources.trained:
+        return lambda: read_tensor(sources.reader, f"model.{name}")
+    assert sources.spec.model is not None
+    if sources.spec.model.lora is None:
         raise CheckpointError(f"the checkpoint lacks {name}", hint="is it of another model?")
     owner, _, leaf = name.rpartition(".")
     a, b = f"model.{owner}.lora_A.default.weight", f"model.{owner}.lora_B.default.weight"
-    if leaf == "weight" and a in parts.reader.shapes():
-        return lambda: merged(owner, stored(name, parts)(), a, b, parts)
-    return stored(name, parts)
+    if leaf == "weight" and a in sources.reader.shapes():
+        return lambda: merged(owner, stored(name, sources)(), a, b, sources)
+    return stored(name, sources)
 
 
-def merged(owner: str, base: Tensor, a: str, b: str, parts: Parts) -> Tensor:
+def merged(owner: str, base: Tensor, a: str, b: str, sources: ExportSources) -> Tensor:
     """``W + alpha / rank * B A``, in float32."""
-    settings = parts.spec.model.lora if parts.spec.model else None
+    settings = sources.spec.model.lora if sources.spec.model else None
     assert settings is not None
-    delta = read_tensor(parts.reader, b).float() @ read_tensor(parts.reader, a).float()
-    module = parts.model.get_submodule(owner)
+    delta = read_tensor(sources.reader, b).float() @ read_tensor(sources.reader, a).float()
+    module = sources.model.get_submodule(owner)
     if not isinstance(module, torch.nn.Linear):
         if type(module).__name__ != "Conv1D":
             raise UsageError(f"cannot merge into {owner}, a {type(module).__name__}", hint="export it with --adapter")
@@ -139,42 +139,42 @@ def merged(owner: str, base: Tensor, a: str, b: str, parts: Parts) -> Tensor:
     return base.float() + delta * (settings.alpha / settings.rank)
 
 
-def stored(name: str, parts: Parts) -> Make:
+def stored(name: str, sources: ExportSources) -> Make:
     """As the base has it: from its files, or drawn again where it was random."""
 
     def read() -> Tensor:
-        if parts.folder is None:
-            return parts.drawn[name].detach()
-        place = pretrained.place_of(name, parts.folder, f"{parts.model.base_model_prefix}.")
+        if sources.folder is None:
+            return sources.drawn[name].detach()
+        place = pretrained.place_of(name, sources.folder, f"{sources.model.base_model_prefix}.")
         if place is None:
-            raise CheckpointError(f"neither the checkpoint nor {parts.folder.path} holds {name}")
-        with pretrained.opened(parts.folder.files[place]) as file:
+            raise CheckpointError(f"neither the checkpoint nor {sources.folder.path} holds {name}")
+        with pretrained.opened(sources.folder.files[place]) as file:
             found: Tensor = file.get_tensor(place)
             return found
 
     return read
 
 
-def reference_model(parts: Parts) -> Any:
+def reference_model(sources: ExportSources) -> Any:
     """The training state as a model on the CPU in float32: the base and its adapters, apart as they were trained.
 
     Takes another way than the export: nothing is merged, and values go in by the trainer's own functions.
     """
-    assert parts.spec.model is not None
-    model = on_meta(parts.config, torch.float32)
-    if parts.spec.model.lora is not None:
-        lora.add_adapters(model, parts.spec.model.lora, torch.float32)
+    assert sources.spec.model is not None
+    model = on_meta(sources.config, torch.float32)
+    if sources.spec.model.lora is not None:
+        lora.add_adapters(model, sources.spec.model.lora, torch.float32)
     model.to_empty(device="cpu")
     model.tie_weights()
     adapters = lora.adapter_names(model)
-    if parts.folder is not None:
-        pretrained.load(model, parts.folder, ignored=adapters)
+    if sources.folder is not None:
+        pretrained.load(model, sources.folder, ignored=adapters)
     else:
-        weights.initialise(model, seed=parts.spec.training.seed, device=torch.device("cpu"))
-    weights.recompute_buffers(model, persistent=parts.folder is None)
+        weights.initialise(model, seed=sources.spec.training.seed, device=torch.device("cpu"))
+    weights.recompute_buffers(model, persistent=sources.folder is None)
     named = dict(model.named_parameters())
-    for name in sorted(parts.trained):
+    for name in sorted(sources.trained):
         if name not in named:
             raise CheckpointError(f"the checkpoint holds {name!r}, which the run's model does not")
-        weights.fill(named[name], read_tensor(parts.reader, f"model.{name}"))
+        weights.fill(named[name], read_tensor(sources.reader, f"model.{name}"))
     return model.eval()

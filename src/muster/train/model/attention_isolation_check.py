@@ -19,7 +19,7 @@ from torch import Tensor
 
 from muster.core.errors import RunFailed
 from muster.train.data_feed.batch import Batch, make_batch
-from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import reshard
 
 LENGTHS = (5, 9, 6)
@@ -47,7 +47,7 @@ class Proof:
 
 
 @torch.no_grad()
-def prove_isolation(module: TrainedModel, device: torch.device, *, static_shapes: bool = False) -> Proof:
+def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shapes: bool = False) -> Proof:
     """Run the self-test; collective, a few forward passes of 20 tokens.
 
     Where the chunked head does not give the model's own logits, ``module`` is switched to the model's head.
@@ -89,7 +89,7 @@ def prove_isolation(module: TrainedModel, device: torch.device, *, static_shapes
     return Proof(leak, control, module.own_head)
 
 
-def proven_before(module: TrainedModel, device: torch.device, kept: Path) -> Proof | None:
+def proven_before(module: ModelWithLoss, device: torch.device, kept: Path) -> Proof | None:
     """The proof that this run's first ranks left in ``kept``, where it is of this kernel and model; collective.
 
     All ranks take it or none does. ``module`` is switched to the model's own head where the proof says so.
@@ -110,7 +110,7 @@ def proven_before(module: TrainedModel, device: torch.device, kept: Path) -> Pro
     return found
 
 
-def keep_proof(module: TrainedModel, device: torch.device, proof: Proof, kept: Path) -> None:
+def keep_proof(module: ModelWithLoss, device: torch.device, proof: Proof, kept: Path) -> None:
     """Leave the proof for ranks that take another's place (one rank of each replica does)."""
     text = json.dumps({"of": subject(module, device), "proof": asdict(proof)})
     part = kept.with_suffix(f".{secrets.token_hex(4)}.part")  # of each replica, perhaps at once
@@ -118,7 +118,7 @@ def keep_proof(module: TrainedModel, device: torch.device, proof: Proof, kept: P
     part.replace(kept)
 
 
-def subject(module: TrainedModel, device: torch.device) -> str:
+def subject(module: ModelWithLoss, device: torch.device) -> str:
     """What a proof is of: kernel, device, type, torch, and the model's configuration."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     config = hashlib.sha256(json.dumps(module.model.config.to_dict(), sort_keys=True, default=str).encode())
@@ -126,7 +126,7 @@ def subject(module: TrainedModel, device: torch.device) -> str:
     return " ".join(str(part) for part in parts)
 
 
-def probes(module: TrainedModel, device: torch.device, static_shapes: bool) -> list[Batch]:
+def probes(module: ModelWithLoss, device: torch.device, static_shapes: bool) -> list[Batch]:
     """The same sequence thrice: as it is, with other neighbours, with another middle."""
     vocabulary = module.model.config.get_text_config().vocab_size
     tokens = torch.arange(3, 3 + sum(LENGTHS)) * 7 % vocabulary

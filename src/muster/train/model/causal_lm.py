@@ -25,7 +25,7 @@ from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
 from muster.train.model.compile import compile_layers
-from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class BuiltModel:
     """What the loop, evaluation and export need of a model."""
 
-    module: TrainedModel
+    module: ModelWithLoss
     """Root FSDP module; call it through ``loss.loss_sum``."""
     config: Any
     """transformers config, as read: other models may be built from it."""
@@ -96,8 +96,12 @@ def build_model(
     model.set_attn_implementation(attention.implementation)
     lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
     layers = prepare_layers(model, spec, mesh, device)
-    module = TrainedModel(model, attention, compute_dtype=compute_dtype)
-    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward, whole_below=whole_below)
+    reshard_layers = spec.parallelism.reshard_after_forward
+    module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    shard(
+        module, model, layers, mesh,
+        compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
+    )  # fmt: skip
     module.to_empty(device=device)
     model.tie_weights()
     found = proven_before(module, device, proof) if restored and proof is not None else None
@@ -136,7 +140,7 @@ def all_in_state(model: Any) -> bool:
     return not frozen and not held
 
 
-def prove(module: TrainedModel, device: torch.device, spec: RunSpec, kept: Path | None) -> Proof:
+def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, kept: Path | None) -> Proof:
     """Run the self-test; rank 0 leaves what it found in ``kept``."""
     proof = prove_isolation(module, device, static_shapes=spec.training.compile)
     if kept is not None and (not dist.is_initialized() or dist.get_rank() == 0):

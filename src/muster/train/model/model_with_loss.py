@@ -26,19 +26,21 @@ class Decoding:
     cache: Any
 
 
-class TrainedModel(nn.Module):
+class ModelWithLoss(nn.Module):
     """A transformers model with its loss inside.
 
     The loss is inside because the root's parameters (head, embedding, last norm) are whole only during the root's
     forward pass. Parameters have transformers' names after ``model.``.
     """
 
-    def __init__(self, model: Any, attention: Attention, *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Any, attention: Attention, *, compute_dtype: torch.dtype, reshard_layers: bool = True
+    ) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
         self.compute_dtype = compute_dtype
-        self.reshard_layers = True
+        self.reshard_layers = reshard_layers
         self.rule: LogitRule = logit_rule(model.config.get_text_config())
         head = model.get_output_embeddings()
         self.own_head = model.base_model is not model and type(head) is nn.Linear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muster.core.errors import UsageError
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.model.tensor_parallel import shard_placement
-
-if TYPE_CHECKING:
-    from muster.train.model.model_with_loss import TrainedModel
 
 #: Models with fewer parameters are one FSDP unit instead of one a decoder layer: on gloo each unit costs about
 #: 6 ms of host time a step at two ranks, more than its arithmetic.
@@ -44,28 +41,37 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def shard(
-    module: TrainedModel, layers: list[nn.Module], mesh: Meshes, *, reshard_layers: bool, whole_below: int = WHOLE_BELOW
+    root: nn.Module,
+    model: Any,
+    layers: list[nn.Module],
+    mesh: Meshes,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_layers: bool,
+    whole_below: int = WHOLE_BELOW,
 ) -> None:
-    """Cut the model into FSDP units over ``mesh.shard``: one a decoder layer, the rest in the root."""
-    if module.compute_dtype == torch.float32:
+    """Cut ``root``, which holds the transformers ``model``, into FSDP units over ``mesh.shard``.
+
+    One unit for each decoder layer, the rest in the root.
+    """
+    if compute_dtype == torch.float32:
         policy = MixedPrecisionPolicy()
     else:
-        policy = MixedPrecisionPolicy(param_dtype=module.compute_dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh.shard, "mp_policy": policy}
     if mesh.layout.tp > 1:
         options["shard_placement_fn"] = shard_placement(mesh.layout.dp_shard)
-    module.reshard_layers = reshard_layers
-    if sum(parameter.numel() for parameter in module.parameters()) >= whole_below:
+    if sum(parameter.numel() for parameter in root.parameters()) >= whole_below:
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard_layers, **options)
-        embedding = module.model.get_input_embeddings()
-        head = module.model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         tied = head is not None and head.weight is embedding.weight
         if not tied and embedding.weight.numel() >= EMBEDDING_UNIT_NUMEL:
             fully_shard(embedding, reshard_after_forward=reshard_layers, **options)
     # The backward pass starts with the head, which is in the root: to drop it in between would gather it twice.
-    fully_shard(module, reshard_after_forward=False, **options)
-    for part in module.modules():
+    fully_shard(root, reshard_after_forward=False, **options)
+    for part in root.modules():
         if isinstance(part, FSDPModule):
             # Both are needed: gloo has no pre-multiplied sum, and the loss is already divided by global tokens.
             part.set_force_sum_reduction_for_comms(True)

@@ -15,9 +15,23 @@ from torch import Tensor, nn
 from muster.config.spec import Optimizer as Settings
 from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
-from muster.train.optim.adamw import decays_weight
+from muster.train.optim.optimizer import decays_weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_adamw_8bit(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> AdamW8bit:
+    """The optimizer that ``name: adamw_8bit`` of the run file means.
+
+    Raises:
+        UsageError: torchao is not installed, or the run is exact.
+    """
+    if elementwise:
+        raise UsageError(
+            "training.exact needs whole optimizer state: 8-bit blocks depend on where a shard begins",
+            hint="set training.optimizer.name: adamw",
+        )
+    return AdamW8bit(named, settings)
 
 
 class AdamW8bit:

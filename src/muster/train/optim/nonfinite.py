@@ -33,7 +33,7 @@ class NotFinite(RunFailed):
 
 
 @dataclass(frozen=True)
-class Blame:
+class BadMicroBatch:
     """A micro-batch whose own loss was not finite."""
 
     rank: int
@@ -48,14 +48,14 @@ def must_skip(loss: Tensor, norm: Tensor, fault: Tensor) -> Tensor:
     return (~fine).to(torch.float32)
 
 
-def find_blame(
+def find_bad_micro_batch(
     losses: Sequence[Tensor],
     sequences: Sequence[tuple[int, ...]],
     *,
     rank: int,
     micro_batch_size: int,
     group: dist.ProcessGroup | None,
-) -> Blame | None:
+) -> BadMicroBatch | None:
     """The first micro-batch of any rank whose loss is not finite. Collective, on the failing path only."""
     width = micro_batch_size + 3
     mine = torch.full((width,), -1.0, dtype=torch.float64)
@@ -70,7 +70,7 @@ def find_blame(
         all_gather(found, mine, group)
     for row in found:
         if row[0] >= 0:
-            return Blame(
+            return BadMicroBatch(
                 rank=int(row[0]),
                 micro_batch=int(row[1]),
                 loss=float(row[2]),
@@ -80,7 +80,7 @@ def find_blame(
 
 
 def failure(
-    *, step: int, loss: float, norm: float, fault: float, blame: Blame | None, everything: Sequence[int]
+    *, step: int, loss: float, norm: float, fault: float, blame: BadMicroBatch | None, everything: Sequence[int]
 ) -> NotFinite:
     """The error that names step, rank and batch."""
     if blame is not None:

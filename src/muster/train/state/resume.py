@@ -16,11 +16,11 @@ from muster.train.distributed.process_setup import World
 from muster.train.state.saving import Saves
 from muster.train.state.snapshot import restored
 from muster.train.state.snapshot_tiers import open_together
-from muster.train.state.training_state import TrainState
+from muster.train.state.training_state import TrainingState
 from muster.train.training_run import Snapshot
 
 
-def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves, world: World, link: AgentClient) -> None:
+def restore(spec: RunSpec, context: RankContext, state: TrainingState, saves: Saves, world: World, agent: AgentClient) -> None:
     """Bring ``state`` to the newest version that can be had; ``state.step`` says which. Collective.
 
     Raises:
@@ -41,20 +41,20 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
         found = newest_valid(
             saves.store,
             saves.directory,
-            lambda uri, reason: link.emit("checkpoint.rejected", uri=uri, reason=reason),
+            lambda uri, reason: agent.emit("checkpoint.rejected", uri=uri, reason=reason),
             state=sharded,
             group=world.checkpoint,
         )
         if found is None:
             return
-        same_data(saves, found)
+        check_same_data(saves, found)
         size = load_into(found, sharded)
         state.loaded(found.step, sharded)
         saves.last_saved = found.step
         tier, uri = "disk" if is_local(found.uri) else "bucket", found.uri
     else:
         return
-    link.emit(
+    agent.emit(
         "checkpoint.restored",
         step=state.step,
         tier=tier,
@@ -65,7 +65,7 @@ def restore(spec: RunSpec, context: RankContext, state: TrainState, saves: Saves
 
 
 def open_snapshots(
-    spec: RunSpec, context: RankContext, state: TrainState, world: World, link: AgentClient, *, extra: Mapping[str, Any]
+    spec: RunSpec, context: RankContext, state: TrainingState, world: World, agent: AgentClient, *, extra: Mapping[str, Any]
 ) -> Snapshot | None:
     """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint.
 
@@ -78,11 +78,11 @@ def open_snapshots(
         state.sharded(),
         extra=extra,
         group=world.control,
-        say=lambda text: link.emit("run.message", text=text),
+        say=lambda text: agent.emit("run.message", text=text),
     )
 
 
-def same_data(saves: Saves, found: Manifest) -> None:
+def check_same_data(saves: Saves, found: Manifest) -> None:
     """Raise CheckpointError where a checkpoint is of other data: its steps would mean other batches."""
     for key, mine in saves.extra.items():
         if key in found.extra and found.extra[key] != mine:

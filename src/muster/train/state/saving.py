@@ -21,7 +21,7 @@ from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.process_setup import World
-from muster.train.state.training_state import TrainState
+from muster.train.state.training_state import TrainingState
 
 #: ``auto`` never saves more often than this. The first save comes after it, and measures stall and drain.
 SHORTEST_INTERVAL_S = 60.0
@@ -37,7 +37,7 @@ class Saves:
 
     saver: Saver
     spec: CheckpointSpec
-    state: TrainState
+    state: TrainingState
     extra: Mapping[str, Any]
     """Small values that a later run compares before it resumes."""
     store: Store
@@ -142,7 +142,7 @@ class Saves:
 
 
 def open_saves(
-    spec: RunSpec, context: RankContext, state: TrainState, world: World, *, extra: Mapping[str, Any], link: AgentClient
+    spec: RunSpec, context: RankContext, state: TrainingState, world: World, *, extra: Mapping[str, Any], agent: AgentClient
 ) -> Saves:
     """The run's checkpoint folder, ready to write to. Collective."""
     directory = spec.checkpoint.dir or uris.join(context.run_dir, "checkpoints")
@@ -154,7 +154,7 @@ def open_saves(
         elif kind == "checkpoint.failed":
             saves.failed()
         if world.rank == 0:
-            link.emit(kind, step=step, **detail)
+            agent.emit(kind, step=step, **detail)
 
     saver = Saver(
         directory,

@@ -101,7 +101,7 @@ class Snapshots:
         self._cramped = False
         self._pinned = 0
         """Slots that are registered with CUDA, or soon will be, or were refused."""
-        self._sealer = Sealer(self._ring)
+        self._checksum_writer = ChecksumWriter(self._ring)
         self._begin_course(context.restore if context.restore and context.restore.layout == context.layout else None)
 
     def _begin_course(self, restore: Restore | None) -> None:
@@ -141,7 +141,7 @@ class Snapshots:
         if any(tensor.is_cuda for tensor in local_tensors.values()):
             torch.cuda.current_stream().synchronize()
         version = self._ring.commit(slot, step=step, attempt=self._attempt)
-        self._sealer.seal(version)
+        self._checksum_writer.seal(version)
         self._last, self._newest = step, version
         if next_one:
             self._order(version)
@@ -214,7 +214,7 @@ class Snapshots:
         return next((spare for spare in wishes if self._ring.next_slot(spare=spare) is not None), set())
 
 
-class Sealer:
+class ChecksumWriter:
     """Seals versions in a thread of its own, so that no step waits; where it lags, only the newest one.
 
     A rank that dies at once leaves its last version without a seal: that one is taken as it is. The thread ends with
@@ -328,7 +328,7 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
 
 
 def restore_same_layout(context: RankContext, restore: Restore) -> dict[str, Tensor]:
-    """This rank's own parts, as ``TrainState.load`` takes them: views into the ring, nothing copied yet."""
+    """This rank's own parts, as ``TrainingState.load`` takes them: views into the ring, nothing copied yet."""
     path = Path(restore.shards[str(context.rank)])
     ring, table, slot = open_shard(path, restore)
     if path.name.startswith("fetched."):  # from now on this host's own, before any step is taken

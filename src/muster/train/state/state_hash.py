@@ -29,7 +29,7 @@ from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
 from muster.train.state.snapshot import table_of
-from muster.train.state.training_state import TrainState
+from muster.train.state.training_state import TrainingState
 
 #: Odd multipliers without a pattern in their bits: of the golden ratio, and splitmix64's two (Steele, Lea and
 #: Flood, 2014), as signed numbers.
@@ -78,7 +78,7 @@ class StateHashes:
 
     def __init__(
         self,
-        state: TrainState,
+        state: TrainingState,
         *,
         every_steps: int,
         replica: int,
@@ -114,16 +114,16 @@ class StateHashes:
                 found.broken = True
         return found
 
-    def told(self, found: PendingHash, link: AgentClient | None, *, wait: bool = True) -> dict[str, Any]:
+    def told(self, found: PendingHash, agent: AgentClient | None, *, wait: bool = True) -> dict[str, Any]:
         """What the ``step`` event says of it. ``link``: takes a note, once, where replicas differ."""
         texts = found.texts(wait=wait)
         if texts is None:
             return {"state_hash": None}
         if len(set(texts)) == 1:
             return {"state_hash": texts[0]}
-        if link is not None and not self._told:
+        if agent is not None and not self._told:
             self._told = True
-            link.emit("run.message", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
+            agent.emit("run.message", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
         return {"state_hash": texts[0], "replica_hashes": texts}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.core.errors import CheckpointError
 from muster.train.distributed.reduce import local
-from muster.train.optim.adamw import Updates
+from muster.train.optim.optimizer import ShardOptimizer
 
 #: What wrappers put into parameter names and what a checkpoint must not depend on.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -29,13 +29,13 @@ def named_without_wrappers(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Pa
     return found
 
 
-class TrainState:
+class TrainingState:
     """The training state of one rank.
 
     ``step`` is the last applied step; 0 before the first.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], optimizer: Updates, *, step: int = 0) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], optimizer: ShardOptimizer, *, step: int = 0) -> None:
         self.named = dict(named)
         self.optimizer = optimizer
         self.step = step

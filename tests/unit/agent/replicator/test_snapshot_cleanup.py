@@ -3,7 +3,7 @@
 from muster.agent.replicator import snapshot_cleanup
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 
-OLD, NEW = "r1s4t1", "r1s3t1"
+OLD, NEW = "r1s4t1p1c1e1", "r1s3t1p1c1e1"
 
 
 def ring(memory, layout, rank, *versions, tier="own"):
@@ -43,27 +43,27 @@ def test_other_layouts_and_fetched_rings_are_dropped_separately(tmp_path):
     ring(tmp_path, OLD, 3, (9, 1), tier="peer")
     ring(tmp_path, NEW, 0, (10, 2))
     ring(tmp_path, OLD, 2, (9, 1), tier="fetched")
-    (tmp_path / "fetched.r1s4t1.1.ring.failed").write_text("why")
+    (tmp_path / "fetched.r1s4t1p1c1e1.1.ring.failed").write_text("why")
     snapshot_cleanup.drop_fetched(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "own.r1s3t1.0.ring",
-        "own.r1s4t1.0.ring",
-        "peer.r1s4t1.3.ring",
+        "own.r1s3t1p1c1e1.0.ring",
+        "own.r1s4t1p1c1e1.0.ring",
+        "peer.r1s4t1p1c1e1.3.ring",
     ]
     snapshot_cleanup.drop_other_layouts(tmp_path, keep={NEW})
-    assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]
+    assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1p1c1e1.0.ring"]
 
 
 def test_abandoned_versions_are_dropped_in_other_layouts(tmp_path):
     ring(tmp_path, OLD, 0, (8, 1), (9, 1), (10, 1))
     ring(tmp_path, OLD, 3, (9, 1), (10, 1), tier="peer")
     ring(tmp_path, NEW, 0, (10, 1))
-    (tmp_path / "own.r1s4t1.7.ring").write_bytes(b"torn")
-    ring(tmp_path, "r2s4t1", 0, (7, 1))  # of a world before: what the new one begins from is newer
+    (tmp_path / "own.r1s4t1p1c1e1.7.ring").write_bytes(b"torn")
+    ring(tmp_path, "r2s4t1p1c1e1", 0, (7, 1))  # of a world before: what the new one begins from is newer
     snapshot_cleanup.begin_layout(tmp_path, layout=NEW, origin=OLD, step=9, attempt=1)
-    assert not (tmp_path / "own.r2s4t1.0.ring").exists()
+    assert not (tmp_path / "own.r2s4t1p1c1e1.0.ring").exists()
     assert steps(tmp_path, OLD, 0) == [9, 8]
     assert steps(tmp_path, OLD, 3, "peer") == [9]
     assert steps(tmp_path, NEW, 0) == [10]
     snapshot_cleanup.begin_layout(tmp_path, layout=NEW, origin=None, step=-1, attempt=0)  # no snapshot to start from
-    assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1.0.ring"]
+    assert [path.name for path in tmp_path.iterdir()] == ["own.r1s3t1p1c1e1.0.ring"]

@@ -15,7 +15,7 @@ from muster.report.audit.invariants import broken, check
 RECOMPUTE = Path(__file__).parents[2] / "tools" / "recompute_goodput.py"
 
 #: A script as a user would bring it: 40 steps over gloo, and misdeeds at steps 12, 18, 24... on rank 1 (``evaluate``:
-#: no misdeed, 3 s of something else on both). A file remembers each that was done; only ``always`` is done again.
+#: no inject_fault, 3 s of something else on both). A file remembers each that was done; only ``always`` is done again.
 SCRIPT = """
 import ctypes, resource, sys, time
 from pathlib import Path

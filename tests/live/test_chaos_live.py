@@ -123,10 +123,10 @@ def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monk
             run.wait_for_step(run.step() + 4)
             before = len(run.events("incident.resolved"))
             order = {"deed": deed, "rank": number % 2}
-            (tmp_path / "misdeed.tmp").write_text(json.dumps(order))
-            os.replace(tmp_path / "misdeed.tmp", tmp_path / "misdeed.json")
+            (tmp_path / "inject_fault.tmp").write_text(json.dumps(order))
+            os.replace(tmp_path / "inject_fault.tmp", tmp_path / "inject_fault.json")
             run.wait_until(lambda before=before: len(run.events("incident.resolved")) > before, f"recovery from {deed}")
-            assert (tmp_path / f"misdeed.{deed}.done").exists(), run.story()
+            assert (tmp_path / f"inject_fault.{deed}.done").exists(), run.story()
         run.ended()
         assert set(run.actions()) == {"restart"}, run.story()
         kinds = [event.detail["incident"] for event in run.events("incident.detected")]

@@ -33,9 +33,9 @@ def kept(run):
 
 def tell(run, deed, rank):
     """Have a rank do something to itself, at its next step."""
-    (run.dir / "misdeed.tmp").write_text(json.dumps({"deed": deed, "rank": rank}))
-    os.replace(run.dir / "misdeed.tmp", run.dir / "misdeed.json")
-    done = run.dir / f"misdeed.{deed}.done"
+    (run.dir / "inject_fault.tmp").write_text(json.dumps({"deed": deed, "rank": rank}))
+    os.replace(run.dir / "inject_fault.tmp", run.dir / "inject_fault.json")
+    done = run.dir / f"inject_fault.{deed}.done"
     run.wait_until(lambda: done.exists() and done.read_text(), deed)
     return int(done.read_text())
 

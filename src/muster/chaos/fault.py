@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from muster.chaos.target import Scene
+from muster.chaos.target import RunTarget
 from muster.config.spec import RunSpec
 
 #: Steps between the disk checkpoints of a drill that falls back to one.
@@ -29,7 +29,7 @@ class Fault:
     """Sequences of actions, any of which heals it as it should."""
     redone: int | None = 0
     """Applied steps that may be taken again; None: back to the last checkpoint on disk."""
-    strike: Callable[[Scene], None]
+    inject: Callable[[RunTarget], None]
     hosts: int = 1
     """At least so many hosts are needed."""
     spares: int = 0

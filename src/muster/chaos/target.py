@@ -24,13 +24,13 @@ from muster.core.processes import Process
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir, replace_text
 
-__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "has_line", "listening"]
+__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "RunTarget", "has_line", "listening"]
 
 LOOK_EVERY_S = 0.02
 
 
 @dataclass
-class Scene:
+class RunTarget:
     """One run, its processes and its events. ``random`` is seeded: the same drill strikes the same place."""
 
     run: RunDir
@@ -38,7 +38,7 @@ class Scene:
     random: random.Random
     revived_ns: int = 0
     """When the ended run was asked to go on."""
-    struck_ns: int = 0
+    injected_ns: int = 0
     """Wall clock of the last blow."""
     network: Network | None = None
     """What joins the hosts, where the fault needs to break it."""
@@ -104,11 +104,11 @@ class Scene:
         """The newest step of which every rank has said that another host's memory holds it; 0: none."""
         return max((int(str(event.detail.get("peer_step") or 0)) for event in self.events("step")), default=0)
 
-    def keeper(self, host: str) -> int:
+    def watchdog_pid(self, host: str) -> int:
         """Pid of the process that beats for the host and starts its agent."""
         return self._programs(host, "muster.agent.watchdog")[0]
 
-    def movers(self, host: str) -> list[int]:
+    def replicator_pids(self, host: str) -> list[int]:
         """Pids of what copies and saves the host's snapshots: one, unless it just died."""
         return self._programs(host, "muster.agent.replicator.main")
 
@@ -158,7 +158,7 @@ class Scene:
     def send(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
         """Signal each; one that is gone already is no error."""
         pids = list(pids)
-        self.struck_ns = time.time_ns()
+        self.injected_ns = time.time_ns()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -169,9 +169,9 @@ class Scene:
     def signal_host(self, host: str, number: signal.Signals = signal.SIGKILL) -> None:
         """All of a host's processes; twice, since one may have forked in between."""
         self.send([each.pid for each in self.processes(host)], number)
-        first_ns = self.struck_ns
+        first_ns = self.injected_ns
         self.send([each.pid for each in self.processes(host)], number)
-        self.struck_ns = first_ns
+        self.injected_ns = first_ns
 
     def any_rank(self) -> int:
         return self.random.choice(sorted(self.ranks()))
@@ -179,10 +179,10 @@ class Scene:
     def order(self, deed: str, rank: int, *, always: bool, timeout_s: float) -> None:
         """Tell a rank to do something to itself (``muster.rank.fault_injection``); returns once it is doing it."""
         told = json.dumps({"deed": deed, "rank": rank, "always": always})
-        replace_text(self.run.path / "misdeed.json", told)
-        done = self.run.path / f"misdeed.{deed}.done"
+        replace_text(self.run.path / "inject_fault.json", told)
+        done = self.run.path / f"inject_fault.{deed}.done"
         self.wait(done.exists, f"rank {rank} to obey", timeout_s)
-        self.struck_ns = done.stat().st_mtime_ns
+        self.injected_ns = done.stat().st_mtime_ns
 
     def start_agent(self, host: str) -> None:
         """A host's agent, as the back end starts it: one that was lost, or one more."""
@@ -201,7 +201,7 @@ class Scene:
         for place in memory_dir(self.run.path, self.run.run_id, "x").parent.glob(f"{prefix.name}-*"):
             shutil.rmtree(place, ignore_errors=True)
 
-    def rot(self, path: Path) -> None:
+    def corrupt(self, path: Path) -> None:
         """Flip one bit in the middle of a file."""
         with open(path, "r+b") as file:
             file.seek(path.stat().st_size // 2)

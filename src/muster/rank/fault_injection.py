@@ -1,12 +1,12 @@
 """Misdeeds of a rank, done on order: what ``muster drill`` breaks inside a training process.
 
 Armed only where ``MUSTER_DRILL`` is set in the environment, which the drill does for its own run and nobody else;
-otherwise ``arm`` does nothing and the loop is untouched. An order is a file, ``<run_dir>/misdeed.json``::
+otherwise ``arm`` does nothing and the loop is untouched. An order is a file, ``<run_dir>/inject_fault.json``::
 
     {"deed": "exception", "rank": 1, "always": false}
 
 It is looked for at the start of each step. The rank it names does it once, at the step where it found it first, and
-leaves ``misdeed.<deed>.done`` with that step; with ``always`` it does so each time that step is taken again. ``slow``
+leaves ``inject_fault.<deed>.done`` with that step; with ``always`` it does so each time that step is taken again. ``slow``
 stays: each step of that process's attempt takes longer from then on.
 """
 
@@ -47,7 +47,7 @@ MEMORY_LEFT_BYTES = 64 << 20
 
 
 def install(run: TrainingRun) -> None:
-    """Make this rank obey ``misdeed.json``, where this is a drill."""
+    """Make this rank obey ``inject_fault.json``, where this is a drill."""
     if os.environ.get("MUSTER_DRILL") != "1":
         return
     consensus = FaultRequests(folder=Path(run.context.run_dir), rank=run.context.rank)
@@ -71,12 +71,12 @@ class FaultRequests:
         """The deed that is due at this step, if any; noted before it is done."""
         self.step, self.due = step, None
         try:
-            told = json.loads((self.folder / "misdeed.json").read_text())
+            told = json.loads((self.folder / "inject_fault.json").read_text())
         except (OSError, ValueError):
             return None
         if int(told["rank"]) != self.rank or told["deed"] not in FAULTS:
             return None
-        done = self.folder / f"misdeed.{told['fault']}.done"
+        done = self.folder / f"inject_fault.{told['fault']}.done"
         try:
             again = bool(told.get("always")) and int(done.read_text()) == step
         except (OSError, ValueError):

@@ -114,7 +114,7 @@ def strike(run: LiveRun, deed: str | None) -> int:
     order.unlink(missing_ok=True)
     done.unlink(missing_ok=True)
     part = run.dir / "inject_fault.part"
-    part.write_text(json.dumps({"deed": deed, "rank": 0, "always": False}))
+    part.write_text(json.dumps({"fault": deed, "rank": 0, "always": False}))
     part.rename(order)
     run.wait_until(done.exists, f"the rank to do it ({deed})", 120)
     return done.stat().st_mtime_ns

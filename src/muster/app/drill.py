@@ -57,7 +57,7 @@ class Outcome:
     """Actions, in order, those that did nothing left out."""
     sentences: list[str] = field(default_factory=list)
     lost_s: float | None = None
-    """L: from the blow to the end of the first step beyond the last one applied before it."""
+    """L: from the injection to the end of the first step beyond the last one applied before it."""
     redone: int | None = None
     exit_code: int | None = None
     reached_step: int = 0

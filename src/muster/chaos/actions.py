@@ -1,4 +1,4 @@
-"""How each fault of the menu is dealt: real signals to real processes, orders to a rank, a cut link."""
+"""How each fault is injected: real signals to real processes, requests to a rank, a cut link."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from muster.chaos.network import Network
 from muster.chaos.target import SIGCONT, SIGSEGV, SIGSTOP, SIGTERM, RunTarget
 
-#: Mean seconds between the blows of the random-kills, and how many it deals.
+#: Mean seconds between random kills of ranks, and how many.
 RANDOM_KILL_MEAN_S, RANDOM_KILLS = 2.0, 5
-#: How long a stopped supervisor stays so: longer than any heartbeat limit of a drill.
+#: How long a supervisor stays stopped: longer than any heartbeat limit of a drill.
 PAUSE_S = 6.0
-#: A link that comes and goes: seconds down, seconds up, how often. Below the limit that the drill sets.
+#: A flapping link: seconds down, seconds up, how often. Below the limit that the drill sets.
 FLAP_DOWN_S, FLAP_UP_S, FLAPS = 0.5, 1.0, 4
 #: How long a network stays split: several heartbeat limits.
 SPLIT_S = 8.0
-#: So many steps further the copies must be before a host whose mover died is lost, and the run with a full disk.
-COPIES = 5
-#: Longest that the drill waits for one stage of a blow.
+#: Steps that copies must advance before a host whose replicator died is killed, and a run with a full disk.
+STEPS_ON = 5
+#: Longest wait for one stage of a fault.
 STAGE_S = 180.0
 
 
@@ -42,17 +42,17 @@ def kill_all_ranks(target: RunTarget) -> None:
     target.send(pid for pid, _ in target.ranks().values())
 
 
-def inject_fault(name: str, *, always: bool = False) -> Callable[[RunTarget], None]:
-    """A rank does it to itself, at a moment that no signal from outside can hit."""
+def in_rank(name: str, *, always: bool = False) -> Callable[[RunTarget], None]:
+    """A rank injects it into itself, at a moment that no signal from outside can hit."""
 
     def inject(target: RunTarget) -> None:
-        target.order(name, target.any_rank(), always=always, timeout_s=STAGE_S)
+        target.request_fault(name, target.any_rank(), always=always, timeout_s=STAGE_S)
 
     return inject
 
 
 def kill_random_ranks(target: RunTarget) -> None:
-    """Random ranks at random moments, gaps drawn from an exponential distribution."""
+    """Random ranks at random times, gaps drawn from an exponential distribution."""
     for _ in range(RANDOM_KILLS):
         target.signal_rank(target.any_rank())
         time.sleep(target.random.expovariate(1 / RANDOM_KILL_MEAN_S))
@@ -61,8 +61,8 @@ def kill_random_ranks(target: RunTarget) -> None:
 def crash_loop(target: RunTarget) -> None:
     """The same host's rank, three times, each time after a new step."""
     host = target.random.choice(target.hosts())
-    for blow in range(3):
-        target.wait(lambda blow=blow: len(target.events("incident.resolved")) >= blow, "recovery", STAGE_S)  # type: ignore[misc]
+    for count in range(3):
+        target.wait(lambda count=count: len(target.events("incident.resolved")) >= count, "recovery", STAGE_S)  # type: ignore[misc]
         target.send([next(pid for pid, on in target.ranks().values() if on == host)])
 
 
@@ -74,7 +74,7 @@ def kill_agent(target: RunTarget) -> None:
 
 
 def kill_agent_and_rank(target: RunTarget) -> None:
-    """Both at once: the rank's end is seen by an agent that was not there."""
+    """Both at once: the agent that reports the rank's exit was not running when it happened."""
     rank = target.any_rank()
     pid, host = target.ranks()[rank]
     target.send([target.agent(host), pid])
@@ -85,13 +85,13 @@ def kill_watchdog(target: RunTarget) -> None:
 
 
 def kill_replicator_then_host(target: RunTarget) -> None:
-    """A host whose mover died a while ago is lost: another mover must have gone on with the copies."""
+    """A host whose replicator died earlier is lost: another replicator must have continued the copies."""
     host = target.random.choice(target.hosts())
     dead = target.replicator_pids(host)
     target.send(dead)
-    target.wait(lambda: set(target.replicator_pids(host)) - set(dead), "new mover", STAGE_S)
+    target.wait(lambda: set(target.replicator_pids(host)) - set(dead), "new replicator", STAGE_S)
     copied = target.copied_step()
-    target.wait(lambda: target.copied_step() > copied + COPIES, "copies by the new mover", STAGE_S)
+    target.wait(lambda: target.copied_step() > copied + STEPS_ON, "copies by the new replicator", STAGE_S)
     target.signal_host(host)
 
 
@@ -100,7 +100,7 @@ def kill_fork_server(target: RunTarget) -> None:
 
 
 def take_the_port(target: RunTarget) -> None:
-    """The store's port is somebody else's when the next attempt wants one."""
+    """Another process takes the store's port before the next attempt needs one."""
     host = target.random.choice(target.hosts())
     port = target.store_port(host)
     dead = target.fork_server(host)
@@ -127,7 +127,7 @@ def kill_supervisor(target: RunTarget) -> None:
 
 
 def pause_supervisor(target: RunTarget) -> None:
-    """What it did not hear while it stood still says nothing about the hosts."""
+    """What it missed while it was stopped must not count against the hosts."""
     pid = target.supervisor()
     target.send([pid], SIGSTOP)
     time.sleep(PAUSE_S)
@@ -146,7 +146,7 @@ def stop_host(target: RunTarget) -> None:
 
 
 def stop_host_for_a_while(target: RunTarget) -> None:
-    """It wakes up after it was replaced, and must find itself fenced."""
+    """It resumes after it was replaced, and must be fenced."""
     host = target.random.choice(target.hosts())
     target.signal_host(host, SIGSTOP)
     injected_ns = target.injected_ns
@@ -182,7 +182,7 @@ def kill_rank_then_host(target: RunTarget) -> None:
 
 
 def break_spare_then_host(target: RunTarget) -> None:
-    """A spare whose fork server never comes up is set aside; when a host is lost, the other one is taken."""
+    """A spare whose fork server never starts is excluded; when a host is lost, the other spare is used."""
     bad = sorted(target.spares())[0]
     seen: set[int] = set()
 
@@ -198,14 +198,14 @@ def break_spare_then_host(target: RunTarget) -> None:
 
 
 def start_one_more(target: RunTarget) -> None:
-    """One agent more than the run has places for: it is parked, and nobody else is disturbed."""
+    """One agent more than the run has hosts: it is parked, and the others are not disturbed."""
     name = f"host-{target.spec.resources.hosts + target.spec.resources.spare_hosts}"
     target.injected_ns = time.time_ns()
     target.start_agent(name)
     target.wait(lambda: name in target.spares(), f"{name} to be parked", STAGE_S)
 
 
-# ---------------------------------------------------------------- everything, and what is on the disk
+# ---------------------------------------------------------------- everything, and the disk
 
 
 def kill_everything(target: RunTarget) -> None:
@@ -221,9 +221,9 @@ def notice(target: RunTarget) -> None:
 
 
 def corrupt_checkpoint(target: RunTarget) -> None:
-    """The newest checkpoint rots while nobody looks, and the machine loses its power."""
+    """The newest checkpoint is corrupted on disk, and the machine loses power."""
     kill_everything(target)
-    target.forget_memory()
+    target.delete_snapshots()
     folder = max(target.run.checkpoints.glob("step-*.a*"))
     target.corrupt(max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
 
@@ -233,22 +233,22 @@ def interrupt_checkpoint(target: RunTarget) -> None:
     before = len(target.events("checkpoint.begun"))
     target.wait(lambda: len(target.events("checkpoint.begun")) > before, "checkpoint under way", STAGE_S)
     kill_everything(target)
-    target.forget_memory()
+    target.delete_snapshots()
 
 
 def fill_disk(target: RunTarget) -> None:
-    """No room for a checkpoint until one has failed; then room again, and the next one must stand."""
+    """No room for a checkpoint until one has failed; then room again, and the next one must be committed."""
     disk = target.disk
     assert disk is not None, "a fault of the disk has one"
     target.injected_ns = time.time_ns()
 
     def failed() -> bool:
-        disk.fill()  # again and again: a checkpoint that is removed leaves room
+        disk.fill()  # repeatedly: a checkpoint that is removed frees room
         return any(event.wall_ns > target.injected_ns for event in target.events("checkpoint.failed"))
 
     target.wait(failed, "checkpoint that finds no room", STAGE_S)
     step = target.step()
-    target.wait(lambda: target.step() > step + COPIES, "steps without a checkpoint", STAGE_S)
+    target.wait(lambda: target.step() > step + STEPS_ON, "steps without a checkpoint", STAGE_S)
     disk.free()
     target.wait(
         lambda: any((event.step or 0) > step for event in target.events("checkpoint.committed")),
@@ -277,28 +277,28 @@ def flap_link(target: RunTarget) -> None:
 
 
 def silence_host(target: RunTarget) -> None:
-    """It hears everybody and nobody hears it."""
+    """Drop outbound traffic only: the host receives but cannot send."""
     network, host = _network(target), target.random.choice(target.hosts())
     target.injected_ns = time.time_ns()
     network.limit(host, rate="8bit", burst="1b", limit="1b")  # no packet fits through
 
 
 def slow_link(target: RunTarget) -> None:
-    """A tenth of a gigabit on the way out: training is slower, and nobody is blamed."""
+    """100 Mbit/s outbound: training is slower, and no host is blamed."""
     network, host = _network(target), target.random.choice(target.hosts())
     target.injected_ns = time.time_ns()
     network.limit(host, rate="100mbit", burst="64kb", limit="1mb")
 
 
 def split_network(target: RunTarget) -> None:
-    """Half against half; the supervisor's half goes on, the other is fenced, and comes back when it heals."""
+    """Half against half; the supervisor's half continues, the other is fenced, and rejoins when the link is back."""
     network, hosts = _network(target), target.hosts()
-    away = hosts[len(hosts) // 2 :]
+    cut_off = hosts[len(hosts) // 2 :]
     target.injected_ns = time.time_ns()
-    network.split(away)
-    target.wait(lambda: not set(away) & set(target.hosts()), "attempt without the half that is away", STAGE_S)
+    network.split(cut_off)
+    target.wait(lambda: not set(cut_off) & set(target.hosts()), "attempt without the half that is cut off", STAGE_S)
     time.sleep(SPLIT_S)
-    network.join(away)
+    network.join(cut_off)
 
 
 def _network(target: RunTarget) -> Network:

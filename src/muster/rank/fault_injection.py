@@ -3,10 +3,10 @@
 Armed only where ``MUSTER_DRILL`` is set in the environment, which the drill does for its own run and nobody else;
 otherwise ``arm`` does nothing and the loop is untouched. An order is a file, ``<run_dir>/inject_fault.json``::
 
-    {"deed": "exception", "rank": 1, "always": false}
+    {"fault": "exception", "rank": 1, "always": false}
 
 It is looked for at the start of each step. The rank it names does it once, at the step where it found it first, and
-leaves ``inject_fault.<deed>.done`` with that step; with ``always`` it does so each time that step is taken again. ``slow``
+leaves ``inject_fault.<fault>.done`` with that step; with ``always`` it does so each time that step is taken again. ``slow``
 stays: each step of that process's attempt takes longer from then on.
 """
 
@@ -74,7 +74,7 @@ class FaultRequests:
             told = json.loads((self.folder / "inject_fault.json").read_text())
         except (OSError, ValueError):
             return None
-        if int(told["rank"]) != self.rank or told["deed"] not in FAULTS:
+        if int(told["rank"]) != self.rank or told["fault"] not in FAULTS:
             return None
         done = self.folder / f"inject_fault.{told['fault']}.done"
         try:
@@ -84,7 +84,7 @@ class FaultRequests:
         if done.exists() and not again:
             return None
         done.write_text(str(step))
-        self.due = str(told["deed"])
+        self.due = str(told["fault"])
         return self.due
 
     def dies(self, moments: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from muster.train.data_feed.batch_reader import Round, StepWork
 
 
 def told(folder, fault, *, rank=1, always=False):
-    (folder / "inject_fault.json").write_text(json.dumps({"deed": fault, "rank": rank, "always": always}))
+    (folder / "inject_fault.json").write_text(json.dumps({"fault": fault, "rank": rank, "always": always}))
 
 
 class Reader:
@@ -161,7 +161,7 @@ def test_a_flipped_bit_is_the_last_one_of_one_weight_after_one_update(run, monke
 def test_half_a_file_or_an_unknown_deed_is_no_order(tmp_path):
     consensus = FaultRequests(folder=tmp_path, rank=1)
     assert consensus.look(1) is None
-    (tmp_path / "inject_fault.json").write_text('{"deed": "excep')
+    (tmp_path / "inject_fault.json").write_text('{"fault": "excep')
     assert consensus.look(2) is None
     told(tmp_path, "meteor")
     assert consensus.look(3) is None

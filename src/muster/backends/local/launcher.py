@@ -80,9 +80,9 @@ class LocalLauncher:
         agent = TaskSpec(
             name="agent",
             argv=(
-                sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}",
-                "--hosts-here", str(spec.resources.hosts), "--no-metadata-server",
-            ),  # fmt: skip
+                *(sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+                *("--hosts-here", str(spec.resources.hosts), "--no-metadata-server"),
+            ),
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(

@@ -20,7 +20,7 @@ from pathlib import Path
 from replay import CannotReplay, Replay, plan, replay
 
 from muster.report.audit.history import Finding
-from muster.report.audit.invariants import broken, check, to_json, words
+from muster.report.audit.invariants import broken, check, report_lines, to_json
 
 
 def main(argv: Sequence[str], say: Callable[[str], None] = print, tell: Callable[[str], None] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], say: Callable[[str], None] = print, tell: Callable
     else:
         for run_dir, found in answers.items():
             say(run_dir)
-            for line in words(found):
+            for line in report_lines(found):
                 say(f"  {line}")
     return 1 if any(broken(found) for found in answers.values()) else 0
 

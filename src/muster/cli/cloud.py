@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from muster.app.cluster import up_down
+    from muster.backends.cluster import Cluster
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
@@ -42,36 +42,26 @@ def up(
     from muster.config import load
 
     loaded = load.load(run_file, overrides or [], environment=False)
-    places = up_down.places_of(loaded.spec, zone=zone, adopt=adopt)
+    cluster = up_down.cluster_of(loaded.spec, zone=zone, adopt=adopt)
     if dry_run:
-        _dry_run(places[0], manifests, as_json)
+        _dry_run(cluster, manifests, as_json)
         return
     if pin:
-        hashes, path = up_down.pin(places[0], manifests)
+        hashes, path = cluster.pin(manifests)
         for url, digest in hashes.items():
             output.talk(f"pinned sha256 {digest}\n  of {url}")
         output.talk(f"in {path}")
-
-    def work(progress: up_down.Progress) -> tuple[up_down.Site, up_down.Lease]:
-        return up_down.bring_up(
-            places,
-            manifests,
-            hugging_face_token=os.environ.get("HF_TOKEN"),
-            progress=progress,
-            on_advice=lambda advice: progress(up_down.Said(text=f"capacity: {advice.sentence()}")),
-        )
-
     flags = [*(["--manifests", str(manifests)] if manifests else []), *(["--adopt"] if adopt else [])]
-    where, lease = watched(
-        work,
+    lease = watched(
+        lambda progress: cluster.up(manifests, token=os.environ.get("HF_TOKEN"), progress=progress),
         again=_command("up", run_file, overrides, zone, *flags),
         undo=_command("down", run_file, overrides, zone),
         live=not as_json,
     )
     if as_json:
-        output.as_json({"project": where.project, "zone": where.zone, "resources": lease.resources})
+        output.as_json({"project": cluster.project, "zone": lease.labels["zone"], "resources": lease.resources})
         return
-    output.talk(f"in {where.zone}:")
+    output.talk(f"in {lease.labels['zone']}:")
     for key in lease.resources:
         output.data(key)
     output.talk(f"hint: muster submit {run_file}; give it back with: muster down {run_file}")
@@ -89,23 +79,16 @@ def give_back(
     from muster.cli import output
     from muster.cli.tree import watched
     from muster.config import load
-    from muster.core.errors import UsageError
 
     spec = load.load(run_file, overrides or [], environment=False).spec
-    if spec.backend != "gke":
-        raise UsageError(
-            f"{run_file} is a run file for {spec.backend}, where muster up makes nothing that could be given back",
-            hint="muster down RUN ends a run; muster status lists the runs of this machine",
-        )
-    places = up_down.places_of(spec, zone=zone)
-    where = places[0]
+    cluster = up_down.cluster_of(spec, zone=zone)
     found = watched(
-        lambda progress: up_down.give_back(places, keep_data=keep_data, progress=progress),
+        lambda progress: cluster.down(keep_data=keep_data, progress=progress),
         again=_command("down", run_file, overrides, zone, *(["--keep-data"] if keep_data else [])),
         live=not as_json,
     )
     if as_json:
-        output.as_json(up_down.audit_shown(where, found))
+        output.as_json(up_down.down_to_json(cluster, found))
         if not found.clean:
             raise typer.Exit(6)
         return
@@ -117,16 +100,15 @@ def give_back(
         output.talk(f"together about ${total:.2f} a day, where prices are known")
     if not found.clean:
         raise typer.Exit(6)
-    output.talk(f"nothing of ours is left in {where.project}" + (" but what was kept" if found.leftovers else ""))
+    output.talk(f"nothing of ours is left in {cluster.project}" + (" but what was kept" if found.leftovers else ""))
 
 
-def _dry_run(where: up_down.Site, manifests: Path | None, as_json: bool) -> None:
-    from muster.app.cluster import up_down
+def _dry_run(cluster: Cluster, manifests: Path | None, as_json: bool) -> None:
     from muster.cli import output
 
-    calls, doubts = up_down.dry_run(where, manifests)
+    calls, doubts = cluster.dry_run(manifests)
     if as_json:
-        output.as_json([up_down.shown(call) for call in calls])
+        output.as_json([call.to_json() for call in calls])
     else:
         for call in calls:
             output.data(call.shown())

@@ -19,7 +19,7 @@ import typer
 from muster.cli.live_region import Growing, cut, grows, plain
 
 if TYPE_CHECKING:
-    from muster.app.cluster.up_down import Event, Progress, Row, Tree
+    from muster.app.cluster.progress_tree import Event, Progress, Row, Tree
 
 REDRAWN_EVERY_S = 0.5
 COLOURS = {"active": "33", "trouble": "31", "done": "32", "pending": "2"}
@@ -69,7 +69,7 @@ class PlainTree:
     """Prints a line for each change that is news."""
 
     def __init__(self) -> None:
-        from muster.app.cluster.up_down import Tree
+        from muster.app.cluster.progress_tree import Tree
 
         self.tree: Tree = Tree()
         self.started_s = time.monotonic()
@@ -77,7 +77,7 @@ class PlainTree:
 
     def take(self, event: Event) -> None:
         """Fold one event, and show it."""
-        from muster.app.cluster.up_down import Began, Changed, Said
+        from muster.app.cluster.progress_tree import Began, Changed, Said
 
         self.tree.take(event, time.monotonic())
         if isinstance(event, Said):
@@ -112,7 +112,7 @@ class LiveTree(PlainTree):
         self._drawn_s = float("-inf")
 
     def take(self, event: Event) -> None:
-        from muster.app.cluster.up_down import Began, Said
+        from muster.app.cluster.progress_tree import Began, Said
 
         if isinstance(event, Began):
             self.close()  # the last picture stays as it ended

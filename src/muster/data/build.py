@@ -174,11 +174,11 @@ def _part(
         progress("tokenise", done, max(total, done) if total else 0)
     row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     _, mask = spool.arrays()
-    found = mixture.cut(row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong)
+    result = mixture.cut(row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong)
     counts = {
-        name: getattr(found, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
+        name: getattr(result, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
     }
-    documents = found.documents
+    documents = result.documents
     moved = mixture.Documents(rows=documents.rows, starts=documents.starts + first_token, lengths=documents.lengths)
     return _Part(documents=moved, counts=counts, rows=done)
 

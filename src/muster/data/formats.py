@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-from muster.config.spec import PromptTemplate, Source
+from muster.config.sources import PromptTemplate, Source
 from muster.core.errors import UsageError
 
 Format = Literal["chat", "prompt_completion", "text"]

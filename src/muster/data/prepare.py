@@ -96,8 +96,8 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
     """
     path = run_dir / _POINTER
     try:
-        found = json.loads(path.read_text())
-        folder, asked = Path(found["folder"]), found["asked"]
+        result = json.loads(path.read_text())
+        folder, asked = Path(result["folder"]), result["asked"]
     except (OSError, ValueError, KeyError) as error:
         raise MusterError(f"no data was prepared for the run in {run_dir}", hint="`muster data RUN.yaml`") from error
     if asked != _asked(spec):

@@ -65,27 +65,27 @@ def preview(prepared: Prepared, *, examples: int = 3) -> Preview:
     return Preview(examples=tuple(shown), histogram=tuple(histogram), stats=prepared.stats)
 
 
-def render_preview(found: Preview) -> Group:
+def render_preview(result: Preview) -> Group:
     """The preview for a terminal: supervised text bright, the masked part dimmed, then the counts."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[Any] = []
-    for number, example in enumerate(found.examples, start=1):
+    for number, example in enumerate(result.examples, start=1):
         text = Text(f"[{number}] ", style="bold")
         for segment in example:
             text.append(segment.text, style="green" if segment.supervised else "dim")
         parts.append(text)
-    parts.append(Text(summary(found)))
+    parts.append(Text(summary(result)))
     return Group(*parts)
 
 
-def summary(found: Preview) -> str:
+def summary(result: Preview) -> str:
     """The counts in a few plain lines."""
-    stats = found.stats
+    stats = result.stats
     positions = max(1, stats["positions"])
-    most = max(found.histogram) or 1
-    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in found.histogram)
+    most = max(result.histogram) or 1
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in result.histogram)
     lines = [
         f"{stats['rows']:,} rows -> {stats['documents']:,} documents in {stats['sequences']:,} sequences, "
         f"{stats['tokens']:,} tokens",
@@ -116,7 +116,7 @@ def _documents(sequence: Sequence) -> list[tuple[list[int], list[bool]]]:
 
     The last token is known only as a target, so a masked last token is not shown.
     """
-    found = []
+    result = []
     start = 0
     for length in sequence.document_lengths.tolist():
         if start >= sequence.tokens:
@@ -128,16 +128,16 @@ def _documents(sequence: Sequence) -> list[tuple[list[int], list[bool]]]:
             supervised.pop()
         else:
             ids.append(labels[-1])
-        found.append((ids, supervised))
+        result.append((ids, supervised))
         start += length
-    return found
+    return result
 
 
 def _segments(ids: list[int], supervised: list[bool], encoder: Encoder | None) -> tuple[Segment, ...]:
     """Runs of equal mask, decoded with special tokens shown; without a tokenizer the ids themselves."""
-    found = []
+    result = []
     for flag, run in groupby(zip(ids, supervised, strict=True), key=lambda pair: pair[1]):
         tokens = [token for token, _ in run]
         text = encoder.decode(tokens, skip_special=False) if encoder else " ".join(map(str, tokens)) + " "
-        found.append(Segment(text=text, supervised=flag))
-    return tuple(found)
+        result.append(Segment(text=text, supervised=flag))
+    return tuple(result)

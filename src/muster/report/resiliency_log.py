@@ -46,7 +46,7 @@ def parse(lines: Sequence[str]) -> list[Entry]:
     Raises:
         UsageError: a line is no event of such a log, or there is none.
     """
-    found: list[tuple[datetime, Entry]] = []
+    result: list[tuple[datetime, Entry]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -64,12 +64,12 @@ def parse(lines: Sequence[str]) -> list[Entry]:
             if number == len(lines):
                 break
             raise UsageError(f"line {number} is no event of a google-resiliency log: {line[:80]!r}") from error
-        found.append((at, entry))
-    if not found:
+        result.append((at, entry))
+    if not result:
         raise UsageError("the log holds no events")
-    found.sort(key=lambda item: (item[0], _ORDER.get(item[1].kind, 9)))
-    first = found[0][0]
-    return [Entry((at - first).total_seconds(), e.kind, e.step, e.node) for at, e in found]
+    result.sort(key=lambda item: (item[0], _ORDER.get(item[1].kind, 9)))
+    first = result[0][0]
+    return [Entry((at - first).total_seconds(), e.kind, e.step, e.node) for at, e in result]
 
 
 def measure(entries: Sequence[Entry], step_time_s: float) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class _Segment:
 
 
 def _segments(entries: Sequence[Entry]) -> list[_Segment]:
-    found = []
+    result = []
     loads = [position for position, entry in enumerate(entries) if entry.kind == "checkpoint_loaded"]
     end = entries[-1].at_s
     for number, position in enumerate(loads):
@@ -151,7 +151,7 @@ def _segments(entries: Sequence[Entry]) -> list[_Segment]:
         nodes = {e.node for e in starts if e.at_s > last - _WAVE_S}
         following = [e for e in entries[position:after] if e.kind == "checkpoint_saved"]
         restart = next((e.at_s for e in entries[position:after] if e.kind == "job_started"), end)
-        found.append(
+        result.append(
             _Segment(
                 nodes=len(nodes),
                 start_s=last,
@@ -160,7 +160,7 @@ def _segments(entries: Sequence[Entry]) -> list[_Segment]:
                 until_s=restart,
             )
         )
-    return found
+    return result
 
 
 def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
 def _reasons(ours: dict[str, Any], google: float, step_time_s: float, entries: Sequence[Entry]) -> list[str]:
     if ours["step_s"] is None:
         return [ours["why_unknown"]]
-    found = [
+    result = [
         f"its step time is typed in ({step_time_s:g} s); the log's own steady step is {ours['step_s']:.2f} s, "
         f"by which its definition gives {google * ours['step_s'] / step_time_s:.2%}",
         f"it counts steps: with {min(ours['nodes_seen'])} to {ours['nodes']} nodes a step of this weakly scaled job "
@@ -225,7 +225,7 @@ def _reasons(ours: dict[str, Any], google: float, step_time_s: float, entries: S
         "it starts at the first job_started (no user_scheduled in such logs) and ends at the last event: queueing "
         "and a dead tail are free; the log does not hold what our figure would charge for them either",
     ]
-    return found
+    return result
 
 
 def _listed(spent: dict[str, float]) -> str:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.config.spec import PromptTemplate
+from muster.config.sources import PromptTemplate
 from muster.core.errors import UsageError
 from muster.data.formats import Segment, choose_format, document, fill
 

@@ -4,7 +4,7 @@ import pytest
 from faulty_run import Writer, write
 
 from muster.report import api
-from muster.report.render.sentences import span
+from muster.report.render.sentences import format_duration
 
 
 @pytest.fixture(scope="module")
@@ -69,4 +69,4 @@ def test_what_is_unknown_in_one_run_is_not_compared(report, tmp_path):
     ],
 )
 def test_durations_in_words(value, words):
-    assert span(value) == words
+    assert format_duration(value) == words

@@ -34,19 +34,19 @@ def measured(taxed_ns, *, after=20):
 def test_the_tax_is_what_a_step_takes_beyond_the_reference():
     ledger = measured(SECOND)
     found = figures.goodput(ledger)
-    assert found["tax"] == pytest.approx(0.1)
+    assert found["fault_tolerance_overhead"] == pytest.approx(0.1)
     assert found["reference"]["source"] == "measured with fault tolerance off"
     assert ledger.identity_error == 0
 
 
 def test_the_steps_of_the_reference_itself_are_not_taxed():
-    assert figures.goodput(measured(SECOND, after=3))["tax"] is None, "step 3 and three more say nothing"
+    assert figures.goodput(measured(SECOND, after=3))["fault_tolerance_overhead"] is None, "step 3 and three more say nothing"
     # Ten steps without it stand beside seven with it: a median over all of them would be the reference's own.
-    assert figures.goodput(measured(SECOND, after=6))["tax"] == pytest.approx(0.1)
+    assert figures.goodput(measured(SECOND, after=6))["fault_tolerance_overhead"] == pytest.approx(0.1)
 
 
 def test_without_a_measured_reference_the_tax_is_unknown():
-    assert figures.goodput(fold(Run().attempt(1).steps(1, 1, 30).pen.files))["tax"] is None
+    assert figures.goodput(fold(Run().attempt(1).steps(1, 1, 30).pen.files))["fault_tolerance_overhead"] is None
 
 
 def held_every_other_step():

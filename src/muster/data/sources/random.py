@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.config.spec import RandomSource
+from muster.config.sources import RandomSource
 from muster.data.source_type import OpenedSource, SourceType, TokenRows
 
 _BLOCK_TOKENS = 1_000_000

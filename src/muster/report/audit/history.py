@@ -22,7 +22,7 @@ BACK_NS = 300 * STEP_NS
 AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 Line = dict[str, Any]
-BatchSchedule = tuple[tuple[int, str], ...]
+LayoutHistory = tuple[tuple[int, str], ...]
 """(first step, layout) of each stretch that computed a state, in order."""
 
 
@@ -67,7 +67,7 @@ def load(run_dir: Path, log: Finding) -> History:
     for path in sorted((run_dir / "events").glob("*.jsonl")):
         files[path.name], heads[path.name] = _chain(path, log)
     log.expect(bool(files), f"no events in {run_dir / 'events'}")
-    _straighten(files)
+    _undo_clock_steps(files)
     lines = [line for each in files.values() for line in each]
     lines.sort(key=lambda line: line["wall_ns"])
     history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
@@ -77,7 +77,7 @@ def load(run_dir: Path, log: Finding) -> History:
     return history
 
 
-def _straighten(files: Mapping[str, list[Line]]) -> None:
+def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
     """Undo what a stepped wall clock did to ``wall_ns``: a second or more off, by the writer's own monotonic clock.
 
     Supervisors first, in the order of their terms, which follow each other; then the hosts, by the offsets of their
@@ -87,7 +87,7 @@ def _straighten(files: Mapping[str, list[Line]]) -> None:
     ended = None
     bosses = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
     for name in bosses:
-        for part in _lives(files[name]):
+        for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
             if ended is not None and part[0]["wall_ns"] < ended - BACK_NS:
                 ahead = ended - part[0]["mono_ns"]
@@ -97,13 +97,13 @@ def _straighten(files: Mapping[str, list[Line]]) -> None:
                 if line["kind"] == "clock.offset":
                     measured.setdefault(line["host"], []).append(ahead + int(line["detail"]["offset_ns"]))
     for name in files.keys() - set(bosses):
-        for part in _lives(files[name]):
+        for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
             said = sorted(measured.get(part[0]["host"], [ahead]), key=lambda each: abs(each - ahead))[0]
             _by_monotonic(part, said if abs(said - ahead) >= STEP_NS else ahead)
 
 
-def _lives(lines: list[Line]) -> list[list[Line]]:
+def _by_process(lines: list[Line]) -> list[list[Line]]:
     """The file's lines by the process that wrote them: a machine may have been booted between two."""
     begins = [n for n, line in enumerate(lines) if n == 0 or line["kind"] in ("agent.started", "supervisor.started")]
     return [lines[a:b] for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)]
@@ -115,7 +115,7 @@ def _by_monotonic(lines: list[Line], ahead: int) -> None:
             line["wall_ns"] = line["mono_ns"] + ahead
 
 
-def courses(history: History) -> dict[int, BatchSchedule]:
+def layout_histories(history: History) -> dict[int, LayoutHistory]:
     """Attempt -> by which layouts the states that its steps built on were computed, step by step.
 
     Two results of one step have the same bits where their courses up to it are the same, in a deterministic run. An
@@ -127,26 +127,26 @@ def courses(history: History) -> dict[int, BatchSchedule]:
     for line in history.of("step"):
         attempt, step = int(line["attempt"]), int(line["step"])
         first[attempt] = min(step, first.get(attempt, step))
-    found: dict[int, BatchSchedule] = {}
-    batch_schedule: BatchSchedule = ()
+    result: dict[int, LayoutHistory] = {}
+    layout_history: LayoutHistory = ()
     for attempt in sorted(first):
         layout = json.dumps([layouts.get(attempt, said).get(axis, 1) for axis in AXES])
-        batch_schedule = up_to(batch_schedule, first[attempt] - 1)
-        if not batch_schedule or batch_schedule[-1][1] != layout:
-            batch_schedule = (*batch_schedule, (first[attempt] if batch_schedule else 0, layout))
-        found[attempt] = batch_schedule
-    return found
+        layout_history = up_to(layout_history, first[attempt] - 1)
+        if not layout_history or layout_history[-1][1] != layout:
+            layout_history = (*layout_history, (first[attempt] if layout_history else 0, layout))
+        result[attempt] = layout_history
+    return result
 
 
-def up_to(batch_schedule: BatchSchedule, step: int) -> BatchSchedule:
+def up_to(layout_history: LayoutHistory, step: int) -> LayoutHistory:
     """The part of a course that led to ``step``."""
-    return tuple(stretch for stretch in batch_schedule if stretch[0] <= step)
+    return tuple(stretch for stretch in layout_history if stretch[0] <= step)
 
 
 def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
     """(events, hash of every line) up to the first break; a torn last line is no break."""
     data = path.read_bytes()
-    found: list[Line] = []
+    result: list[Line] = []
     hashes: set[str] = set()
     expected = None
     for number, raw in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
@@ -168,5 +168,5 @@ def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
         expected = hashlib.sha256(raw).hexdigest()
         hashes.add(expected)
         line["file"] = path.name
-        found.append(line)
-    return found, hashes
+        result.append(line)
+    return result, hashes

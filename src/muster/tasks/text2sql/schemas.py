@@ -44,7 +44,7 @@ class Table:
 
     def values(self, column: str) -> list[Value]:
         """One column, row by row."""
-        place = [each.name for each in self.columns].index(column)
+        place = [other.name for other in self.columns].index(column)
         return [row[place] for row in self.rows]
 
     @property

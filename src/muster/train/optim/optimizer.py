@@ -11,11 +11,6 @@ from torch import Tensor, nn
 
 from muster.config.spec import Optimizer as Settings
 
-FACTORIES = {
-    "adamw": "muster.train.optim.adamw:make_adamw",
-    "adamw_8bit": "muster.train.optim.adamw_8bit:make_adamw_8bit",
-}
-
 
 class ShardOptimizer(Protocol):
     """What the loop asks of an optimizer."""
@@ -52,7 +47,7 @@ def make_optimizer(named: Mapping[str, nn.Parameter], settings: Settings, *, ele
     Raises:
         UsageError: it needs a package that is not installed, or cannot work element by element.
     """
-    module, _, name = FACTORIES[settings.name].partition(":")
+    module, _, name = settings.traits.factory.partition(":")
     factory: OptimizerFactory = getattr(importlib.import_module(module), name)
     return factory(named, settings, elementwise=elementwise)
 

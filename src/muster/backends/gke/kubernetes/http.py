@@ -43,6 +43,13 @@ class Call:
         body = "(secret)" if self.secret else json.dumps(self.body, indent=1, sort_keys=True)
         return f"{self.method} {self.url}\n{body}"
 
+    def to_json(self) -> dict[str, Any]:
+        """The request for programs; a secret body is left out."""
+        found: dict[str, Any] = {"method": self.method, "url": self.url}
+        if self.body is not None:
+            found["body"] = None if self.secret else self.body
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:

@@ -10,14 +10,15 @@ waits for. Making goes from the roots down, removing from the leaves up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Step = Literal[
-    "looking", "absent", "making", "waiting", "replacing", "there", "removing", "gone", "kept", "differs", "failed"
-]
+from muster.backends.cluster import Began, Changed, Event, Planned, Progress, Said, Step
+
 State = Literal["pending", "active", "done", "trouble"]
+
+__all__ = ["Began", "Changed", "Event", "Planned", "Progress", "Row", "Said", "Tree", "parents"]
 
 STATES: dict[Step, tuple[State, str]] = {
     "absent": ("pending", ""),
@@ -34,51 +35,6 @@ STATES: dict[Step, tuple[State, str]] = {
 }
 NAMED = 2
 """How many of those that something waits for are named; the rest are counted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """One resource that is about to be looked at, made or removed."""
-
-    key: str
-    needs: tuple[str, ...] = ()
-    bills: str | None = None
-    """What it costs by the hour from the moment it exists; None: nothing."""
-    usd_per_hour: float | None = None
-    """None: not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Began:
-    """These are taken in hand now, in one go; a new picture."""
-
-    title: str
-    making: bool
-    nodes: tuple[Planned, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Changed:
-    """One of them is now at another step."""
-
-    key: str
-    step: Step
-    words: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """A sentence beside the picture."""
-
-    text: str
-
-
-Event = Began | Changed | Said
-Progress = Callable[[Event], None]
-
-
-def silent(event: Event) -> None:
-    """Nobody watches."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,34 +1,16 @@
 """Status and report say the same about the same log, however the run went."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from faulty_run import Writer, write
 
-from muster.app.inspect.run_summary import summarise
 from muster.core import event_log
 from muster.report import api
-
-REPORT = Path(__file__).parents[1] / "report"
-
-
-def load(name):
-    """A helper of the report's tests."""
-    sys.path.insert(0, str(REPORT))
-    try:
-        spec = importlib.util.spec_from_file_location(f"{name}_for_summary", REPORT / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(REPORT))
+from muster.report.run_view import run_view
 
 
 def both(place):
     """(what status shows, what the report shows) of a run's folder."""
-    summary, report = summarise(event_log.merged(place / "events")), api.load(place).to_json()
+    summary, report = run_view(event_log.merged(place / "events")), api.load(place).to_json()
     return (
         (summary.tokens_per_s, summary.mfu, summary.tokens, summary.final_loss),
         (report["tokens_per_s"], report["mfu"], report["tokens"], report["final_loss"]),
@@ -38,7 +20,7 @@ def both(place):
 @pytest.mark.parametrize("finish", [True, False])
 def test_a_run_with_a_restart_and_a_swap(tmp_path, finish):
     """It steps back to a checkpoint in between: what was lost counts in neither."""
-    load("faulty_run").write(tmp_path / "events", finish=finish)
+    write(tmp_path / "events", finish=finish)
     status, report = both(tmp_path)
     assert status == pytest.approx(report, rel=1e-9)
     assert status[0] > 0 and status[2] == 60 * 65_536
@@ -49,7 +31,7 @@ STEP = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 50, "supe
 
 def small_run(place, steps):
     """One rank, ``steps`` of 1, 2, 3... seconds; its writer, still open, and the time."""
-    writer, at = load("faulty_run").Writer(place / "events"), 2.0
+    writer, at = Writer(place / "events"), 2.0
     began = {"world_size": 1, "layout": {}, "hosts": {"host-0": [0]}}
     writer.add("supervisor", 1.0, "attempt.started", attempt=1, detail=began)
     for step in range(1, steps + 1):

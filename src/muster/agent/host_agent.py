@@ -29,6 +29,7 @@ from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
 from muster.agent.unsupervised_host import UnsupervisedHost
 from muster.checkpoint_format.snapshot_ring import list_snapshots
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import MusterError
 from muster.storage import uris
 from muster.storage.paths import check_memory_dir, memory_dir
@@ -333,15 +334,14 @@ def main() -> None:
     parser.add_argument("--hosts-here", type=int, default=1)
     parser.add_argument("--no-metadata-server", action="store_true")
     arguments = parser.parse_args()
-    environ = dict(os.environ)
-    metadata_url = environ.get("MUSTER_METADATA") or (None if arguments.no_metadata_server else METADATA_URL)
+    variables = environment.current()
+    metadata_url = variables.metadata_url or (None if arguments.no_metadata_server else METADATA_URL)
     try:
         agent = HostAgent(
             run_dir=arguments.run_dir, run_id=arguments.run_id, host=arguments.host, bind=arguments.bind,
-            environ=environ, hosts_here=arguments.hosts_here, metadata_url=metadata_url,
+            environ=environment.inherited(), hosts_here=arguments.hosts_here, metadata_url=metadata_url,
         )  # fmt: skip
-        watchdog = int(environ.get("MUSTER_WATCHDOG", "0")) or None
-        code = agent.run(watchdog=watchdog, ignore_term=environ.get("MUSTER_TERM") == "ignored")
+        code = agent.run(watchdog=variables.watchdog_pid, ignore_term=variables.term_ignored)
     except MusterError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

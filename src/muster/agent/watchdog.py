@@ -19,6 +19,7 @@ from types import FrameType
 
 from muster.agent.heartbeat import HeartbeatSender
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.transport.secure_session import read_token
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--host", required=True)
-    parser.add_argument("--bind", default=os.environ.get("MUSTER_BIND", "127.0.0.1"))
+    parser.add_argument("--bind", default=environment.current().bind)
     parser.add_argument("--hosts-here", type=int, default=1, help="hosts of the run that share this machine's cores")
     parser.add_argument(
         "--no-metadata-server", action="store_true", help="no cloud machine, unless MUSTER_METADATA names a server"
@@ -52,7 +53,7 @@ def main() -> None:
         *(["--no-metadata-server"] if arguments.no_metadata_server else []),
     ]  # fmt: skip
     # MUSTER_NICE: the user's own niceness, to which the programs below return.
-    environ = {**os.environ, "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
+    environ = {**environment.inherited(), "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
     sys.exit(keep_running(argv, environ, heartbeat))
 
 
@@ -67,7 +68,7 @@ def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: Heartbe
         pid = os.posix_spawn(argv[0], argv, dict(environ))
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, functools.partial(_forward, pid))
-        if environ.get("MUSTER_TERM") == "ignored":  # the supervisor gets it and saves on all hosts (Slurm)
+        if environment.read(environ).term_ignored:  # the supervisor gets it and saves on all hosts (Slurm)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fd = os.pidfd_open(pid)
         heartbeat.send_until(fd)

@@ -36,6 +36,7 @@ from muster.agent.replicator.checkpoint_writer import CheckpointWriter, log_erro
 from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.replication import SnapshotReceiver, SnapshotSender
 from muster.checkpoint_format.snapshot_ring import FETCHED_SLOTS, PEER_SLOTS, NoRoom, Ring, file_name, refuse
+from muster.core import environment
 from muster.core.errors import CheckpointError, ConflictError, MusterError
 from muster.transport.secure_session import read_token
 from muster.transport.stream import TIMEOUT_S, Stream
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="a dead predecessor's")
     arguments = parser.parse_args()
     # Not the watchdog's niceness: copies must not slow the ranks.
-    os.setpriority(os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0")))
+    os.setpriority(os.PRIO_PROCESS, 0, environment.current().nice)
     token = read_token(str(arguments.run_dir / "token"))
     replicator = Replicator(memory=arguments.memory, token=token, bind=arguments.bind, port=arguments.port)
     writer = CheckpointWriter(memory=arguments.memory, token=token)

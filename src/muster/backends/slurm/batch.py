@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import select
 import signal
 import socket
@@ -28,6 +27,7 @@ from muster.backends.slurm.commands import Slurm, joined
 from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import MusterError
 from muster.storage import run_output, run_registry
 from muster.transport.secure_session import read_token
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--run-id", required=True)
     arguments = parser.parse_args()
-    environ = dict(os.environ)
+    environ = environment.inherited()
     if "SLURM_JOB_ID" not in environ:
         print("error: not inside a Slurm job\nhint: run `sbatch job.sh` or `muster submit`", file=sys.stderr)
         sys.exit(2)

@@ -30,6 +30,7 @@ from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.nccl_settings import with_nccl_settings
 from muster.backends.slurm.resubmit import resubmit
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import ConflictError, MusterError
 from muster.storage import run_output
 from muster.storage.store import open_store
@@ -342,7 +343,7 @@ def main() -> None:
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
-    environ = dict(os.environ)
+    environ = environment.inherited()
     log = os.open(arguments.run_dir / "logs" / f"node-{arguments.host}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

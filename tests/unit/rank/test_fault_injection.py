@@ -101,7 +101,7 @@ def test_a_loss_that_is_no_number_is_one_micro_batch_s(run, monkeypatch, tmp_pat
     assert math.isnan(first.scale) and second.scale == 0.5 and first.sequences == (0,)
 
 
-@pytest.mark.parametrize(("deed", "before"), [("kill-reduce", []), ("kill-voted", ["finish"])])
+@pytest.mark.parametrize(("fault", "before"), [("kill-reduce", []), ("kill-voted", ["finish"])])
 def test_a_rank_dies_at_its_moment(run, monkeypatch, tmp_path, fault, before):
     monkeypatch.setenv("MUSTER_DRILL", "1")
     died = []

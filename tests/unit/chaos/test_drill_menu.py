@@ -52,7 +52,7 @@ def test_a_fault_asks_only_for_what_the_file_lacks():
     assert fault.overrides(spec_of(hosts=3, spare_hosts=1)) == []
     assert MENU["rank-kill"].overrides(spec_of(hosts=2, spare_hosts=1)) == ["resources.spare_hosts=0"]
     assert "resources.min_hosts=1" in MENU["host-kill-no-spare"].overrides(spec_of(hosts=2))
-    assert "checkpoint.every_steps=5" in MENU["checkpoint-rot"].overrides(spec_of())
+    assert "checkpoint.every_steps=5" in MENU["checkpoint-corrupt"].overrides(spec_of())
     assert "recovery.step_timeout_s=10" in MENU["rank-gil"].overrides(spec_of())
     assert "recovery.heartbeat_timeout_s=2.5" in MENU["link-flap"].overrides(spec_of())
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 #: In a pipe, seconds between two lines about the run's progress, besides events.
 LINE_EVERY_S = 5.0
 _SHOWN = (
-    "attempt.started", "run.message", "incident.detected", "incident.decided", "incident.resolved",
-    "termination.notice", "host.lost", "checkpoint.committed",
-    "checkpoint.failed", "checkpoint.rejected", "eval", "run.finished",
+    "attempt.started", "run.message", "run.restarted", "incident.detected", "incident.decided", "incident.resolved",
+    "termination.notice", "host.lost", "host.readmitted", "checkpoint.committed", "checkpoint.failed",
+    "checkpoint.rejected", "eval", "run.finished",
 )  # fmt: skip
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
 

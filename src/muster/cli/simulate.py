@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -54,6 +55,7 @@ def simulate(
     """
     from muster.app.planning import simulate as use_case
     from muster.cli import output
+    from muster.cli.live import preparing
 
     asked = use_case.Asked(
         hosts=hosts, spares=spares, min_hosts=min_hosts, hours=hours, failures_per_day=failures_per_day,
@@ -63,7 +65,9 @@ def simulate(
         trace=trace, step_s=step_s, usd_per_host_hour=usd,
     )  # fmt: skip
     scenario = use_case.scenario_of(run_file, overrides or [], asked)
-    study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=_bar if sys.stderr.isatty() else None)
+    with preparing() if sys.stderr.isatty() else contextlib.nullcontext() as show:
+        progress = (lambda done, total: show("rehearsing", done, total)) if show is not None else None
+        study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=progress)
     result = use_case.to_json(study)
     if json:
         output.as_json(result)
@@ -73,14 +77,6 @@ def simulate(
         from muster.app.planning.rehearsal_page import write_page
 
         output.info(f"page: {write_page(study, html)}")
-
-
-def _bar(done: int, total: int) -> None:
-    """One line on the terminal, written over itself."""
-    width = 30
-    filled = width * done // total
-    end = "\n" if done == total else ""
-    print(f"\rrehearsing [{'#' * filled}{'.' * (width - filled)}] {done}/{total}", end=end, file=sys.stderr, flush=True)
 
 
 def _print(result: dict[str, Any]) -> None:

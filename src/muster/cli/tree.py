@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 REDRAWN_EVERY_S = 0.5
 COLOURS = {"active": "33", "trouble": "31", "done": "32", "pending": "2"}
 MARKS = {"active": "*", "trouble": "!", "done": "+", "pending": "."}
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 QUIET = ("looking", "absent")
 """Steps that are not logged."""
 
 
-def watched(work: Callable[[Progress], Found], *, again: str, undo: str | None = None, live: bool = True) -> Found:
+def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None = None, live: bool = True) -> Result:
     """Call ``work`` with somewhere to send its events, draw them, and return what it returns.
 
     ``again`` is the command that resumes after an interruption, ``undo`` the one that removes what was created.
@@ -48,18 +48,18 @@ def watched(work: Callable[[Progress], Found], *, again: str, undo: str | None =
     try:
         while True:
             try:
-                kind, found = events.get(timeout=REDRAWN_EVERY_S)
+                kind, item = events.get(timeout=REDRAWN_EVERY_S)
             except Empty:
                 display.tick()
                 continue
             if kind == "event":
-                display.take(found)
+                display.take(item)
                 continue
             display.close()
             if kind == "error":
-                raise found
-            result: Found = found
-            return result
+                raise item
+            outcome: Result = item
+            return outcome
     except KeyboardInterrupt:
         _interrupted(display, again, undo)
         raise typer.Exit(130) from None

@@ -213,6 +213,18 @@ def test_a_run_that_cannot_be_read_is_not_left_out_silently(capsys: pytest.Captu
     assert "https://" not in err and "Invalid JSON" in err
 
 
+def test_help_groups_every_command_and_cuts_no_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    import typer
+
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "--help")
+    assert "..." not in out.split("Run:")[1] and all(len(line) <= 80 for line in out.splitlines())
+    grouped = [name for names in main.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(typer.main.get_command(main.app).commands), "each command is in one group"
+
+
 def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -101,7 +101,7 @@ def muster(tmp_path: Path):
     )
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "job.py").write_text("import time\nprint('hello from the job')\ntime.sleep(60)\n")
-    source = Path(__file__).parents[3] / "src"
+    source = Path(__file__).parents[2] / "src"
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{source}:{site}", "MUSTER_HOME": str(tmp_path / "home")}
 
     def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,5 @@
-"""What happens while nobody listens: ranks that end without a supervisor, one that answers no new agent, a script that
-never speaks."""
+"""Without a listener: ranks that end without a supervisor, one that does not register with a new agent, a script that
+never calls muster.run."""
 
 import os
 import signal

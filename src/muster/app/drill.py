@@ -19,7 +19,7 @@ from typing import Any
 from muster.app.inspect.report import report
 from muster.app.run import recover, stop, submit
 from muster.chaos import catalog
-from muster.chaos.fault import Fault
+from muster.chaos.fault import Fault as Fault
 from muster.chaos.network import Disk, Network
 from muster.chaos.target import RunTarget
 from muster.config import load
@@ -28,6 +28,8 @@ from muster.core.events import Event
 from muster.core.types import JobRequest
 from muster.report.audit.invariants import broken, check
 from muster.storage.run_registry import RunDir
+
+MENU = catalog.MENU
 
 #: Steps beyond the fault that count as "it trains on".
 SETTLE_STEPS = 5

@@ -50,7 +50,6 @@ VARIABLES = (
     ),
     Variable("MUSTER_WATCHDOG", "Process id of the watchdog that started the agent.", "the watchdog"),
     Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
-    Variable("MUSTER_STORE_HOSTED", "`1`: the fork server hosts the rendezvous store.", "the fork server"),
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
@@ -73,7 +72,6 @@ class Environment:
     term_ignored: bool
     watchdog_pid: int | None
     nice: int
-    store_hosted: bool
     drill: bool
     pod: str
     storage_emulator: bool
@@ -103,7 +101,6 @@ def read(environ: Mapping[str, str]) -> Environment:
         term_ignored=environ.get("MUSTER_TERM") == "ignored",
         watchdog_pid=int(watchdog) if watchdog else None,
         nice=int(environ.get("MUSTER_NICE") or 0),
-        store_hosted=environ.get("MUSTER_STORE_HOSTED") == "1",
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),

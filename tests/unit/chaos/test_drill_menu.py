@@ -10,7 +10,8 @@ from muster.chaos.network import Network
 from muster.cli.main import run
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
-from muster.core.types import Action, IncidentKind, JobRequest, TaskSpec
+from muster.core.incidents import KINDS
+from muster.core.types import Action, JobRequest, TaskSpec
 
 
 def spec_of(**resources):
@@ -21,7 +22,7 @@ def spec_of(**resources):
 
 @pytest.mark.parametrize("fault", MENU.values(), ids=list(MENU))
 def test_an_entry_speaks_the_words_of_incidents_and_actions(fault):
-    assert set(fault.noticed) <= {kind.value for kind in IncidentKind}
+    assert set(fault.noticed) <= set(KINDS.names())
     assert {action for way in fault.done for action in way} <= {action.value for action in Action}
     assert fault.done, "some way must be the right one"
     assert fault.what and fault.what[0] != " "

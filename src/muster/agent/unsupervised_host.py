@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muster.checkpoint_format.snapshot_ring import Held, list_snapshots
+from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
 from muster.core.types import Layout
 from muster.storage import uris
 
@@ -36,7 +36,7 @@ class Whole:
     """As a flush is ordered: rank, tier, held_as (a replica's shard may lie under its twin's rank)."""
 
 
-def newest_whole(held: Iterable[Held], *, without: Iterable[tuple[int, int]] = ()) -> Whole | None:
+def newest_whole(held: Iterable[SnapshotInfo], *, without: Iterable[tuple[int, int]] = ()) -> Whole | None:
     """The newest version that is all here, own snapshots and copies for others together; None: there is none."""
     versions: dict[tuple[int, int, str], dict[int, str]] = defaultdict(dict)
     for one in held:
@@ -122,7 +122,7 @@ class Alone:
         self.agent.depart(REASON)
 
 
-def _partly(held: Iterable[Held]) -> str | None:
+def _partly(held: Iterable[SnapshotInfo]) -> str | None:
     """What of a version lies here without the rest of it; None: nothing does."""
     newest = max(((one.step, one.attempt, one.layout) for one in held), default=None)
     if newest is None:

@@ -33,11 +33,11 @@ class Parts:
 @cache
 def machine_parts() -> Mapping[str, Parts]:
     """The parts of every machine whose SKUs are known."""
-    found = {}
+    result = {}
     for name, row in rows.table("billing.yaml")["machines"].items():
         names = {kind: tuple(row.get(kind, ())) for kind in ("gpu", "core", "ram")}
-        found[name] = Parts(**names, vcpus=row.get("vcpus", 0), ram_gb=row.get("ram_gb", 0))
-    return found
+        result[name] = Parts(**names, vcpus=row.get("vcpus", 0), ram_gb=row.get("ram_gb", 0))
+    return result
 
 
 _PLACE = re.compile(r" (?:running )?in [^()]*$")
@@ -58,13 +58,13 @@ def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Pri
     """(prices, what was looked for and not found) from the Cloud Billing Catalog's ``skus``."""
     rates: dict[tuple[str, str, str], float] = {}
     for sku in skus:
-        mode, name = take_apart(str(sku.get("description", "")))
+        mode, name = parse_description(str(sku.get("description", "")))
         usd = hourly_usd(sku)
         if mode is None or usd is None or usd <= 0:
             continue
         for region in sku.get("serviceRegions", []):
             rates[mode, name, region] = usd
-    found: list[Price] = []
+    result: list[Price] = []
     missing: list[str] = []
     regions = sorted({region for _, _, region in rates})
     for machine, parts in machine_parts().items():
@@ -81,13 +81,13 @@ def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Pri
                             source="Cloud Billing Catalog",
                         )
                     )  # fmt: skip
-            found += here
+            result += here
             if not here and mode in rows.machines()[machine].modes:
                 missing.append(f"{machine} {mode}")
-    return found, missing
+    return result, missing
 
 
-def take_apart(description: str) -> tuple[str | None, str]:
+def parse_description(description: str) -> tuple[str | None, str]:
     """(way of buying, what) of an SKU; None: one that no plan uses.
 
     ``Nvidia H100 80GB GPU attached to DWS Defined Duration VMs running in Americas`` is flex-start of

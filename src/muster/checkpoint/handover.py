@@ -15,7 +15,7 @@ from muster.transport.secure_session import read_token
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 
-class MoverLost(Exception):
+class ReplicatorLost(Exception):
     """The mover is not there, or died over it, or stands still: the rank writes its share itself."""
 
 
@@ -47,7 +47,7 @@ class Handover:
         try:
             answer = self._ask(uri, preamble, fd, size)
         except (OSError, MusterError, ValueError) as error:
-            raise MoverLost(str(error) or type(error).__name__) from error
+            raise ReplicatorLost(str(error) or type(error).__name__) from error
         if answer.get("t") != "written":
             raise BackendError(str(answer.get("reason", "the mover could not write it")), hint=answer.get("hint"))
         return answer

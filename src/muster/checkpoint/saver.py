@@ -21,7 +21,7 @@ import torch.distributed as dist
 import muster
 from muster.checkpoint import exchange
 from muster.checkpoint.claim import Claim
-from muster.checkpoint.handover import Handover, MoverLost
+from muster.checkpoint.handover import Handover, ReplicatorLost
 from muster.checkpoint.staging import Staging
 from muster.checkpoint_format import manifest as manifests
 from muster.checkpoint_format import shards
@@ -278,9 +278,9 @@ class Saver:
         if self._handover is not None and staging.fd is not None:
             try:
                 uri = uris.join(self._uri(job.step), name)
-                found = self._handover.write(uri, preamble, staging.fd, staging.buffer.numel())
-                return {"name": name, "bytes": found["bytes"], "crc32": found["crc32"]}
-            except MoverLost as error:
+                result = self._handover.write(uri, preamble, staging.fd, staging.buffer.numel())
+                return {"name": name, "bytes": result["bytes"], "crc32": result["crc32"]}
+            except ReplicatorLost as error:
                 # A mover that wakes up again writes on: never into a file that may be committed.
                 name = f"own-{name}"
                 note = {"note": f"the mover did not write rank {self.rank}'s share, so the rank did: {_words(error)}"}

@@ -78,12 +78,12 @@ def _refusal_file(path: Path) -> Path:
 class NoRoom(CheckpointError):
     """The memory for snapshots is not there; what lies in memory is as sound as before."""
 
-    def __init__(self, wanted: int, free: int, folder: Path) -> None:
+    def __init__(self, requested: int, free: int, folder: Path) -> None:
         super().__init__(
-            f"no room for snapshots in memory: {_size(wanted)} wanted, {_size(free)} free in {folder}",
+            f"no room for snapshots in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
             hint="checkpoint.replicate_snapshots: false needs less, checkpoint.snapshot_every_steps: 0 none",
         )
-        self.wanted, self.free = wanted, free
+        self.requested, self.free = requested, free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Version:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class SnapshotInfo:
     """A whole version on this host, and whose it is."""
 
     tier: str
@@ -129,12 +129,12 @@ class Ring:
         """
         if path.exists():
             try:
-                found = cls.open(path, writable=True)
+                result = cls.open(path, writable=True)
             except CheckpointError:
-                found = None
-            if found is not None and (found.header, found.slot_bytes) == (header, slot_bytes):
-                found.grow(slots)
-                return found
+                result = None
+            if result is not None and (result.header, result.slot_bytes) == (header, slot_bytes):
+                result.grow(slots)
+                return result
         data = _aligned(_HEADER_AT + len(header))
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         with _room(path.parent, data + slots * slot_bytes):
@@ -188,12 +188,12 @@ class Ring:
 
     def versions(self) -> list[Version]:
         """Whole versions, newest first."""
-        found = []
+        result = []
         for slot in range(self.slots):
             step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _at(_MARKS + slot))
             if step >= 0:
-                found.append(Version(step=step, attempt=attempt, slot=slot))
-        return sorted(found, key=lambda version: (version.step, version.attempt), reverse=True)
+                result.append(Version(step=step, attempt=attempt, slot=slot))
+        return sorted(result, key=lambda version: (version.step, version.attempt), reverse=True)
 
     def find(self, step: int, attempt: int) -> Version | None:
         return next((v for v in self.versions() if (v.step, v.attempt) == (step, attempt)), None)
@@ -294,7 +294,7 @@ class Ring:
         self.mapped[at : at + 8] = struct.pack("<q", step)
 
 
-def list_snapshots(directory: Path) -> Iterator[Held]:
+def list_snapshots(directory: Path) -> Iterator[SnapshotInfo]:
     """Every whole version in ``directory``; damaged files are passed over."""
     for path in sorted(directory.glob("*.ring")) if directory.is_dir() else []:
         match = _NAME.match(path.name)
@@ -305,7 +305,7 @@ def list_snapshots(directory: Path) -> Iterator[Held]:
         except CheckpointError:
             continue
         for version in ring.versions():
-            yield Held(
+            yield SnapshotInfo(
                 tier="memory" if match["tier"] == "own" else "peer",
                 layout=match["layout"],
                 rank=int(match["rank"]),
@@ -316,16 +316,16 @@ def list_snapshots(directory: Path) -> Iterator[Held]:
 
 
 @contextlib.contextmanager
-def _room(folder: Path, wanted: int) -> Iterator[None]:
+def _room(folder: Path, requested: int) -> Iterator[None]:
     """Raise NoRoom where ``wanted`` bytes are not free in ``folder``, or were not when it came to it."""
     try:
         free = _free(folder)
-        if wanted > free:  # asked first: a reservation that fails half-way takes what others need meanwhile
-            raise NoRoom(wanted, free, folder)
+        if requested > free:  # asked first: a reservation that fails half-way takes what others need meanwhile
+            raise NoRoom(requested, free, folder)
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise NoRoom(wanted, _free(folder), folder) from error
+            raise NoRoom(requested, _free(folder), folder) from error
         raise CheckpointError(f"no snapshots in {folder}: {error.strerror}") from error
 
 

@@ -101,10 +101,10 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         _override(raw, override, origins, problems)
     spec, bad = _check_values(raw, origins, problems, source)
     if spec is not None:
-        found = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
+        result = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
-            found += host_checks.problems(spec)
-        problems += [_placed(each, origins, source) for each in found if not _touches(each.key, bad)]
+            result += host_checks.problems(spec)
+        problems += [_placed(each, origins, source) for each in result if not _touches(each.key, bad)]
     if problems or spec is None:
         raise RunFileError(sorted(problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
     given = frozenset(dotted(path) for path in origins)
@@ -204,19 +204,19 @@ def _check_values(
         try:
             return RunSpec.model_validate(rest), bad
         except ValidationError as error:
-            found = _located(error, rest)
-        for path, kind in found.items():
+            result = _located(error, rest)
+        for path, kind in result.items():
             if dotted(path) not in bad and not any(_within(dotted(path), other) for other in bad):
                 problems.append(_value_problem(path, kind, raw, origins, source))
             bad.add(dotted(path))
-        for path in sorted(found, key=lambda each: tuple(map(str, each)), reverse=True):
+        for path in sorted(result, key=lambda each: tuple(map(str, each)), reverse=True):
             if isinstance(path[-1], int):  # a list with a bad item says nothing
                 path = path[:-1]
                 bad.add(dotted(path))
             _remove(rest, path)
-        if any(path == ("name",) for path in found):
+        if any(path == ("name",) for path in result):
             rest["name"] = "unnamed"
-        for path, kind in found.items():
+        for path, kind in result.items():
             if kind in ("missing", "too_short", "union_tag_not_found", "union_tag_invalid") and len(path) > 1:
                 _remove(rest, path[:1])  # a section that cannot stand without it
                 bad.add(dotted(path[:1]))
@@ -225,7 +225,7 @@ def _check_values(
 
 def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
     """Key path -> kind of error; of errors inside each other the innermost."""
-    found: dict[KeyPath, str] = {}
+    result: dict[KeyPath, str] = {}
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         path: KeyPath = ()
         annotation: Any = RunSpec
@@ -240,11 +240,11 @@ def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
         kind = each["type"]
         if kind.startswith("union_tag"):
             path = (*path, "type")
-        found.setdefault(path, kind)
+        result.setdefault(path, kind)
     return {
         path: kind
-        for path, kind in found.items()
-        if not any(other != path and other[: len(path)] == path for other in found)
+        for path, kind in result.items()
+        if not any(other != path and other[: len(path)] == path for other in result)
     }
 
 
@@ -258,13 +258,13 @@ def _value_problem(
         message = f"must be one of {', '.join(known)}" + (f", got {schema_keys.shown(given)}" if given is not None else "")
         return _problem(path, message, origins, source, hint=_near(given, known))
     annotation, info = schema_keys.at(path, raw)
-    wanted = schema_keys.expected(annotation, info.metadata if info else None)
+    requested = schema_keys.expected(annotation, info.metadata if info else None)
     value = _get(raw, path)
     if kind == "missing" and value is None:
-        return _problem(path, f"is missing: {wanted}", origins, source)
+        return _problem(path, f"is missing: {requested}", origins, source)
     if kind == "too_short":
         return _problem(path, f"must hold at least one item, got {schema_keys.shown(value)}", origins, source)
-    message = f"must be {wanted}, got {schema_keys.shown(value, key=dotted(path))}"
+    message = f"must be {requested}, got {schema_keys.shown(value, key=dotted(path))}"
     return _problem(path, message, origins, source, value=value, hint=_value_hint(value, annotation, info))
 
 

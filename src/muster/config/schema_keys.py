@@ -127,10 +127,10 @@ def at(path: KeyPath, raw: Any = None) -> tuple[Any, FieldInfo | None]:
 @cache
 def every_key() -> dict[str, list[str]]:
     """Key name -> the dotted paths where it may stand (list items as ``sources.0``)."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for path, name in _walk(RunSpec, ""):
-        found.setdefault(name, []).append(path)
-    return found
+        result.setdefault(name, []).append(path)
+    return result
 
 
 def _walk(annotation: Any, prefix: str) -> Iterator[tuple[str, str]]:
@@ -183,7 +183,7 @@ def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
 
 def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
     """What a value must be, in words: ``a whole number of at least 1``."""
-    found: list[str] = []
+    result: list[str] = []
     for leaf in leaves(annotation):
         notes = list(metadata or [])
         while get_origin(leaf) is Annotated:
@@ -191,9 +191,9 @@ def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
                 notes += note.metadata if isinstance(note, FieldInfo) else [note]
             leaf = get_args(leaf)[0]
         words = _words(leaf, notes)
-        if words not in found:
-            found.append(words)
-    return " or ".join(found) or "left out"
+        if words not in result:
+            result.append(words)
+    return " or ".join(result) or "left out"
 
 
 def _words(leaf: Any, notes: list[Any]) -> str:

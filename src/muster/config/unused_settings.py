@@ -15,7 +15,7 @@ COMPILE_PAYS_AFTER_STEPS = 50
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
     """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
     rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
-    unused = [found for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for found in rule(spec)]
+    unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
     return [Problem(key=key, message=f"has no effect: {reason}") for key, reason in unused if key in given]
 
 

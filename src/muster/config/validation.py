@@ -23,10 +23,10 @@ SCHEMES = ("gs", "s3", "memory", "file")
 
 def problems(spec: RunSpec) -> list[Problem]:
     """What cannot work together, whatever machine this is."""
-    found: list[Problem] = []
+    result: list[Problem] = []
     for rule in (_whole, _model, _data, _training, _numerics, _parallelism, _evaluation, _places, _recovery, _limits):
-        found += rule(spec)
-    return found
+        result += rule(spec)
+    return result
 
 
 def world_size(spec: RunSpec) -> int | None:
@@ -240,16 +240,16 @@ def _recovery(spec: RunSpec) -> Iterator[Problem]:
             key="recovery.policy", message=f"{policy!r} is no policy", value=policy,
             hint="default, conservative, none, or a Python file",
         )  # fmt: skip
-    steps, wanted = spec.training.steps, spec.recovery.baseline_steps
-    if 0 < wanted < REFERENCE_LEAST:
+    steps, requested = spec.training.steps, spec.recovery.baseline_steps
+    if 0 < requested < REFERENCE_LEAST:
         yield Problem(
-            key="recovery.baseline_steps", message=f"{wanted} are too few for a median", value=wanted,
+            key="recovery.baseline_steps", message=f"{requested} are too few for a median", value=requested,
             hint=f"at least {REFERENCE_LEAST}; 200 are enough",
         )  # fmt: skip
-    elif wanted and steps is not None and wanted + REFERENCE_AFTER > steps:
+    elif requested and steps is not None and requested + REFERENCE_AFTER > steps:
         yield Problem(
-            key="recovery.baseline_steps", value=wanted,
-            message=f"does not fit: the {wanted} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
+            key="recovery.baseline_steps", value=requested,
+            message=f"does not fit: the {requested} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
             hint="fewer, or a longer run",
         )  # fmt: skip
     resources = spec.resources
@@ -295,14 +295,14 @@ def absolute(spec: RunSpec) -> RunSpec:
     if spec.recovery.policy.endswith(".py"):
         changes["recovery"] = spec.recovery.model_copy(update={"policy": full(spec.recovery.policy)})
     if spec.model is not None:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name in ("source", "tokenizer"):
             value = getattr(spec.model, name)
             if isinstance(value, str) and looks_local(value):
-                found[name] = full(value)
+                result[name] = full(value)
         if isinstance(spec.model.config, str):
-            found["config"] = full(spec.model.config)
-        changes["model"] = spec.model.model_copy(update=found)
+            result["config"] = full(spec.model.config)
+        changes["model"] = spec.model.model_copy(update=result)
     if spec.data is not None:
         sources = [
             source.model_copy(update={key: full(path) for key, path in source.files.items()})

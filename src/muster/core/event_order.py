@@ -18,35 +18,35 @@ BENT_NS = 1_000_000_000
 _BEGINS = ("agent.started", "supervisor.started")
 
 
-def steady(files: Mapping[str, Sequence[Event]]) -> list[tuple[int, str, Event]]:
+def merge_by_monotonic_clock(files: Mapping[str, Sequence[Event]]) -> list[tuple[int, str, Event]]:
     """(wall time by a clock that nobody steps, file, event), in order; within an instant by file, then as written."""
     stretches = [(name, stretch) for name in sorted(files) for stretch in _stretches(files[name])]
-    found: list[tuple[int, str, Event]] = []
+    result: list[tuple[int, str, Event]] = []
     anchors: dict[str, list[int]] = {}
     last_ns: int | None = None
     for name, stretch in sorted((each for each in stretches if _is_supervisor(each[0])), key=_term):
         anchor = _anchor(stretch[0])
         if last_ns is not None and stretch[0].mono_ns + anchor < last_ns - BENT_NS:
             anchor = last_ns - stretch[0].mono_ns  # terms follow each other: this one's clock went back before it began
-        found += _placed(name, stretch, anchor)
-        last_ns = max(at_ns for at_ns, _, _ in found)
+        result += _placed(name, stretch, anchor)
+        last_ns = max(at_ns for at_ns, _, _ in result)
         for event in stretch:
             if event.kind == "clock.offset":
                 anchors.setdefault(event.host, []).append(anchor + int(event.detail["offset_ns"]))
     for name, stretch in (each for each in stretches if not _is_supervisor(each[0])):
         anchor = _anchor(stretch[0])
         measured = min(anchors.get(stretch[0].host, ()), key=lambda each: abs(each - anchor), default=anchor)
-        found += _placed(name, stretch, anchor if abs(anchor - measured) <= BENT_NS else measured)
-    return sorted(found, key=lambda each: (each[0], each[1], each[2].seq))
+        result += _placed(name, stretch, anchor if abs(anchor - measured) <= BENT_NS else measured)
+    return sorted(result, key=lambda each: (each[0], each[1], each[2].seq))
 
 
 def _stretches(events: Sequence[Event]) -> list[list[Event]]:
-    found: list[list[Event]] = []
+    result: list[list[Event]] = []
     for event in events:
-        if not found or event.kind in _BEGINS:
-            found.append([])
-        found[-1].append(event)
-    return found
+        if not result or event.kind in _BEGINS:
+            result.append([])
+        result[-1].append(event)
+    return result
 
 
 def _placed(name: str, stretch: Sequence[Event], anchor: int) -> list[tuple[int, str, Event]]:

@@ -304,7 +304,7 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The object that stands on the line; absent fields are left out."""
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "run_id": self.run_id,
             "attempt": self.attempt,
             "seq": self.seq,
@@ -315,16 +315,16 @@ class Event:
         }
         for name in ("rank", "phase", "step"):
             if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
+                result[name] = getattr(self, name)
         if self.detail:
-            found["detail"] = dict(self.detail)
-        return found
+            result["detail"] = dict(self.detail)
+        return result
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Event:
+    def from_json(cls, result: Mapping[str, Any]) -> Event:
         """Read one line's object. Raises ValueError on a missing or unknown field."""
         names = set(cls.__dataclass_fields__)
-        given = {key: value for key, value in found.items() if key not in ("prev",)}
+        given = {key: value for key, value in result.items() if key not in ("prev",)}
         unknown = set(given) - names
         if unknown:
             raise ValueError(f"unknown event field {sorted(unknown)[0]!r}")
@@ -350,7 +350,7 @@ def check(event: Event) -> None:
             raise ValueError(f"event {event.kind} has unknown detail {extra}")
 
 
-def encode(found: Mapping[str, Any]) -> bytes:
+def encode(result: Mapping[str, Any]) -> bytes:
     """Canonical bytes of one line, newline included: sorted keys, no spaces, finite numbers only."""
-    text = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(result, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"

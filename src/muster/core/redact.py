@@ -47,15 +47,15 @@ def redact_value(key: str, value: Any) -> Any:
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line fit for a record: ``--token X``, ``token=X`` and secret-looking words are hidden."""
-    found: list[str] = []
+    result: list[str] = []
     hide = False
     for word in argv:
         name, equals, _ = word.partition("=")
         if hide:
-            found.append(HIDDEN)
+            result.append(HIDDEN)
         elif equals and is_secret(name.lstrip("-")):
-            found.append(f"{name}={HIDDEN}")
+            result.append(f"{name}={HIDDEN}")
         else:
-            found.append(redact(word))
+            result.append(redact(word))
         hide = not equals and word.startswith("-") and is_secret(word.lstrip("-"))
-    return found
+    return result

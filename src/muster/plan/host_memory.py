@@ -66,8 +66,8 @@ def host_memory(work: Workload, setting: Setting, *, machine: str, gpus_per_node
 
 
 def _limit_bytes(name: str) -> int | None:
-    found = (family.machines[name] for family in gke.families().values() if name in family.machines)
-    machine = next(found, None)
+    result = (family.machines[name] for family in gke.families().values() if name in family.machines)
+    machine = next(result, None)
     return None if machine is None else machine.shared_memory_gib * GIB
 
 

@@ -32,19 +32,19 @@ class Check:
 
 def checks(anchors: Sequence[Anchor], constants: Constants = DEFAULT) -> list[Check]:
     """Every row with its stack's fitted efficiency."""
-    found = []
+    result = []
     for stack in dict.fromkeys(anchor.stack for anchor in anchors):
         mine = [anchor for anchor in anchors if anchor.stack == stack]
         efficiency = fit([anchor for anchor in mine if anchor.use == "fit"], constants)
         for anchor in mine:
             predicted, time = predict(anchor, replace(constants, efficiency=efficiency))
-            found.append(Check(anchor=anchor, efficiency=efficiency, predicted=predicted, time=time))
-    return found
+            result.append(Check(anchor=anchor, efficiency=efficiency, predicted=predicted, time=time))
+    return result
 
 
-def median_error(found: Sequence[Check]) -> float:
+def median_error(result: Sequence[Check]) -> float:
     """Of the rows that nothing was fitted on."""
-    return median(abs(each.error) for each in found if each.anchor.use == "check")
+    return median(abs(each.error) for each in result if each.anchor.use == "check")
 
 
 def fit(anchors: Sequence[Anchor], constants: Constants) -> float:

@@ -114,7 +114,7 @@ class _Memo:
 
 def search(problem: Problem) -> Outcome:
     """The best of everything on offer. Deterministic; nothing outside the arguments matters."""
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     rejected: list[Rejection] = []
     memo = _Memo()
     fastest_settings: dict[tuple[object, ...], list[tuple[int, Setting, MemoryEstimate, StepTime]]] = {}
@@ -130,19 +130,19 @@ def search(problem: Problem) -> Outcome:
                 kept = [each for each in priced if _over(problem.limits, each) is None]
                 if priced and not kept:
                     why = _over(problem.limits, min(priced, key=_excess_of(problem.limits)))
-                found += kept
+                result += kept
             except NoPlanError as error:
                 why = str(error)
         if why is not None:
             rejected.append(Rejection(option=option, reason=why))
-    frontier = pareto(found)
+    frontier = pareto(result)
     cheapest = frontier[0] if frontier else None
     return Outcome(
         cheapest=cheapest,
         fastest=frontier[-1] if frontier else None,
         frontier=frontier,
-        candidates=tuple(found),
-        rejected=(*rejected, *_dearer(found, frontier)),
+        candidates=tuple(result),
+        rejected=(*rejected, *_dearer(result, frontier)),
         evaluated=memo.evaluated,
     )
 
@@ -173,7 +173,7 @@ def excluded(problem: Problem, option: Option) -> str | None:
 
 def best_settings(problem: Problem, option: Option, memo: _Memo) -> list[tuple[int, Setting, MemoryEstimate, StepTime]]:
     """For each node count the setting with the shortest step among those that fit."""
-    found = []
+    result = []
     for num_nodes in node_counts(problem.work, option, problem.pins):
         best: tuple[int, Setting, MemoryEstimate, StepTime] | None = None
         for setting, need in _fitting(problem, option, num_nodes, memo):
@@ -181,8 +181,8 @@ def best_settings(problem: Problem, option: Option, memo: _Memo) -> list[tuple[i
             if best is None or time.seconds < best[3].seconds:
                 best = (num_nodes, setting, need, time)
         if best is not None:
-            found.append(best)
-    return found
+            result.append(best)
+    return result
 
 
 def _fitting(problem: Problem, option: Option, num_nodes: int, memo: _Memo) -> list[tuple[Setting, MemoryEstimate]]:
@@ -226,10 +226,10 @@ def _candidate(
     )
 
 
-def pareto(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def pareto(result: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Those that nothing beats in both cost and time (by more than ``LEAST_GAIN``), by rising cost."""
     kept: list[Candidate] = []
-    for each in sorted(found, key=lambda c: (_usd(c), c.cost.hours_p50)):
+    for each in sorted(result, key=lambda c: (_usd(c), c.cost.hours_p50)):
         if not kept or each.cost.hours_p50 < kept[-1].cost.hours_p50 * (1 - LEAST_GAIN):
             kept.append(each)
     return tuple(kept)
@@ -271,13 +271,13 @@ def _least_memory(problem: Problem, option: Option, memo: _Memo) -> str:
     return f"{need}, {_article(chip)} {chip} has {gigabytes(have)}"
 
 
-def _dearer(found: Sequence[Candidate], frontier: Sequence[Candidate]) -> list[Rejection]:
+def _dearer(result: Sequence[Candidate], frontier: Sequence[Candidate]) -> list[Rejection]:
     """Offers that would do, but are beaten."""
     if not frontier:
         return []
     chosen = {id(each.option) for each in frontier}
     best: dict[int, Candidate] = {}
-    for each in found:
+    for each in result:
         held = best.get(id(each.option))
         if held is None or _usd(each) < _usd(held):
             best[id(each.option)] = each

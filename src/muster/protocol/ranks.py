@@ -69,15 +69,15 @@ class RankContext:
     def to_json(self) -> dict[str, Any]:
         # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
         restore = self.restore
-        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "batch_schedule": list(self.batch_schedule)}
+        result = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "batch_schedule": list(self.batch_schedule)}
         if restore is not None:
-            found["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
-        return found
+            result["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
+        return result
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> RankContext:
+    def from_json(cls, result: Mapping[str, Any]) -> RankContext:
         """The inverse of ``to_json``. Raises TypeError on unknown or missing keys."""
-        given = dict(found)
+        given = dict(result)
         given["layout"] = Layout(**given["layout"])
         given["skip_steps"] = tuple(int(step) for step in given.get("skip_steps", ()))
         if given.get("restore") is not None:

@@ -44,12 +44,12 @@ def new_run_id(name: str, *, now_s: float | None = None, salt: str | None = None
 def slug(name: str, length: int) -> str:
     """``name`` in lower-case letters, digits and single dashes, beginning with a letter; ``run`` for nothing."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
-    found = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
-    if not found:
+    result = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    if not result:
         return "run"
-    if not found[0].isalpha():
-        found = f"run-{found}"
-    return found[:length].strip("-")
+    if not result[0].isalpha():
+        result = f"run-{result}"
+    return result[:length].strip("-")
 
 
 @dataclass(frozen=True)

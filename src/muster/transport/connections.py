@@ -179,11 +179,11 @@ class ConnectionPool:
         if len(peer.pending) > BUFFER_LIMIT_BYTES:
             self._gone(peer, f"does not read: {len(peer.pending)} bytes wait")
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.pending else 0)
+        requested = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.pending else 0)
         with contextlib.suppress(KeyError, ValueError):
             key = self.selector.get_key(peer.sock)
-            if key.events != wanted:
-                self.selector.modify(peer.sock, wanted, key.data)
+            if key.events != requested:
+                self.selector.modify(peer.sock, requested, key.data)
 
     def _gone(self, peer: Connection, reason: str) -> None:
         if not peer.closed:

@@ -7,7 +7,7 @@ import pytest
 from muster.agent import unsupervised_host
 from muster.agent.unsupervised_host import LONELY_S, REASON, Alone, newest_whole
 from muster.backends.gke.pod import main
-from muster.checkpoint_format.snapshot_ring import Held, Ring, file_name
+from muster.checkpoint_format.snapshot_ring import SnapshotInfo, Ring, file_name
 
 KEY = "r1s2t1p1c1e1"
 
@@ -167,7 +167,7 @@ def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
 
 
 def held(step, *ranks, attempt=1, layout=KEY, tier="memory"):
-    return [Held(tier=tier, layout=layout, rank=rank, step=step, attempt=attempt) for rank in ranks]
+    return [SnapshotInfo(tier=tier, layout=layout, rank=rank, step=step, attempt=attempt) for rank in ranks]
 
 
 def test_versions_never_mix_and_a_twin_stands_in():

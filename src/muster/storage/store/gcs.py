@@ -48,9 +48,9 @@ class GcsStore:
         bucket, key = uris.bucket_and_key(prefix)
         folder = f"{key.rstrip('/')}/" if key.strip("/") else ""
         with self._errors(prefix):
-            found = self._client().list_blobs(bucket, prefix=folder, timeout=_TIMEOUT_S, retry=None)
+            result = self._client().list_blobs(bucket, prefix=folder, timeout=_TIMEOUT_S, retry=None)
             # A name that ends in a slash is a folder marker that consoles and FUSE mounts leave.
-            return sorted(f"gs://{bucket}/{blob.name}" for blob in found if not blob.name.endswith("/"))
+            return sorted(f"gs://{bucket}/{blob.name}" for blob in result if not blob.name.endswith("/"))
 
     def delete(self, uri: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._errors(uri):

@@ -1,8 +1,9 @@
 """Google's billing SKUs to prices of machines. Pure: the SKUs are an argument.
 
 A naive match picks the wrong row: B200 Spot and every DWS SKU carry ``usageType: OnDemand``; "H100 80GB" is a prefix
-of A3 Mega's name; "A100" of the 80 GB part's. So a description is taken apart: a way of buying (by its marker), and
-what is left, which must be one of the names in ``tables/billing.yaml`` exactly. Whatever does not match is left out, never guessed.
+of A3 Mega's name; "A100" of the 80 GB part's. So a description is parsed into a way of buying (by its marker) and
+the rest, which must be exactly one of the names in ``tables/billing.yaml``. What does not match is left out, never
+guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from muster.catalog.rows import Price
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """SKU names that a machine's bill is made of, besides local SSD (which is billed apart)."""
+    """SKU names that a machine's bill is made of, without local SSD (which is billed separately)."""
 
     gpu: tuple[str, ...]
     core: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """What a plan chooses from: every machine x mode x region, with its price, fabric and failure rate.
 
-An ``Offer`` of the core says what a back end could give; ``Option`` adds what planning needs to know about it.
+An ``Offer`` of the core is what a back end can provide; ``Option`` adds what planning needs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tables as typed values. Reading is cached; a malformed row is our own bug and fails loudly.
 
-Unknown numbers are None: whoever needs one refuses and says which.
+Unknown numbers are None: code that needs one refuses and names it.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def find_model(name: str) -> KnownModel | None:
 
 
 def table_date(name: str) -> str:
-    """When a table was last gone over."""
+    """When a table was last checked."""
     return str(table(name)["date"])
 
 

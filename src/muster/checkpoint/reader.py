@@ -72,7 +72,7 @@ def open_buffer(data: bytes | bytearray | memoryview, *, name: str = "shard") ->
 
 
 def open_header(header: bytes, data: memoryview, *, name: str = "shard") -> Shard:
-    """A shard whose header lies apart from its bytes (a ring). Raises CheckpointError."""
+    """A shard whose header is apart from its bytes (a ring). Raises CheckpointError."""
     result = shards.decode_header(header)
     if len(data) < result.data_bytes:
         raise CheckpointError(f"{name}: {len(data)} bytes, its header says {result.data_bytes}")

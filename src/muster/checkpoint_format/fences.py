@@ -58,7 +58,7 @@ class Fence:
             result["before"] = cls._from_json(result["before"])
         fence = cls(**result)
         if not isinstance(fence.attempt, int):
-            raise ValueError("the attempt is no number")
+            raise ValueError("the attempt is not a number")
         return fence
 
 
@@ -67,7 +67,7 @@ def fence_uri(directory: str) -> str:
 
 
 def read(store: Store, directory: str) -> Fence | None:
-    """The fence now; None where nobody has claimed the folder. Raises CheckpointError when malformed."""
+    """The fence now; None where the folder is unclaimed. Raises CheckpointError when malformed."""
     try:
         return Fence.decode(store.get(fence_uri(directory)).data)
     except FileNotFoundError:
@@ -119,4 +119,4 @@ def claim(store: Store, directory: str, *, run_id: str, attempt: int, heirs: Cal
             else:
                 store.put_if(uri, requested.encode(), generation)
         except ConflictError:
-            continue  # somebody else moved it: look again
+            continue  # another process changed it: read again

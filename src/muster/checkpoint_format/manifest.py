@@ -6,7 +6,7 @@
     <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
     <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
 
-A checkpoint exists when its marker does and the fence (``core.fences``) admits it.
+A checkpoint exists when its marker does and the fence (``checkpoint_format.fences``) admits it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Small JSON values: data and model fingerprints."""
     directory: str = ""
-    """Where it was found; not written into the marker."""
+    """The folder it was read from; not written into the marker."""
 
     @property
     def uri(self) -> str:
@@ -83,7 +83,7 @@ class Manifest:
         try:
             result = json.loads(data)
             if not isinstance(result, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             if result.pop("format", None) != FORMAT:
                 raise ValueError("of an unknown format")
             result["layout"] = Layout.of(result["layout"])
@@ -238,7 +238,7 @@ def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt:
 def remove_orphans(store: Store, directory: str, *, run_id: str, attempt: int) -> list[str]:
     """Remove data that no marker names and that an older attempt wrote; returns the folders removed.
 
-    Call after ``claim``: whoever still writes there can no longer commit.
+    Call after ``claim``: writers of older attempts can no longer commit.
     """
     fences.check(store, directory, run_id=run_id, attempt=attempt)
     named = set()

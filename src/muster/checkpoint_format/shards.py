@@ -60,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardHeader:
-    """What a shard's bytes are. ``step`` and ``attempt`` are -1 where something else says them (a ring's stamp)."""
+    """What a shard's bytes are. ``step`` and ``attempt`` are -1 where they are stored elsewhere (a ring's stamp)."""
 
     rank: int
     layout: Layout
@@ -128,7 +128,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
 
 
 def preamble(header: ShardHeader) -> bytes:
-    """What stands before the tensors' bytes in a file."""
+    """The bytes before the tensors' bytes in a file."""
     text = encode_header(header)
     start = _FIXED.pack(MAGIC, len(text)) + text
     return start + b"\0" * (_aligned(len(start)) - len(start))

@@ -1,15 +1,15 @@
 """In-memory snapshots of one rank: a ring of slots in a file on tmpfs, which outlives the rank.
 
-The rank writes, others only read: the agent lists what is there, the mover copies it to a peer, a
+The rank writes, others only read: the agent lists what is there, the replicator copies it to a peer, a
 restarted rank maps it. A slot counts when its stamp names a step; the stamp is cleared before the bytes
-change and set after they are whole, so a rank killed in mid-copy leaves a slot that is no version.
+change and set after they are whole, so a rank killed in mid-copy leaves a slot without a version.
 
-A version gets a seal, a sum over its bytes, a moment after it is whole; whoever restores it compares.
+A version gets a seal, a checksum of its bytes, shortly after it is complete; a restore verifies it.
 
 Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four int64 each), the shard header (JSON: what
-the bytes are, see ``core.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt, seal and step of
-the seal (step -1: no version, no seal). The marks are versions too: the one that the rank wants copied to the peer
-next (``order``), the one that the peer last said it holds (``note_copied``), and the step that every rank's peer
+the bytes are, see ``checkpoint_format.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt, seal
+and step of the seal (step -1: no version, no seal). The marks are versions too: the one to copy to the peer next
+(``order``), the one that the peer last confirmed (``note_copied``), and the step that every rank's peer
 holds (``agree``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
 """
 
@@ -53,14 +53,14 @@ def file_name(tier: str, layout_key: str, rank: int) -> str:
 
 
 def refuse(path: Path, reason: str) -> None:
-    """Say, beside the place where a rank waits for a fetched ring, why none will come."""
+    """Leave the reason why no ring will be fetched, next to the path where a rank waits for it."""
     part = path.with_name(f"{path.name}.saying")
     part.write_text(reason)
     os.rename(part, _refusal_file(path))
 
 
 def refusal(path: Path) -> str | None:
-    """What ``refuse`` said about ``path``; None where nothing."""
+    """The reason that ``refuse`` left for ``path``; None: none."""
     try:
         return _refusal_file(path).read_text()
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def _refusal_file(path: Path) -> Path:
 
 
 class NoRoom(CheckpointError):
-    """The memory for snapshots is not there; what lies in memory is as sound as before."""
+    """Not enough memory for snapshots; existing snapshots are intact."""
 
     def __init__(self, requested: int, free: int, folder: Path) -> None:
         super().__init__(
@@ -97,7 +97,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotInfo:
-    """A whole version on this host, and whose it is."""
+    """A complete version on this host, and its rank."""
 
     tier: str
     layout: str
@@ -107,14 +107,14 @@ class SnapshotInfo:
 
 
 class Ring:
-    """A mapped ring file. ``create`` for the rank that writes it, ``open`` for everybody else."""
+    """A mapped ring file. ``create`` for the rank that writes it, ``open`` for all others."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path = path
         self.mapped = mapped
         magic, _, header_bytes, self.slot_bytes = _FIXED.unpack_from(mapped)
         if magic != MAGIC:
-            raise CheckpointError(f"{path} is no snapshot ring")
+            raise CheckpointError(f"{path} is not a snapshot ring")
         self.header = bytes(mapped[_HEADER_AT : _HEADER_AT + header_bytes])
         self._data = _aligned(_HEADER_AT + header_bytes)
         if len(mapped) < self._data + MAX_SLOTS * self.slot_bytes:
@@ -163,7 +163,7 @@ class Ring:
         try:
             return cls(path, mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
         except (ValueError, struct.error) as error:
-            raise CheckpointError(f"{path} is no snapshot ring") from error
+            raise CheckpointError(f"{path} is not a snapshot ring") from error
         finally:
             os.close(fd)
 
@@ -173,7 +173,7 @@ class Ring:
         return int(_FIXED.unpack_from(self.mapped)[1])
 
     def grow(self, slots: int) -> None:
-        """Reserve memory for so many slots; never fewer than there are. Raises NoRoom."""
+        """Reserve memory for ``slots`` slots; never fewer than there are. Raises NoRoom."""
         has = self.slots
         if slots <= has:
             return
@@ -228,8 +228,8 @@ class Ring:
     def seal(self, version: Version, seal: int | None) -> None:
         """Note the sum of the version's bytes (any signed 64-bit number); None: it has none.
 
-        May come from another thread: a seal of a version that is overwritten meanwhile names its own step, and so
-        seals nothing.
+        May come from another thread: a seal of a version that is overwritten meanwhile names the old step, and so
+        has no effect.
         """
         at = _at(_MARKS + version.slot)
         self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
@@ -250,7 +250,7 @@ class Ring:
                 self._stamp(_MARKS + version.slot, -1, -1)
 
     def order(self, version: Version | None) -> None:
-        """What the peer is to get next: the rank's word to the mover. None: nothing."""
+        """Request a copy to the peer (from the rank to the replicator). None: nothing."""
         self._stamp(_ORDERED, *((version.step, version.attempt) if version else (-1, -1)))
 
     def ordered(self) -> tuple[int, int]:
@@ -258,7 +258,7 @@ class Ring:
         return self._mark(_ORDERED)[:2]
 
     def note_copied(self, version: Version, *, world: int = -1) -> None:
-        """The peer that attempt ``world`` copies to said that it holds ``version``: the mover's word to the rank."""
+        """Note that the peer of attempt ``world`` holds ``version`` (from the replicator to the rank)."""
         self._stamp(_COPIED, version.step, version.attempt, world)
 
     def copied(self, *, world: int | None = None) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class Ring:
         return self._mark(_AGREED)[0]
 
     def close(self) -> None:
-        """Let go of the mapping; where somebody still looks at its bytes, when they have done."""
+        """Close the mapping; where a buffer still refers to it, it is freed with the buffer."""
         with contextlib.suppress(BufferError):
             self.mapped.close()
 
@@ -320,7 +320,7 @@ def _room(folder: Path, requested: int) -> Iterator[None]:
     """Raise NoRoom where ``wanted`` bytes are not free in ``folder``, or were not when it came to it."""
     try:
         free = _free(folder)
-        if requested > free:  # asked first: a reservation that fails half-way takes what others need meanwhile
+        if requested > free:  # asked first: a reservation that fails half-way takes memory that others need
             raise NoRoom(requested, free, folder)
         yield
     except OSError as error:
@@ -339,7 +339,7 @@ def _size(count: int) -> str:
 
 
 def _at(index: int) -> int:
-    """Where a mark or a stamp lies in the file."""
+    """Offset of a mark or a stamp in the file."""
     return _FIXED.size + index * _STAMP.size
 
 

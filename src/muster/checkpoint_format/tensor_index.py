@@ -55,7 +55,7 @@ def decode_index(data: bytes) -> list[Entry]:
 
 
 def boxes_of_table(table: Iterable[Mapping[str, Any]]) -> list[Chunk]:
-    """What a snapshot ring's header says its slots hold, empty boxes left out. Raises CheckpointError."""
+    """The boxes in a snapshot ring's header, empty ones left out. Raises CheckpointError."""
     try:
         result = [
             chunk_from_json(

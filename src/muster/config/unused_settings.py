@@ -1,4 +1,4 @@
-"""Knobs that were set and change nothing in this combination: reported with the reason, never swallowed."""
+"""Settings that have no effect in this combination: reported with the reason, never dropped silently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
-#: Layers are compiled once, in tens of seconds; below so many steps that does not come back.
+#: Layers are compiled once, in tens of seconds; shorter runs do not gain that back.
 COMPILE_PAYS_AFTER_STEPS = 50
 
 

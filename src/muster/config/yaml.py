@@ -54,7 +54,7 @@ def parse(text: str, *, source: str) -> Parsed:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
-        hint = "indent with spaces" if "'\\t'" in message else "a text with ': ' in it wants quotes" if (
+        hint = "indent with spaces" if "'\\t'" in message else "quote a text that contains ': '" if (
             "mapping values" in message
         ) else None  # fmt: skip
         result.wrong((), f"not YAML: {message}", line=mark.line + 1 if mark else None, hint=hint)

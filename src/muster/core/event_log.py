@@ -39,9 +39,9 @@ def genesis(run_id: str, name: str) -> str:
 class EventLog:
     """The writing end of one file.
 
-    Not thread-safe. ``append`` and ``sync`` never raise for the disk: ``trouble`` says what is wrong with it, and
-    ``tend`` tries again (call it now and then while there is trouble). A second writer on the same file is refused
-    (advisory lock, held while open). Opening an existing file checks its chain and goes on from its last whole line.
+    Not thread-safe. ``append`` and ``sync`` never raise for disk errors: ``trouble`` says what is wrong, and ``tend``
+    tries again (call it periodically while ``trouble`` is set). A second writer on the same file is refused (advisory
+    lock, held while open). Opening an existing file checks its chain and continues after its last complete line.
 
     Raises:
         ConflictError: another process writes this file.
@@ -197,7 +197,7 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
 
 
 def merged(directory: str | Path) -> list[Event]:
-    """All events of a run in the order in which they happened (see ``core.steady``), each as it was written.
+    """All events of a run in the order in which they happened (see ``core.event_order``), each as it was written.
 
     Good enough for showing; the ledger uses the logged clock offsets instead.
     """
@@ -210,7 +210,8 @@ def merged(directory: str | Path) -> list[Event]:
 def on_one_clock(files: Mapping[str, Sequence[Event]]) -> list[Event]:
     """The events of several files in the order in which they happened, with wall times by a clock that is never
     stepped: for durations between events."""
-    return [event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in merge_by_monotonic_clock(files)]
+    merged = merge_by_monotonic_clock(files)
+    return [event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in merged]
 
 
 def heads(directory: str | Path, *, run_id: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ PHASES = (
     "warmup",  # compile and the first, slow step
     "train",
     "eval",
-    "checkpoint",  # training stands still for a save
+    "checkpoint",  # training waits for a save
     "detect",  # broken, not yet noticed (set by the ledger, from the incident)
     "restart",  # noticed, not yet stepping again
     "wait",  # for capacity
@@ -90,7 +90,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             required={"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
             optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
         ),
-        "run.message": Kind(doc="Something a person should know.", required={"text": "one sentence"}, open=True),
+        "run.message": Kind(doc="Informational message.", required={"text": "one sentence"}, open=True),
         "run.ending": Kind(
             doc="It will end so, once the hosts have written what only their memory holds.",
             required={
@@ -126,8 +126,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Not used again, or not for now.",
             required={"reason": "why"},
             optional={
-                "for_s": "held off for so long",
-                "until_return": "told to go: until it went and came back",
+                "for_s": "seconds of quarantine",
+                "until_return": "until the host has left and rejoined",
                 "suspected_of": "error (step and words) that is looked for on another host",
             },
         ),
@@ -168,7 +168,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),
         "rank.started": Kind(
-            doc="A rank's process exists, or goes on in a new attempt.",
+            doc="A rank's process exists, or continues in a new attempt.",
             required={"pid": "process id"},
             optional={"standby": "was warm", "kept": "it ran in the attempt before"},
         ),
@@ -178,7 +178,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={"reason": "last words", "exception": "class name", "traceback": "last lines"},
         ),
         "phase.changed": Kind(doc="From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
-        # -------- training (rank 0 unless said)
+        # -------- training (rank 0 unless stated)
         "data.prepared": Kind(
             doc="Tokens are ready.",
             required={
@@ -236,12 +236,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Bytes start to move.", required={"tier": "memory, peer, disk, bucket", "uri": "where"}
         ),
         "checkpoint.committed": Kind(
-            doc="The marker stands: this version can be restored.",
+            doc="The commit marker is written: this version can be restored.",
             required={"tier": "memory, peer, disk, bucket", "uri": "where", "bytes": "all ranks"},
             optional={"duration_ns": "begun to committed", "stall_ns": "training held up"},
         ),
         "checkpoint.failed": Kind(
-            doc="Not written; training goes on.", required={"tier": "which", "uri": "where", "reason": "why"}
+            doc="Not written; training continues.", required={"tier": "which", "uri": "where", "reason": "why"}
         ),
         "checkpoint.rejected": Kind(
             doc="Found, not usable.", required={"uri": "where", "reason": "torn, truncated, foreign..."}
@@ -303,7 +303,7 @@ class Event:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that stands on the line; absent fields are left out."""
+        """The JSON object of the line; absent fields are left out."""
         result: dict[str, Any] = {
             "run_id": self.run_id,
             "attempt": self.attempt,

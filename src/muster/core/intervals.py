@@ -91,13 +91,13 @@ class Tier:
 
     name: str = ""
     stall_s: float
-    """C: training stands still for so long per save."""
+    """C: pause of training per save."""
     slowdown: float = 0.0
     """a: share of speed lost while the save drains."""
     drain_s: float = 0.0
     """D: from the snapshot until it can be restored."""
     recovery_s: float = 0.0
-    """R: from the failure until training stands at the restored step."""
+    """R: from the failure until the restored step is loaded."""
     mtbf_s: float
     """Between failures that fall back to this tier. ``math.inf``: none."""
 
@@ -213,7 +213,7 @@ class FailureRate:
         return cls(prior_s=PRIOR_HOURS * 3600 * PRIOR_GPUS / max(1, gpus))
 
     def observed(self, *, seconds: float, failures: int = 0) -> FailureRate:
-        """What is known after so many more seconds of running and failures."""
+        """The estimate after more seconds of running and failures."""
         return replace(self, observed_s=self.observed_s + seconds, failures=self.failures + failures)
 
     @property

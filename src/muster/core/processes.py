@@ -12,7 +12,7 @@ from pathlib import Path
 
 from muster.core.errors import BackendError
 
-#: The label: in the environment of every process of a run, whoever forked it and whatever its session.
+#: The label: in the environment of every process of a run, whatever its parent and session.
 RUN_ID = "MUSTER_RUN_ID"
 RUN_DIR = "MUSTER_RUN_DIR"
 
@@ -80,7 +80,7 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
     except OSError as error:
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
     result = look(child.pid)
-    # Gone already: its record says so by a start that no living process has.
+    # Gone already: no running process has the recorded start time.
     return result or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
 
 
@@ -116,7 +116,8 @@ def _all_labelled() -> Iterator[tuple[str, Process]]:
             words = Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")
         except OSError:
             continue  # another user's, or gone
-        result = dict(word.decode(errors="replace").partition("=")[::2] for word in words if word.startswith(b"MUSTER_"))
+        ours = [word.decode(errors="replace") for word in words if word.startswith(b"MUSTER_")]
+        result = dict(word.partition("=")[::2] for word in ours)
         process = look(int(entry.name)) if result.get(RUN_ID) else None
         if process is not None:
             yield (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
-# `token` but not `tokens` or `tokenizer`: max_new_tokens is no secret.
+# `token` but not `tokens` or `tokenizer`: max_new_tokens is not a secret.
 _KEY = re.compile(
     r"(?:^|[._\-/])(?:\w*_)?(?:token|secret|password|passwd|passphrase|credentials?"
     r"|api[_-]?key|access[_-]?key|private[_-]?key)(?:$|[._\-/=])",

@@ -86,9 +86,9 @@ def _limit(problem: Problem) -> str | None:
 def _telling(rejected: tuple[Rejection, ...]) -> str:
     order = ("needs ", "not known in", "peak", "unknown", "price", "asks for", "a TPU")
     for word in order:
-        for each in rejected:
-            if word in each.reason and not each.reason.startswith(("needs a ", "resources.")):
-                return f"{each.reason} ({each.option.title})"
+        for rejection in rejected:
+            if word in rejection.reason and not rejection.reason.startswith(("needs a ", "resources.")):
+                return f"{rejection.reason} ({rejection.option.title})"
     return rejected[0].reason if rejected else "the catalogue is empty"
 
 

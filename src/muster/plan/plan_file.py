@@ -74,9 +74,9 @@ def read(text: str, *, source: str) -> dict[str, Any]:
     try:
         result = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{source} is no plan: {error}", hint="muster plan RUN.yaml --out PLAN.json") from error
+        raise UsageError(f"{source} is not a plan: {error}", hint="muster plan RUN.yaml --out PLAN.json") from error
     if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise UsageError(f"{source} is no plan of this version", hint="muster plan RUN.yaml --out PLAN.json")
+        raise UsageError(f"{source} is not a plan of this version", hint="muster plan RUN.yaml --out PLAN.json")
     if result["spec_digest"] != digest(result["spec"]):
         raise UsageError(f"{source} was edited: its digest does not match its run file", hint="make the plan again")
     return result

@@ -127,7 +127,7 @@ def search(problem: Problem) -> Outcome:
                     fastest_settings[key] = best_settings(problem, option, memo)
                 priced = [_candidate(problem, option, *each) for each in fastest_settings[key]]
                 why = _least_memory(problem, option, memo) if not priced else None
-                kept = [each for each in priced if _over(problem.limits, each) is None]
+                kept = [candidate for candidate in priced if _over(problem.limits, candidate) is None]
                 if priced and not kept:
                     why = _over(problem.limits, min(priced, key=_excess_of(problem.limits)))
                 result += kept
@@ -226,12 +226,12 @@ def _candidate(
     )
 
 
-def pareto(result: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Those that nothing beats in both cost and time (by more than ``LEAST_GAIN``), by rising cost."""
     kept: list[Candidate] = []
-    for each in sorted(result, key=lambda c: (_usd(c), c.cost.hours_p50)):
-        if not kept or each.cost.hours_p50 < kept[-1].cost.hours_p50 * (1 - LEAST_GAIN):
-            kept.append(each)
+    for candidate in sorted(candidates, key=lambda c: (_usd(c), c.cost.hours_p50)):
+        if not kept or candidate.cost.hours_p50 < kept[-1].cost.hours_p50 * (1 - LEAST_GAIN):
+            kept.append(candidate)
     return tuple(kept)
 
 
@@ -271,23 +271,23 @@ def _least_memory(problem: Problem, option: Option, memo: _Memo) -> str:
     return f"{need}, {_article(chip)} {chip} has {gigabytes(have)}"
 
 
-def _dearer(result: Sequence[Candidate], frontier: Sequence[Candidate]) -> list[Rejection]:
+def _dearer(candidates: Sequence[Candidate], frontier: Sequence[Candidate]) -> list[Rejection]:
     """Offers that would do, but are beaten."""
     if not frontier:
         return []
-    chosen = {id(each.option) for each in frontier}
+    chosen = {id(candidate.option) for candidate in frontier}
     best: dict[int, Candidate] = {}
-    for each in result:
-        held = best.get(id(each.option))
-        if held is None or _usd(each) < _usd(held):
-            best[id(each.option)] = each
+    for candidate in candidates:
+        held = best.get(id(candidate.option))
+        if held is None or _usd(candidate) < _usd(held):
+            best[id(candidate.option)] = candidate
     least = _usd(frontier[0])
     return [
         Rejection(
-            option=each.option,
-            reason=f"would do, for {_usd(each) / least:.2f} x the cheapest" if least else "would do, no cheaper",
+            option=candidate.option,
+            reason=f"would do, for {_usd(candidate) / least:.2f} x the cheapest" if least else "would do, no cheaper",
         )
-        for key, each in best.items()
+        for key, candidate in best.items()
         if key not in chosen
     ]
 

@@ -53,7 +53,7 @@ def test_what_was_given_up_is_forgotten(tmp_path):
 def test_damaged_files_are_named_or_passed_over(tmp_path):
     bad = tmp_path / file_name("own", "r1s1t1p1c1e1", 0)
     bad.write_bytes(b"not a ring at all, but long enough to hold a header of one")
-    with pytest.raises(CheckpointError, match="no snapshot ring"):
+    with pytest.raises(CheckpointError, match="not a snapshot ring|no snapshot ring"):
         Ring.open(bad)
     good = Ring.create(tmp_path / file_name("own", "r1s1t1p1c1e1", 1), header=b"{}", slot_bytes=10_000)
     write(good, 3, 1, 1)

@@ -45,7 +45,7 @@ class DataNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """The daemon that GPUDirect-TCPX and TCPXO need beside each pod's own process."""
+    """The daemon that GPUDirect-TCPX and TCPXO need next to each pod's own process."""
 
     name: str
     image: str
@@ -59,7 +59,7 @@ class Sidecar:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """How pods reach the data network, and what NCCL is told."""
+    """How pods reach the data network, and NCCL's settings."""
 
     name: str
     env: Mapping[str, str]
@@ -73,7 +73,7 @@ class Fabric:
     images: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     capabilities: tuple[str, ...] = ()
-    """What the trainer's own container is allowed besides the default."""
+    """What the trainer's own container is allowed in addition to the default."""
     networks: tuple[DataNetwork, ...] = ()
     sidecar: Sidecar | None = None
     claim_class: str | None = None
@@ -96,7 +96,7 @@ class Machine:
 
     @property
     def shared_memory_gib(self) -> int:
-        """The limit of a host's ``/dev/shm``, where snapshots lie: the rest is for processes and staged saves."""
+        """The limit of a host's ``/dev/shm``, which holds snapshots: the rest is for processes and staged saves."""
         return max(1, self.memory_gb * SHARED_MEMORY_PERCENT // 100)
 
 

@@ -29,7 +29,7 @@ class GcsStore:
     def get(self, uri: str) -> Stored:
         with self._errors(uri):
             blob = self._blob(uri)
-            # One request for both: the answer's header says which generation its bytes are.
+            # One request for both: the response's header carries the generation of its bytes.
             data: bytes = blob.download_as_bytes(timeout=_TIMEOUT_S, retry=None)
             return Stored(data=data, generation=str(blob.generation))
 
@@ -41,7 +41,7 @@ class GcsStore:
 
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
         if not generation.isdecimal() or int(generation) == 0:
-            raise ConflictError(f"{uri}: {generation!r} is no generation of this store")
+            raise ConflictError(f"{uri}: {generation!r} is not a generation of this store")
         return self._upload(uri, data, if_generation_match=int(generation))
 
     def list(self, prefix: str) -> list[str]:

@@ -49,9 +49,8 @@ VARIABLES = (
         "MUSTER_TERM", "`ignored`: SIGTERM comes to every process of a job; only the supervisor acts on it.",
         "the Slurm back end",
     ),
-    Variable("MUSTER_KEEPER", "Process id of the watchdog that started the agent.", "the watchdog"),
+    Variable("MUSTER_WATCHDOG", "Process id of the watchdog that started the agent.", "the watchdog"),
     Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
-    Variable("MUSTER_STORE_HOSTED", "`1`: the fork server hosts the rendezvous store.", "the fork server"),
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
@@ -74,7 +73,6 @@ class Environment:
     term_ignored: bool
     watchdog_pid: int | None
     nice: int
-    store_hosted: bool
     drill: bool
     pod: str
     storage_emulator: bool
@@ -86,10 +84,15 @@ def current() -> Environment:
     return read(os.environ)
 
 
+def inherited() -> dict[str, str]:
+    """Every variable of this process, for the programs that it starts."""
+    return dict(os.environ)
+
+
 def read(environ: Mapping[str, str]) -> Environment:
     """The variables of ``environ``; empty ones count as unset. Raises ValueError for a number that is none."""
     memory = environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp")
-    watchdog = environ.get("MUSTER_KEEPER")
+    watchdog = environ.get("MUSTER_WATCHDOG")
     return Environment(
         home=Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute(),
         memory_root=Path(memory),
@@ -99,7 +102,6 @@ def read(environ: Mapping[str, str]) -> Environment:
         term_ignored=environ.get("MUSTER_TERM") == "ignored",
         watchdog_pid=int(watchdog) if watchdog else None,
         nice=int(environ.get("MUSTER_NICE") or 0),
-        store_hosted=environ.get("MUSTER_STORE_HOSTED") == "1",
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.checkpoint_format.snapshot_ring import SnapshotInfo, NoRoom, Ring, file_name, list_snapshots
+from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, SnapshotInfo, file_name, list_snapshots
 from muster.core.errors import CheckpointError
 
 

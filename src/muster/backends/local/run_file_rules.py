@@ -1,4 +1,4 @@
-"""What a run file may not say, lacks or sets in vain where hosts are processes of this machine."""
+"""Checks of a run file where hosts are processes of this machine: forbidden, missing and unused settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unused_settings(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for name in HOSTS_ELSEWHERE:
         yield f"resources.{name}", "backend is local: the run uses this machine"
     if not spec.resources.usd_per_host_hour:
-        yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour says no price"
+        yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour is not set"
 
 
 def has_gpu() -> bool:

@@ -1,5 +1,4 @@
-"""The seam to Google and to API servers: send one request, or open a stream. The real one adds credentials; tests
-answer from memory."""
+"""The seam to Google's services: send one request. The real one adds credentials; tests answer from memory."""
 
 from __future__ import annotations
 
@@ -11,10 +10,12 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from muster.backends.gke.kubernetes.stream import Lines, Refused, Stream, open_lines, open_stream
 from muster.core.errors import AccessError, BackendError
+
+if TYPE_CHECKING:
+    import httpx2
 
 LOGIN = "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run: gcloud auth application-default login"
 
@@ -29,8 +30,6 @@ class Call:
     data: bytes | None = None
     """What is sent as it is, in place of a body."""
     content_type: str = "application/json"
-    ca_pem: str | None = None
-    """Certificate authority of a cluster's own endpoint."""
     secret: bool = False
     """The body holds a token: it is never printed."""
 
@@ -83,28 +82,15 @@ class Unreachable(BackendError):
 
 
 class Http(Protocol):
-    """Sends one request."""
+    """Sends requests with one person's or program's credentials."""
 
     def send(self, call: Call) -> Reply:
         """Raises Unreachable where no answer came."""
         ...
 
-    def open(self, call: Call) -> Stream:
-        """A stream to a command in a pod.
-
-        Raises:
-            Unreachable: no answer came.
-            BackendError, AccessError: the server will not.
-        """
+    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
+        """To a cluster's own API server, with the same credentials."""
         ...
-
-    def lines(self, call: Call) -> Lines | Reply:
-        """An answer that goes on, or the server's refusal. Raises Unreachable where no answer came."""
-        ...
-
-
-SILENCE_S = 300.0
-"""A load balancer may drop a connection without a word; asking again after this long costs one request."""
 
 
 class GoogleHttp:
@@ -137,10 +123,13 @@ class GoogleHttp:
         self._timeout_s = timeout_s
 
     def send(self, call: Call) -> Reply:
-        return exchange(call, self._headers(call), _trust(call.ca_pem), self._timeout_s)
+        return exchange(call, self._headers(call), self._timeout_s)
 
-    def open(self, call: Call) -> Stream:
-        return stream(call, self._headers(call), _trust(call.ca_pem), self._timeout_s)
+    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
+        from muster.backends.gke.kubernetes.transport import network
+
+        trust = ssl.create_default_context(cadata=ca_pem)
+        return network(endpoint, trust, lambda: {"authorization": f"Bearer {self._token()}"})
 
     def _headers(self, call: Call) -> dict[str, str]:
         headers = {"authorization": f"Bearer {self._token()}"}
@@ -151,9 +140,6 @@ class GoogleHttp:
             headers["x-goog-user-project"] = project
         return headers
 
-    def lines(self, call: Call) -> Lines | Reply:
-        return lines(call, self._headers(call), _trust(call.ca_pem), self._timeout_s)
-
     def _token(self) -> str:
         try:
             if not self._credentials.valid:
@@ -163,7 +149,7 @@ class GoogleHttp:
         return str(self._credentials.token)
 
 
-def exchange(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Reply:
+def exchange(call: Call, headers: Mapping[str, str], timeout_s: float) -> Reply:
     """Send one request with these headers. Raises Unreachable."""
     data = call.data if call.body is None else json.dumps(call.body).encode()
     request = urllib.request.Request(call.url, data=data, method=call.method)
@@ -171,36 +157,12 @@ def exchange(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | Non
     for name, value in headers.items():
         request.add_header(name, value)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s, context=trust) as answer:
-            return _reply(answer.status, answer.read())
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return parse_reply(answer.status, answer.read())
     except urllib.error.HTTPError as error:
-        return _reply(error.code, error.read())
+        return parse_reply(error.code, error.read())
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         raise Unreachable(f"no answer from {call.url}: {error}") from error
-
-
-def stream(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Stream:
-    """Open a stream with these headers. Raises Unreachable, AccessError, BackendError."""
-    where = call.url.partition("?")[0]
-    try:
-        return open_stream(call.url, headers, trust, timeout_s=timeout_s)
-    except Refused as refused:
-        words = _reply(refused.status, refused.text.encode()).message
-        if refused.status in (401, 403):
-            raise AccessError(f"{where}: {words}", hint="the role needs create on pods/exec") from refused
-        raise BackendError(f"{where}: {words}") from refused
-    except OSError as error:
-        raise Unreachable(f"no answer from {where}: {error}") from error
-
-
-def lines(call: Call, headers: Mapping[str, str], trust: ssl.SSLContext | None, timeout_s: float) -> Lines | Reply:
-    """An answer that goes on, asked with these headers, or the refusal. Raises Unreachable."""
-    try:
-        return open_lines(call.url, headers, trust, timeout_s=timeout_s, silence_s=SILENCE_S)
-    except Refused as refused:
-        return _reply(refused.status, refused.text.encode())
-    except OSError as error:
-        raise Unreachable(f"no answer from {call.url.partition('?')[0]}: {error}") from error
 
 
 def _of_a_person(credentials: object) -> bool:
@@ -210,13 +172,8 @@ def _of_a_person(credentials: object) -> bool:
     return isinstance(credentials, Credentials)
 
 
-def _trust(ca_pem: str | None) -> ssl.SSLContext | None:
-    if ca_pem is None:
-        return None
-    return ssl.create_default_context(cadata=ca_pem)
-
-
-def _reply(status: int, data: bytes) -> Reply:
+def parse_reply(status: int, data: bytes) -> Reply:
+    """A response of any content: JSON, a log, a proxy's page."""
     text = data.decode(errors="replace")
     try:
         found = json.loads(text) if text else {}

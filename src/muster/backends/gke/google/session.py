@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import LOGIN, Call, Http, Reply, Unreachable
+from muster.backends.gke.google.http import LOGIN, Call, Http, Reply, Unreachable
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
 from muster.core.protocols import Clock
 
@@ -32,40 +32,17 @@ class NotOver(BackendError):
 
 @dataclass(kw_only=True)
 class Session:
-    """One person's requests to Google, with what was sent kept for the record."""
+    """One person's requests to Google."""
 
     http: Http
     clock: Clock
-    on_call: Callable[[Call], None] | None = None
     operation_timeout_s: float = 3600.0
-    sent: int = field(default=0, init=False)
 
     def send(self, call: Call) -> Reply:
-        """Send, and send again what may be sent again: reads always, writes where the service says it did not act.
-
-        Raises:
-            Unreachable: no answer to a write; look before writing again.
-            BackendError: the service is still unwell after several tries.
-        """
-        pause_s, waited_s, failed = 1.0, 0.0, 0
-        while True:
-            try:
-                reply = self._once(call)
-            except Unreachable:
-                failed += 1
-                if call.method != "GET" or failed == TRIES:
-                    raise
-            else:
-                busy = reply.status >= 400 and any(word in reply.reasons or word in reply.message for word in BUSY)
-                if not busy and reply.status not in TRANSIENT:
-                    return reply
-                failed += not busy
-                if failed == TRIES or waited_s > self.operation_timeout_s:
-                    hint = "the service is unwell, or busy; run the same again"
-                    raise BackendError(f"{call.method} {call.url}: {reply.message}", hint=hint)
-            self.clock.sleep(pause_s)
-            waited_s += pause_s
-            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+        """Send with retries; see ``with_retries``."""
+        return with_retries(
+            lambda: self.http.send(call), call.method, call.url, self.clock, longest_s=self.operation_timeout_s
+        )
 
     def wait(self, operation: Mapping[str, Any], poll: str | None, *, patience_s: float | None = None) -> None:
         """Block until the operation is over; ``poll`` is its address.
@@ -105,11 +82,35 @@ class Session:
         except Unreachable:
             return self.send(call)
 
-    def _once(self, call: Call) -> Reply:
-        self.sent += 1
-        if self.on_call is not None:
-            self.on_call(call)
-        return self.http.send(call)
+
+def with_retries(
+    send: Callable[[], Reply], method: str, url: str, clock: Clock, *, longest_s: float = 3600.0
+) -> Reply:
+    """Send, and send again what may be sent again: reads always, writes where the service says that it did not act.
+
+    Raises:
+        Unreachable: no answer to a write; look before writing again.
+        BackendError: the service still fails after several tries.
+    """
+    pause_s, waited_s, failed = 1.0, 0.0, 0
+    while True:
+        try:
+            reply = send()
+        except Unreachable:
+            failed += 1
+            if method != "GET" or failed == TRIES:
+                raise
+        else:
+            busy = reply.status >= 400 and any(text in reply.reasons or text in reply.message for text in BUSY)
+            if not busy and reply.status not in TRANSIENT:
+                return reply
+            failed += not busy
+            if failed == TRIES or waited_s > longest_s:
+                hint = "the service is failing, or busy; run the same again"
+                raise BackendError(f"{method} {url}: {reply.message}", hint=hint)
+        clock.sleep(pause_s)
+        waited_s += pause_s
+        pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
 
 def refusal(call: Call, reply: Reply) -> MusterError:

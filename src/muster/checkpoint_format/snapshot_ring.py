@@ -27,17 +27,9 @@ from pathlib import Path
 
 from muster.core.errors import CheckpointError
 from muster.core.layout import KEY_PATTERN
+from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS
 
 MAGIC = b"MUSTRNG3"
-#: Slots of a rank's own ring where no copy is made: one being written, one whole.
-OWN_SLOTS = 2
-#: With copies: what is being copied, the newest, and one being written. While copies take longer than a step, a fourth
-#: for the version that all peers hold (see ``train.snapshot``); it is reserved when that first happens.
-COPIED_SLOTS = 3
-MAX_SLOTS = 4
-#: A peer's: the version that all peers hold, and the one that arrives.
-PEER_SLOTS = 2
-FETCHED_SLOTS = 1
 _FIXED = struct.Struct("<8sIIQ")  # magic, reserved slots, bytes of the shard header, bytes of a slot
 _ORDERED, _COPIED, _AGREED, _MARKS = 0, 1, 2, 3
 _STAMP = struct.Struct("<qqqq")  # step, attempt, seal, step of the seal

@@ -15,8 +15,9 @@ from waiting import eventually
 pytest.importorskip("torch")
 
 from muster.agent.replicator.main import Replicator
-from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
+from muster.core.snapshot_slots import PEER_SLOTS
 from muster.transport.stream import Stream
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]

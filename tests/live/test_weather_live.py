@@ -111,7 +111,7 @@ def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeyp
         weather.change(disk_errno=errno.EIO)
         run.wait_until(lambda: run.events("checkpoint.failed"), "a save that fails")
         weather.change(fsync_s=0.4)
-        run.wait_until(lambda: "is put off" in notes(run), "a step that is due a save and does not wait for the last")
+        run.wait_until(lambda: "is deferred" in notes(run), "a step that is due a save and does not wait for the last")
         slow = max(step for kind, step in saves(run) if kind == "begun")
         run.wait_until(lambda: ("committed", slow) in saves(run), "the slow save")
         weather.change()
@@ -160,7 +160,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path, unfailed, bucket):
         run.wait_until(
             lambda: len(run.events("checkpoint.begun")) > begun and bucket.refused, "a save without a bucket"
         )
-        run.wait_until(lambda: "is put off" in notes(run), "a save that waits for another")
+        run.wait_until(lambda: "is deferred" in notes(run), "a save that waits for another")
         before = run.step()
         run.wait_for_step(before + 2 * EVERY)
         run.kill_rank(1)

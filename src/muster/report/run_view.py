@@ -19,6 +19,7 @@ _HOST_STATES = {
     "host.allocated": "ready",
     "host.lost": "lost",
     "host.quarantined": "quarantined",
+    "host.readmitted": "ready",
     "host.released": "released",
 }
 

@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,15 +20,13 @@ from typing import Any
 from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
 from muster.data import build
+from muster.data.build import Progress
 from muster.data.cache import build_once, code_version, fingerprint, translated
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, locate, model_vocab_size, train
-
-Progress = Callable[[str, int, int], None]
-"""(activity, done, total; total 0: not known)."""
 
 _POINTER = "data.json"
 
@@ -164,15 +163,9 @@ def _encoder(
         return None
     if isinstance(tokenizer_source, TrainedTokenizer):
         report("train tokenizer", 0, 0)
-        return train(lambda: _texts(sources), tokenizer_source, target)
+        return train(lambda: chain.from_iterable(map(build.training_texts, sources)), tokenizer_source, target)
     Encoder(tokenizer_source).save(target)
     return Encoder(target)
-
-
-def _texts(sources: list[OpenedSource]) -> Iterator[str]:
-    """The training text of all sources, as the tokenizer will see it: prompts and completions apart."""
-    for opened in sources:
-        yield from build.training_texts(opened)
 
 
 def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:

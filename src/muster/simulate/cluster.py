@@ -139,9 +139,9 @@ class Cluster:
         host.up = host.joined = host.linked = False
         host.forget()
         host.boots = boots = host.boots + 1
-        why = "silent" if silent else "all its connections closed"
+        reason = "silent" if silent else "all its connections closed"
         delay = self.stages.detect_silence_s if silent else self.stages.detect_exit_s
-        self.after(delay if detect_s is None else detect_s, lambda: self._down(name, why, boots))
+        self.after(delay if detect_s is None else detect_s, lambda: self._down(name, reason, boots))
 
     def return_host(self, name: str) -> None:
         """A repaired host's agent starts; a name not seen before is a new machine."""
@@ -227,9 +227,9 @@ class Cluster:
         if host.up and host.boots == boots:
             connectivity.say(self, host, message)
 
-    def _down(self, name: str, why: str, boots: int) -> None:
+    def _down(self, name: str, reason: str, boots: int) -> None:
         if self.hosts[name].boots == boots and not self.hosts[name].joined:
-            self._give(HostDown(host=name, why=why))
+            self._give(HostDown(host=name, reason=reason))
 
     def break_world(self, host: VirtualHost, message: Mapping[str, Any], detect_s: float) -> None:
         """Nobody steps any more; the message that says why comes ``detect_s`` later."""

@@ -45,7 +45,7 @@ def bad_batch(found, step):
 @pytest.fixture
 def with_skips(monkeypatch):
     def start(found, step):
-        monkeypatch.setattr("muster.simulate.agent_model.take", bad_batch(found, step))
+        monkeypatch.setattr("muster.simulate.agent_model.handle_message", bad_batch(found, step))
         return found
 
     return start

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.config.spec import HubSource, RunSpec
+from muster.config.sources import HubSource
+from muster.config.spec import RunSpec
 from muster.core.errors import BackendError
 from muster.data.prepare import open_prepared, prepare
 from muster.data.questions import heldout_questions, majority_baseline

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
+from muster.config.backends import BACKENDS as NAMED
 from muster.core.errors import UsageError
 from muster.core.registry import Registry
 
-BACKENDS: Registry[Backend] = Registry(
-    family="back end",
-    group="muster.backends",
-    shipped={name: f"muster.backends.{name}:BACKEND" for name in ("local", "slurm", "gke")},
-)
+#: The run file's table, whose names and checks it uses too.
+BACKENDS: Registry[Backend] = NAMED
 
 
 def get(name: str) -> Backend:
@@ -33,3 +33,8 @@ def load(name: str) -> Launcher:
         return get(name).launcher()
     except ImportError as error:
         raise UsageError(f"the back end {name!r} needs {error.name}", hint=f"pip install 'muster[{name}]'") from error
+
+
+def names_where(able: Callable[[Backend], bool]) -> str:
+    """The back ends for which ``able`` holds, for a hint: ``slurm or gke``."""
+    return " or ".join(name for name in BACKENDS.names() if able(get(name)))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from muster.backends.cluster import OpenCluster, Rehearse
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
@@ -67,3 +68,7 @@ class Backend:
     """(key, reason) of settings that have no effect here."""
     formats: Mapping[str, Render] = field(default_factory=dict)
     """Formats of ``muster render``, the default one first."""
+    cluster: OpenCluster | None = None
+    """None: hosts are not created or removed from here."""
+    rehearse: Rehearse | None = None
+    """None: a preflight would not be cheaper than the run."""

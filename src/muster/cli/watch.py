@@ -58,13 +58,13 @@ def _lines(views: Any) -> None:
         for event in view.news:
             text = line(event) if event.kind in _SHOWN else None
             if text is not None:
-                output.data(text)
+                output.result(text)
         now_ns = max((event.wall_ns for event in view.news), default=before_ns)
         since_s += (now_ns - before_ns) / 1e9 if now_ns and before_ns else 0.0
         before_ns = now_ns
         text = summary(view)
         if text != said and (since_s >= LINE_EVERY_S or view.ended):
-            output.data(text)
+            output.result(text)
             said, since_s = text, 0.0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.config.spec import Source
+from muster.config.sources import SOURCE_TYPES, Source
 from muster.core.registry import Registry
 from muster.data.task import Row
 
@@ -30,7 +30,7 @@ class OpenedSource:
     """None: the source has no held-out part of its own."""
     expected_rows: int | None = None
     token_rows: Callable[[int, int], TokenRows] | None = None
-    """(sequence length, vocabulary size) -> rows of token ids, by a source that needs no tokenizer: it has no ``rows``."""
+    """(sequence length, vocabulary size) -> rows of token ids, of a source that needs no tokenizer and has no rows."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,8 @@ class SourceType:
     """What the task needs of a section to score answers, beyond the row: ``database``, ``level`` and ``seed``."""
 
 
-SOURCES: Registry[SourceType] = Registry(
-    "data source",
-    "muster.data_sources",
-    {
-        "hub": "muster.data.sources.hub:SOURCE",
-        "file": "muster.data.sources.file:SOURCE",
-        "text2sql": "muster.tasks.text2sql.source:SOURCE",
-        "random": "muster.data.sources.random:SOURCE",
-    },
-)
+#: The run file's table, whose sections it reads too.
+SOURCES: Registry[SourceType] = SOURCE_TYPES
 
 
 def open_source(section: Any) -> OpenedSource:

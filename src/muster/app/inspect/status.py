@@ -48,7 +48,7 @@ class RunStatus:
             "loss": summary.final_loss,
             "tokens": summary.tokens,
             "tokens_per_s": summary.tokens_per_s,
-            "incidents": len(summary.incidents),
+            "incidents": summary.incident_count,
         }
 
 

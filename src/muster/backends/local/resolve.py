@@ -27,7 +27,7 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
     if device == "cuda" and spec.output.peak_tflops is None and spec.model is not None:
         chip = accelerator_of(offer.accelerator)
         peak = chip.peak_flops.get("bf16") if chip is not None else None
-        if peak:  # vendor's dense bf16; float32 runs are measured against it too, and look as slow as they are
+        if peak:  # the vendor's dense bf16 peak; float32 runs are measured against it too
             spec = spec.model_copy(update={"output": spec.output.model_copy(update={"peak_tflops": peak / 1e12})})
     problems = validation.problems(spec)
     if device == "cuda" and ranks * resources.hosts > offer.gpus_per_node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from muster.config.spec import FileSource
+from muster.config.sources import FileSource
 from muster.core.errors import UsageError
 from muster.data.row_files import find_files, identify, read_files
 from muster.data.source_type import OpenedSource, SourceType

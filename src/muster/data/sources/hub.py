@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.config.spec import HubSource
+from muster.config.sources import HubSource
 from muster.data import hub
 from muster.data.row_files import read_files
 from muster.data.source_type import OpenedSource, SourceType

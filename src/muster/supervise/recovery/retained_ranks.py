@@ -31,8 +31,8 @@ def retainable_ranks(ctx: SupervisorContext) -> set[int]:
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one of several may be left
     if not replicated or not state.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
         return set()
-    if spec.training is not None and spec.training.optimizer.name == "adamw_8bit":
-        return set()  # its moments are quantised in a snapshot: the replicas would drift apart
+    if spec.training is not None and not spec.training.optimizer.traits.restores_exactly:
+        return set()  # the replicas would drift apart
     ranks_to_keep: set[int] = set()
     for replica in range(layout.dp_replicate):
         ranks = range(replica * size, (replica + 1) * size)

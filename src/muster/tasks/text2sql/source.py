@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from muster.config.section import NotNegative, Positive
-from muster.config.spec import Source
+from muster.config.sources import Source
 from muster.data.source_type import OpenedSource, SourceType
 from muster.data.task import Row
 from muster.tasks.text2sql import generator
@@ -26,6 +26,9 @@ class Text2SqlSource(Source):
     rows: Positive = 20_000
     heldout_rows: Positive = 200
     seed: NotNegative = 0
+
+    has_questions: ClassVar[bool] = True
+    makes_rows: ClassVar[bool] = True
 
 
 def _open(section: Text2SqlSource) -> OpenedSource:

@@ -187,7 +187,7 @@ def rank_main(folder: str, rank: int, ranks: int, layout: dict[str, int], port: 
     from muster.core.types import Layout
     from muster.protocol.ranks import RankContext
     from muster.rank import worker
-    from muster.rank.standalone_link import FileLink
+    from muster.rank.standalone_client import StandaloneClient
 
     family = config["model_type"]
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -198,7 +198,7 @@ def rank_main(folder: str, rank: int, ranks: int, layout: dict[str, int], port: 
     )  # fmt: skip
     baseline = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew here
-    code = worker.run_rank(given, FileLink(given))
+    code = worker.run_rank(given, StandaloneClient(given))
     Path(f"{folder}/{rank}.json").write_text(json.dumps({"baseline": baseline, "peak": status_bytes("VmHWM")}))
     sys.stdout.flush()
     os._exit(code)

@@ -259,9 +259,10 @@ def trl_of(bench: Bench, one: dict[str, Any], ranks: int, tokenizer: Path) -> di
 
 def text2sql_rows(bench: Bench, count: int) -> tuple[Path, Path]:
     """A JSONL of the generator's rows (level 2), and the folder of a tokenizer trained on them; made once."""
-    from muster.config.spec import RunSpec, Text2SqlSource
+    from muster.config.spec import RunSpec
     from muster.data.prepare import prepare as prepare_data
-    from muster.data.sources import open_source
+    from muster.data.source_type import open_source
+    from muster.tasks.text2sql.source import Text2SqlSource
 
     path, tokenizer = bench.folder / f"rows-{count}.jsonl", bench.folder / f"tokenizer-{count}" / "tokenizer"
     if not path.exists():

@@ -221,7 +221,7 @@ class Chain:
 def reference(timed, steps):
     """(tokens/s, ranks): measured into the log, or the median of clean steps at the largest world; None if neither."""
     for _, _, event in reversed(timed):
-        if event["kind"] == "reference":
+        if event["kind"] == "baseline_rate":
             return event["detail"]["tokens_per_s"], event["detail"]["world_size"]
     worlds = {}
     for row in steps:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from fakes.slurm import FakeSlurm
 
-from muster.backends.local import LocalLauncher, processes
+from muster.backends.local.launcher import LocalLauncher
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.script import SCRIPT
 from muster.config.spec import RunSpec
+from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
 from muster.core.types import JobRequest, TaskSpec
 from muster.storage import run_registry

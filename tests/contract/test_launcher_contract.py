@@ -22,8 +22,8 @@ import pytest
 from launcher_cases import CASES, SLEEP, Case
 from waiting import eventually
 
-from muster.backends.local import processes
 from muster.config.spec import RunSpec
+from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError
 from muster.core.types import JobHandle, JobState, TaskSpec
 
@@ -141,7 +141,7 @@ def test_a_submit_killed_half_way_is_completed_by_the_next(local: Case) -> None:
     request = local.request(SLEEP, (*SLEEP, "second"))
     program = (
         "import json, os, sys\n"
-        "from muster.backends.local import LocalLauncher, processes\n"
+        "from muster.backends.local.launcher import LocalLauncher\nfrom muster.core import processes\n"
         "from muster.core.types import JobRequest, TaskSpec\n"
         "given = json.loads(sys.argv[1])\n"
         "given['tasks'] = tuple(TaskSpec(name=t['name'], argv=tuple(t['argv'])) for t in given['tasks'])\n"

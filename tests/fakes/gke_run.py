@@ -13,7 +13,7 @@ training: {{steps: 10}}
 checkpoint: {{dir: gs://example-bucket/checkpoints}}
 resources:
   machine: {machine}
-  mode: {mode}
+  provisioning_model: {mode}
   image: registry/image:1
   project: example-project
   locations: [us-central1-b]

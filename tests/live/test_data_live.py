@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from muster.config.spec import HubSource, RunSpec
+from muster.config.sources import HubSource
+from muster.config.spec import RunSpec
 from muster.core.errors import BackendError
 from muster.data.prepare import open_prepared, prepare
+from muster.data.questions import heldout_questions, majority_baseline
 from muster.data.tokenizer import Encoder
-from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 
 pytestmark = pytest.mark.live
 
@@ -247,9 +248,9 @@ def test_wikisql(tmp_path):
     assert prepare(spec, run_dir=tmp_path / "run").stats["cached"]
     assert time.monotonic() - began < 1.0
     questions = heldout_questions(spec, prepared, 200)
-    assert len(questions) == 200 and not any(question.executes for question in questions)
-    assert all(question.run(question.gold_sql).correct for question in questions)
-    assert majority_baseline(prepared, questions).accuracy < 0.05
+    assert len(questions) == 200 and all(question.metric == "query_match" for question in questions)
+    assert all(question.score(question.gold).correct for question in questions)
+    assert majority_baseline(questions) < 0.05
 
 
 def test_geography(tmp_path):
@@ -264,11 +265,11 @@ def test_geography(tmp_path):
     spec = spec_of([source], tmp_path / "cache", model=model, length=1024)
     prepared = prepare(spec, run_dir=tmp_path / "run")
     questions = heldout_questions(spec, prepared, 100)
-    assert 40 <= len(questions) <= 49 and all(question.executes for question in questions)
-    assert all(question.run(question.gold_sql).correct for question in questions)
-    assert not any(question.run("SELECT 1 WHERE 0").correct for question in questions)
+    assert 40 <= len(questions) <= 49 and all(question.metric == "execution_accuracy" for question in questions)
+    assert all(question.score(question.gold).correct for question in questions)
+    assert not any(question.score("SELECT 1 WHERE 0").correct for question in questions)
     # The answer to another question is rarely right by accident.
-    others = [question.run(questions[place - 1].gold_sql).correct for place, question in enumerate(questions)]
+    others = [question.score(questions[place - 1].gold).correct for place, question in enumerate(questions)]
     assert sum(others) <= len(others) * 0.2
 
 

@@ -198,14 +198,14 @@ def test_the_check_can_fail(tmp_path):
 
     from muster.core.clock import SystemShell
     from muster.train.export import verification
-    from muster.train.export.sources import open_parts, read_spec, reference_model
+    from muster.train.export.sources import open_sources, read_spec, reference_model
 
     make_run(tmp_path / "run", {"config": TINY, "dtype": "float32"})
     folder = exporting.export(tmp_path / "run", tmp_path / "out", verify=False).folder
     spec = read_spec(tmp_path / "run")
     manifest = exporting.choose(spec, tmp_path / "run", None)
     reader = exporting.ShardReader(exporting.open_checkpoint(manifest))
-    reference = reference_model(open_parts(spec, tmp_path / "run", reader))
+    reference = reference_model(open_sources(spec, tmp_path / "run", reader))
     stored = load_file(folder / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
     stored[name] = stored[name] + 0.01

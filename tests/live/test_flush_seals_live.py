@@ -48,6 +48,6 @@ def stopped_with_two_versions(run):
 def sealed(run):
     """(rank 1's ring, the newest version that both ranks hold, whether they hold an older one); None: no seal yet."""
     folder = memory_dir(run.dir, RUN_ID, "host-0")
-    other, ring = (Ring.open(folder / file_name("own", "r1s2t1", rank), writable=True) for rank in (0, 1))
+    other, ring = (Ring.open(folder / file_name("own", "r1s2t1p1c1e1", rank), writable=True) for rank in (0, 1))
     both = [each for each in ring.versions() if other.find(each.step, each.attempt)]
     return (ring, both[0], len(both) > 1) if both and ring.sealed(both[0]) is not None else None

@@ -182,7 +182,7 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
         run.start()
         run.wait_for_step(30)
         run.wait_until(lambda: len({e.host for e in run.events("phase.changed") if e.phase == "spare"}) == 2, "two spares")
-        rings = [memory_dir(run.dir, RUN_ID, run.ranks()[rank][1]) / f"own.r1s2t1.{rank}.ring" for rank in (0, 1)]
+        rings = [memory_dir(run.dir, RUN_ID, run.ranks()[rank][1]) / f"own.r1s2t1p1c1e1.{rank}.ring" for rank in (0, 1)]
         run.wait_until(lambda: all(Ring.open(ring).copied() == (30, 1) for ring in rings), "both copies of step 30")
         run.signal_host(run.ranks()[1][1])
         (tmp_path / "go").touch()
@@ -201,7 +201,7 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
 
 def test_without_a_supervisor_a_host_writes_what_only_its_memory_holds_before_it_leaves(tmp_path, monkeypatch):
     (tmp_path / "soon").mkdir()
-    (tmp_path / "soon" / "sitecustomize.py").write_text("from muster.agent import alone\nalone.LONELY_S = 1.5\n")
+    (tmp_path / "soon" / "sitecustomize.py").write_text("from muster.agent import unsupervised_host as host\nhost.GRACE_PERIOD_S = 1.5\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "soon"), prepend=":")
     with LiveRun(tmp_path / "run", own_spec(tmp_path, 4000)) as run:
         run.start()

@@ -135,8 +135,8 @@ def test_what_is_unknown_is_said_and_not_drawn(browser, tmp_path):
 def test_text_of_a_run_is_only_text(browser, tmp_path):
     spec_dir = made_up_run(tmp_path / "run")
     report = api.load(spec_dir)
-    for trouble in report.ledger.troubles.values():
-        trouble.evidence = "<img src=x onerror=\"document.title='owned'\"></script><b id=owned>"
+    for incident in report.ledger.incident_records.values():
+        incident.evidence = "<img src=x onerror=\"document.title='owned'\"></script><b id=owned>"
     target = tmp_path / "evil.html"
     target.write_text(api.render_html(report), encoding="utf-8")
     browser.open(target)

@@ -37,6 +37,6 @@ def test_a_rotten_snapshot_is_passed_over(tmp_path):
 def rings(run):
     """(rank 1's ring, the newest version that both ranks hold, its seal)."""
     folder = memory_dir(run.dir, RUN_ID, "host-0")
-    other, ring = (Ring.open(folder / file_name("own", "r1s2t1", rank), writable=True) for rank in (0, 1))
+    other, ring = (Ring.open(folder / file_name("own", "r1s2t1p1c1e1", rank), writable=True) for rank in (0, 1))
     version = next(each for each in ring.versions() if other.find(each.step, each.attempt))
     return ring, version, ring.sealed(version)

@@ -18,7 +18,7 @@ import pytest
 from waiting import eventually
 from watched import Watched
 
-from muster.backends.local import processes
+from muster.core import processes
 
 pytestmark = pytest.mark.live
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.backends.local import processes
+from muster.core import processes
 
 pytestmark = pytest.mark.live
 

@@ -198,9 +198,9 @@ def _rank(context: RankContext, script: Script) -> None:
     code = 1
     try:
         from muster.rank import worker
-        from muster.train import learner
+        from muster.train import components
 
-        _install(learner, worker, context, script)
+        _install(components, worker, context, script)
         code = worker.run_rank(context, _link(context, script))
     except BaseException:  # noqa: BLE001 (a process's edge: the log has it)
         import traceback
@@ -211,23 +211,23 @@ def _rank(context: RankContext, script: Script) -> None:
     os._exit(code)
 
 
-def _install(learner: Any, worker: Any, context: RankContext, script: Script) -> None:
+def _install(components: Any, worker: Any, context: RankContext, script: Script) -> None:
     if script.unit_per_layer:
-        learner.build_model = functools.partial(learner.build_model, whole_below=0)
+        components.build_model = functools.partial(components.build_model, whole_below=0)
     if script.reduce_every_round:
-        learner.LOCAL_GRADIENTS_SHARE = 0.0
+        components.LOCAL_GRADIENTS_SHARE = 0.0
     if script.exact_range_bits is not None:
         from muster.train.distributed import fixed_point
 
         fixed_point.RANGE_BITS = script.exact_range_bits
-    fulfil = worker.fulfil
+    run_phases = worker.run_phases
 
     def and_hash(run: Any) -> Any:
-        ended = fulfil(run)
+        ended = run_phases(run)
         _write_hash(run, context)
         return ended
 
-    worker.fulfil = and_hash
+    worker.run_phases = and_hash
     if script.kill_in_save and context.rank == script.kill_rank:
         _die_in_save(script)
 
@@ -262,9 +262,9 @@ def _die() -> None:
 
 
 def _link(context: RankContext, script: Script) -> Any:
-    from muster.rank.standalone_link import FileLink
+    from muster.rank.standalone_client import StandaloneClient
 
-    class ScriptedLink(FileLink):
+    class ScriptedLink(StandaloneClient):
         beats = 0
         given = False
 

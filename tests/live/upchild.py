@@ -15,7 +15,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "golden" / "gke")]
 from fakes import discovery  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
-import muster.app.cluster.up_down as use_cases  # noqa: E402
+import muster.backends.gke.provision.cluster as use_cases  # noqa: E402
 from muster.cli.main import main  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
 

@@ -20,13 +20,13 @@ from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
 from muster.app import remote_entrypoint as pod_side  # noqa: E402
-from muster.app.cluster import up_down  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit  # noqa: E402
-from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
+from muster.backends.gke.google.http import Unreachable  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
+from muster.backends.gke.provision.cluster import GkeCluster, open_cluster  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
 from muster.core.types import JobState  # noqa: E402
@@ -117,7 +117,7 @@ def world(tmp_path, monkeypatch):
 def manifests(tmp_path):
     folder = tmp_path / "manifests"
     folder.mkdir()
-    for name in wanted_software(up_down.place_of(SPEC)):
+    for name in wanted_software(open_cluster(SPEC).sites[0]):
         (folder / name).write_text(f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\n")
     return folder
 
@@ -127,9 +127,9 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     # Up: the first place has no machines, the second has; killed requests and lost answers have tests of their own.
     google.fail["b200"] = ("GCE_STOCKOUT", "no room")
     google.refuse[25] = (503, "backendError")
-    up_down.pin(up_down.place_of(SPEC), manifests)
-    where, _ = up_down.bring_up(up_down.places_of(SPEC), manifests, http=google, clock=clock)
-    assert where.zone == "europe-west1-b" and clock.now_s > 0
+    cluster = GkeCluster(sites=open_cluster(SPEC).sites, http=google, clock=clock)
+    cluster.pin(manifests)
+    assert cluster.up(manifests).labels["zone"] == "europe-west1-b" and clock.now_s > 0
 
     # Submit: the answer to one of its requests is lost; the same again finds what was made.
     google.lose.add(len(google.log) + 14)
@@ -177,13 +177,13 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     found = look()
     assert (found.status.state, found.status.exit_code) == (JobState.SUCCEEDED, 0)
     assert said == [
-        "waiting for Kueue, which has made no Workload for the run yet",
-        "quota is reserved; waiting for admission check muster-dws (it has not asked DWS yet)",
+        "waiting for Kueue to create a Workload for the run",
+        "quota is reserved; waiting for admission check muster-dws (no request to DWS yet)",
         f"DWS has accepted the request w-{jobset['metadata']['name']}-muster-dws-1; waiting for capacity",
         "running: 3 hosts and the supervisor",
         "1 of 4 pods lost: host-1 (TerminationByKubelet on host-1); waiting for replacements",
         "running: 3 hosts and the supervisor",
-        "waiting for Kueue, which has made no Workload for the run yet",
+        "waiting for Kueue to create a Workload for the run",
         "running: 3 hosts and the supervisor",
         "finished: the supervisor's job completed",
     ]
@@ -191,5 +191,5 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     # Down: the run's objects, then everything of ours in both places; an audit that finds nothing.
     stop_app.down(run.run_id)
     assert not world.jobsets()
-    found = up_down.give_back(up_down.places_of(SPEC), http=google, clock=clock)
+    found = cluster.down()
     assert found.clean and found.leftovers == () and google.store == {}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.backends.local import processes
 from muster.cli.main import run
+from muster.core import processes
 
 GOOD = """\
 name: wrong

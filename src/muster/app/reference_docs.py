@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from muster.config import schema_keys
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.events import KINDS, PHASES, SCHEMA_VERSION
 from muster.storage.run_registry import replace_text
 
@@ -73,10 +74,27 @@ def events_reference() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def environment_reference() -> str:
+    """Every environment variable that Muster reads or sets."""
+    parts = [
+        "# Environment variables",
+        "",
+        GENERATED,
+        "",
+        "You need none of them. Those that Muster sets itself are listed so that you recognise them in a process.",
+        "",
+        "| variable | meaning | set by | default |",
+        "|---|---|---|---|",
+        *(f"| `{each.name}` | {each.meaning} | {each.set_by} | {each.default} |" for each in environment.VARIABLES),
+    ]
+    return "\n".join(parts) + "\n"
+
+
 FILES = {
     "run-file.schema.json": run_file_schema,
     "run-file.md": run_file_reference,
     "events.md": events_reference,
+    "environment.md": environment_reference,
 }
 
 

@@ -1,34 +1,40 @@
-"""Ways of running jobs, loaded by name: ``muster.backends.<name>.launcher()`` returns a ``Launcher``."""
+"""Back ends: places that run jobs. Each ships a ``Backend`` value; other packages add theirs by an entry point."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+from collections.abc import Callable
 
+from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
+from muster.config.backends import BACKENDS as NAMED
 from muster.core.errors import UsageError
+from muster.core.registry import Registry
 
-NAMES = ("local", "slurm", "gke", "vertex", "gce")
+#: The run file's table, whose names and checks it uses too.
+BACKENDS: Registry[Backend] = NAMED
+
+
+def get(name: str) -> Backend:
+    """The back end called ``name``.
+
+    Raises:
+        UsageError: there is none of that name, or it cannot be imported.
+    """
+    return BACKENDS.get(name)
 
 
 def load(name: str) -> Launcher:
-    """The back end called ``name``; its libraries are imported now, not before.
+    """A launcher of the back end called ``name``; the back end's libraries are imported now, not before.
 
     Raises:
         UsageError: there is none of that name, or its extra is not installed.
     """
-    if name not in NAMES or importlib.util.find_spec(f"muster.backends.{name}") is None:
-        raise UsageError(f"no back end {name!r} in this version", hint=f"available: {', '.join(available())}")
     try:
-        module = importlib.import_module(f"muster.backends.{name}")
+        return get(name).launcher()
     except ImportError as error:
         raise UsageError(f"the back end {name!r} needs {error.name}", hint=f"pip install 'muster[{name}]'") from error
-    if not hasattr(module, "launcher"):
-        raise UsageError(f"no back end {name!r} in this version", hint=f"available: {', '.join(available())}")
-    found: Launcher = module.launcher()
-    return found
 
 
-def available() -> list[str]:
-    """Names of the back ends that this installation has."""
-    return [name for name in NAMES if importlib.util.find_spec(f"muster.backends.{name}") is not None]
+def names_where(able: Callable[[Backend], bool]) -> str:
+    """The back ends for which ``able`` holds, for a hint: ``slurm or gke``."""
+    return " or ".join(name for name in BACKENDS.names() if able(get(name)))

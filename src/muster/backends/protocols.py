@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from muster.config.spec import RunSpec
 from muster.core.types import JobHandle, JobRequest, JobStatus, LogChunk, Offer
@@ -12,7 +13,7 @@ from muster.core.types import JobHandle, JobRequest, JobStatus, LogChunk, Offer
 
 @dataclass(frozen=True, kw_only=True)
 class Terminal:
-    """Somebody who runs a command on a host: where its output goes, and what is typed."""
+    """The terminal of a command on a host: where its output goes, and what is typed."""
 
     out: Callable[[bytes], object]
     err: Callable[[bytes], object]
@@ -23,20 +24,61 @@ class Terminal:
     """(columns, lines)."""
 
 
-class Launcher(Protocol):
-    """One way of running jobs: a laptop, Slurm, GKE... Blocking calls, no hidden retries.
+class Exec(Protocol):
+    """Runs a command on a host of a run (``muster exec``)."""
 
-    A back end may have, besides: ``resolve(spec)`` (what its machines decide of a run file), ``exec(run_id, argv,
-    terminal, *, host)`` (a command on a host; its exit code), ``remaining(handle)`` (what a tear-down left),
-    ``follow(handle)`` (output as it comes, where a stream can be had: else ``logs`` is asked again), and where
-    ``folder_is_remote`` (the run's folder is out of this machine's reach) ``ask(run_id, message, ...)`` (a question
-    to the supervisor) and ``mirror(run_id, folder)`` (the events so far).
+    def __call__(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
+        """Run ``argv`` on the host (default: the first) and return its exit code.
+
+        Raises:
+            UsageError: no such host, or nothing of the run is running.
+            BackendError: the host cannot be reached.
+        """
+        ...
+
+
+class Attach(Protocol):
+    """Records a task of the job that the back end did not start itself (a supervisor in the foreground)."""
+
+    def __call__(self, handle: JobHandle, *, task: str, pid: int) -> None: ...
+
+
+class RemoteRun(Protocol):
+    """Access to a run whose folder cannot be reached from this machine (pods in a cluster)."""
+
+    def ask(
+        self, run_id: str, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
+    ) -> dict[str, Any]:
+        """Send ``message`` to the run's supervisor: ``{"answer": ...}``, or ``{"error": ..., "hint": ...}``.
+
+        ``resolved`` replaces the run file first.
+        """
+        ...
+
+    def mirror(self, run_id: str, folder: Path) -> int:
+        """Copy the run's events so far to ``folder``; return how many bytes were new (0: nothing is reachable)."""
+        ...
+
+
+class Launcher(Protocol):
+    """One way of running jobs: this machine, Slurm, GKE... Blocking calls, no hidden retries.
+
+    ``follow``, ``exec``, ``attach`` and ``remote`` are None where the back end has no such thing.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def offers(self, spec: RunSpec) -> list[Offer]:
         """What could be used now. Looks, changes nothing."""
+        ...
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """The spec with what the machines decide filled in (device, ranks per host...); unchanged where nothing is.
+
+        Raises:
+            RunFileError: the spec does not fit the machines.
+        """
         ...
 
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
@@ -67,6 +109,30 @@ class Launcher(Protocol):
 
     def cancel(self, handle: JobHandle) -> None:
         """End the job and everything it started; absent is success."""
+        ...
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """What still exists of the run, one phrase each; empty is the proof of a tear-down."""
+        ...
+
+    @property
+    def follow(self) -> Callable[[JobHandle], Iterator[LogChunk]] | None:
+        """Output from the beginning and as it comes, until the run has ended; None: ``logs`` is called again."""
+        ...
+
+    @property
+    def exec(self) -> Exec | None:
+        """None: hosts cannot be reached through the back end."""
+        ...
+
+    @property
+    def attach(self) -> Attach | None:
+        """None: the supervisor cannot run in a foreground terminal (``muster train``)."""
+        ...
+
+    @property
+    def remote(self) -> RemoteRun | None:
+        """None: this machine reads and writes the run's folder itself."""
         ...
 
 

@@ -86,7 +86,7 @@ class Manifest:
                 raise ValueError("it is no JSON object")
             if found.pop("format", None) != FORMAT:
                 raise ValueError("of an unknown format")
-            found["layout"] = Layout(**found["layout"])
+            found["layout"] = Layout.of(found["layout"])
             found["files"] = tuple(StoredFile(**item) for item in found["files"])
             manifest = cls(**found, directory=directory)
             manifest._check()

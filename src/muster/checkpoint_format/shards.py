@@ -102,7 +102,7 @@ def encode_header(header: ShardHeader) -> bytes:
         "attempt": header.attempt,
         "step": header.step,
         "rank": header.rank,
-        "layout": {axis: getattr(header.layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp")},
+        "layout": header.layout.sizes,
         "extra": dict(header.extra),
         "tensors": [chunk_to_json(chunk) for chunk in header.tensors],
     }
@@ -118,7 +118,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
             attempt=int(found["attempt"]),
             step=int(found["step"]),
             rank=int(found["rank"]),
-            layout=Layout(**found["layout"]),
+            layout=Layout.of(found["layout"]),
             extra=found["extra"],
             tensors=tuple(chunk_from_json(item) for item in found["tensors"]),
         )

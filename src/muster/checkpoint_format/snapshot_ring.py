@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster.core.errors import CheckpointError
+from muster.core.layout import KEY_PATTERN
 
 MAGIC = b"MUSTRNG3"
 #: Slots of a rank's own ring where no copy is made: one being written, one whole.
@@ -43,11 +44,11 @@ _STAMP = struct.Struct("<qqqq")  # step, attempt, seal, step of the seal
 _HEADER_AT = _FIXED.size + (_MARKS + MAX_SLOTS) * _STAMP.size
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _PAGE = 4096
-_NAME = re.compile(r"^(?P<tier>own|peer|fetched)\.(?P<layout>r\d+s\d+t\d+)\.(?P<rank>\d+)\.ring$")
+_NAME = re.compile(rf"^(?P<tier>own|peer|fetched)\.(?P<layout>{KEY_PATTERN})\.(?P<rank>\d+)\.ring$")
 
 
 def file_name(tier: str, layout_key: str, rank: int) -> str:
-    """``own.r1s4t1.3.ring``; tier: own, peer (a copy held for another host) or fetched (got for a restore)."""
+    """``own.r1s4t1p1c1e1.3.ring``; tier: own, peer (a copy held for another host) or fetched (got for a restore)."""
     return f"{tier}.{layout_key}.{rank}.ring"
 
 

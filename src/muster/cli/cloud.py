@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from muster.app.cluster import up_down
+    from muster.app.api import Cluster
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
@@ -36,45 +36,35 @@ def up(
     as_json: bool = JSON,
 ) -> None:
     """Make networks, cluster, node pools, queue and bucket in a Google Cloud project; again resumes it."""
+    from muster.app.api import load
     from muster.app.cluster import up_down
     from muster.cli import output
     from muster.cli.tree import watched
-    from muster.config import load
 
-    loaded = load.load(run_file, overrides or [], environment=False)
-    places = up_down.places_of(loaded.spec, zone=zone, adopt=adopt)
+    loaded = load(run_file, overrides or [], environment=False)
+    cluster = up_down.cluster_of(loaded.spec, zone=zone, adopt=adopt)
     if dry_run:
-        _dry_run(places[0], manifests, as_json)
+        _dry_run(cluster, manifests, as_json)
         return
     if pin:
-        hashes, path = up_down.pin(places[0], manifests)
+        hashes, path = cluster.pin(manifests)
         for url, digest in hashes.items():
-            output.talk(f"pinned sha256 {digest}\n  of {url}")
-        output.talk(f"in {path}")
-
-    def work(progress: up_down.Progress) -> tuple[up_down.Site, up_down.Lease]:
-        return up_down.bring_up(
-            places,
-            manifests,
-            hugging_face_token=os.environ.get("HF_TOKEN"),
-            progress=progress,
-            on_advice=lambda advice: progress(up_down.Said(text=f"capacity: {advice.sentence()}")),
-        )
-
+            output.info(f"pinned sha256 {digest}\n  of {url}")
+        output.info(f"in {path}")
     flags = [*(["--manifests", str(manifests)] if manifests else []), *(["--adopt"] if adopt else [])]
-    where, lease = watched(
-        work,
+    lease = watched(
+        lambda progress: cluster.up(manifests, token=os.environ.get("HF_TOKEN"), progress=progress),
         again=_command("up", run_file, overrides, zone, *flags),
         undo=_command("down", run_file, overrides, zone),
         live=not as_json,
     )
     if as_json:
-        output.as_json({"project": where.project, "zone": where.zone, "resources": lease.resources})
+        output.as_json({"project": cluster.project, "zone": lease.labels["zone"], "resources": lease.resources})
         return
-    output.talk(f"in {where.zone}:")
+    output.info(f"in {lease.labels['zone']}:")
     for key in lease.resources:
-        output.data(key)
-    output.talk(f"hint: muster submit {run_file}; give it back with: muster down {run_file}")
+        output.result(key)
+    output.info(f"hint: muster submit {run_file}; give it back with: muster down {run_file}")
 
 
 def give_back(
@@ -85,53 +75,45 @@ def give_back(
     as_json: bool = JSON,
 ) -> None:
     """Remove what `up` made, in order, and list what still exists; fails while anything of ours bills."""
+    from muster.app.api import load
     from muster.app.cluster import up_down
     from muster.cli import output
     from muster.cli.tree import watched
-    from muster.config import load
-    from muster.core.errors import UsageError
 
-    spec = load.load(run_file, overrides or [], environment=False).spec
-    if spec.backend != "gke":
-        raise UsageError(
-            f"{run_file} is a run file for {spec.backend}, where muster up makes nothing that could be given back",
-            hint="muster down RUN ends a run; muster status lists the runs of this machine",
-        )
-    places = up_down.places_of(spec, zone=zone)
-    where = places[0]
+    spec = load(run_file, overrides or [], environment=False).spec
+    cluster = up_down.cluster_of(spec, zone=zone)
     found = watched(
-        lambda progress: up_down.give_back(places, keep_data=keep_data, progress=progress),
+        lambda progress: cluster.down(keep_data=keep_data, progress=progress),
         again=_command("down", run_file, overrides, zone, *(["--keep-data"] if keep_data else [])),
         live=not as_json,
     )
     if as_json:
-        output.as_json(up_down.audit_shown(where, found))
+        output.as_json(up_down.down_to_json(cluster, found))
         if not found.clean:
             raise typer.Exit(6)
         return
     for trouble in found.troubles:
-        output.talk(f"not removed: {trouble}")
+        output.info(f"not removed: {trouble}")
     for left in found.leftovers:
-        output.data(left.sentence())
+        output.result(left.sentence())
     if total := sum(left.usd_per_day or 0.0 for left in found.leftovers):
-        output.talk(f"together about ${total:.2f} a day, where prices are known")
+        output.info(f"together about ${total:.2f} a day, where prices are known")
     if not found.clean:
         raise typer.Exit(6)
-    output.talk(f"nothing of ours is left in {where.project}" + (" but what was kept" if found.leftovers else ""))
+    output.info(f"nothing of ours is left in {cluster.project}" + (" but what was kept" if found.leftovers else ""))
 
 
-def _dry_run(where: up_down.Site, manifests: Path | None, as_json: bool) -> None:
-    from muster.app.cluster import up_down
+def _dry_run(cluster: Cluster, manifests: Path | None, as_json: bool) -> None:
     from muster.cli import output
 
-    calls, doubts = up_down.dry_run(where, manifests)
+    calls, doubts = cluster.dry_run(manifests)
     if as_json:
-        output.as_json([up_down.shown(call) for call in calls])
+        output.as_json([call.to_json() for call in calls])
     else:
         for call in calls:
-            output.data(call.shown())
+            output.result(call.shown())
     for doubt in doubts:
-        output.talk(f"warning: {doubt}; up needs --pin")
+        output.info(f"warning: {doubt}; up needs --pin")
 
 
 def _command(verb: str, run_file: str, overrides: list[str] | None, zone: str | None, *more: str) -> str:

@@ -39,19 +39,18 @@ def render(
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
     """Render a run for GKE or Slurm, offline: no project, no credentials."""
+    from muster.app.api import UsageError, load
     from muster.app.cluster import render as use_case
-    from muster.config import load
-    from muster.core.errors import UsageError
 
     if format is Format.HELM and output is None:
         raise UsageError("a chart is a folder of files", hint="--output FOLDER")
-    options = use_case.Options(
-        namespace=namespace, network=network.value, nccl=nccl.value, kueue=kueue, run_claim=run_claim
-    )
-    spec = load.load(run_file, overrides or [], environment=False).spec
+    options = {
+        "namespace": namespace, "network": network.value, "nccl": nccl.value, "kueue": kueue, "run_claim": run_claim,
+    }  # fmt: skip
+    spec = load(run_file, overrides or [], environment=False).spec
     rendered = use_case.render(spec, format=format.value, options=options)
     for warning in rendered.warnings:
-        print(f"warning: {warning.key}: {warning.message}: {warning.reason}", file=sys.stderr)
+        print(f"warning: {warning.key}: {warning.message}", file=sys.stderr)
     if output is None:
         print("---\n".join(rendered.files.values()), end="")
     else:

@@ -19,7 +19,7 @@ import typer
 from muster.cli.live_region import Growing, cut, grows, plain
 
 if TYPE_CHECKING:
-    from muster.app.cluster.up_down import Event, Progress, Row, Tree
+    from muster.app.cluster.progress_tree import Event, Progress, Row, Tree
 
 REDRAWN_EVERY_S = 0.5
 COLOURS = {"active": "33", "trouble": "31", "done": "32", "pending": "2"}
@@ -69,7 +69,7 @@ class PlainTree:
     """Prints a line for each change that is news."""
 
     def __init__(self) -> None:
-        from muster.app.cluster.up_down import Tree
+        from muster.app.cluster.progress_tree import Tree
 
         self.tree: Tree = Tree()
         self.started_s = time.monotonic()
@@ -77,7 +77,7 @@ class PlainTree:
 
     def take(self, event: Event) -> None:
         """Fold one event, and show it."""
-        from muster.app.cluster.up_down import Began, Changed, Said
+        from muster.app.cluster.progress_tree import Began, Changed, Said
 
         self.tree.take(event, time.monotonic())
         if isinstance(event, Said):
@@ -112,7 +112,7 @@ class LiveTree(PlainTree):
         self._drawn_s = float("-inf")
 
     def take(self, event: Event) -> None:
-        from muster.app.cluster.up_down import Began, Said
+        from muster.app.cluster.progress_tree import Began, Said
 
         if isinstance(event, Began):
             self.close()  # the last picture stays as it ended
@@ -223,15 +223,15 @@ def _interrupted(display: PlainTree, again: str, undo: str | None) -> None:
 
     bills, making = display.tree.bills(), display.tree.making
     display.close()
-    output.talk("stopped by you; what Google has begun goes on there")
+    output.info("stopped by you; what Google has begun goes on there")
     for one in bills:
         price = "its price is not known" if one.usd_per_hour is None else f"about ${one.usd_per_hour:.2f} an hour"
-        output.talk(f"it bills: {one.key} ({one.bills}), {price}")
+        output.info(f"it bills: {one.key} ({one.bills}), {price}")
     if making and not bills:
-        output.talk("nothing that bills by the hour was made by then, as far as this command saw")
-    output.talk(f"hint: {again} goes on where this stopped")
+        output.info("nothing that bills by the hour was made by then, as far as this command saw")
+    output.info(f"hint: {again} goes on where this stopped")
     if undo is not None:
-        output.talk(f"hint: {undo} removes what was made")
+        output.info(f"hint: {undo} removes what was made")
 
 
 def _length(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a run file needs of the machine that reads it: files, folders, packages, a GPU."""
+"""What a run file needs of the machine that reads it: files, folders, packages, and what its back end asks."""
 
 from __future__ import annotations
 
@@ -9,34 +9,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from muster.config.spec import FileSource, HubSource, RunSpec
+from muster.config.backends import BACKENDS
+from muster.config.spec import RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local
-from muster.core.errors import Problem, UsageError
-from muster.storage.paths import check_memory_dir, memory_dir
+from muster.core.errors import Problem
 
 
 def problems(spec: RunSpec) -> list[Problem]:
     """What is missing here. Looks, changes nothing."""
-    found = [*_files(spec), *_folders(spec), *_packages(spec), *_memory(spec)]
-    if spec.backend == "local" and spec.resources.device == "cuda" and not has_gpu():
-        found.append(
-            Problem(key="resources.device", message="cuda: there is no NVIDIA GPU on this machine", hint="device: auto")
-        )
-    return found
-
-
-def has_gpu() -> bool:
-    """Does the NVIDIA driver show a device? No CUDA is touched."""
-    return Path("/dev/nvidia0").exists() or bool(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return [*_files(spec), *_folders(spec), *_packages(spec), *BACKENDS.get(spec.backend).host_checks(spec)]
 
 
 def _files(spec: RunSpec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources if spec.data else []):
-        if isinstance(source, FileSource):
-            for name in ("path", "heldout_path", "database"):
-                path = getattr(source, name)
-                if path is not None and not is_remote(path) and not _exists(path):
-                    yield Problem(key=f"data.sources.{index}.{name}", message=f"no file {path}", value=path)
+        for name, path in source.files.items():
+            if not is_remote(path) and not _exists(path):
+                yield Problem(key=f"data.sources.{index}.{name}", message=f"no file {path}", value=path)
     model = spec.model
     if model is not None and model.source is not None and looks_local(model.source):
         yield from _model_folder(spec, model.source)
@@ -96,31 +84,12 @@ def _folders(spec: RunSpec) -> Iterator[Problem]:
             yield Problem(key=key, message=f"cannot write in {parent}", value=place, hint="choose another folder")
 
 
-def _memory(spec: RunSpec) -> Iterator[Problem]:
-    if spec.backend != "local":
-        return
-    try:
-        check_memory_dir(memory_dir(".", "", f"host-{spec.resources.hosts}"))
-    except UsageError as error:
-        yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint=error.hint)
-
-
 def _packages(spec: RunSpec) -> Iterator[Problem]:
-    tracker = spec.output.tracker
-    if spec.backend == "local" and tracker != "none" and importlib.util.find_spec(tracker) is None:
-        yield Problem(key="output.tracker", message=f"{tracker} is not installed", hint=f"pip install {tracker}")
-    if spec.backend == "local" and spec.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield Problem(key="output.tensorboard", message="is not installed", hint="pip install tensorboard")
     for index, source in enumerate(spec.data.sources if spec.data else []):
-        parquet = isinstance(source, FileSource) and ".parquet" in source.path
-        if parquet and importlib.util.find_spec("pyarrow") is None:
-            yield Problem(
-                key=f"data.sources.{index}.path", message="Parquet needs pyarrow", hint="pip install 'muster[data]'"
-            )
-        if isinstance(source, HubSource) and importlib.util.find_spec("huggingface_hub") is None:
-            yield Problem(
-                key=f"data.sources.{index}", message="the hub needs huggingface_hub", hint="pip install 'muster[data]'"
-            )
+        for package, extra in source.packages.items():
+            if importlib.util.find_spec(package) is None:
+                hint = f"pip install 'muster[{extra}]'"
+                yield Problem(key=f"data.sources.{index}", message=f"needs {package}, which is not installed", hint=hint)
 
 
 def _exists(path: str) -> bool:

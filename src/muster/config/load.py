@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from muster.config import host_checks, schema_keys, validation
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, parse, scalar
@@ -99,7 +101,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         _override(raw, override, origins, problems)
     spec, bad = _check_values(raw, origins, problems, source)
     if spec is not None:
-        found = validation.problems(spec)
+        found = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
             found += host_checks.problems(spec)
         problems += [_placed(each, origins, source) for each in found if not _touches(each.key, bad)]
@@ -229,9 +231,8 @@ def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
         annotation: Any = RunSpec
         here: Any = raw
         for part in each["loc"]:
-            tagged = isinstance(here, dict) and len(schema_keys.sections(annotation)) > 1 and part == here.get("type")
             known = schema_keys.fields(annotation, here) if isinstance(here, dict) else {}
-            if isinstance(part, str) and part in known and not (tagged and part not in here):
+            if isinstance(part, str) and part in known:
                 path, annotation = (*path, part), known[part].annotation
                 here = here.get(part) if isinstance(here, dict) else None
             elif isinstance(part, int) and isinstance(here, list) and part < len(here):
@@ -252,8 +253,8 @@ def _value_problem(
 ) -> Problem:
     if kind.startswith("union_tag"):
         given = _get(raw, path)
-        models = schema_keys.sections(schema_keys.at(path[:-1])[0])
-        known = [name for model in models for name in schema_keys.literal(model.model_fields.get("type"))]
+        family = schema_keys.family_of(schema_keys.at(path[:-1])[0])
+        known = family.registry.names() if family else []
         message = f"must be one of {', '.join(known)}" + (f", got {schema_keys.shown(given)}" if given is not None else "")
         return _problem(path, message, origins, source, hint=_near(given, known))
     annotation, info = schema_keys.at(path, raw)
@@ -264,14 +265,14 @@ def _value_problem(
     if kind == "too_short":
         return _problem(path, f"must hold at least one item, got {schema_keys.shown(value)}", origins, source)
     message = f"must be {wanted}, got {schema_keys.shown(value, key=dotted(path))}"
-    return _problem(path, message, origins, source, value=value, hint=_value_hint(value, annotation))
+    return _problem(path, message, origins, source, value=value, hint=_value_hint(value, annotation, info))
 
 
-def _value_hint(value: Any, annotation: Any) -> str | None:
+def _value_hint(value: Any, annotation: Any, info: FieldInfo | None) -> str | None:
     """What the user probably wanted to write."""
     kinds = {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)}
     if isinstance(value, str):
-        choices = [name for leaf in schema_keys.leaves(annotation) for name in _choices(leaf)]
+        choices = [name for leaf in schema_keys.leaves(annotation) for name in schema_keys.choices(leaf, info)]
         if choices and (near := _near(value, choices)):
             return near
         if bool in kinds and value.lower() in ("yes", "no", "on", "off"):
@@ -289,13 +290,6 @@ def _value_hint(value: Any, annotation: Any) -> str | None:
     if isinstance(value, str | int | float) and any("list" in str(kind) for kind in kinds) and value is not None:
         return f"write a list: [{value}]"
     return None
-
-
-def _choices(leaf: Any) -> list[str]:
-    from typing import Literal, get_args, get_origin
-
-    bare = schema_keys.bare(leaf)
-    return [str(name) for name in get_args(bare)] if get_origin(bare) is Literal else []
 
 
 def _near(given: Any, known: Iterable[str]) -> str | None:

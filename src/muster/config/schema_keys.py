@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from muster.config.section import MemberOf, SectionOf
 from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact
@@ -75,11 +76,16 @@ def bare(annotation: Any) -> Any:
 
 def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
     """The sections that may stand here; where ``raw`` names its ``type``, that one alone."""
-    found = [leaf for leaf in map(bare, leaves(annotation)) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
-    if len(found) > 1 and isinstance(raw, dict):
-        chosen = [model for model in found if raw.get("type") in literal(model.model_fields.get("type"))]
-        return chosen or found
-    return found
+    family = family_of(annotation)
+    if family is not None:
+        return list(family.sections(raw))
+    return [leaf for leaf in map(bare, leaves(annotation)) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+
+
+def family_of(annotation: Any) -> SectionOf | None:
+    """The family whose members' sections may stand here."""
+    notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((note for note in notes if isinstance(note, SectionOf)), None)
 
 
 def fields(annotation: Any, raw: Any = None) -> dict[str, FieldInfo]:
@@ -195,6 +201,9 @@ def _words(leaf: Any, notes: list[Any]) -> str:
     if origin is Literal:
         names = [json.dumps(name) if not isinstance(name, str) else name for name in get_args(leaf)]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    members = _members(notes)
+    if members:
+        return f"one of {', '.join(members)}"
     if origin is list:
         return f"a list of {_plural(get_args(leaf)[0])}"
     if origin is tuple:
@@ -221,6 +230,16 @@ def _bounds(leaf: Any, notes: list[Any]) -> str:
     if not low:
         return ""
     return (", " if leaf is str else " of " if low[0].startswith("at") else " ") + " and ".join(low)
+
+
+def choices(leaf: Any, info: FieldInfo | None = None) -> list[str]:
+    """The values of a leaf of which there are few."""
+    kind = bare(leaf)
+    return [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else _members(info.metadata if info else [])
+
+
+def _members(notes: list[Any]) -> list[str]:
+    return [name for note in notes if isinstance(note, MemberOf) for name in note.registry.names()]
 
 
 def _plural(annotation: Any) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+from muster.core.registry import Registry
 
 
 class Section(BaseModel):
@@ -16,3 +20,59 @@ class Section(BaseModel):
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True)
+class MemberOf:
+    """Marks a text that names a member of a registry: ``Annotated[str, MemberOf(OPTIMIZERS)]``."""
+
+    registry: Registry[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Editors offer the shipped names and accept others, which packages add."""
+        return {"anyOf": [{"enum": list(self.registry.shipped)}, handler(schema)]}
+
+    def _check(self, name: str) -> str:
+        if name not in self.registry.names():
+            raise ValueError(f"no {self.registry.family} {name!r}")
+        return name
+
+
+@dataclass(frozen=True)
+class SectionOf:
+    """Marks a section whose ``type`` names a member of a registry; the member's ``section`` is its class."""
+
+    registry: Registry[Any]
+
+    def sections(self, raw: Any = None) -> list[type[Section]]:
+        """The classes that may stand here; where ``raw`` names its ``type``, that one alone."""
+        name = raw.get("type") if isinstance(raw, dict) else None
+        names = self.registry.names()
+        return [self.registry.get(each).section for each in ([name] if name in names else names)]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The shipped types alone: an editor cannot know what packages add."""
+        sections = [self.registry.get(name).section for name in self.registry.shipped]
+        members = [handler(section.__pydantic_core_schema__) for section in sections]
+        return {"discriminator": {"propertyName": "type"}, "oneOf": members}
+
+    def _read(self, value: Any) -> Section:
+        """Errors of the member's section keep their places."""
+        if isinstance(value, Section):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticKnownError("model_type", {"class_name": self.registry.family})
+        if "type" not in value:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'type'"})
+        names = self.registry.names()
+        if value["type"] not in names:
+            tags = {"discriminator": "'type'", "tag": str(value["type"]), "expected_tags": ", ".join(names)}
+            raise PydanticKnownError("union_tag_invalid", tags)
+        section: type[Section] = self.registry.get(value["type"]).section
+        return section.model_validate(value)

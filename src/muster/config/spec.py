@@ -10,8 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from muster.config.section import Fraction, NotNegative, Positive, Section
+from muster.config.backends import BACKENDS
+from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.slurm import Slurm
+from muster.config.sources import SOURCE_TYPES, Source
+from muster.core.layout import AXES
+from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
 
 # ---------------------------------------------------------------- model
 
@@ -55,74 +59,10 @@ class Model(Section):
 # ---------------------------------------------------------------- data
 
 
-class PromptTemplate(Section):
-    """Prompt and completion as Python format strings over a row's columns: ``"Q: {question}\\nSQL: "``."""
-
-    prompt: str
-    completion: str
-
-
-class Source(Section):
-    """What every data source shares."""
-
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the mixture's rows relative to the other sources."""
-    format: Literal["chat", "prompt_completion", "text"] | None = None
-    """Default: by the columns present (``messages``, ``prompt``/``completion`` or a template, ``text``)."""
-    template: PromptTemplate | None = None
-    limit: Positive | None = None
-    """Use at most this many rows."""
-
-
-class HubSource(Source):
-    """A data set on the Hugging Face hub."""
-
-    type: Literal["hub"]
-    name: str
-    subset: str | None = None
-    split: str = "train"
-    heldout_split: str | None = None
-    revision: str | None = None
-
-
-class FileSource(Source):
-    """Local files: .jsonl, .json, .parquet, .txt, each also gzipped; a glob is allowed."""
-
-    type: Literal["file"]
-    path: str
-    heldout_path: str | None = None
-    database: str | None = None
-    """SQLite file that gold and predicted queries of this source run against (execution accuracy)."""
-
-
-class Text2SqlSource(Source):
-    """The built-in generator: schemas, filled databases, questions and gold queries."""
-
-    type: Literal["text2sql"]
-    level: Annotated[int, Field(ge=1, le=4)] = 1
-    """1: one table, four query shapes. 2: conditions and ordering. 3: joins and grouping. 4: nested too."""
-    rows: Positive = 20_000
-    heldout_rows: Positive = 200
-    seed: NotNegative = 0
-
-
-class RandomSource(Source):
-    """Random tokens, for benchmarks without data."""
-
-    type: Literal["random"]
-    rows: Positive = 4096
-    row_length: Positive | None = None
-    """Tokens a row; default the sequence length (one document a sequence)."""
-    seed: NotNegative = 0
-
-
-AnySource = Annotated[HubSource | FileSource | Text2SqlSource | RandomSource, Field(discriminator="type")]
-
-
 class Data(Section):
     """What is trained on, how it becomes tokens, and which tokens count."""
 
-    sources: Annotated[list[AnySource], Field(min_length=1)]
+    sources: Annotated[list[Annotated[Source, SectionOf(SOURCE_TYPES)]], Field(min_length=1)]
     train_on: Literal["completions", "all"] | list[str] = "completions"
     """Which tokens are supervised: completions (assistant turns), all of them, or a list of chat roles."""
     packing: bool = True
@@ -141,9 +81,9 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW, whole or with 8-bit state."""
+    """How gradients change the weights."""
 
-    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    name: Annotated[str, MemberOf(OPTIMIZERS)] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -154,6 +94,11 @@ class Optimizer(Section):
     """Learning rate at the last step, as a share of the peak."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global norm; null: no clipping (the norm is still reported)."""
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """What is known of the optimizer ``name``."""
+        return OPTIMIZERS.get(self.name)
 
 
 class Profile(Section):
@@ -202,7 +147,13 @@ class Parallelism(Section):
     tp: Positive = 1
     pp: Literal[1] = 1
     cp: Literal[1] = 1
+    ep: Literal[1] = 1
     reshard_after_forward: bool = True
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis -> size as given, every axis included."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
 
 class Evaluation(Section):
@@ -328,7 +279,7 @@ class RunSpec(Section):
     """A whole run file, checked."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    backend: Literal["local", "slurm", "gke", "vertex", "gce"] = "local"
+    backend: Annotated[str, MemberOf(BACKENDS)] = "local"
     run_dir: str | None = None
     """Where this run lives; default ``~/.muster/runs/RUN_ID`` (or ``$MUSTER_HOME/runs``)."""
     model: Model | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource
+from muster.config.backends import BACKENDS
+from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
 #: Layers are compiled once, in tens of seconds; below so many steps that does not come back.
@@ -12,13 +13,10 @@ COMPILE_PAYS_AFTER_STEPS = 50
 
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
-    """A problem per knob among ``given`` (dotted key paths set by the user) that has no effect."""
-    found: list[Problem] = []
-    for rule in (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery):
-        for key, reason in rule(spec):
-            if key in given:
-                found.append(Problem(key=key, message=f"has no effect: {reason}"))
-    return found
+    """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
+    rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
+    unused = [found for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for found in rule(spec)]
+    return [Problem(key=key, message=f"has no effect: {reason}") for key, reason in unused if key in given]
 
 
 def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -31,8 +29,8 @@ def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "training.compile", f"compiling costs more than it saves in {training.steps} steps"
     if spec.resources.device == "cpu":
         yield "training.profile.memory_step", "memory snapshots are of CUDA memory, and device is cpu"
-    if optimizer.name == "adamw_8bit" and spec.model is not None and spec.model.lora is not None:
-        yield "training.optimizer.name", "8-bit state saves next to nothing on adapters alone"
+    if optimizer.traits.compact and spec.model is not None and spec.model.lora is not None:
+        yield "training.optimizer.name", "its smaller state saves next to nothing on adapters alone"
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
     shards = ranks // (spec.parallelism.dp_replicate * spec.parallelism.tp)
     if (
@@ -59,29 +57,20 @@ def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
         return
     if len(data.sources) == 1:
         yield "data.sources.0.weight", "there is only one source"
-    own = [
-        isinstance(source, Text2SqlSource | RandomSource)
-        or bool(getattr(source, "heldout_path", None) or getattr(source, "heldout_split", None))
-        for source in data.sources
-    ]
-    if all(own):
+    if all(source.has_heldout for source in data.sources):
         yield "data.heldout_fraction", "every source has a held-out part of its own, or needs none"
-    if all(isinstance(source, RandomSource) for source in data.sources):
+    if all(source.is_tokenized for source in data.sources):
         yield "data.workers", "random tokens are not tokenised"
         yield "data.train_on", "random tokens are all supervised"
     for index, source in enumerate(data.sources):
-        if isinstance(source, Text2SqlSource | RandomSource):
-            for name in ("format", "template"):
-                yield f"data.sources.{index}.{name}", f"a {source.type} source writes its own rows"
-        if isinstance(source, RandomSource):
-            yield f"data.sources.{index}.limit", "`rows` says how many"
+        for name, reason in source.unused():
+            yield f"data.sources.{index}.{name}", reason
 
 
 def _evaluation(spec: RunSpec) -> Iterator[tuple[str, str]]:
     evaluation, steps = spec.evaluation, spec.training.steps
     sources = spec.data.sources if spec.data else []
-    asks = any(isinstance(source, Text2SqlSource | FileSource) for source in sources)
-    if spec.data is not None and not asks:
+    if spec.data is not None and not any(source.has_questions for source in sources):
         for name in ("num_questions", "final_num_questions", "query_timeout_s"):
             yield f"evaluation.{name}", "no source has questions with gold queries"
     elif evaluation.num_questions == 0 and not evaluation.final_num_questions:
@@ -101,24 +90,8 @@ def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    if spec.backend == "local":
-        here = "backend is local: the run uses this machine"
-        for name in (
-            "accelerator",
-            "machine",
-            "locations",
-            "provisioning_model",
-            "reservation",
-            "project",
-            "cluster",
-            "image",
-            "queue",
-        ):
-            yield f"resources.{name}", here
-        if not spec.resources.usd_per_host_hour:
-            yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour says no price"
-    if spec.backend != "slurm":
-        yield "slurm", f"backend is {spec.backend}"
+    for name in set(BACKENDS.names()) & set(RunSpec.model_fields) - {spec.backend}:  # sections of one back end
+        yield name, f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
     if spec.resources.provisioning_model in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):

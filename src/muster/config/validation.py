@@ -5,15 +5,16 @@ A rule yields ``Problem``s that name the key to change; ``runfile`` adds where t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from muster.config.spec import FileSource, RandomSource, RunSpec, Text2SqlSource, TrainedTokenizer
+from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.core.errors import Problem
 
-FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
 #: ``recovery.baseline_steps`` begin after so many steps of the run, and the first of them settle.
 REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
 REFERENCE_LEAST = 20
@@ -78,8 +79,8 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
             message="a newly trained vocabulary does not fit the weights of `model.source`",
             hint="remove `tokenizer`, or start from `model.config`",
         )
-    random_only = spec.data is not None and all(isinstance(each, RandomSource) for each in spec.data.sources)
-    if model.config is not None and model.tokenizer is None and spec.data is not None and not random_only:
+    has_text = spec.data is not None and not all(source.is_tokenized for source in spec.data.sources)
+    if model.config is not None and model.tokenizer is None and has_text:
         yield Problem(
             key="model", message="`config` alone has no tokenizer",
             hint="add `tokenizer: {kind: word, vocab_size: 512}` or a hub id",
@@ -129,19 +130,15 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(key="data.train_on", message="is an empty list: no token would be supervised", hint="completions")
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
-        made = isinstance(source, Text2SqlSource | RandomSource)
-        if data.on_overlong == "split" and not made and source.format in ("chat", "prompt_completion"):
+        if data.on_overlong == "split" and not source.makes_rows and source.format in ("chat", "prompt_completion"):
             yield Problem(
                 key="data.on_overlong", message=f"`split` is for plain text: source {index} is {source.format}, whose "
                 "later pieces would lose their prompt", hint="drop or truncate",
             )  # fmt: skip
         if source.template is not None and source.format in ("chat", "text"):
             yield Problem(key=f"{key}.template", message=f"does not go with format: {source.format}", hint="remove one")
-        if isinstance(source, FileSource) and not source.path.endswith(FILE_ENDINGS):
-            yield Problem(
-                key=f"{key}.path", message=f"{source.path!r} is of no kind that can be read", value=source.path,
-                hint="jsonl, json, parquet or txt, each also .gz",
-            )  # fmt: skip
+        for problem in source.problems():
+            yield replace(problem, key=f"{key}.{problem.key}")
 
 
 def _training(spec: RunSpec) -> Iterator[Problem]:
@@ -187,9 +184,10 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
             key="training.exact", hint="tp: 1",
             message=f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
         )  # fmt: skip
-    if training.optimizer.name == "adamw_8bit":
+    if not training.optimizer.traits.elementwise:
+        name = training.optimizer.name
         yield Problem(
-            key="training.exact", message="cannot hold with adamw_8bit, whose rounding depends on how state is sharded",
+            key="training.exact", message=f"cannot hold with {name}, whose rounding depends on how state is sharded",
             hint="name: adamw",
         )  # fmt: skip
 
@@ -201,12 +199,12 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
         return
     if ranks is None:
         return
-    fixed = shape.dp_replicate * shape.tp * max(shape.dp_shard, 1)
-    terms = f"dp_replicate {shape.dp_replicate} x tp {shape.tp}"
+    fixed = math.prod(size for size in shape.axes.values() if size > 0)
+    terms = " x ".join(f"{axis} {size}" for axis, size in shape.axes.items() if size > 1 or (axis, size) == ("dp_shard", 1))
     where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
     if shape.dp_shard > 0 and fixed != ranks:
         yield Problem(
-            key="parallelism", message=f"{terms} x dp_shard {shape.dp_shard} = {fixed}, but there are {where}",
+            key="parallelism", message=f"{terms} = {fixed}, but there are {where}",
             hint="dp_shard: -1 takes what remains",
         )  # fmt: skip
     elif shape.dp_shard == -1 and ranks % fixed:
@@ -226,8 +224,6 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
         scheme = place.partition("://")[0] if place and "://" in place else None
         if scheme is not None and scheme not in SCHEMES:
             yield Problem(key=key, message=f"the scheme {scheme}:// is not known", value=place, hint="gs, s3 or a path")
-    if spec.run_dir is not None and is_remote(spec.run_dir) and spec.backend == "local":
-        yield Problem(key="run_dir", message="must be a folder of this machine", value=spec.run_dir)
     if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
         yield Problem(key="checkpoint.replicate_snapshots", message="has nothing to copy: snapshot_every_steps is 0", hint="1")
     if spec.command is not None and spec.checkpoint.every_steps == "auto":
@@ -309,11 +305,7 @@ def absolute(spec: RunSpec) -> RunSpec:
         changes["model"] = spec.model.model_copy(update=found)
     if spec.data is not None:
         sources = [
-            source.model_copy(
-                update={name: full(getattr(source, name)) for name in ("path", "heldout_path", "database")}
-            )
-            if isinstance(source, FileSource)
-            else source
+            source.model_copy(update={key: full(path) for key, path in source.files.items()})
             for source in spec.data.sources
         ]
         changes["data"] = spec.data.model_copy(update={"sources": sources, "cache_dir": full(spec.data.cache_dir)})

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from muster.core.incidents import IncidentTraits, traits_of
+from muster.core.layout import Layout as Layout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
@@ -96,43 +99,6 @@ class LogChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How ranks share the model: the product of all axes is the number of ranks."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Ranks that hold one copy of the model between them; a replica's are numbered one after another."""
-        return self.world_size // self.dp_replicate
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that read different micro-batches."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def key(self) -> str:
-        """A name that is safe in a file name: ``r1s4t1``."""
-        return f"r{self.dp_replicate}s{self.dp_shard}t{self.tp}"
-
-    @classmethod
-    def from_key(cls, key: str) -> Layout:
-        """The inverse of ``key``. Raises ValueError."""
-        replicate, _, rest = key.removeprefix("r").partition("s")
-        shard, _, tp = rest.partition("t")
-        return cls(dp_replicate=int(replicate), dp_shard=int(shard), tp=int(tp))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """One complete version of the training state."""
 
@@ -143,25 +109,6 @@ class Checkpoint:
     bytes: int
     layout: Layout
     committed: bool
-
-
-class IncidentKind(StrEnum):
-    """What can go wrong, in the supervisor's words."""
-
-    RANK_EXIT = "rank_exit"
-    RANK_EXCEPTION = "rank_exception"
-    RANK_HANG = "rank_hang"
-    RANK_OOM = "rank_oom"
-    HOST_LOST = "host_lost"
-    HOST_UNHEALTHY = "host_unhealthy"
-    LINK_FLAP = "link_flap"
-    STRAGGLER = "straggler"
-    BAD_SAMPLE = "on_nonfinite_step"
-    NOT_FINITE = "not_finite"
-    PREEMPTION_NOTICE = "preemption_notice"
-    CAPACITY = "capacity"
-    START_UP = "start_up"
-    HOST_RETURNED = "host_returned"
 
 
 class Action(StrEnum):
@@ -182,7 +129,8 @@ class Incident:
     """What went wrong: enough for a policy to decide, and for a person to understand."""
 
     incident_id: str
-    kind: IncidentKind
+    kind: str
+    """A row of ``muster.core.incidents``."""
     attempt: int
     step: int | None = None
     host: str | None = None
@@ -191,6 +139,11 @@ class Incident:
     """One sentence, with values: ``rank 3 on host-1 was killed by signal 9 during step 412``."""
     detected_ns: int = 0
     detail: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def traits(self) -> IncidentTraits:
+        """How its kind is treated. Raises UsageError on a kind that is not in the table."""
+        return traits_of(self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

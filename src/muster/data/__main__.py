@@ -25,7 +25,7 @@ def main() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0")))  # not the keeper's
     spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
     try:
-        found = prepare(spec, run_dir=run_dir)
+        result = prepare(spec, run_dir=run_dir)
     except MusterError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "exit_code": error.exit_code}))
         sys.exit(error.exit_code)
@@ -33,14 +33,14 @@ def main() -> None:
         traceback.print_exc()
         print(json.dumps({"error": f"data preparation failed: {type(error).__name__}: {error}", "exit_code": 1}))
         sys.exit(1)
-    stats = {key: value for key, value in found.stats.items() if isinstance(value, int | float | str | bool)}
+    stats = {key: value for key, value in result.stats.items() if isinstance(value, int | float | str | bool)}
     print(
         json.dumps(
             {
                 **stats,
-                "fingerprint": found.fingerprint,
+                "fingerprint": result.fingerprint,
                 "tokens": int(stats.get("tokens", 0)),
-                "sequences": len(found.train),
+                "sequences": len(result.train),
                 "cached": bool(stats.get("cached", False)),
             }
         )

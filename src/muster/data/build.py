@@ -6,21 +6,21 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from muster.config.spec import Data, RandomSource, RunSpec
+from muster.config.spec import Data, RunSpec
 from muster.core.errors import UsageError
-from muster.data import mixture
+from muster.data import collect_questions, mixture
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
 from muster.data.sequences import write_store
-from muster.data.sources import OpenedSource, Row
+from muster.data.source_type import OpenedSource, TokenRows
+from muster.data.task import Row
 from muster.data.tokenise import Recipe, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
-from muster.tasks.text2sql import answers
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,22 +56,21 @@ def build(
         formats = [_format(opened, data) for opened in sources]
         train, heldout, questions = [], [], []
         for number, (opened, format) in enumerate(zip(sources, formats, strict=True)):
-            if isinstance(opened.source, RandomSource):
-                parts = _random(opened.source, spool, length, vocab_size, data.heldout_fraction)
-                held_rows: Any = ()
+            if opened.token_rows is not None:
+                parts = _token_parts(opened.token_rows(length, vocab_size), spool, data.heldout_fraction)
             else:
                 assert encoder is not None and format is not None
-                recipe = Recipe(encoder.folder, format, opened.source.template, _loss_on(data))
+                recipe = Recipe(encoder.folder, format, opened.section.template, _loss_on(data))
                 parts, held_rows = _source(opened, recipe, data, spool, length, progress)
-                questions.append(answers.collect(opened, format, number, held_rows))
+                questions.append(collect_questions.collect(opened, format, number, held_rows))
             train.append(parts[0])
             heldout.append(parts[1])
         stats = _write(folder, data, sources, train, heldout, spool, encoder, length, progress)
     finally:
         spool.remove()
     stats["unknown_tokens"] = spool.unknown
-    stats["questions"] = answers.write(folder, questions)
-    stats["majority_template"] = answers.template(sources) if stats["questions"] else ""
+    stats["majority_template"] = collect_questions.add_majority_answers(sources, questions) if any(questions) else ""
+    stats["questions"] = collect_questions.write(folder, questions)
     meta = {
         "vocab_size": vocab_size,
         "tokenizer_size": size,
@@ -87,13 +86,13 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
     """A source's text for training a tokenizer. Prompts and completions come apart, as they will be tokenised."""
     format: Format | None = None
     for row in opened.rows():
-        format = format or choose_format(opened.source, [name for name in row if not name.startswith("_")])
+        format = format or choose_format(opened.section, [name for name in row if not name.startswith("_")])
         if format == "text":
             yield row["text"]
         elif format == "chat":
             yield from (str(message["content"]) for message in row_messages(row))
         else:
-            yield from prompt_and_completion(row, opened.source.template)
+            yield from prompt_and_completion(row, opened.section.template)
 
 
 class _Spool:
@@ -131,16 +130,16 @@ def _loss_on(data: Data) -> str | tuple[str, ...]:
 
 
 def _format(opened: OpenedSource, data: Data) -> Format | None:
-    """The source's format by its first row; None for random tokens."""
-    if isinstance(opened.source, RandomSource):
+    """The source's format by its first row; None for rows of token ids."""
+    if opened.token_rows is not None:
         return None
     first = next(opened.rows(), None)
     if first is None:
-        raise UsageError(f"data source {_name(opened)} has no rows", hint="check its path, split and limit")
-    format = choose_format(opened.source, [name for name in first if not name.startswith("_")])
+        raise UsageError(f"data source {opened.label} has no rows", hint="check its path, split and limit")
+    format = choose_format(opened.section, [name for name in first if not name.startswith("_")])
     if data.on_overlong == "split" and format != "text":
         raise UsageError(
-            f"data.on_overlong: split is for plain text, but {_name(opened)} is {format}", hint="use drop or truncate"
+            f"data.on_overlong: split is for plain text, but {opened.label} is {format}", hint="use drop or truncate"
         )
     return format
 
@@ -151,7 +150,7 @@ def _source(
     """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
     train = _part(opened.rows(), recipe, data, spool, length, progress, opened.expected_rows or 0)
     if not len(train.documents):
-        raise UsageError(*_why_nothing(_name(opened), train, length))
+        _refuse_empty(opened.label, train, length)
     if opened.heldout_rows is not None:
         held = _part(opened.heldout_rows(), recipe, data, spool, length, progress, 0)
         return (train, held), None
@@ -175,17 +174,17 @@ def _part(
         progress("tokenise", done, max(total, done) if total else 0)
     row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     _, mask = spool.arrays()
-    found = mixture.cut(row_tokens, mask[first_token:], length=length, overlong=data.on_overlong)
+    result = mixture.cut(row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong)
     counts = {
-        name: getattr(found, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
+        name: getattr(result, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
     }
-    documents = found.documents
+    documents = result.documents
     moved = mixture.Documents(rows=documents.rows, starts=documents.starts + first_token, lengths=documents.lengths)
     return _Part(documents=moved, counts=counts, rows=done)
 
 
-def _why_nothing(name: str, part: _Part, length: int) -> tuple[str]:
-    """The message for a source that yields no document; raised with its hint by the caller."""
+def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
+    """Say why a source yields no document."""
     if part.rows == 0:
         raise UsageError(f"data source {name} has no rows", hint="check its path, split and limit")
     if part.counts["masked"]:
@@ -202,22 +201,16 @@ def _why_nothing(name: str, part: _Part, length: int) -> tuple[str]:
     raise UsageError(f"all {part.rows} rows of data source {name} are empty")
 
 
-def _random(source: RandomSource, spool: _Spool, length: int, vocab_size: int, fraction: float) -> tuple[_Part, _Part]:
-    """Uniform ids from a counter-based generator; all supervised. One token more than a row's positions."""
-    positions = min(source.row_length or length, length)
+def _token_parts(token_rows: TokenRows, spool: _Spool, fraction: float) -> tuple[_Part, _Part]:
+    """Rows of token ids as (train, held out)."""
     start = spool.tokens
-    generator = np.random.Generator(np.random.Philox(source.seed))
-    block = max(1, 1_000_000 // (positions + 1))
-    for first in range(0, source.rows, block):
-        count = min(block, source.rows - first) * (positions + 1)
-        ids = generator.integers(0, vocab_size, size=count, dtype=np.int32)
-        spool.add(Tokens(ids=ids, supervised=np.ones(count, dtype=np.uint8), lengths=()))
-    rows = np.arange(source.rows, dtype=np.int64)
-    documents = mixture.Documents(
-        rows=rows, starts=start + rows * (positions + 1), lengths=np.full(source.rows, positions, dtype=np.int64)
-    )
+    for ids in token_rows.blocks:
+        spool.add(Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=()))
+    rows = np.arange(token_rows.count, dtype=np.int64)
+    lengths = np.full(token_rows.count, token_rows.tokens - 1, dtype=np.int64)
+    documents = mixture.Documents(rows=rows, starts=start + rows * token_rows.tokens, lengths=lengths)
     kept, out, held = mixture.hold_out(documents, fraction)
-    return _Part(documents=kept, counts={}, rows=source.rows), _Part(documents=out, counts={}, rows=len(held))
+    return _Part(documents=kept, counts={}, rows=token_rows.count), _Part(documents=out, counts={}, rows=len(held))
 
 
 def _write(
@@ -234,7 +227,7 @@ def _write(
     """Mix, pack and write both splits; the statistics of the build."""
     ids, mask = spool.arrays()
     pad_id = encoder.pad_id if encoder else 0
-    used = mixture.mix([len(part.documents) for part in train], [opened.source.weight for opened in sources])
+    used = mixture.mix([len(part.documents) for part in train], [opened.section.weight for opened in sources])
     chosen = [
         part.documents.take(np.repeat(np.arange(len(uses)), uses)) for part, uses in zip(train, used, strict=True)
     ]
@@ -266,16 +259,16 @@ def _write(
 def _stats(
     sources: list[OpenedSource], train: list[_Part], heldout: list[_Part], used: list[Any], written: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a report shows: rows and their fate, and the split of positions into supervised, context, padding."""
+    """Statistics: rows and what became of them, and positions as supervised, context, padding."""
     counts = written["train"]
     by_source = [
         {
-            "name": _name(opened),
+            "name": opened.label,
             "rows": part.rows,
             "documents": len(part.documents),
             "documents_used": int(uses.sum()),
             "heldout_documents": len(held.documents),
-            "weight": opened.source.weight,
+            "weight": opened.section.weight,
             **part.counts,
         }
         for opened, part, held, uses in zip(sources, train, heldout, used, strict=True)
@@ -293,13 +286,3 @@ def _stats(
         "heldout": written.get("heldout"),
         "sources": by_source,
     }
-
-
-def _name(opened: OpenedSource) -> str:
-    """How messages and statistics call a source."""
-    source = opened.source
-    if source.type == "file":
-        return repr(source.path)
-    if source.type == "hub":
-        return repr(source.name)
-    return f"text2sql level {source.level}" if source.type == "text2sql" else source.type

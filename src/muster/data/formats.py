@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-from muster.config.spec import AnySource, PromptTemplate
+from muster.config.sources import PromptTemplate, Source
 from muster.core.errors import UsageError
 
 Format = Literal["chat", "prompt_completion", "text"]
@@ -22,7 +22,7 @@ RenderChat = Callable[[Sequence[dict[str, Any]], bool], str]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a document's text, and whether its tokens are supervised."""
+    """Part of a document's text, and whether its tokens are supervised."""
 
     text: str
     supervised: bool
@@ -43,8 +43,8 @@ class Document:
         return "".join(segment.text for segment in self.segments)
 
 
-def choose_format(source: AnySource, columns: Sequence[str]) -> Format:
-    """The format a source says, or the one its columns show.
+def choose_format(source: Source, columns: Sequence[str]) -> Format:
+    """The format that the run file names, or the one that the columns imply.
 
     Raises:
         UsageError: the columns fit none, or not the one asked for.
@@ -54,7 +54,7 @@ def choose_format(source: AnySource, columns: Sequence[str]) -> Format:
         if source.format == "prompt_completion" and source.template is None:
             needed["prompt_completion"] = ("prompt", "completion")
         missing = [name for name in needed.get(source.format, ()) if name not in columns]
-        if missing and not (source.format == "chat" and source.type == "text2sql"):
+        if missing:
             raise UsageError(f"format {source.format!r} needs column {missing[0]!r}; there are {_listed(columns)}")
         return source.format
     if source.template is not None:
@@ -101,7 +101,7 @@ def fill(template: str, row: dict[str, Any]) -> str:
                 continue
             if spec or conversion or name not in row:
                 raise UsageError(
-                    f"template field {{{name}}} is no column; there are {_listed(list(row))}",
+                    f"template field {{{name}}} is not a column; there are {_listed(list(row))}",
                     hint="fields are column names; write {{ and }} for braces",
                 )
             parts.append("" if row[name] is None else str(row[name]))
@@ -138,11 +138,8 @@ def document(
 
 
 def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chat turns of a row: its ``messages``, or for question-and-SQL rows a user and an assistant turn."""
+    """The chat turns of a row."""
     messages = row.get("messages")
-    if messages is None and "question" in row and "sql" in row:
-        asked = f"{row.get('ddl') or row.get('schema', '')}\n\n{row['question']}".strip()
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["sql"]}]
     if not isinstance(messages, list) or not messages:
         raise UsageError("column 'messages' must be a list with at least one turn")
     for message in messages:
@@ -172,7 +169,7 @@ def _chat(messages: list[dict[str, Any]], train_on: str | Sequence[str], render:
         if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) <= len(after)):
             raise UsageError(
                 f"the chat template renders turn {place + 1} ({message['role']}) differently inside the whole "
-                "conversation, so its tokens cannot be told apart",
+                "conversation, so its tokens cannot be separated",
                 hint="use a template that only appends, or data.train_on: all",
             )
         segments.append(Segment(whole[done : len(before)], False))

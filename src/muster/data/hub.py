@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.config.spec import HubSource
+from muster.config.sources import HubSource
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 
 _READABLE = re.compile(r"\.(parquet|jsonl|json|txt)(\.gz)?$")
@@ -34,7 +34,7 @@ class HubFiles:
 
 
 def resolve(source: HubSource, *, api: Any = None) -> HubFiles:
-    """Pin the data set to a commit and choose the files of its splits. ``api`` stands in for HfApi in tests.
+    """Pin the data set to a commit and choose the files of its splits. ``api`` replaces HfApi in tests.
 
     Raises:
         AccessError: missing, private or gated.
@@ -84,17 +84,17 @@ def split_files(names: Sequence[str], split: str, subset: str | None, data_set: 
             name for name in readable if not named.search(name) and not name.endswith(("_infos.json", "config.json"))
         ]
     for suffix in ("parquet", "jsonl", "json", "txt"):
-        found = tuple(name for name in chosen if re.search(rf"\.{suffix}(\.gz)?$", name))
-        if found:
-            return found
+        result = tuple(name for name in chosen if re.search(rf"\.{suffix}(\.gz)?$", name))
+        if result:
+            return result
     raise UsageError(
         f"data set {data_set!r} has no readable file for split {split!r}" + (f" of {subset!r}" if subset else ""),
         hint=f"its data files: {', '.join(readable[:8]) or 'none'}",
     )
 
 
-def fetch_model_files(name: str, revision: str | None, wanted: Sequence[str], *, api: Any = None) -> dict[str, Path]:
-    """The small files of a model repository that exist among ``wanted``: file name -> local path.
+def fetch_model_files(name: str, revision: str | None, requested: Sequence[str], *, api: Any = None) -> dict[str, Path]:
+    """The small files of a model repository that exist among ``requested``: file name -> local path.
 
     Raises:
         AccessError: missing, private or gated.
@@ -104,21 +104,21 @@ def fetch_model_files(name: str, revision: str | None, wanted: Sequence[str], *,
     try:
         info = api.model_info(name, revision=revision)
         there = {sibling.rfilename for sibling in info.siblings}
-        return {each: Path(api.hf_hub_download(name, each, revision=info.sha)) for each in wanted if each in there}
+        return {name: Path(api.hf_hub_download(name, name, revision=info.sha)) for name in requested if name in there}
     except Exception as error:
         translated = translate(error, f"model {name!r}")
-        cached = _cached_model_files(name, revision, wanted) if isinstance(translated, BackendError) else {}
+        cached = _cached_model_files(name, revision, requested) if isinstance(translated, BackendError) else {}
         if cached:
             return cached
         raise translated from error
 
 
-def _cached_model_files(name: str, revision: str | None, wanted: Sequence[str]) -> dict[str, Path]:
-    """What an earlier, connected run left in the hub's own cache."""
+def _cached_model_files(name: str, revision: str | None, requested: Sequence[str]) -> dict[str, Path]:
+    """Files that an earlier run with a connection left in the hub's own cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = {each: try_to_load_from_cache(name, each, revision=revision) for each in wanted}
-    return {each: Path(path) for each, path in found.items() if isinstance(path, str)}
+    result = {name: try_to_load_from_cache(name, name, revision=revision) for name in requested}
+    return {name: Path(path) for name, path in result.items() if isinstance(path, str)}
 
 
 def _api() -> Any:
@@ -130,7 +130,7 @@ def _api() -> Any:
 
 
 def translate(error: Exception, what: str) -> MusterError:
-    """The hub's exception in our words. Re-raises what is none of the hub's."""
+    """The hub's exception as one of ours. Other exceptions are raised again."""
     if isinstance(error, MusterError):
         return error
     from huggingface_hub import errors

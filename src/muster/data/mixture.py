@@ -20,7 +20,7 @@ Overlong = Literal["drop", "split", "truncate"]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as stretches of one token array. A document of n tokens takes n - 1 positions."""
+    """Documents as ranges of one token array. A document of n tokens takes n - 1 positions."""
 
     rows: Any
     """int64: the row each comes from"""
@@ -38,7 +38,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Cut:
-    """What cutting rows to length did to them."""
+    """Documents cut to length, and how many rows were changed."""
 
     documents: Documents
     dropped: int = 0
@@ -50,7 +50,7 @@ class Cut:
     masked_rows: int = 0
 
 
-def cut(row_tokens: Any, supervised: Any, *, length: int, overlong: Overlong) -> Cut:
+def cut(row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong) -> Cut:
     """Rows of ``row_tokens[i]`` tokens, end to end, as documents of at most ``length`` positions.
 
     A split row's parts share one token (the last target of one is the first input of the next), so no
@@ -62,10 +62,10 @@ def cut(row_tokens: Any, supervised: Any, *, length: int, overlong: Overlong) ->
     keep = positions >= 1
     split = truncated = dropped = 0
     parts = np.ones(len(row_tokens), dtype=np.int64)
-    if overlong == "drop":
+    if on_overlong == "drop":
         dropped = int(long.sum())
         keep = keep & ~long
-    elif overlong == "truncate":
+    elif on_overlong == "truncate":
         truncated = int(long.sum())
         positions = np.minimum(positions, length)
     else:
@@ -119,11 +119,11 @@ def mix(rows: Sequence[int], weights: Sequence[float]) -> list[Any]:
     """
     shares = [weight / sum(weights) for weight in weights]
     total = max(count / share for count, share in zip(rows, shares, strict=True))
-    found = []
+    result = []
     for place, (count, share) in enumerate(zip(rows, shares, strict=True)):
-        wanted = max(round(total * share), 1) if count else 0
-        whole, rest = divmod(wanted, count) if count else (0, 0)
+        target = max(round(total * share), 1) if count else 0
+        whole, rest = divmod(target, count) if count else (0, 0)
         uses = np.full(count, whole, dtype=np.int64)
         uses[hashed_order(count, f"mixture-{place}")[:rest]] += 1
-        found.append(uses)
-    return found
+        result.append(uses)
+    return result

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from muster.data.formats import Segment
 from muster.data.prepare import Prepared
 from muster.data.sequences import UNSUPERVISED, Sequence
 from muster.data.tokenizer import Encoder
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 #: Documents whose supervised share goes into the histogram.
 _SAMPLED = 2_000
 _BARS = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A stretch of a document as the model reads it; supervised: it counts in the loss."""
-
-    text: str
-    supervised: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,27 +58,27 @@ def preview(prepared: Prepared, *, examples: int = 3) -> Preview:
     return Preview(examples=tuple(shown), histogram=tuple(histogram), stats=prepared.stats)
 
 
-def render_preview(found: Preview) -> Group:
+def render_preview(result: Preview) -> Group:
     """The preview for a terminal: supervised text bright, the masked part dimmed, then the counts."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[Any] = []
-    for number, example in enumerate(found.examples, start=1):
+    for number, example in enumerate(result.examples, start=1):
         text = Text(f"[{number}] ", style="bold")
         for segment in example:
             text.append(segment.text, style="green" if segment.supervised else "dim")
         parts.append(text)
-    parts.append(Text(summary(found)))
+    parts.append(Text(summary(result)))
     return Group(*parts)
 
 
-def summary(found: Preview) -> str:
+def summary(result: Preview) -> str:
     """The counts in a few plain lines."""
-    stats = found.stats
+    stats = result.stats
     positions = max(1, stats["positions"])
-    most = max(found.histogram) or 1
-    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in found.histogram)
+    most = max(result.histogram) or 1
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in result.histogram)
     lines = [
         f"{stats['rows']:,} rows -> {stats['documents']:,} documents in {stats['sequences']:,} sequences, "
         f"{stats['tokens']:,} tokens",
@@ -93,15 +86,15 @@ def summary(found: Preview) -> str:
         f"padding {stats['padding_tokens'] / positions:.1%} of all positions",
         f"supervised share of a document, 0 to 100 %: |{bars}|",
     ]
-    fates = {
+    row_counts = {
         "too long, dropped": stats["dropped"],
         "truncated": stats["truncated"],
         "split": stats["split"],
         "empty": stats["empty"],
         "without a supervised token": stats["masked_rows"],
     }
-    told = [f"{count:,} {what}" for what, count in fates.items() if count]
-    lines.append("rows: " + (", ".join(told) if told else "all used whole"))
+    changed = [f"{count:,} {outcome}" for outcome, count in row_counts.items() if count]
+    lines.append("rows: " + (", ".join(changed) or "all used whole"))
     if len(stats["sources"]) > 1:
         for source in stats["sources"]:
             times = source["documents_used"] / max(1, source["documents"])
@@ -116,7 +109,7 @@ def _documents(sequence: Sequence) -> list[tuple[list[int], list[bool]]]:
 
     The last token is known only as a target, so a masked last token is not shown.
     """
-    found = []
+    result = []
     start = 0
     for length in sequence.document_lengths.tolist():
         if start >= sequence.tokens:
@@ -128,16 +121,16 @@ def _documents(sequence: Sequence) -> list[tuple[list[int], list[bool]]]:
             supervised.pop()
         else:
             ids.append(labels[-1])
-        found.append((ids, supervised))
+        result.append((ids, supervised))
         start += length
-    return found
+    return result
 
 
 def _segments(ids: list[int], supervised: list[bool], encoder: Encoder | None) -> tuple[Segment, ...]:
     """Runs of equal mask, decoded with special tokens shown; without a tokenizer the ids themselves."""
-    found = []
+    result = []
     for flag, run in groupby(zip(ids, supervised, strict=True), key=lambda pair: pair[1]):
         tokens = [token for token, _ in run]
         text = encoder.decode(tokens, skip_special=False) if encoder else " ".join(map(str, tokens)) + " "
-        found.append(Segment(text=text, supervised=flag))
-    return tuple(found)
+        result.append(Segment(text=text, supervised=flag))
+    return tuple(result)

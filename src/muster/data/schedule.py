@@ -115,14 +115,14 @@ def num_steps(
 
 def sequences_at(*, seed: int, start: int, count: int, num_sequences: int) -> list[int]:
     """Sequence indices at positions ``start`` to ``start + count`` of the endless list."""
-    found: list[int] = []
+    result: list[int] = []
     position = start
     while position < start + count:
         epoch, offset = divmod(position, num_sequences)
         length = min(num_sequences - offset, start + count - position)
-        found += _slice(seed, epoch, num_sequences, offset, length)
+        result += _slice(seed, epoch, num_sequences, offset, length)
         position += length
-    return found
+    return result
 
 
 def hashed_order(count: int, purpose: str) -> Any:

@@ -106,7 +106,7 @@ def write_store(
     """Write one store; document d's tokens are ``ids[starts[d] : starts[d] + lengths[d] + 1]``.
 
     The last of these tokens is only ever a target, so a document takes ``lengths[d]`` positions. ``supervised``
-    marks tokens that count as targets. Returns the counts that are stored beside.
+    marks tokens that count as targets. Returns the counts, which are stored with them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.zeros(len(bins), dtype=np.int32)
@@ -138,7 +138,7 @@ def write_store(
             tails = (length - used)[padded]
             document_lengths.append(np.insert(sizes, np.cumsum(counts)[padded], tails).astype(np.int32))
             offsets[first + 1 : first + len(part) + 1] = offsets[first] + np.cumsum(counts + padded)
-    found = {
+    result = {
         "sequences": len(bins),
         "documents": sum(len(each) for each in bins),
         "tokens": int(tokens.sum()),
@@ -148,8 +148,8 @@ def write_store(
     joined = np.concatenate(document_lengths) if document_lengths else np.zeros(0, dtype=np.int32)
     for name, array in (("document_lengths", joined), ("document_offsets", offsets), ("tokens", tokens)):
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    (folder / "counts.json").write_text(json.dumps(found, sort_keys=True))
-    return found
+    (folder / "counts.json").write_text(json.dumps(result, sort_keys=True))
+    return result
 
 
 def _ranges(sizes: Any) -> Any:

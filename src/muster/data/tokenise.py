@@ -1,7 +1,7 @@
 """Rows into token arrays, in worker processes where there is enough to do.
 
 The workers are plain processes outside any process group: they share nothing with training, so slow preparation
-can never run into a collective's timeout. Chunks come back in order, whoever finishes first.
+can never run into a collective's timeout. Chunks come back in order, whichever worker finishes first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.config.spec import PromptTemplate
+from muster.config.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
 from muster.data.formats import Document, Format, document
 from muster.data.tokenizer import Encoder
@@ -93,16 +93,16 @@ def tokenise_rows(rows: Sequence[dict[str, Any]], recipe: Recipe, encoder: Encod
         except UsageError as error:
             raise UsageError(f"row {first_row + place + 1}: {error}", hint=error.hint) from error
     if recipe.format == "chat":
-        found = _by_offsets(documents, encoder)
+        result = _by_offsets(documents, encoder)
     else:
-        found = _by_segments(documents, encoder)
-    ids = np.fromiter(itertools.chain.from_iterable(each for each, _ in found), dtype=np.int32)
-    supervised = np.fromiter(itertools.chain.from_iterable(each for _, each in found), dtype=np.uint8)
+        result = _by_segments(documents, encoder)
+    ids = np.fromiter(itertools.chain.from_iterable(each for each, _ in result), dtype=np.int32)
+    supervised = np.fromiter(itertools.chain.from_iterable(each for _, each in result), dtype=np.uint8)
     unknown = encoder.fast.token_to_id(encoder.special["unk"]) if "unk" in encoder.special else None
     return Tokens(
         ids=ids,
         supervised=supervised,
-        lengths=np.array([len(each) for each, _ in found], dtype=np.int64),
+        lengths=np.array([len(each) for each, _ in result], dtype=np.int64),
         unknown=0 if unknown is None else int((ids == unknown).sum()),
     )
 
@@ -111,7 +111,7 @@ def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[
     """Segments tokenised apart: a prompt's tokens are then exactly those that generation will start from."""
     encoded = iter(encoder.encode([segment.text for each in documents for segment in each.segments]))
     prefix, end = list(encoder.prefix), encoder.eos_id
-    found = []
+    result = []
     for each in documents:
         ids, mask = list(prefix), bytes(len(prefix))
         for segment in each.segments:
@@ -121,13 +121,13 @@ def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[
         if each.ends and end is not None:
             ids.append(end)
             mask += b"\1" if each.segments[-1].supervised else b"\0"
-        found.append((ids, mask))
-    return found
+        result.append((ids, mask))
+    return result
 
 
 def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
     """The whole text tokenised at once; a token is supervised where all its characters are."""
-    found = []
+    result = []
     encoded = encoder.encode_with_offsets([each.text for each in documents])
     for each, (ids, offsets) in zip(documents, encoded, strict=True):
         spans = []
@@ -143,8 +143,8 @@ def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[l
                 at += 1
             if at < len(spans) and spans[at][0] <= start and end <= spans[at][1]:
                 mask[number] = 1
-        found.append((ids, bytes(mask)))
-    return found
+        result.append((ids, bytes(mask)))
+    return result
 
 
 def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

@@ -1,7 +1,7 @@
 """Tokenizers: a folder's ``tokenizer.json`` opened directly, or a small one trained on the run's own text.
 
 transformers is imported only where it must be: for chat templates, and for folders without a ``tokenizer.json``.
-Whatever is used is saved as a Hugging Face folder beside the run, so that a reader needs no hub.
+The tokenizer is saved as a Hugging Face folder in the run's folder, so that readers need no hub.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Encoder:
         if not path.is_file():
             return self._through_transformers()
         try:
-            found = Tokenizer.from_file(str(path))
+            result = Tokenizer.from_file(str(path))
         except Exception as error:
             raise UsageError(f"{path} is not a readable tokenizer: {error}") from error
-        found.no_padding()
-        found.no_truncation()
-        missing = [name for name in self.special.values() if found.token_to_id(name) is None]
-        found.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
-        return found
+        result.no_padding()
+        result.no_truncation()
+        missing = [name for name in self.special.values() if result.token_to_id(name) is None]
+        result.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        return result
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -65,15 +65,15 @@ class Encoder:
     @cached_property
     def special(self) -> dict[str, str]:
         """Role (``bos``, ``eos``, ``pad``, ``unk``) -> token, where the folder names one."""
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         for source in (_read_json(self.folder / "special_tokens_map.json"), self.config):
             for role in ("bos", "eos", "pad", "unk"):
                 value = source.get(f"{role}_token")
                 if isinstance(value, dict):
                     value = value.get("content")
                 if isinstance(value, str):
-                    found[role] = value
-        return found
+                    result[role] = value
+        return result
 
     @property
     def vocab_size(self) -> int:
@@ -89,9 +89,9 @@ class Encoder:
     def pad_id(self) -> int:
         """The padding token's id; without one the end token's, since padding is never supervised or attended."""
         for role in ("pad", "eos", "unk"):
-            found = self._id(role)
-            if found is not None:
-                return found
+            result = self._id(role)
+            if result is not None:
+                return result
         return 0
 
     @cached_property
@@ -101,18 +101,18 @@ class Encoder:
         full = list(self.fast.encode("a", add_special_tokens=True).ids)
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
-                found = tuple(full[:start])
+                result = tuple(full[:start])
                 break
         else:
-            found = ()
+            result = ()
         begin = self._id("bos")
-        if not found and begin is not None and self.config.get("add_bos_token"):
+        if not result and begin is not None and self.config.get("add_bos_token"):
             return (begin,)
-        return found
+        return result
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, nothing added."""
-        return [each.ids for each in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [name.ids for name in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids as a model reads a prompt: with the beginning token, where the tokenizer has one."""
@@ -120,8 +120,8 @@ class Encoder:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of each text and the characters [start, end) that each came from."""
-        found = self.fast.encode_batch(list(texts), add_special_tokens=False)
-        return [(each.ids, each.offsets) for each in found]
+        result = self.fast.encode_batch(list(texts), add_special_tokens=False)
+        return [(name.ids, name.offsets) for name in result]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self.fast.decode(list(ids), skip_special_tokens=skip_special))
@@ -170,8 +170,8 @@ class Encoder:
 
     def _id(self, role: str) -> int | None:
         name = self.special.get(role)
-        found = self.fast.token_to_id(name) if name is not None else None
-        return None if found is None else int(found)
+        result = self.fast.token_to_id(name) if name is not None else None
+        return None if result is None else int(result)
 
     @cached_property
     def _transformers(self) -> Any:
@@ -219,7 +219,7 @@ def locate(model: Model) -> Path | TrainedTokenizer | None:
 
 
 def model_vocab_size(model: Model) -> int | None:
-    """The vocabulary size of the model's config; None where it does not say.
+    """The vocabulary size of the model's config; None where it has none.
 
     Raises:
         UsageError: the config file is missing or unreadable.
@@ -238,8 +238,8 @@ def model_vocab_size(model: Model) -> int | None:
             raise UsageError(f"model config {config!r} does not exist", hint="check model.config")
         config = _read_json(path)
     config = config or {}
-    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    return int(found) if isinstance(found, int) else None
+    result = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return int(result) if isinstance(result, int) else None
 
 
 def check_vocabulary(tokenizer_size: int, model_size: int | None, what: str) -> int:
@@ -256,14 +256,15 @@ def check_vocabulary(tokenizer_size: int, model_size: int | None, what: str) -> 
     return model_size or tokenizer_size
 
 
-def train(texts: Callable[[], Iterable[str]], wanted: TrainedTokenizer, target: Path) -> Encoder:
+def train(texts: Callable[[], Iterable[str]], requested: TrainedTokenizer, target: Path) -> Encoder:
     """Train a tokenizer on ``texts`` and write it as a Hugging Face folder. Same texts, same file.
 
     Raises:
         UsageError: ``vocab_size`` is too small for the kind.
         OSError: ``target`` cannot be written.
     """
-    tokenizer = _train_words(texts(), wanted.vocab_size) if wanted.kind == "word" else _train_bpe(texts(), wanted)
+    by_word = requested.kind == "word"
+    tokenizer = _train_words(texts(), requested.vocab_size) if by_word else _train_bpe(texts(), requested)
     target.mkdir(parents=True, exist_ok=True)
     pad, begin, end, unknown = SPECIAL
     config = {
@@ -295,15 +296,15 @@ def _train_words(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def _train_bpe(texts: Iterable[str], wanted: TrainedTokenizer) -> Any:
+def _train_bpe(texts: Iterable[str], requested: TrainedTokenizer) -> Any:
     """Byte-level BPE: every text can be written, nothing is unknown."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(SPECIAL)
-    if wanted.vocab_size < least:
+    if requested.vocab_size < least:
         raise UsageError(
-            f"model.tokenizer.vocab_size {wanted.vocab_size} is too small for bpe: its 256 bytes and "
+            f"model.tokenizer.vocab_size {requested.vocab_size} is too small for bpe: its 256 bytes and "
             f"{len(SPECIAL)} special tokens need {least}",
             hint=f"use {least} or more, or kind: word",
         )
@@ -311,7 +312,7 @@ def _train_bpe(texts: Iterable[str], wanted: TrainedTokenizer) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=wanted.vocab_size,
+        vocab_size=requested.vocab_size,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(alphabet),
         show_progress=False,
@@ -324,7 +325,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UsageError(f"{path} is not readable JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

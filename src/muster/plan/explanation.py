@@ -127,11 +127,7 @@ def _full_or_lora(problem: Problem, chosen: Candidate) -> Iterator[str]:
 
 def _layout(problem: Problem, chosen: Candidate) -> Iterator[str]:
     layout = chosen.setting.layout
-    words = [f"dp_shard {layout.dp_shard}"]
-    if layout.dp_replicate > 1:
-        words.insert(0, f"dp_replicate {layout.dp_replicate}")
-    if layout.tp > 1:
-        words.append(f"tp {layout.tp}")
+    words = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"]
     kind = chosen.setting.activation_checkpointing
     yield (
         f"Layout: {' x '.join(words)}, micro-batch {chosen.setting.micro_batch_size}, "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from muster.catalog.offers import Option
 from muster.core.types import Layout
@@ -14,9 +14,8 @@ from muster.plan.workload import Setting, Workload
 class Pins:
     """What the run file fixes; None: the plan chooses."""
 
-    dp_replicate: int | None = None
-    dp_shard: int | None = None
-    tp: int | None = None
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Layout axis -> size; ``dp_shard`` -1: what remains."""
     micro_batch_size: int | None = None
     activation_checkpointing: str | None = None
     num_nodes: int | None = None
@@ -47,8 +46,6 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     """
     world = num_nodes * option.offer.gpus_per_node
     for tp in _divisors(option.offer.gpus_per_node):
-        if pins.tp is not None and tp != pins.tp:
-            continue
         if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank):
             continue
         data = world // tp
@@ -59,9 +56,8 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
             if data % shard:
                 continue
             layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp)
-            if pins.dp_shard not in (None, -1, shard) or pins.dp_replicate not in (None, layout.dp_replicate):
-                continue
-            yield layout
+            if all(size in (-1, layout.sizes[axis]) for axis, size in pins.axes.items()):
+                yield layout
 
 
 def micro_batches(work: Workload, layout: Layout, pins: Pins) -> Iterator[int]:

@@ -177,8 +177,9 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         whole = trained * layout.dp_shard * REDUCE_BYTES  # kept whole until the last round
     if work.exact:
         gradients += trained * 8  # the fixed-point totals
-    state = trained * (2 + 2 * 4 / 256) if work.optimizer == "adamw_8bit" else trained * 2 * work.master_bytes
-    whole_moments = trained * 2 * 4 if work.optimizer == "adamw_8bit" else 0.0  # as snapshots and saves hold them
+    state = trained * work.optimizer.device_bytes(work.master_bytes)
+    saved_state = trained * work.optimizer.saved_bytes(work.master_bytes)
+    whole_moments = saved_state if work.optimizer.saved_state_bytes is not None else 0.0
     return {
         "weights": weights,
         "gradients": gradients,
@@ -187,7 +188,7 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         "whole gradients": whole,
         "optimizer": state,
         "whole moments": whole_moments if work.snapshot_every or work.checkpoint_every != 0 else 0.0,
-        "saved": (trained * work.master_bytes + (whole_moments or state)) / layout.dp_replicate,  # replicas share it
+        "saved": (trained * work.master_bytes + saved_state) / layout.dp_replicate,  # replicas share it
     }
 
 

@@ -97,7 +97,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if pins.num_nodes is not None:
         yield "another number of machines", replace(problem, pins=replace(pins, num_nodes=None))
     settings = replace(
-        pins, dp_replicate=None, dp_shard=None, tp=None, micro_batch_size=None, activation_checkpointing=None
+        pins, axes={}, micro_batch_size=None, activation_checkpointing=None
     )
     if settings != pins:
         yield "another layout, micro-batch or recomputation", replace(problem, pins=settings)

@@ -8,7 +8,6 @@ from statistics import geometric_mean, median
 
 from muster.catalog import offers, rows
 from muster.catalog.rows import Anchor
-from muster.core.types import Layout
 from muster.plan.step_time import DEFAULT, Constants, StepTime, step_time, tokens_per_second_per_gpu
 from muster.plan.workload import Setting, Workload
 
@@ -61,7 +60,7 @@ def fit(anchors: Sequence[Anchor], constants: Constants) -> float:
 
 def predict(anchor: Anchor, constants: Constants) -> tuple[float, StepTime]:
     """(tokens/s/GPU, where the step goes) for a published configuration."""
-    layout = Layout(dp_replicate=anchor.dp_replicate, dp_shard=anchor.dp_shard, tp=anchor.tp, pp=anchor.pp)
+    layout = anchor.layout
     assert layout.world_size == anchor.gpus, f"{anchor.source}: {layout} is not {anchor.gpus} GPUs"
     option = offers.option(rows.machines()[anchor.machine], rows.modes()["reservation"], "published", None)
     per_node = min(anchor.gpus, option.offer.gpus_per_node)

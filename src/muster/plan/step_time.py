@@ -272,14 +272,12 @@ def _optimizer(work: Workload, setting: Setting, option: Option) -> float:
     bandwidth = option.accelerator.memory_bytes_per_s
     assert bandwidth is not None
     trained = trained_here(work, setting)
-    moments = 4 if work.optimizer == "adamw_8bit" else 4 * work.master_bytes
-    return trained * (4 * work.master_bytes + moments) / bandwidth
+    return trained * (4 * work.master_bytes + 2 * work.optimizer.device_bytes(work.master_bytes)) / bandwidth
 
 
 def local_state_bytes(work: Workload, setting: Setting) -> float:
     """What a rank must save: its weights (trained ones) and moments; 8-bit ones as float32, as the trainer does."""
-    moments = 2 * 4 if work.optimizer == "adamw_8bit" else 2 * work.master_bytes
-    return trained_here(work, setting) * (work.master_bytes + moments)
+    return trained_here(work, setting) * (work.master_bytes + work.optimizer.saved_bytes(work.master_bytes))
 
 
 def trained_here(work: Workload, setting: Setting) -> float:

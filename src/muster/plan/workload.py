@@ -8,6 +8,7 @@ from functools import cached_property
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor, step_flops
+from muster.core.optimizers import ADAMW, OptimizerTraits
 from muster.core.types import Layout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -33,7 +34,7 @@ class Workload:
     lora_rank: int = 0
     """0: every parameter is trained."""
     lora_targets: tuple[str, ...] | str = "all-linear"
-    optimizer: str = "adamw"
+    optimizer: OptimizerTraits = ADAMW
     loss_chunk_tokens: int = 1024
     """0: logits of the whole micro-batch at once."""
     compile: bool = False
@@ -78,8 +79,7 @@ class Workload:
     def title(self) -> str:
         """``70B full AdamW``."""
         how = f"LoRA r{self.lora_rank}" if self.lora_rank else "full"
-        optimizer = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW"}[self.optimizer]
-        return f"{billions(self.shape.parameters)} {how} {optimizer}"
+        return f"{billions(self.shape.parameters)} {how} {self.optimizer.title}"
 
     def useful_flops_per_token(self, convention: Convention = Convention.CAUSAL) -> float:
         """Operations a token counts for in MFU: no recompute, documents at their length, LoRA's share."""
@@ -130,8 +130,8 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         )
     training, lora = spec.training, spec.model.lora
     every = spec.checkpoint.every_steps
-    rows = [getattr(source, "row_length", None) for source in spec.data.sources] if spec.data else []
-    document = rows[0] if len(rows) == 1 and rows[0] else None
+    sources = spec.data.sources if spec.data else []
+    document = sources[0].document_tokens if len(sources) == 1 else None
     return Workload(
         shape=shape,
         sequence_length=training.sequence_length,
@@ -142,7 +142,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         master_bytes=DTYPE_BYTES[spec.model.master_dtype],
         lora_rank=lora.rank if lora else 0,
         lora_targets="all-linear" if lora is None or isinstance(lora.targets, str) else tuple(lora.targets),
-        optimizer=training.optimizer.name,
+        optimizer=training.optimizer.traits,
         loss_chunk_tokens=training.loss_chunk_tokens,
         compile=training.compile,
         exact=training.exact,

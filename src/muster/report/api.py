@@ -1,4 +1,4 @@
-"""Reports of runs: the one module of this floor that reads files; the rest folds what it is given."""
+"""Reports of runs: the one module of this package that reads files; the rest folds what it is given."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Report:
 def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = None) -> Report:
     """Read a run's folder, its ``events`` folder, or a single ``.jsonl`` file; while it runs or years later.
 
-    An edited file does not stop the report: its lines are read, and ``log.problems`` says what is wrong.
+    An edited file does not stop the report: its lines are read, and ``log.problems`` lists what is wrong.
 
     Raises:
         UsageError: there is no event log at that place.
-        MusterError: an edited value makes the log unreadable (the message says which).
+        MusterError: an edited value makes the log unreadable (the message names it).
     """
     place = Path(run_dir_or_log)
     directory = place / "events" if (place / "events").is_dir() else place
@@ -56,40 +56,40 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
     folder = place.parent if single else directory
     verdicts = {name: verdict for name, verdict in check_directory(folder, run_id=run_id).items() if name in files}
     if not single:
-        verdicts = _cited(directory, files, run_id, verdicts)
+        verdicts = _check_cited_heads(directory, files, run_id, verdicts)
     try:
-        found = fold(files, reference_tokens_per_s=reference_tokens_per_s)
+        result = fold(files, reference_tokens_per_s=reference_tokens_per_s)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise MusterError(
-            f"{directory}: an event holds a value that no writer of ours writes: {error}",
+            f"{directory}: an event holds a value that no version of Muster writes: {error}",
             hint="; ".join(f"{name}: {v.problem}" for name, v in verdicts.items() if v.problem) or None,
         ) from error
     for name, lines in unreadable.items():
-        found.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is line {lines[0]}")
-    return Report(ledger=found, verdicts=verdicts)
+        result.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is line {lines[0]}")
+    return Report(ledger=result, verdicts=verdicts)
 
 
 report = load
 
 
-def render_table(found: Report, *, width: int = 100, color: bool = False) -> str:
+def render_table(result: Report, *, width: int = 100, color: bool = False) -> str:
     """The report for a terminal."""
-    return table.render(found.to_json(), width=width, color=color)
+    return table.render(result.to_json(), width=width, color=color)
 
 
-def render_html(found: Report) -> str:
+def render_html(result: Report) -> str:
     """One self-contained page: opens from a file, loads nothing from anywhere."""
-    return page.render(found.ledger, found.to_json())
+    return page.render(result.ledger, result.to_json())
 
 
 def compare(*reports: Report) -> dict[str, Any]:
     """Two or more runs side by side: figures, category shares, and the change against the first."""
-    return comparing.compare([found.to_json() for found in reports])
+    return comparing.compare([result.to_json() for result in reports])
 
 
-def render_comparison(found: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
+def render_comparison(result: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
     """What ``compare`` found, for a terminal."""
-    return table.printed(comparing.table(found), width=width, color=color)
+    return table.printed(comparing.table(result), width=width, color=color)
 
 
 def import_google(log: str | Path, step_time_s: float) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def import_google(log: str | Path, step_time_s: float) -> dict[str, Any]:
     return resiliency_log.measure(resiliency_log.parse(lines), step_time_s)
 
 
-def _cited(
+def _check_cited_heads(
     directory: Path, files: dict[str, list[Event]], run_id: str, verdicts: dict[str, Verdict]
 ) -> dict[str, Verdict]:
     """A file cut short still has a whole chain: what the supervisor cited of it must be in it."""
-    found = dict(verdicts)
+    result = dict(verdicts)
     hashes: dict[str, set[str]] = {}
     for event in (event for events in files.values() for event in events):
         for name, head in dict(event.detail.get("heads") or {}).items():
@@ -118,18 +118,18 @@ def _cited(
                 data = path.read_bytes() if path.is_file() else b""
                 lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
                 hashes[name] = {genesis(run_id, name), *(hashlib.sha256(line).hexdigest() for line in lines)}
-            known = found.get(name, Verdict(events=0, head=""))
+            known = result.get(name, Verdict(events=0, head=""))
             if head not in hashes[name] and known.problem is None:
-                found[name] = replace(
+                result[name] = replace(
                     known, problem="a line that the supervisor cited is missing: cut short or changed"
                 )
-    return found
+    return result
 
 
 def _events(path: Path, unreadable: dict[str, list[int]]) -> list[Event]:
-    """Whole lines only: a torn last one is left out; what is no event is counted."""
+    """Whole lines only: a torn last one is left out; lines that are not events are counted."""
     data = path.read_bytes()
-    found = []
+    result = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             event = Event.from_json(json.loads(line))
@@ -138,7 +138,7 @@ def _events(path: Path, unreadable: dict[str, list[int]]) -> list[Event]:
             continue
         kind = KINDS.get(event.kind)
         if kind is None or all(key in event.detail for key in kind.required):
-            found.append(event)
+            result.append(event)
         else:
             unreadable[path.name].append(number)
-    return found
+    return result

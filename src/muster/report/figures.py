@@ -10,7 +10,7 @@ from typing import Any
 
 from muster.report.ledger.categories import CATEGORIES
 from muster.report.ledger.fold import Ledger
-from muster.report.ledger.reference_rate import clean_steps, tax
+from muster.report.ledger.reference_rate import fault_tolerance_overhead, typical_steps
 from muster.report.ledger.restorable_versions import Version, versions
 
 _HOUR_NS = 3_600_000_000_000
@@ -46,7 +46,7 @@ def tokens(ledger: Ledger) -> dict[str, Any]:
 
 def speed(ledger: Ledger) -> dict[str, Any]:
     """Medians over clean steps (each attempt's first two left out): tokens/s, step time, MFU; null where unknown."""
-    clean = clean_steps(ledger.lineage.steps) or [s for s in ledger.lineage.steps if s.final and s.measured_ns > 0]
+    clean = typical_steps(ledger.lineage.steps)
     mfu = [float(step.detail["mfu"]) for step in clean if step.detail.get("mfu") is not None]
     rates = [step.tokens / step.measured_ns * 1e9 for step in clean]
     return {
@@ -64,17 +64,17 @@ def goodput(ledger: Ledger) -> dict[str, Any]:
     reference = ledger.reference
     held = [span for lane in ledger.lanes.values() for span in lane.held]
     purchased = ledger.purchased_ns
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "active": None,
         "purchased": None,
         "wall": None,
         "time": ledger.categories_ns["productive"] / purchased if purchased else None,
-        "tax": tax(ledger.events, ledger.lineage.steps),
+        "fault_tolerance_overhead": fault_tolerance_overhead(ledger.events, ledger.lineage.steps),
         "reference": None,
     }
     if reference is None:
-        return found
-    found["reference"] = {
+        return result
+    result["reference"] = {
         "tokens_per_s": reference.tokens_per_s,
         "world_size": reference.world_size,
         "source": reference.source,
@@ -90,14 +90,14 @@ def goodput(ledger: Ledger) -> dict[str, Any]:
             ("purchased", rank_ns * reference.tokens_per_rank_s),
             ("wall", wall_ns * reference.tokens_per_s),
         ):
-            found[name] = total / (capacity / 1e9) if capacity else None
-    return found
+            result[name] = total / (capacity / 1e9) if capacity else None
+    return result
 
 
 def cost(ledger: Ledger) -> dict[str, Any]:
     """Dollars; null wherever a host's price is unknown, since a part is not the whole."""
     unknown = sorted(host for host, lane in ledger.lanes.items() if lane.usd_per_hour is None)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "usd": None,
         "usd_known": None,
         "hosts_without_price": unknown,
@@ -108,33 +108,33 @@ def cost(ledger: Ledger) -> dict[str, Any]:
         "usd_lost": None,
     }
     if not ledger.lanes:
-        return found
+        return result
     known = sum(lane.held_ns / _HOUR_NS * (lane.usd_per_hour or 0.0) for lane in ledger.lanes.values())
     if unknown:
-        found["usd_known"] = known if len(unknown) < len(ledger.lanes) else None
-        return found
+        result["usd_known"] = known if len(unknown) < len(ledger.lanes) else None
+        return result
     final = ledger.lineage.final
     total_tokens = sum(step.tokens for step in final)
     by_category = category_usd(ledger)
-    found["usd"] = found["usd_known"] = known
-    found["usd_per_hour_now"] = sum(
+    result["usd"] = result["usd_known"] = known
+    result["usd_per_hour_now"] = sum(
         lane.usd_per_hour or 0.0
         for lane in ledger.lanes.values()
         if ledger.finished is None and lane.held and lane.held[-1][1] == ledger.end_ns
     )
-    found["usd_per_step"] = known / len(final) if final else None
-    found["usd_per_million_tokens"] = known / total_tokens * 1e6 if total_tokens else None
-    found["usd_lost"] = known - (by_category["productive"] or 0.0)
+    result["usd_per_step"] = known / len(final) if final else None
+    result["usd_per_million_tokens"] = known / total_tokens * 1e6 if total_tokens else None
+    result["usd_lost"] = known - (by_category["productive"] or 0.0)
     rate = goodput(ledger)["purchased"]
     if rate is not None and rate > 0:
         # The same tokens at a goodput one point higher take rate / (rate + 0.01) of the time, so of the money.
-        found["usd_per_goodput_point"] = known * 0.01 / (rate + 0.01)
-    return found
+        result["usd_per_goodput_point"] = known * 0.01 / (rate + 0.01)
+    return result
 
 
 def category_usd(ledger: Ledger) -> dict[str, float | None]:
     """Category -> dollars; null where a host that spent time there has no known price."""
-    found: dict[str, float | None] = {}
+    result: dict[str, float | None] = {}
     for name in CATEGORIES:
         total: float | None = 0.0
         for host, spent in ledger.host_ns.items():
@@ -142,8 +142,8 @@ def category_usd(ledger: Ledger) -> dict[str, float | None]:
             if not spent.get(name):
                 continue
             total = None if price is None or total is None else total + spent[name] / _HOUR_NS * price
-        found[name] = total
-    return found
+        result[name] = total
+    return result
 
 
 def categories(ledger: Ledger) -> dict[str, dict[str, Any]]:
@@ -195,21 +195,21 @@ def _ages(held: Sequence[Version], until: int) -> dict[str, Any]:
 def incident_kinds(ledger: Ledger) -> dict[str, dict[str, Any]]:
     """Kind -> count, L and detection latency (p50, p95, seconds) of the incidents that stopped training."""
     groups = defaultdict(list)
-    for trouble in ledger.troubles.values():
-        if trouble.stopped_training:
-            groups[trouble.kind].append(trouble)
-            groups["all"].append(trouble)
-    found = {}
+    for incident in ledger.incident_records.values():
+        if incident.stopped_training:
+            groups[incident.kind].append(incident)
+            groups["all"].append(incident)
+    result = {}
     for kind, members in sorted(groups.items()):
-        lost = [trouble.lost_ns / 1e9 for trouble in members if trouble.lost_ns is not None]
-        noticed = [(trouble.detected_ns - trouble.fault_ns) / 1e9 for trouble in members]
-        found[kind] = {
+        lost = [incident.lost_ns / 1e9 for incident in members if incident.lost_ns is not None]
+        noticed = [(incident.detected_ns - incident.fault_ns) / 1e9 for incident in members]
+        result[kind] = {
             "count": len(members),
             "recovered": len(lost),
             "lost_s_p50": quantile(lost, 0.5),
             "lost_s_p95": quantile(lost, 0.95),
             "detect_s_p50": quantile(noticed, 0.5),
             "detect_s_p95": quantile(noticed, 0.95),
-            "host_s": sum(sum(trouble.host_ns.values()) for trouble in members) / 1e9,
+            "host_s": sum(sum(incident.host_ns.values()) for incident in members) / 1e9,
         }
-    return found
+    return result

@@ -44,9 +44,9 @@ def parse(lines: Sequence[str]) -> list[Entry]:
     """Entries in time order. A torn last line is left out.
 
     Raises:
-        UsageError: a line is no event of such a log, or there is none.
+        UsageError: a line is not an event of such a log, or there are no events.
     """
-    found: list[tuple[datetime, Entry]] = []
+    result: list[tuple[datetime, Entry]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -63,13 +63,13 @@ def parse(lines: Sequence[str]) -> list[Entry]:
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 break
-            raise UsageError(f"line {number} is no event of a google-resiliency log: {line[:80]!r}") from error
-        found.append((at, entry))
-    if not found:
+            raise UsageError(f"line {number} is not an event of a google-resiliency log: {line[:80]!r}") from error
+        result.append((at, entry))
+    if not result:
         raise UsageError("the log holds no events")
-    found.sort(key=lambda item: (item[0], _ORDER.get(item[1].kind, 9)))
-    first = found[0][0]
-    return [Entry((at - first).total_seconds(), e.kind, e.step, e.node) for at, e in found]
+    result.sort(key=lambda item: (item[0], _ORDER.get(item[1].kind, 9)))
+    first = result[0][0]
+    return [Entry((at - first).total_seconds(), e.kind, e.step, e.node) for at, e in result]
 
 
 def measure(entries: Sequence[Entry], step_time_s: float) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class _Segment:
 
 
 def _segments(entries: Sequence[Entry]) -> list[_Segment]:
-    found = []
+    result = []
     loads = [position for position, entry in enumerate(entries) if entry.kind == "checkpoint_loaded"]
     end = entries[-1].at_s
     for number, position in enumerate(loads):
@@ -151,7 +151,7 @@ def _segments(entries: Sequence[Entry]) -> list[_Segment]:
         nodes = {e.node for e in starts if e.at_s > last - _WAVE_S}
         following = [e for e in entries[position:after] if e.kind == "checkpoint_saved"]
         restart = next((e.at_s for e in entries[position:after] if e.kind == "job_started"), end)
-        found.append(
+        result.append(
             _Segment(
                 nodes=len(nodes),
                 start_s=last,
@@ -160,7 +160,7 @@ def _segments(entries: Sequence[Entry]) -> list[_Segment]:
                 until_s=restart,
             )
         )
-    return found
+    return result
 
 
 def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
@@ -213,19 +213,19 @@ def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
 def _reasons(ours: dict[str, Any], google: float, step_time_s: float, entries: Sequence[Entry]) -> list[str]:
     if ours["step_s"] is None:
         return [ours["why_unknown"]]
-    found = [
+    result = [
         f"its step time is typed in ({step_time_s:g} s); the log's own steady step is {ours['step_s']:.2f} s, "
         f"by which its definition gives {google * ours['step_s'] / step_time_s:.2%}",
         f"it counts steps: with {min(ours['nodes_seen'])} to {ours['nodes']} nodes a step of this weakly scaled job "
         f"does less work, which it credits in full; counted by nodes the figure is {ours['active']:.2%} of "
         f"{ours['nodes']} nodes",
-        f"it names no loss; the wall time went to {_listed(ours['wall_s'])}",
+        f"it names no losses; the wall time was spent on {_listed(ours['wall_s'])}",
         f"it looks at {_counted(entries)} of {len(entries):,} events (of neighbouring starts and ends one each): when "
         "which node started or ended changes nothing in it",
         "it starts at the first job_started (no user_scheduled in such logs) and ends at the last event: queueing "
         "and a dead tail are free; the log does not hold what our figure would charge for them either",
     ]
-    return found
+    return result
 
 
 def _listed(spent: dict[str, float]) -> str:

@@ -1,1 +1,1 @@
-"""What is learned and how it is scored."""
+"""Tasks: rows to train on, held-out questions, scores. The seam they implement is `muster.data.task`."""

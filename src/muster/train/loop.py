@@ -1,4 +1,4 @@
-"""The training loop, top to bottom on one screen. Everything it names is a value on ``Run`` or a plain function."""
+"""The training loop, on one screen. Everything it names is a value of ``TrainingRun`` or a plain function."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from muster.protocol.ranks import Command
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.model.loss import loss_sum
-from muster.train.optim.adamw import clip_scale
 from muster.train.optim.learning_rate import learning_rate
 from muster.train.optim.nonfinite import must_skip
-from muster.train.training_run import Run
+from muster.train.optim.optimizer import clip_scale
+from muster.train.training_run import TrainingRun
 
 
-def train(run: Run) -> Command | None:
-    """Apply every step that is left; the order that ended it early, or None at the last step.
+def train(run: TrainingRun) -> Command | None:
+    """Apply every remaining step; returns the command that ended training early, or None after the last step.
 
     Returns with ``run.state.step`` applied on every rank. Raises NotFinite with the bad update not applied.
     """
@@ -29,47 +29,47 @@ def train(run: Run) -> Command | None:
         rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
         rate *= run.batch_schedule.at(step).learning_rate_scale
         if step in run.context.skip_steps:
-            run.ask_ranks()
-            run.left_out(work, rate)
+            run.start_consensus()
+            run.record_skipped_step(work, rate)
         else:
             update(run, work, rate)
         run.profiler.end(step)
         run.collector.step(step)
-        order = run.orders.agreed()
+        command = run.consensus.command()
         if run.evaluation_is_due(step):
             run.evaluate(step)
-        if order is not None or run.checkpoint_is_due(step):
-            run.save(step, order)
-        if order is not None and order.kind == "stop":
-            return order
+        if command is not None or run.checkpoint_is_due(step):
+            run.save(step, command)
+        if command is not None and command.kind == "stop":
+            return command
     return None
 
 
-def update(run: Run, work: StepWork, rate: float) -> None:
-    """One step: every micro-batch forward and backward, the sums over all ranks, the optimizer."""
+def update(run: TrainingRun, work: StepWork, rate: float) -> None:
+    """One step: forward and backward of every micro-batch, the sums over all ranks, the optimizer."""
     training, step = run.spec.training, work.step
-    run.sums.begin(micro_batches=work.micro_batches)
+    run.reducer.begin(micro_batches=work.micro_batches)
     losses = []
     for number, part in enumerate(work.rounds, start=1):
         seed_micro_batch(training.seed, step, part.index)
-        run.sums.before_forward(last=number == len(work.rounds))
+        run.reducer.before_forward(last=number == len(work.rounds))
         loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
-        run.standing.ask()
+        run.pause_consensus.start()
         loss.backward()
-        run.sums.add_loss(loss)
+        run.reducer.add_loss(loss)
         losses.append(loss.detach())
-        run.link.beat(step)
-        run.settle()  # the step before, where its numbers were left on the device
-    run.ask_ranks()
-    total, norm, fault = run.sums.finish()
+        run.agent.beat(step)
+        run.flush_pending_metrics()  # of the previous step, if they are still on the device
+    run.start_consensus()
+    total, norm, fault = run.reducer.finish()
     skip = must_skip(total, norm, fault)
     scale = clip_scale(norm, training.optimizer.max_grad_norm)
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
-    run.applied(work, losses, total, norm, fault, rate)
+    run.record_step(work, losses, total, norm, fault, rate)
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
-    """All randomness of a micro-batch (dropout) follows from its place: no generator state to save.
+    """All randomness of a micro-batch (dropout) follows from its position: there is no generator state to save.
 
     An odd multiplier keeps neighbouring steps apart; 2**63 - 1 is the largest seed torch takes.
     """

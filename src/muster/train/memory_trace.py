@@ -1,7 +1,7 @@
-"""A program: peak memory of one rank's tensors, from the real model, the real FSDP2 wrapping and the real optimizer.
+"""A program: peak memory of one rank's tensors, with the real model, FSDP2 wrapping and optimizer.
 
-Nothing is allocated and nothing is sent: tensors are PyTorch's fake ones, the process group is its fake one, so that
-a laptop answers for any number of ranks without the weights. Started as a process by the planner::
+Nothing is allocated or sent: tensors and the process group are PyTorch's fake ones, so that
+a laptop can answer for any number of ranks without the weights. Started as a process by the planner::
 
     python -m muster.train.memory_trace < request.json > answer.json
     request: {"spec": RunSpec, "layout": {...}, "vocab_size": V, "config": transformers config instead of the spec's}
@@ -36,22 +36,22 @@ from muster.config.spec import RunSpec
 from muster.core.types import Layout
 from muster.train.data_feed.batch import Batch
 from muster.train.distributed.device_mesh import make_meshes
-from muster.train.distributed.reduce import Axes, FloatReducer, local
+from muster.train.distributed.reduce import FloatReducer, ReduceGroups, local
 from muster.train.model import causal_lm, lora
 from muster.train.model.attention import choose_attention, needs_of
 from muster.train.model.loss import loss_sum
-from muster.train.model.model_with_loss import TrainedModel
+from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import shard
-from muster.train.optim.adamw import make_optimizer
+from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
-#: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
+#: Every this many operators all storages are checked for a changed size; those that changed, after each operator.
 LOOK_EVERY = 64
 
 
 @dataclass
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that are alive, and their peak with the moment it was reached.
+    """Bytes of live storages, and their peak with the stage in which it was reached.
 
     FSDP frees and refills whole parameters by resizing their storages, which no operator shows.
     """
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
     moment: str = "build"
     peak_moment: str = "build"
     _sizes: dict[int, int] = field(default_factory=dict)
-    """Storage -> the bytes it was last counted with."""
+    """Storage -> the bytes last counted."""
     _held: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     _resized: set[int] = field(default_factory=set)
     _operators: int = 0
@@ -124,14 +124,14 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
         module.to_empty(device=device)
         module.model.tie_weights()
         named = named_without_wrappers({name: p for name, p in module.model.named_parameters() if p.requires_grad})
-        sums = FloatReducer(module, Axes(), accumulate_locally=False)
+        reducer = FloatReducer(module, ReduceGroups(), accumulate_locally=False)
         optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
         built = live.live
         micro = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
         rounds = min(2, -(-micro // layout.data_ranks))
         for step in (1, 2):
             live.peak = 0
-            _step(spec, module, sums, optimizer, rounds, step, live)
+            _step(spec, module, reducer, optimizer, rounds, step, live)
         kinds = {
             "weights": _bytes(module.parameters()),
             "optimizer": _bytes(t for moment in optimizer.moments.values() for t in moment.values()),
@@ -147,8 +147,8 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> TrainedModel:
-    """``model.build_model`` as far as memory: laid out and cut, still on the meta device."""
+def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> ModelWithLoss:
+    """``build_model`` without values: laid out and sharded, still on the meta device."""
     assert spec.model is not None
     compute_dtype, master_dtype = causal_lm.DTYPES[spec.model.dtype], causal_lm.DTYPES[spec.model.master_dtype]
     mesh = make_meshes(layout, "cpu")
@@ -160,16 +160,17 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
         lora.add_adapters(made, spec.model.lora, master_dtype)
     plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
     layers = causal_lm.prepare_layers(made, plain, mesh, device)
-    module = TrainedModel(made, attention, compute_dtype=compute_dtype)
-    shard(module, layers, mesh, reshard_layers=spec.parallelism.reshard_after_forward)
+    module = ModelWithLoss(made, attention, compute_dtype=compute_dtype)
+    reshard_layers = spec.parallelism.reshard_after_forward
+    shard(module, made, layers, mesh, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     module.train()
     return module
 
 
 def _step(
     spec: RunSpec,
-    module: TrainedModel,
-    sums: FloatReducer,
+    module: ModelWithLoss,
+    reducer: FloatReducer,
     optimizer: Any,
     rounds: int,
     step: int,
@@ -178,9 +179,9 @@ def _step(
     training = spec.training
     count, length = training.micro_batch_size, training.sequence_length
     live.moment = "start of step"
-    sums.begin(micro_batches=rounds)
+    reducer.begin(micro_batches=rounds)
     for number in range(1, rounds + 1):
-        sums.before_forward(last=number == rounds)
+        reducer.before_forward(last=number == rounds)
         tokens = torch.zeros(count, length, dtype=torch.int64)
         positions = torch.arange(length).repeat(count, 1)
         batch = _batch(tokens, positions)
@@ -188,7 +189,7 @@ def _step(
         loss = loss_sum(module, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
         live.moment = "backward"
         loss.backward()
-        sums.add_loss(loss)
+        reducer.add_loss(loss)
         del loss, batch
     live.moment = "update"
     scale = torch.ones(())
@@ -196,7 +197,7 @@ def _step(
 
 
 def _batch(tokens: Tensor, positions: Tensor) -> Batch:
-    """A batch in which every token has a target: which have one cannot be looked up in fake tensors."""
+    """A batch in which every token has a target: fake tensors have no values to look up."""
     count, length = tokens.shape
     return Batch(
         input_ids=tokens,
@@ -209,13 +210,13 @@ def _batch(tokens: Tensor, positions: Tensor) -> Batch:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the local parts, a storage once."""
-    found: dict[int, int] = {}
+    """Bytes of the local parts, each storage counted once."""
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = part.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 from fakes.gke_run import invoke, on_gke
 
-from muster.app.cluster import up_down
+from muster.backends.gke.provision.cluster import open_cluster
+from muster.backends.gke.provision.software import wanted_software
 from muster.cli import cloud as commands
 from muster.cli import render as render_command
 from muster.config.load import loads
@@ -12,7 +13,7 @@ from muster.core.errors import UsageError
 def manifests(tmp_path):
     folder = tmp_path / "manifests"
     folder.mkdir()
-    for name in up_down.wanted_software(up_down.place_of(loads(on_gke(), (), environment=False).spec)):
+    for name in wanted_software(open_cluster(loads(on_gke(), (), environment=False).spec).sites[0]):
         (folder / name).write_text(f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\n")
     return str(folder)
 

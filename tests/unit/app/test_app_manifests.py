@@ -1,5 +1,6 @@
 """Released manifests: fetched once, pinned by a person, compared from then on; ``up`` and ``down`` as JSON."""
 
+import dataclasses
 import json
 import urllib.error
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ import typer
 from fakes.gke_run import invoke, on_gke
 from typer.testing import CliRunner
 
-from muster.app.cluster import pinned_manifests, up_down
-from muster.backends.gke.provision.audit import Leftover
-from muster.backends.gke.provision.up import Down
+from muster.backends.cluster import Down, Leftover, Said
+from muster.backends.gke.provision import pinned_manifests
+from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
+from muster.backends.gke.provision.software import wanted_software
 from muster.backends.protocols import Lease
 from muster.cli import cloud as commands
 from muster.cli import run_commands
@@ -19,8 +21,12 @@ from muster.config.load import loads
 from muster.core.errors import BackendError, UsageError
 
 
+def cluster(**parts):
+    return dataclasses.replace(open_cluster(loads(on_gke(), (), environment=False).spec), **parts)
+
+
 def place():
-    return up_down.place_of(loads(on_gke(), (), environment=False).spec)
+    return cluster().sites[0]
 
 
 @pytest.fixture(autouse=True)
@@ -53,24 +59,24 @@ def test_an_address_that_does_not_answer():
 
 def test_nothing_is_applied_before_somebody_vouched_for_it(home):
     with pytest.raises(UsageError, match="nobody has vouched for 2"):
-        up_down.bring_up([place()], None, http=object(), fetch=release)
-    found, path = up_down.pin(place(), None, fetch=release)
+        cluster(http=object(), fetch=release).up(None)
+    found, path = cluster(fetch=release).pin(None)
     assert len(found) == 2 and path == home / "manifests.json"
     assert pinned_manifests.pins() == dict(found) and json.loads(path.read_text())["pins"]
-    calls, doubts = up_down.dry_run(place(), None)
+    calls, doubts = cluster().dry_run(None)
     assert calls and doubts == []
 
 
 def test_a_folder_with_other_bytes_is_refused_until_it_is_pinned_again(tmp_path):
-    up_down.pin(place(), None, fetch=release)
+    cluster(fetch=release).pin(None)
     folder = tmp_path / "folder"
     folder.mkdir()
-    for name in up_down.wanted_software(place()):
+    for name in wanted_software(place()):
         (folder / name).write_bytes(b"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n")
     with pytest.raises(UsageError, match="has changed"):
-        up_down.bring_up([place()], folder, http=object())
+        cluster(http=object()).up(folder)
     before = dict(pinned_manifests.pins())
-    up_down.pin(place(), folder)
+    cluster().pin(folder)
     assert pinned_manifests.pins().keys() == before.keys() and pinned_manifests.pins() != before
 
 
@@ -87,15 +93,15 @@ def test_a_dry_run_says_what_nobody_vouched_for(tmp_path):
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)
     assert {row["method"] for row in rows} == {"GET", "POST", "PUT", "PATCH"}
-    assert found.stderr.count("nobody has vouched for it; up needs --pin") == 2
+    assert found.stderr.count("not pinned by hash; up needs --pin") == 2
 
 
 def test_up_as_json(tmp_path, monkeypatch):
-    def up(places, folder, *, progress, **_):
-        progress(up_down.Said(text="talk"))
-        return places[0], Lease(run_id="r", resources=("services", "clusters/muster"))
+    def up(self, manifests, *, progress, **_):
+        progress(Said(text="talk"))
+        return Lease(run_id="r", resources=("services", "clusters/muster"), labels={"zone": self.sites[0].zone})
 
-    monkeypatch.setattr(up_down, "bring_up", up)
+    monkeypatch.setattr(GkeCluster, "up", up)
     found = invoke(commands.up, tmp_path, "--json")
     assert json.loads(found.stdout) == {
         "project": "example-project",
@@ -115,7 +121,7 @@ def test_up_as_json(tmp_path, monkeypatch):
     ],
 )
 def test_down_as_json_fails_while_anything_of_ours_bills(tmp_path, monkeypatch, left, code):
-    monkeypatch.setattr(up_down, "give_back", lambda *_, **__: Down(troubles=(), leftovers=left))
+    monkeypatch.setattr(GkeCluster, "down", lambda *_, **__: Down(troubles=(), leftovers=left))
     found = invoke(run_commands.down, tmp_path, "--json")
     assert found.exit_code == code
     document = json.loads(found.stdout)

@@ -33,7 +33,7 @@ def test_same_file_same_text():
 
 def test_warnings_come_with_reasons():
     (warning,) = render(spec()).warnings
-    assert warning.rule == "spot-grace" and warning.reason
+    assert warning.key == "recovery.grace_s" and ": " in warning.message
 
 
 def test_a_chart_is_a_folder(tmp_path):

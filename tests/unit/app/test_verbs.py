@@ -13,7 +13,9 @@ import pytest
 from muster.app.inspect import event_format, logs, status, supervisor_client
 from muster.app.inspect.run_summary import summarise
 from muster.app.run import recover, stop, submit
+from muster.backends.local.resolve import resolve
 from muster.config import load
+from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.event_log import EventLog
@@ -52,6 +54,10 @@ class Paper:
     told: list[JobRequest] = dataclasses.field(default_factory=list)
     cancelled: list[str] = dataclasses.field(default_factory=list)
     refuse: bool = False
+    follow = None
+    exec = None
+    attach = None
+    remote = None
 
     def offers(self, spec: object) -> list[Offer]:
         return [
@@ -60,6 +66,9 @@ class Paper:
                 gpu_memory_bytes=0, usd_per_node_hour=0.0, peak_flops_per_gpu=None, max_nodes=1, mode="owned",
             )
         ]  # fmt: skip
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        return resolve(spec, self.offers(spec)[0])
 
     def render(self, spec: object, *, run_id: str, run_dir: str) -> JobRequest:
         tasks = (TaskSpec(name="supervisor", argv=("x",)),)
@@ -91,6 +100,9 @@ class Paper:
         ):
             if (after or {}).get(name, 0) < len(text):
                 yield LogChunk(task=name, text=text, next_offset=len(text))
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        return []
 
     def cancel(self, handle: JobHandle) -> None:
         self.cancelled.append(handle.run_id)
@@ -307,7 +319,7 @@ def test_recover_submits_again_but_not_beside_a_living_supervisor(paper: Paper):
 def test_recover_in_the_foreground_is_for_runs_of_this_machine(paper: Paper):
     run = submitted().run
     run.resolved.write_text(run.resolved.read_text().replace('"backend": "local"', '"backend": "slurm"'))
-    with pytest.raises(UsageError, match="runs on slurm"):
+    with pytest.raises(UsageError, match="backend: slurm does not have"):
         recover.recover_here(run.run_id)
     assert [event.kind for event in event_log.merged(run.events)] == ["run.submitted"], "nothing was written"
 
@@ -360,7 +372,7 @@ def test_the_supervisors_sentence_stands_beside_the_back_ends(paper: Paper, monk
 
 
 def test_a_damaged_record_of_a_job_is_shown_and_can_be_taken_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from muster.backends.local import LocalLauncher
+    from muster.backends.local.launcher import LocalLauncher
 
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     run = run_registry.create("damaged-1", tmp_path / "home" / "runs" / "damaged-1", run_file="", resolved=SPEC_TEXT)

@@ -142,13 +142,20 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
     boss, slept = log_of(run, "supervisor", 1), []
 
     class Elsewhere:
-        name, folder_is_remote = "gke", True
+        name = "gke"
+
+        @property
+        def remote(self):
+            return self
 
         def find(self, run_id):
             return None
 
         def poll(self, handle):
             return JobStatus(state=JobState.SUCCEEDED if len(slept) == 2 else JobState.RUNNING, reason="")
+
+        def ask(self, run_id, message, **_):
+            return {"error": "no pod"}
 
         def mirror(self, run_id, folder):
             assert (run_id, folder) == (run.run_id, run.events)
@@ -163,7 +170,7 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
 
         monotonic_ns = wall_ns
 
-    monkeypatch.setattr("muster.app.inspect.status.backends.load", lambda name: Elsewhere())
+    monkeypatch.setattr("muster.backends.load", lambda name: Elsewhere())
     texts = [event.detail["text"] for view in watch(run.run_id, every_s=0.1, clock=Clock()) for event in view.news]
     assert texts == ["look 0", "look 1", "look 2"] and slept == [2.0, 2.0]
 

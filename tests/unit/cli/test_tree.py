@@ -12,7 +12,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fakes.screen import Screen
 
-from muster.app.cluster.up_down import Began, Changed, Planned, Said, Tree
+from muster.app.cluster.progress_tree import Began, Changed, Planned, Said, Tree
 from muster.cli import tree as tree_module
 from muster.cli.live_region import Growing, cut, grows, terminal_size
 from muster.cli.tree import LiveTree, PlainTree, picture, watched

@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=20)
 @given(LENGTHS, st.integers(1, 12), st.sampled_from(["drop", "truncate", "split"]))
 def test_every_prediction_is_kept_once_or_counted(lengths, length, rule):
     tokens = np.array(lengths, dtype=np.int64)
-    found = cut(tokens, np.ones(tokens.sum(), dtype=np.uint8), length=length, overlong=rule)
+    found = cut(tokens, np.ones(tokens.sum(), dtype=np.uint8), length=length, on_overlong=rule)
     long = sum(count - 1 > length for count in lengths)
     assert (found.dropped, found.truncated, found.split) == {
         "drop": (long, 0, 0),

@@ -9,9 +9,9 @@ import pytest
 from muster.config.spec import TrainedTokenizer
 from muster.data.prepare import prepare
 from muster.data.preview import preview, render_preview, summary
+from muster.data.questions import heldout_questions, majority_baseline
 from muster.data.tokenizer import Encoder, train
 from muster.tasks.text2sql.baseline import abstract, fill, majority_template, names
-from muster.tasks.text2sql.questions import heldout_questions, majority_baseline
 
 TEMPLATE = {"prompt": "{schema}\n{question}\n", "completion": "{sql}"}
 
@@ -29,19 +29,18 @@ def test_generated_questions_run(make_spec, tmp_path):
     encoder = Encoder(prepared.tokenizer_dir)
     for question in questions:
         assert encoder.decode(question.prompt_ids) == question.prompt_text
-        assert question.executes and question.run(question.gold_sql).correct
-        assert question.run(" " + question.gold_sql).correct
-        assert question.run(f"Here:\n```sql\n{question.gold_sql};\n```\nDone.").correct
-        assert not question.run("SELECT 1").correct
-        assert not question.run("DROP TABLE x").correct
+        assert question.metric == "execution_accuracy" and question.score(question.gold).correct
+        assert question.score(" " + question.gold).correct
+        assert question.score(f"Here:\n```sql\n{question.gold};\n```\nDone.").correct
+        assert not question.score("SELECT 1").correct
+        assert not question.score("DROP TABLE x").correct
     assert [question.prompt_text for question in heldout_questions(spec, prepared, 5)] == [
         question.prompt_text for question in questions[:5]
     ]
-    found = majority_baseline(prepared, questions)
-    assert found.template == "SELECT COUNT(*) FROM {table0}"
+    assert prepared.stats["majority_template"] == "SELECT COUNT(*) FROM {table0}"
     counts = sum(question.shape == "count" for question in questions)
-    assert found.accuracy == counts / 25
-    assert majority_baseline(prepared, []) is None
+    assert majority_baseline(questions) == counts / 25
+    assert majority_baseline([]) is None
 
 
 def test_the_prompt_is_a_prefix_of_a_training_document(make_spec, tmp_path):
@@ -86,11 +85,11 @@ def test_a_sources_database_decides(make_spec, tmp_path):
     spec = make_spec([source])
     prepared = prepare(spec, run_dir=tmp_path / "r")
     (question,) = heldout_questions(spec, prepared, 10)  # empty and broken gold queries are no questions
-    assert question.executes and question.gold_sql == "SELECT name FROM city"
-    assert question.run("SELECT name FROM city ORDER BY people DESC").correct
-    assert not question.run("SELECT people FROM city").correct
-    assert not question.run("DELETE FROM city").correct
-    assert question.run(question.gold_sql).correct
+    assert question.metric == "execution_accuracy" and question.gold == "SELECT name FROM city"
+    assert question.score("SELECT name FROM city ORDER BY people DESC").correct
+    assert not question.score("SELECT people FROM city").correct
+    assert not question.score("DELETE FROM city").correct
+    assert question.score(question.gold).correct
     # Other content, other data.
     sqlite3.connect(source["database"]).execute("DROP TABLE city").connection.commit()
     assert prepare(spec, run_dir=tmp_path / "r").fingerprint != prepared.fingerprint
@@ -105,10 +104,10 @@ def test_without_a_database_the_text_decides(make_spec, tmp_path):
     )
     prepared = prepare(spec, run_dir=tmp_path / "r")
     questions = heldout_questions(spec, prepared, 10)
-    assert len(questions) == 4 and not questions[0].executes
-    gold = questions[0].gold_sql
-    assert questions[0].run(gold.lower() + " ;").correct
-    assert questions[0].run(gold + "0").reason == "query differs"
+    assert len(questions) == 4 and questions[0].metric == "query_match"
+    gold = questions[0].gold
+    assert questions[0].score(gold.lower() + " ;").correct
+    assert questions[0].score(gold + "0").reason == "query differs"
 
 
 def test_plain_text_has_no_questions(make_spec, tmp_path):
@@ -193,6 +192,6 @@ def test_generated_questions_as_chat(make_spec, tmp_path):
     prepared = prepare(spec, run_dir=tmp_path / "r")
     questions = heldout_questions(spec, prepared, 4)
     assert all(each.prompt_text.startswith("[user]CREATE TABLE ") for each in questions)
-    assert all(each.prompt_text.endswith("</s>[assistant]") and each.run(each.gold_sql).correct for each in questions)
+    assert all(each.prompt_text.endswith("</s>[assistant]") and each.score(each.gold).correct for each in questions)
     starts = {tuple(each.input_ids[: int((each.labels != -100).argmax()) + 1].tolist()) for each in prepared.heldout}
     assert starts == {each.prompt_ids for each in questions}

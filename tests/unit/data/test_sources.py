@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.config.spec import FileSource, HubSource, Text2SqlSource
+from muster.config.sources import FileSource, HubSource
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.data import hub
-from muster.data.sources import find_files, identify, open_source, read_rows
+from muster.data.row_files import find_files, identify, read_rows
+from muster.data.source_type import open_source
+from muster.tasks.text2sql.source import Text2SqlSource
 
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "ü", "completion": "d"}]
 

@@ -3,6 +3,7 @@
 import pytest
 from planning import job
 
+from muster.core.optimizers import ADAMW, ADAMW_8BIT
 from muster.core.types import Layout
 from muster.plan.host_memory import host_memory
 from muster.plan.step_time import local_state_bytes
@@ -54,7 +55,7 @@ def test_what_is_not_made_takes_nothing(changes, names):
 
 def test_eight_bit_moments_lie_in_a_snapshot_as_float32():
     setting = Setting(layout=Layout(dp_shard=8), micro_batch_size=1, activation_checkpointing="full")
-    eight, plain = (local_state_bytes(job("8B", optimizer=name), setting) for name in ("adamw_8bit", "adamw"))
+    eight, plain = (local_state_bytes(job("8B", optimizer=traits), setting) for traits in (ADAMW_8BIT, ADAMW))
     assert eight == plain
 
 

@@ -6,6 +6,7 @@ import pytest
 from planning import job
 
 from muster.app.planning.memory_trace import BARE as TRACED_BY
+from muster.core.optimizers import ADAMW_8BIT
 from muster.core.types import Layout
 from muster.plan.memory import GIB, DeviceOverhead, memory
 from muster.plan.workload import Setting
@@ -23,7 +24,7 @@ def test_the_known_state_of_8b():
     full = memory(job(global_batch_size=8), at(), BARE).items
     state = full["weights"] + full["optimizer state"]
     assert state == pytest.approx(12 * 8.03e9 / 8, rel=1e-3)
-    eight = memory(job(optimizer="adamw_8bit", global_batch_size=8), at(), BARE).items
+    eight = memory(job(optimizer=ADAMW_8BIT, global_batch_size=8), at(), BARE).items
     assert eight["optimizer state"] == pytest.approx(8.03e9 / 8 * 2.03, rel=1e-2)
     lora = memory(job(lora_rank=16, global_batch_size=8), at(), BARE).items
     assert lora["weights"] == pytest.approx((8.03e9 * 2 + 42e6 * 4) / 8, rel=1e-3)

@@ -118,7 +118,7 @@ def test_a_wrong_file_is_still_a_wrong_file(run_file, home):
 def test_fixed_keys_are_pins_and_defaults_are_free(run_file, home):
     assert use_case.pins_of(load(run_file)).micro_batch_size is None
     pins = use_case.pins_of(load(run_file, ["training.micro_batch_size=1", "resources.hosts=1"]))
-    assert (pins.micro_batch_size, pins.num_nodes, pins.tp) == (1, 1, None)
+    assert (pins.micro_batch_size, pins.num_nodes, pins.axes) == (1, 1, {})
 
 
 def test_the_table_says_the_same_as_the_json(run_file, home):

@@ -4,7 +4,7 @@ import pytest
 from faulty_run import Writer, write
 
 from muster.report import api
-from muster.report.render.sentences import span
+from muster.report.render.sentences import format_duration
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_the_table_fits_its_width(report, width):
 
 def test_the_table_says_it_all(report):
     text = api.render_table(report, width=140)
-    for words in ("60.93%", "43.70%", "productive", "redone", "swapped for host-2", "p50 13.8 s", "$3.61", "0.8"):
+    for words in ("60.93%", "43.70%", "productive", "redone", "replaced by host-2", "p50 13.8 s", "$3.61", "0.8"):
         assert words in text
 
 
@@ -69,4 +69,4 @@ def test_what_is_unknown_in_one_run_is_not_compared(report, tmp_path):
     ],
 )
 def test_durations_in_words(value, words):
-    assert span(value) == words
+    assert format_duration(value) == words

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.config.spec import Parallelism
-from muster.core.types import Layout
-from muster.supervise.recovery.layout import Choice, Snapshot, layout_for, needed_shards, newest_complete
+from muster.core.layout import Layout, layout_for
+from muster.supervise.recovery.layout import Choice, Snapshot, needed_shards, newest_complete
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ from muster.supervise.recovery.layout import Choice, Snapshot, layout_for, neede
     ],
 )
 def test_layouts(given_axes, ranks, expected):
-    assert layout_for(Parallelism(**given_axes), ranks) == expected
+    assert layout_for(Parallelism(**given_axes).axes, ranks, resize=True) == expected
 
 
-def snap(rank, step, host, *, attempt=1, layout="r1s2t1", tier="memory"):
+def snap(rank, step, host, *, attempt=1, layout="r1s2t1p1c1e1", tier="memory"):
     return Snapshot(step=step, attempt=attempt, rank=rank, layout=layout, host=host, tier=tier)
 
 
@@ -50,7 +50,7 @@ def test_versions_of_two_attempts_never_mix():
 
 
 def test_a_replica_stands_in_for_its_twin():
-    found = newest_complete([snap(2, 5, "b", layout="r2s2t1"), snap(3, 5, "b", layout="r2s2t1")])
+    found = newest_complete([snap(2, 5, "b", layout="r2s2t1p1c1e1"), snap(3, 5, "b", layout="r2s2t1p1c1e1")])
     assert found.step == 5 and found.layout == Layout(dp_replicate=2, dp_shard=2)
     assert set({rank: held.host for rank, held in found.shards.items()}.values()) == {"b"}
 
@@ -68,7 +68,7 @@ def test_nothing_is_none():
             st.integers(0, 4),
             st.sampled_from("ab"),
             attempt=st.integers(1, 2),
-            layout=st.sampled_from(["r1s2t1", "r1s3t1"]),
+            layout=st.sampled_from(["r1s2t1p1c1e1", "r1s3t1p1c1e1"]),
             tier=st.sampled_from(["memory", "peer"]),
         ),
         max_size=20,
@@ -80,7 +80,7 @@ def test_a_choice_is_complete_and_none_is_newer(snapshots):
         (step, attempt)
         for step in range(5)
         for attempt in (1, 2)
-        for layout, world in (("r1s2t1", 2), ("r1s3t1", 3))
+        for layout, world in (("r1s2t1p1c1e1", 2), ("r1s3t1p1c1e1", 3))
         if all(
             any((s.step, s.attempt, s.layout, s.rank) == (step, attempt, layout, r) for s in snapshots)
             for r in range(world)
@@ -108,14 +108,17 @@ def test_another_layout_needs_one_replica_and_what_lies_there_is_not_fetched(nam
 
 def test_a_host_takes_what_a_peers_copy_in_its_own_memory_holds_before_anybody_elses():
     held = [
-        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1", host="host-0", tier="memory"),
-        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1", host="host-1", tier="peer"),
-        Snapshot(step=7, attempt=1, rank=1, layout="r1s2t1", host="host-1", tier="memory"),
+        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1p1c1e1", host="host-0", tier="memory"),
+        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1p1c1e1", host="host-1", tier="peer"),
+        Snapshot(step=7, attempt=1, rank=1, layout="r1s2t1p1c1e1", host="host-1", tier="memory"),
     ]
     choice = newest_complete(held)
     assert choice.nearest(0, "host-1").tier == "peer" and choice.nearest(0, "host-0").tier == "memory"
     assert choice.nearest(0, "host-2").host == "host-0" and choice.nearest(1, "host-0").host == "host-1"
     twins = newest_complete(
-        [Snapshot(step=7, attempt=1, rank=rank, layout="r2s1t1", host=f"host-{rank}", tier="memory") for rank in (0, 1)]
+        [
+            Snapshot(step=7, attempt=1, rank=rank, layout="r2s1t1p1c1e1", host=f"host-{rank}", tier="memory")
+            for rank in (0, 1)
+        ]
     )
     assert twins.nearest(0, "host-1").rank == 1, "a replica's twin that lies here serves as well"

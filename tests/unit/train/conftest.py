@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="module")
 def group():
     """A world of one for the module."""
-    from model_cases import process_group
+    from fakes.small_model import process_group
 
     with process_group():
         yield

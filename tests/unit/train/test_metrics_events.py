@@ -45,16 +45,18 @@ WORK = StepWork(
 
 
 def written(rank: int, peak: float | None) -> tuple[Recorder, Tracked]:
-    link, tracker = Recorder(), Tracked()
-    log = StepLog(link=link, rank=rank, device=torch.device("cpu"), peak=Peak(flops=peak, ranks=2), trackers=[tracker])  # type: ignore[arg-type,list-item]
+    agent, tracker = Recorder(), Tracked()
+    log = StepLog(  # type: ignore[arg-type,list-item]
+        agent=agent, rank=rank, device=torch.device("cpu"), peak=Peak(flops=peak, ranks=2), trackers=[tracker]
+    )
     log._since_ns -= 10**9  # the step took a second
     log.write(WORK, loss=1.5, norm=2.5, learning_rate=1e-3, times=StepTimes(data_wait_ns=5, stall_ns=7))
-    return link, tracker
+    return agent, tracker
 
 
 def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
-    link, tracker = written(0, 4e9)
-    ((kind, detail),) = link.events
+    agent, tracker = written(0, 4e9)
+    ((kind, detail),) = agent.events
     assert kind == "step" and detail.pop("step") == 3 and detail.pop("phase") is None
     assert set(KINDS["step"].required) <= set(detail)
     assert set(detail) <= set(KINDS["step"].required) | set(KINDS["step"].optional)
@@ -68,17 +70,17 @@ def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
 
 
 def test_no_mfu_without_a_peak_and_nothing_from_other_ranks() -> None:
-    link, _ = written(0, None)
-    assert "mfu" not in link.events[0][1] and "tflops_per_rank" in link.events[0][1]
+    agent, _ = written(0, None)
+    assert "mfu" not in agent.events[0][1] and "tflops_per_rank" in agent.events[0][1]
     assert written(1, 4e9)[0].events == []
 
 
 def test_phases_are_told_when_they_change() -> None:
-    link = Recorder()
-    phases = Phases(link)  # type: ignore[arg-type]
+    agent = Recorder()
+    phases = Phases(agent)  # type: ignore[arg-type]
     for phase in ("start", "start", "train", "eval", "train"):
         phases.enter(phase)
-    assert [detail["phase"] for _, detail in link.events] == ["start", "train", "eval", "train"]
+    assert [detail["phase"] for _, detail in agent.events] == ["start", "train", "eval", "train"]
 
 
 def test_pending_keeps_order_and_values() -> None:
@@ -91,7 +93,7 @@ def test_the_padding_tail_is_no_document() -> None:
 
 
 def test_accuracies_by_how_answers_were_judged() -> None:
-    questions = [SimpleNamespace(executes=True), SimpleNamespace(executes=True), SimpleNamespace(executes=False)]
+    questions = [SimpleNamespace(metric=name) for name in ("execution_accuracy", "execution_accuracy", "query_match")]
     verdicts = [Verdict(True, False), Verdict(False, True), Verdict(True, False)]
     found = summary(questions, verdicts)  # type: ignore[arg-type]
     assert found == {"questions": 3, "execution_accuracy": 0.5, "query_match": 1.0, "timeouts": 1}

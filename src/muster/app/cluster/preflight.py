@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from muster import backends
 from muster.app.inspect.status import job, mirror
 from muster.app.run import submit
-from muster.backends.gke.manifests.preflight import rehearsal
 from muster.config.load import Loaded
 from muster.core.clock import SystemClock
-from muster.core.errors import MusterError
+from muster.core.errors import MusterError, UsageError
 from muster.core.protocols import Clock
 from muster.core.types import JobState, JobStatus
 from muster.storage.run_registry import RunDir
@@ -39,10 +39,15 @@ def preflight(
     """Run the rehearsal to its end, and remove it from the cluster whatever comes of it.
 
     Raises:
+        UsageError: the back end has no preflight.
         MusterError: it failed, or did not end in time; with the last sentence about it.
     """
     clock = clock or SystemClock()
-    small = dataclasses.replace(loaded, spec=rehearsal(loaded.spec, machine=machine, mode=mode), warnings=())
+    rehearse = backends.get(loaded.spec.backend).rehearse
+    if rehearse is None:
+        able = backends.names_where(lambda backend: backend.rehearse is not None)
+        raise UsageError(f"there is no preflight for the back end {loaded.spec.backend!r}", hint=f"backend: {able}")
+    small = dataclasses.replace(loaded, spec=rehearse(loaded.spec, machine=machine, mode=mode), warnings=())
     run = submit.submit(small, argv=argv).run
     launcher, handle = job(run)
     try:

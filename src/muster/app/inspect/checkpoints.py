@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from muster import backends
 from muster.app.inspect.status import spec_of
 from muster.app.inspect.supervisor_client import ask
 from muster.checkpoint_format import manifest, snapshot_ring
@@ -241,7 +242,7 @@ def _is_of(version: Version, choice: Choice) -> bool:
 
 def _hosts(run: RunDir) -> tuple[set[str] | None, set[str]]:
     """(hosts the supervisor is connected to, those that run ranks); (None, nothing) where none answers."""
-    if not run.lease.exists() and spec_of(run).backend in ("local", "slurm"):
+    if not run.lease.exists() and backends.load(spec_of(run).backend).remote is None:
         return None, set()
     try:
         hosts = ask(run, {"t": "status"}, timeout_s=ASK_TIMEOUT_S)["hosts"]

@@ -35,8 +35,10 @@ def logs(
     """
     run = run_registry.find(reference)
     launcher, handle = job(run)
-    stream = getattr(launcher, "follow", None) if follow else None
-    chunks = stream(handle) if stream else _looked_at(launcher, handle, follow, clock or SystemClock())
+    if follow and launcher.follow is not None:
+        chunks = launcher.follow(handle)
+    else:
+        chunks = _looked_at(launcher, handle, follow, clock or SystemClock())
     seen: set[str] = set()
     for chunk in chunks:
         seen.add(chunk.task)
@@ -65,7 +67,7 @@ def events(
     run = run_registry.find(reference)
     launcher, handle = job(run)
     clock = clock or SystemClock()
-    every_s = REMOTE_LOOK_EVERY_S if getattr(launcher, "folder_is_remote", False) else LOOK_EVERY_S
+    every_s = REMOTE_LOOK_EVERY_S if launcher.remote is not None else LOOK_EVERY_S
     counts: dict[str, int] = {}
     while True:
         ended = launcher.poll(handle).state.ended

@@ -48,7 +48,7 @@ class RunStatus:
             "loss": summary.final_loss,
             "tokens": summary.tokens,
             "tokens_per_s": summary.tokens_per_s,
-            "incidents": len(summary.incidents),
+            "incidents": summary.incident_count,
         }
 
 
@@ -99,10 +99,9 @@ def job(run: RunDir) -> tuple[Launcher, JobHandle]:
 
 def mirror(launcher: Launcher, run: RunDir) -> None:
     """Bring the events of a run whose folder is elsewhere; what cannot be reached now stays as it was."""
-    bring = getattr(launcher, "mirror", None)
-    if bring is not None:
+    if launcher.remote is not None:
         with contextlib.suppress(MusterError):
-            bring(run.run_id, run.events)
+            launcher.remote.mirror(run.run_id, run.events)
 
 
 def spec_of(run: RunDir) -> RunSpec:
@@ -130,4 +129,4 @@ def first_problem(error: ValueError) -> str:
     return f"{key}: {found['msg']}" if key else found["msg"]
 
 
-__all__ = ["SupervisorUnreachable", "RunStatus", "all_runs", "job", "spec_of", "status"]
+__all__ = ["RunStatus", "SupervisorUnreachable", "all_runs", "job", "spec_of", "status"]

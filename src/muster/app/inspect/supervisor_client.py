@@ -32,12 +32,12 @@ def ask(
         SupervisorUnreachable: there is no supervisor, or it does not answer in time.
         AccessError: the token cannot be read, or does not prove us.
     """
-    carry = getattr(backends.load(_backend(run)), "ask", None)
-    if carry is not None:
-        found = carry(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
-        if "answer" not in found:
-            raise SupervisorUnreachable(str(found.get("error", "no answer")), hint=found.get("hint"))
-        answer: dict[str, Any] = found["answer"]
+    remote = backends.load(_backend(run)).remote
+    if remote is not None:
+        reply = remote.ask(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
+        if "answer" not in reply:
+            raise SupervisorUnreachable(str(reply.get("error", "no answer")), hint=reply.get("hint"))
+        answer: dict[str, Any] = reply["answer"]
         return answer
     if resolved is not None:
         run_registry.replace_text(run.resolved, resolved)

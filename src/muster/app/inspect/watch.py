@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
 from muster.app.inspect.report import report
@@ -17,9 +16,12 @@ from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.events import Event
 from muster.core.protocols import Clock
+from muster.report.run_view import HostView, RunView
 from muster.storage import run_registry
 from muster.storage.paths import memory_dir
 from muster.storage.run_registry import RunDir
+
+__all__ = ["HostView", "View", "Watcher", "watch"]
 
 LOOK_EVERY_S = 0.5
 SHOWN_INCIDENTS = 5
@@ -27,32 +29,6 @@ SHOWN_INCIDENTS = 5
 #: seldom enough that looking costs little.
 ACCOUNT_EVERY_S, ACCOUNT_SHARE = 10.0, 20
 SHOWN_LOSSES = 3
-#: Phase events of a host or rank that say what it is doing now.
-_HOST_STATES = {
-    "host.allocated": "ready",
-    "host.lost": "lost",
-    "host.quarantined": "quarantined",
-    "host.released": "released",
-}
-
-
-@dataclass(kw_only=True)
-class RankView:
-    """One rank of the newest attempt."""
-
-    rank: int
-    pid: int
-    phase: str = "start"
-
-
-@dataclass(kw_only=True)
-class HostView:
-    """One host that was ever granted."""
-
-    name: str
-    state: str = "ready"
-    """training, spare, ready, lost, quarantined, released."""
-    ranks: dict[int, RankView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +53,8 @@ class Account:
 
 
 @dataclass(kw_only=True)
-class View:
-    """One look at one run."""
+class View(RunView):
+    """One look at one run: its folded events, and what its back end and supervisor say."""
 
     run: RunDir
     state: str = "waiting"
@@ -87,15 +63,8 @@ class View:
     phase: str | None = None
     sentence: str = ""
     """Why it is where it is."""
-    attempt: int = 0
-    world_size: int = 0
-    layout: dict[str, int] = field(default_factory=dict)
-    step: int = 0
     total_steps: int | None = None
-    numbers: dict[str, Any] = field(default_factory=dict)
-    """Detail of the last step."""
     step_age_s: float | None = None
-    hosts: dict[str, HostView] = field(default_factory=dict)
     tiers: tuple[TierView, ...] = ()
     incidents: tuple[str, ...] = ()
     """The last ones, as sentences, oldest first."""
@@ -117,9 +86,6 @@ class Watcher:
         self.spec = spec_of(self.run)
         self.view = View(run=self.run, total_steps=self.spec.training.steps)
         self._counts: dict[str, int] = {}
-        self._applied_ns: dict[int, int] = {}
-        self._durable: dict[str, tuple[int, int]] = {}
-        """URI -> step and wall clock of its commit."""
         self._account_due_ns = 0
 
     def look(self) -> View:
@@ -133,54 +99,13 @@ class Watcher:
             self._counts[name] = self._counts.get(name, 0) + 1
         view.news = [event for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq))]
         for event in view.news:
-            self._fold(event)
+            view.add(event)
         self._ask()
         now_ns = self.clock.wall_ns()
-        last = self._applied_ns.get(view.step)
-        view.step_age_s = None if last is None else (now_ns - last) / 1e9
+        view.step_age_s = (now_ns - view.newest.end_ns) / 1e9 if view.newest else None
         view.tiers = tuple(self._tiers(now_ns))
         self._account(now_ns)
         return view
-
-    def _fold(self, event: Event) -> None:
-        view, detail = self.view, event.detail
-        if event.kind == "attempt.started":
-            view.attempt, view.world_size = event.attempt, int(detail["world_size"])
-            view.layout = dict(detail["layout"])
-            for host in view.hosts.values():
-                host.ranks.clear()
-                host.state = "ready" if host.state == "training" else host.state
-            for name in detail["hosts"]:
-                self._host(name).state = "training"
-        elif event.kind == "step" and event.step is not None:
-            view.step, view.numbers = event.step, dict(detail)
-            self._applied_ns[event.step] = event.wall_ns
-        elif event.kind in _HOST_STATES:
-            self._host(event.host).state = _HOST_STATES[event.kind]
-            if event.kind != "host.allocated":
-                self._host(event.host).ranks.clear()
-        elif event.kind == "rank.started" and event.rank is not None and event.attempt == view.attempt:
-            self._host(event.host).ranks[event.rank] = RankView(rank=event.rank, pid=int(detail["pid"]))
-        elif event.kind == "rank.exited" and event.rank is not None and event.attempt == view.attempt:
-            self._host(event.host).ranks.pop(event.rank, None)
-        elif event.kind == "phase.changed":
-            self._fold_phase(event)
-        elif event.kind == "checkpoint.committed" and event.step is not None:
-            self._durable[str(detail["uri"])] = (event.step, event.wall_ns)
-        elif event.kind == "checkpoint.removed":  # its step is that of the save that made it one too many
-            self._durable.pop(str(detail["uri"]), None)
-
-    def _fold_phase(self, event: Event) -> None:
-        host = self.view.hosts.get(event.host)
-        if host is None or event.phase is None:
-            return
-        if event.rank is None:
-            host.state = event.phase if event.phase == "spare" else host.state
-        elif event.rank in host.ranks and event.attempt == self.view.attempt:
-            host.ranks[event.rank].phase = event.phase
-
-    def _host(self, name: str) -> HostView:
-        return self.view.hosts.setdefault(name, HostView(name=name))
 
     def _ask(self) -> None:
         """The supervisor's own word, where one answers; without one the back end's stands."""
@@ -197,9 +122,9 @@ class Watcher:
         held = [each for name in self.view.hosts for each in list_snapshots(self._memory(name))]
         for tier in ("memory", "peer"):
             step = _complete([each for each in held if each.tier == tier], self.view.world_size)
-            at = self._applied_ns.get(step) if step is not None else None
+            at = self.view.applied_ns(step)
             yield TierView(tier=tier, step=step, age_s=None if at is None else (now_ns - at) / 1e9)
-        newest, committed_ns = max(self._durable.values(), default=(None, 0))
+        newest, committed_ns = max(self.view.committed.values(), default=(None, 0))
         yield TierView(
             tier="disk" if not (self.spec.checkpoint.dir or "").partition("://")[1] else "bucket",
             step=newest,
@@ -240,7 +165,7 @@ def watch(reference: str, *, every_s: float = LOOK_EVERY_S, clock: Clock | None 
     """
     clock = clock or SystemClock()
     watcher = Watcher(run_registry.find(reference), clock=clock)
-    if getattr(watcher.launcher, "folder_is_remote", False):
+    if watcher.launcher.remote is not None:
         every_s = max(every_s, REMOTE_LOOK_EVERY_S)
     while True:
         view = watcher.look()

@@ -18,7 +18,8 @@ from muster.core import event_log
 from muster.core.errors import UsageError
 from muster.core.events import Event
 from muster.core.flops import ModelShape
-from muster.core.types import Layout, Offer
+from muster.core.layout import Layout, layout_for
+from muster.core.types import Offer
 from muster.plan.calibrate import Calibration, calibrate
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
 from muster.plan.step_time import DEFAULT, Constants
@@ -123,11 +124,9 @@ def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:
     for event in events:
         held = event.detail.get("layout")
         if isinstance(held, dict):
-            return Layout(**{key: int(value) for key, value in held.items()})
+            return Layout.of(held)
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
-    axes = spec.parallelism
-    shard = axes.dp_shard if axes.dp_shard > 0 else ranks // (axes.dp_replicate * axes.tp)
-    return Layout(dp_replicate=axes.dp_replicate, dp_shard=shard, tp=axes.tp)
+    return layout_for(spec.parallelism.axes, ranks, resize=True) or Layout()
 
 
 def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelShape:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.prices import own_prices
 from muster.catalog import offers, rows
@@ -224,9 +225,7 @@ def pins_of(loaded: Loaded) -> Pins:
         return value if key in given else None
 
     return Pins(
-        dp_replicate=fixed("parallelism.dp_replicate", spec.parallelism.dp_replicate),
-        dp_shard=fixed("parallelism.dp_shard", spec.parallelism.dp_shard),
-        tp=fixed("parallelism.tp", spec.parallelism.tp),
+        axes={axis: size for axis, size in spec.parallelism.axes.items() if f"parallelism.{axis}" in given},
         micro_batch_size=fixed("training.micro_batch_size", spec.training.micro_batch_size),
         activation_checkpointing=fixed("training.activation_checkpointing", spec.training.activation_checkpointing),
         num_nodes=fixed("resources.hosts", spec.resources.hosts),
@@ -252,7 +251,9 @@ def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any
     """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
     found = plan_file.settings_of(chosen, every_steps=every)
-    return {key: value for key, value in found.items() if spec.backend != "local" or key not in _ELSEWHERE}
+    if backends.get(spec.backend).capabilities.uses_this_machine:
+        return {key: value for key, value in found.items() if key not in _ELSEWHERE}
+    return found
 
 
 def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:

@@ -19,14 +19,14 @@ def execute(reference: str, argv: Sequence[str], terminal: Terminal, *, host: in
         BackendError: no host runs, or the connection broke.
     """
     run = run_registry.find(reference)
-    launcher = backends.load(spec_of(run).backend)
-    there = getattr(launcher, "exec", None)
-    if there is None:
+    backend = backends.get(spec_of(run).backend)
+    launcher = backends.load(backend.name)
+    if launcher.exec is None:
+        here = backend.capabilities.uses_this_machine
         raise UsageError(
-            f"muster exec cannot reach hosts of the back end {launcher.name!r}",
-            hint=f"the run's folder is {run.path}" if launcher.name == "local" else "use the scheduler's own command",
+            f"muster exec cannot reach hosts of the back end {backend.name!r}",
+            hint=f"the run's folder is {run.path}" if here else "use the scheduler's own command",
         )
     if not argv:
         raise UsageError("no command", hint=f"muster exec {reference} -- bash")
-    code: int = there(run.run_id, list(argv), terminal, host=host)
-    return code
+    return launcher.exec(run.run_id, list(argv), terminal, host=host)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.backends.local.processes import run_visibly
 from muster.core.errors import MusterError, UsageError
+from muster.core.processes import run_visibly
 from muster.storage import run_registry
 
 

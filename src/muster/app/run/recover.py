@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from muster import backends
 from muster.app.inspect.status import job, spec_of
 from muster.app.run import submit, train
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
@@ -46,9 +47,10 @@ def recover_here(
         UsageError: the run is on another back end.
     """
     run = run_registry.find(reference)
-    if (backend := spec_of(run).backend) != "local":
+    backend = backends.get(spec_of(run).backend)
+    if not backend.capabilities.supervised_in_terminal:
         raise UsageError(
-            f"{run.run_id} runs on {backend}, where no terminal supervises it",
+            f"--watch needs a supervisor in this terminal, which backend: {backend.name} does not have",
             hint=f"muster recover {run.run_id}, then muster watch {run.run_id}",
         )
     return train.supervise(_intent(reference, overrides, argv), on_start=on_start, on_event=on_event)
@@ -72,7 +74,7 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
     spec = spec_of(run)
     if overrides:
         spec = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
-    if not getattr(launcher, "folder_is_remote", False):
+    if launcher.remote is None:
         _check_folder(run)
         load_policy(spec.recovery.policy)
     resolved = spec.model_dump_json(indent=1) + "\n"

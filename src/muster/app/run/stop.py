@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from muster import backends
 from muster.app.inspect.status import job, spec_of
 from muster.app.inspect.supervisor_client import SupervisorUnreachable, ask
 from muster.app.run import submit
@@ -102,7 +103,7 @@ def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mappin
     needed = after.resources.min_hosts or after.resources.hosts
     if hosts and needed > len(hosts):
         raise ConflictError(f"{needed} hosts are wanted, and {len(hosts)} are held", hint=hint)
-    if before.backend == "local":
+    if backends.get(before.backend).capabilities.uses_this_machine:
         load_policy(after.recovery.policy)
 
 
@@ -128,8 +129,7 @@ def down(reference: str) -> Down:
     before = launcher.poll(handle)
     before_wall_ns = SystemClock().wall_ns()
     launcher.cancel(handle)
-    remaining = getattr(launcher, "remaining", None)
-    left = tuple(remaining(handle)) if remaining is not None else ()
+    left = tuple(launcher.remaining(handle))
     if not before.state.ended and not _finished_since(run, before_wall_ns):
         _finish(run, "muster down ended it; the newest checkpoint stands")
     if left:

@@ -13,11 +13,9 @@ from pathlib import Path
 from muster import __version__, backends
 from muster.app.planning.prices import priced
 from muster.backends.protocols import Launcher
-from muster.catalog.devices import accelerator_of
-from muster.config import validation
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
-from muster.core.errors import ConflictError, MusterError, Problem, RunFileError
+from muster.core.errors import ConflictError, MusterError
 from muster.core.event_log import EventLog
 from muster.core.redact import redact_argv
 from muster.core.types import JobHandle, JobRequest
@@ -104,7 +102,7 @@ def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | N
     """
     if spec.run_dir is None:
         return None, None
-    if not getattr(launcher, "folder_is_remote", False):
+    if launcher.remote is None:
         path = run_registry.place("", spec.run_dir)
         return path, run_registry.existing_id(path)
     for run_id, path in run_registry.registry():
@@ -134,39 +132,16 @@ def discard(intent: Intent) -> None:
 
 
 def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
-    """The spec with device and ranks a host as this machine has them (other back ends: as given).
+    """The spec with what the machines decide filled in, and its price where hosts are rented.
 
     Raises:
-        RunFileError: the layout does not fit the ranks that the machine gives.
-        UsageError: ``recovery.policy`` is no policy.
+        RunFileError: the spec does not fit the machines.
+        UsageError: ``recovery.policy`` is not a policy.
     """
-    if launcher.name != "local":
-        machine_decides = getattr(launcher, "resolve", None)
-        return priced(machine_decides(spec) if machine_decides is not None else spec)
-    load_policy(spec.recovery.policy)  # a file that cannot be taken: said now, not by a supervisor in the background
-    offer = launcher.offers(spec)[0]
-    device = spec.resources.device
-    if device == "auto":
-        device = "cuda" if offer.gpus_per_node else "cpu"
-    gpus_each = max(1, offer.gpus_per_node // spec.resources.hosts)
-    ranks = spec.resources.ranks_per_host or (gpus_each if device == "cuda" else 1)
-    found = spec.model_copy(
-        update={"resources": spec.resources.model_copy(update={"device": device, "ranks_per_host": ranks})}
-    )
-    if device == "cuda" and spec.output.peak_tflops is None and spec.model is not None:
-        chip = accelerator_of(offer.accelerator)
-        peak = chip.peak_flops.get("bf16") if chip is not None else None
-        if peak:  # vendor's dense bf16; float32 runs are measured against it too, and look as slow as they are
-            found = found.model_copy(update={"output": found.output.model_copy(update={"peak_tflops": peak / 1e12})})
-    problems = validation.problems(found)
-    if device == "cuda" and ranks * spec.resources.hosts > offer.gpus_per_node:
-        wanted = f"{spec.resources.hosts} x {ranks} ranks want as many GPUs"
-        problems.append(
-            Problem(key="resources.ranks_per_host", message=f"{wanted}; this machine has {offer.gpus_per_node}")
-        )
-    if problems:
-        raise RunFileError(problems)
-    return found
+    if backends.get(spec.backend).capabilities.uses_this_machine:
+        load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background
+        return launcher.resolve(spec)
+    return priced(launcher.resolve(spec))
 
 
 def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -> None:

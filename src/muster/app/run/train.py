@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from muster import backends
 from muster.app.run import submit
 from muster.app.run.submit import Intent
-from muster.backends.local import LocalLauncher
+from muster.backends.protocols import Launcher
 from muster.config.load import Loaded
 from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
@@ -43,9 +44,10 @@ def train(
         UsageError: the run file names another back end.
         ConflictError: the folder holds a run that is running.
     """
-    if loaded.spec.backend != "local":
+    backend = backends.get(loaded.spec.backend)
+    if not backend.capabilities.supervised_in_terminal:
         raise UsageError(
-            f"muster train runs on this machine, and the run file says backend: {loaded.spec.backend}",
+            f"muster train runs on this machine, and the run file says backend: {backend.name}",
             hint="muster submit, or backend=local",
         )
     intent = submit.begin(loaded, argv=argv)
@@ -62,7 +64,7 @@ def supervise(
 ) -> Ended:
     """Start everything of ``intent`` but the supervisor, be the supervisor, and leave nothing behind."""
     launcher = intent.launcher
-    assert isinstance(launcher, LocalLauncher)
+    assert launcher.attach is not None, "capabilities.supervised_in_terminal"
     others = tuple(task for task in intent.request.tasks if task.name != "supervisor")
     handle = submit.start(intent, dataclasses.replace(intent.request, tasks=others))
     try:
@@ -75,7 +77,7 @@ def supervise(
     return Ended(run=intent.run, exit_code=code)
 
 
-def _clear(launcher: LocalLauncher, handle: JobHandle) -> None:
+def _clear(launcher: Launcher, handle: JobHandle) -> None:
     """The agents leave by themselves; one that does not is ended."""
     until = time.monotonic() + LEAVE_S
     while time.monotonic() < until and launcher.remaining(handle):

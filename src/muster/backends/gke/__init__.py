@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from muster.backends.protocols import Launcher
+from muster.backends.backend import Backend, RenderedFiles
+from muster.backends.cluster import Cluster
+from muster.backends.protocols import Launcher
+from muster.config.spec import RunSpec
 
 
-def launcher() -> Launcher:
-    """The back end, with Google's credentials looked for when they are first needed."""
+def _launcher() -> Launcher:
+    """The launcher, with Google's credentials looked for when they are first needed."""
     from muster.backends.gke.launcher import GkeLauncher
 
     return GkeLauncher()
+
+
+def _manifests(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
+    from muster.backends.gke.manifests.formats import manifests
+
+    return manifests(spec, run_id=run_id, run_dir=run_dir, options=options)
+
+
+def _chart(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
+    from muster.backends.gke.manifests.formats import helm
+
+    return helm(spec, run_id=run_id, run_dir=run_dir, options=options)
+
+
+def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
+    from muster.backends.gke.provision.cluster import open_cluster
+
+    return open_cluster(spec, zone=zone, adopt=adopt)
+
+
+def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
+    from muster.backends.gke.manifests.preflight import rehearsal
+
+    return rehearsal(spec, machine=machine, mode=mode)
+
+
+BACKEND = Backend(
+    name="gke",
+    launcher=_launcher,
+    formats={"yaml": _manifests, "helm": _chart},
+    cluster=_cluster,
+    rehearse=_rehearse,
+)

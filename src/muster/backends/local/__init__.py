@@ -1,8 +1,24 @@
 """This machine as a back end: detached processes, found again by their label."""
 
-from muster.backends.local.launcher import LocalLauncher
+from __future__ import annotations
+
+from muster.backends.backend import Backend, Capabilities
+from muster.backends.local import run_file_rules
+from muster.backends.protocols import Launcher
 
 
-def launcher() -> LocalLauncher:
-    """The back end, with the machine's own clock, store and environment."""
+def _launcher() -> Launcher:
+    """The launcher, with the machine's own clock, store and environment."""
+    from muster.backends.local.launcher import LocalLauncher
+
     return LocalLauncher()
+
+
+BACKEND = Backend(
+    name="local",
+    launcher=_launcher,
+    capabilities=Capabilities(uses_this_machine=True, supervised_in_terminal=True),
+    rules=run_file_rules.rules,
+    host_checks=run_file_rules.host_checks,
+    unused_settings=run_file_rules.unused_settings,
+)

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from muster.backends.slurm.launcher import SlurmLauncher
+from muster.backends.backend import Backend, RenderedFiles
+from muster.backends.protocols import Launcher
+from muster.config.spec import RunSpec
 
 
-def launcher() -> SlurmLauncher:
-    """The back end, over the Slurm commands of this machine."""
+def _launcher() -> Launcher:
+    """The launcher, over the Slurm commands of this machine."""
     from muster.backends.slurm.launcher import SlurmLauncher
 
     return SlurmLauncher()
+
+
+def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
+    """The job's script."""
+    from muster.backends.slurm.script import SCRIPT, script
+    from muster.storage import run_registry
+
+    run_dir = run_dir or str(run_registry.place(run_id, spec.run_dir))
+    return RenderedFiles(files={SCRIPT: script(spec, run_id=run_id, run_dir=run_dir)})
+
+
+def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
+    """A Cluster Toolkit blueprint of the cluster that the job runs on."""
+    from muster.backends.slurm.toolkit import blueprint
+
+    return RenderedFiles(files=blueprint(spec))
+
+
+BACKEND = Backend(
+    name="slurm",
+    launcher=_launcher,
+    formats={"yaml": _script, "toolkit": _blueprint},
+)

@@ -1,6 +1,6 @@
 """A run's recorded history, read a second time: own parsing, own chain check, the standard library alone.
 
-For ``report.invariants``; everything else reads events through ``core.eventlog``.
+For ``report.audit.invariants``; everything else reads events through ``core.event_log``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 
 #: Machines keep their clocks closer together than this; a clock that is off by more was stepped.
 STEP_NS = 1_000_000_000
-#: A supervisor that begins so long before its predecessor's last word has a clock that was set back. (One that was
-#: deposed may act on for a while: that is for I3 to see.)
+#: A supervisor that begins this long before its predecessor's last event has a clock that was set back. (One that
+#: lost the lease may act for a while: I3 reports that.)
 BACK_NS = 300 * STEP_NS
 
+#: By which ranks share a model: layouts are equal when all of them are. An axis that is not named is 1.
+AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+
 Line = dict[str, Any]
-BatchSchedule = tuple[tuple[int, str], ...]
-"""(first step, layout) of each stretch that computed a state, in order."""
+LayoutHistory = tuple[tuple[int, str], ...]
+"""(first step, layout) of each range of steps that computed a state, in order."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class History:
     files: dict[str, list[Line]]
     """File name -> lines, in the file's order."""
     lines: list[Line]
-    """All of them by wall time, as if nobody had ever stepped a clock."""
+    """All of them by wall time, with stepped clocks corrected."""
 
     def of(self, *kinds: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] in kinds]
@@ -58,23 +61,23 @@ def load(run_dir: Path, log: Finding) -> History:
     try:
         spec = json.loads((run_dir / "resolved.json").read_text())
     except (OSError, ValueError):
-        log.problems.append("resolved.json is absent or no JSON")
+        log.problems.append("resolved.json is missing or not JSON")
     files: dict[str, list[Line]] = {}
     heads: dict[str, set[str]] = {}
     for path in sorted((run_dir / "events").glob("*.jsonl")):
         files[path.name], heads[path.name] = _chain(path, log)
     log.expect(bool(files), f"no events in {run_dir / 'events'}")
-    _straighten(files)
-    lines = [line for each in files.values() for line in each]
+    _undo_clock_steps(files)
+    lines = [line for file_lines in files.values() for line in file_lines]
     lines.sort(key=lambda line: line["wall_ns"])
     history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
     for line in history.of("log.hash_heads", "supervisor.started"):
         for name, head in (line.get("detail", {}).get("heads") or {}).items():
-            log.expect(head in heads.get(name, set()), f"a head cited of {name} is not in that file: cut or changed")
+            log.expect(head in heads.get(name, set()), f"a cited head of {name} is not in that file: cut or changed")
     return history
 
 
-def _straighten(files: Mapping[str, list[Line]]) -> None:
+def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
     """Undo what a stepped wall clock did to ``wall_ns``: a second or more off, by the writer's own monotonic clock.
 
     Supervisors first, in the order of their terms, which follow each other; then the hosts, by the offsets of their
@@ -82,9 +85,9 @@ def _straighten(files: Mapping[str, list[Line]]) -> None:
     """
     measured: dict[str, list[int]] = {}
     ended = None
-    bosses = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
-    for name in bosses:
-        for part in _lives(files[name]):
+    supervisors = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
+    for name in supervisors:
+        for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
             if ended is not None and part[0]["wall_ns"] < ended - BACK_NS:
                 ahead = ended - part[0]["mono_ns"]
@@ -93,14 +96,14 @@ def _straighten(files: Mapping[str, list[Line]]) -> None:
             for line in part:
                 if line["kind"] == "clock.offset":
                     measured.setdefault(line["host"], []).append(ahead + int(line["detail"]["offset_ns"]))
-    for name in files.keys() - set(bosses):
-        for part in _lives(files[name]):
+    for name in files.keys() - set(supervisors):
+        for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
-            said = sorted(measured.get(part[0]["host"], [ahead]), key=lambda each: abs(each - ahead))[0]
-            _by_monotonic(part, said if abs(said - ahead) >= STEP_NS else ahead)
+            nearest = min(measured.get(part[0]["host"], [ahead]), key=lambda offset: abs(offset - ahead))
+            _by_monotonic(part, nearest if abs(nearest - ahead) >= STEP_NS else ahead)
 
 
-def _lives(lines: list[Line]) -> list[list[Line]]:
+def _by_process(lines: list[Line]) -> list[list[Line]]:
     """The file's lines by the process that wrote them: a machine may have been booted between two."""
     begins = [n for n, line in enumerate(lines) if n == 0 or line["kind"] in ("agent.started", "supervisor.started")]
     return [lines[a:b] for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)]
@@ -112,39 +115,38 @@ def _by_monotonic(lines: list[Line], ahead: int) -> None:
             line["wall_ns"] = line["mono_ns"] + ahead
 
 
-def courses(history: History) -> dict[int, BatchSchedule]:
-    """Attempt -> by which layouts the states that its steps built on were computed, step by step.
+def layout_histories(history: History) -> dict[int, LayoutHistory]:
+    """Attempt -> the layouts that computed the states which its steps built on.
 
-    Two results of one step have the same bits where their courses up to it are the same, in a deterministic run. An
+    Two results of one step have the same bits where their layout histories are the same, in a deterministic run. An
     attempt that no supervisor began (plain processes, torchrun) has the run file's layout.
     """
-    said = history.spec.get("parallelism", {})
-    plain = {axis: said.get(axis) for axis in ("dp_replicate", "dp_shard", "tp")}
-    layouts = {int(line["attempt"]): line["detail"].get("layout") for line in history.of("attempt.started")}
+    in_run_file = history.spec.get("parallelism", {})
+    layouts = {int(line["attempt"]): line["detail"].get("layout") or {} for line in history.of("attempt.started")}
     first: dict[int, int] = {}
     for line in history.of("step"):
         attempt, step = int(line["attempt"]), int(line["step"])
         first[attempt] = min(step, first.get(attempt, step))
-    found: dict[int, BatchSchedule] = {}
-    batch_schedule: BatchSchedule = ()
+    result: dict[int, LayoutHistory] = {}
+    layout_history: LayoutHistory = ()
     for attempt in sorted(first):
-        layout = json.dumps(layouts.get(attempt, plain), sort_keys=True)
-        batch_schedule = up_to(batch_schedule, first[attempt] - 1)
-        if not batch_schedule or batch_schedule[-1][1] != layout:
-            batch_schedule = (*batch_schedule, (first[attempt] if batch_schedule else 0, layout))
-        found[attempt] = batch_schedule
-    return found
+        layout = json.dumps([layouts.get(attempt, in_run_file).get(axis, 1) for axis in AXES])
+        layout_history = up_to(layout_history, first[attempt] - 1)
+        if not layout_history or layout_history[-1][1] != layout:
+            layout_history = (*layout_history, (first[attempt] if layout_history else 0, layout))
+        result[attempt] = layout_history
+    return result
 
 
-def up_to(batch_schedule: BatchSchedule, step: int) -> BatchSchedule:
-    """The part of a course that led to ``step``."""
-    return tuple(stretch for stretch in batch_schedule if stretch[0] <= step)
+def up_to(layout_history: LayoutHistory, step: int) -> LayoutHistory:
+    """The part of a layout history that led to ``step``."""
+    return tuple(segment for segment in layout_history if segment[0] <= step)
 
 
 def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
-    """(events, hash of every line) up to the first break; a torn last line is no break."""
+    """(events, hash of every line) up to the first break; a torn last line does not count."""
     data = path.read_bytes()
-    found: list[Line] = []
+    result: list[Line] = []
     hashes: set[str] = set()
     expected = None
     for number, raw in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
@@ -166,5 +168,5 @@ def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
         expected = hashlib.sha256(raw).hexdigest()
         hashes.add(expected)
         line["file"] = path.name
-        found.append(line)
-    return found, hashes
+        result.append(line)
+    return result, hashes

@@ -1,4 +1,4 @@
-"""How one attempt's steps cover time, and what each nanosecond of a step went to."""
+"""How one attempt's steps cover time, and which category each nanosecond of a step belongs to."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Coverage:
         self._runs = _runs(self.steps)
         self._run_ends = [end for _, end, _ in self._runs]
         splits = [split(step, reference) for step in self.steps]
-        self._sums = {part: list(accumulate((found.get(part, 0) for found in splits), initial=0)) for part in _PARTS}
+        self._sums = {part: list(accumulate((result.get(part, 0) for result in splits), initial=0)) for part in _PARTS}
 
     @property
     def first_begin_ns(self) -> int | None:
@@ -73,19 +73,19 @@ class Coverage:
             yield at, end_ns, None
 
     def spent(self, begin_ns: int, end_ns: int) -> dict[str, int]:
-        """What a span that steps cover without a gap went to; sums to its length."""
-        found = dict.fromkeys(_PARTS, 0)
+        """A span that steps cover without a gap, by category; sums to its length."""
+        result = dict.fromkeys(_PARTS, 0)
         first = bisect_left(self._begins, begin_ns)
         last = bisect_right(self._ends, end_ns)
         if first < last:
             for part, sums in self._sums.items():
-                found[part] += sums[last] - sums[first]
+                result[part] += sums[last] - sums[first]
         for position in {first - 1, last}:
             if 0 <= position < len(self.steps) and not first <= position < last:
-                self._partly(self.steps[position], begin_ns, end_ns, found)
-        return found
+                self._partly(self.steps[position], begin_ns, end_ns, result)
+        return result
 
-    def _partly(self, step: Step, begin_ns: int, end_ns: int, found: dict[str, int]) -> None:
+    def _partly(self, step: Step, begin_ns: int, end_ns: int, result: dict[str, int]) -> None:
         length = min(end_ns, step.end_ns) - max(begin_ns, step.begin_ns)
         if length <= 0:
             return
@@ -93,8 +93,8 @@ class Coverage:
         rest = "productive" if step.final else "redone"
         scaled = {part: ns * length // step.length_ns for part, ns in whole.items() if part != rest}
         for part, ns in scaled.items():
-            found[part] += ns
-        found[rest] += length - sum(scaled.values())
+            result[part] += ns
+        result[rest] += length - sum(scaled.values())
 
     def ideal_ns(self, begin_ns: int, end_ns: int) -> int | None:
         """What the steps in this span would take at the reference rate; None without one."""
@@ -112,11 +112,11 @@ class Coverage:
 
 
 def _runs(steps: Sequence[Step]) -> list[tuple[int, int, bool]]:
-    """(begin, end, final) of steps that follow each other without a gap and share their fate."""
-    found: list[tuple[int, int, bool]] = []
+    """(begin, end, final) of steps that follow each other without a gap, all kept or all lost."""
+    result: list[tuple[int, int, bool]] = []
     for step in steps:
-        if found and found[-1][1] == step.begin_ns and found[-1][2] == step.final:
-            found[-1] = (found[-1][0], step.end_ns, step.final)
+        if result and result[-1][1] == step.begin_ns and result[-1][2] == step.final:
+            result[-1] = (result[-1][0], step.end_ns, step.final)
         elif step.length_ns:
-            found.append((step.begin_ns, step.end_ns, step.final))
-    return found
+            result.append((step.begin_ns, step.end_ns, step.final))
+    return result

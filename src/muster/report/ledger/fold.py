@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from muster.core.events import Event
 from muster.report.ledger.categories import CATEGORIES, RECOVERY
 from muster.report.ledger.coverage import Coverage
-from muster.report.ledger.host_timeline import HostLane, Segment, cut, held_lanes, tell
-from muster.report.ledger.incident_record import Trouble, troubles
+from muster.report.ledger.host_timeline import HostLane, Segment, build_segments, held_lanes, index_events
+from muster.report.ledger.incident_record import IncidentRecord, incident_records
 from muster.report.ledger.lineage import Lineage, trace
 from muster.report.ledger.reference_rate import Reference, reference_rate
 from muster.report.ledger.time_axis import Aligned, Timed, align, writer_of
@@ -33,7 +33,7 @@ class Ledger:
     lanes: dict[str, HostLane]
     coverage: dict[int, Coverage]
     reference: Reference | None
-    troubles: dict[str, Trouble]
+    incident_records: dict[str, IncidentRecord]
     host_ns: dict[str, dict[str, int]]
     """Host -> category -> nanoseconds."""
     queue_ns: int
@@ -68,18 +68,18 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
     finished = _finished(events)
     lineage = trace(events, end, finished.detail.get("outcome") if finished else None)
     reference = reference_rate(events, lineage.steps, reference_tokens_per_s)
-    found = troubles(events, lineage, _shifts(events))
+    result = incident_records(events, lineage, _shifts(events))
     coverage = {
         attempt.number: Coverage([s for s in lineage.steps if s.attempt == attempt.number], reference)
         for attempt in lineage.attempts
     }
     lanes = held_lanes(events, end)
-    story = tell(events, lineage.attempts, coverage, found, finished is not None)
+    index = index_events(events, lineage.attempts, coverage, result, finished is not None)
     host_ns = {}
     for host, lane in lanes.items():
-        cut(lane, story)
-        host_ns[host] = _spent(lane, coverage, found)
-    _charge_redone(lineage, found)
+        build_segments(lane, index)
+        host_ns[host] = _spent(lane, coverage, result)
+    _charge_redone(lineage, result)
     return Ledger(
         run_id=events[0].event.run_id if events else "",
         aligned=aligned,
@@ -90,7 +90,7 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
         lanes=lanes,
         coverage=coverage,
         reference=reference,
-        troubles=found,
+        incident_records=result,
         host_ns=host_ns,
         queue_ns=_queue(events, lanes, end),
         notes=[*aligned.notes, *_notes(lineage, lanes)],
@@ -98,7 +98,7 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
 
 
 def _finished(events: Sequence[Timed]) -> Event | None:
-    """The run's end, unless it was taken up again."""
+    """The run's end, unless it was continued."""
     for timed in reversed(events):
         if timed.event.kind == "run.finished":
             return timed.event
@@ -111,18 +111,18 @@ def _shifts(events: Sequence[Timed]) -> dict[str, int]:
     return {timed.file: timed.t_ns - timed.event.mono_ns for timed in events if writer_of(timed.file) == "supervisor"}
 
 
-def _spent(lane: HostLane, coverage: Mapping[int, Coverage], found: Mapping[str, Trouble]) -> dict[str, int]:
+def _spent(lane: HostLane, coverage: Mapping[int, Coverage], result: Mapping[str, IncidentRecord]) -> dict[str, int]:
     """Category -> nanoseconds of one host; also charges incidents with what they cost here."""
     total: dict[str, int] = defaultdict(int)
     for segment in lane.segments:
         spent = _segment(segment, coverage)
         for name, ns in spent.items():
             total[name] += ns
-        trouble = found.get(segment.incident_id or "")
-        if trouble is not None:
+        incident = result.get(segment.incident_id or "")
+        if incident is not None:
             for name, ns in spent.items():
                 if name in RECOVERY or name == "start":
-                    trouble.host_ns[name] = trouble.host_ns.get(name, 0) + ns
+                    incident.host_ns[name] = incident.host_ns.get(name, 0) + ns
     return dict(total)
 
 
@@ -139,38 +139,38 @@ def _segment(segment: Segment, coverage: Mapping[int, Coverage]) -> dict[str, in
     return steps.spent(segment.begin_ns, segment.end_ns)
 
 
-def _charge_redone(lineage: Lineage, found: Mapping[str, Trouble]) -> None:
+def _charge_redone(lineage: Lineage, result: Mapping[str, IncidentRecord]) -> None:
     hosts = {attempt.number: len(attempt.hosts) for attempt in lineage.attempts}
     for step in lineage.steps:
-        trouble = found.get(step.lost_to or "")
-        if trouble is not None and not step.final:
-            trouble.host_ns["redone"] = trouble.host_ns.get("redone", 0) + step.length_ns * hosts[step.attempt]
+        incident = result.get(step.lost_to or "")
+        if incident is not None and not step.final:
+            incident.host_ns["redone"] = incident.host_ns.get("redone", 0) + step.length_ns * hosts[step.attempt]
 
 
 def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:
-    """Wall time in which hosts were wanted and none was held."""
-    wanted = next(
+    """Wall time in which hosts were requested and none was held."""
+    requested = next(
         (timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")),
         None,
     )
-    if wanted is None:
+    if requested is None:
         return 0
     begins = [begin for lane in lanes.values() for begin, _ in lane.held]
-    return max(0, min(begins, default=end_ns) - wanted)
+    return max(0, min(begins, default=end_ns) - requested)
 
 
 def _notes(lineage: Lineage, lanes: Mapping[str, HostLane]) -> list[str]:
-    found = []
+    result = []
     if lineage.fenced:
-        found.append(f"{lineage.fenced} step events of replaced attempts were fenced: they changed nothing")
+        result.append(f"{lineage.fenced} step events of replaced attempts were fenced: they changed nothing")
     for lane in lanes.values():
         if not lane.purchase_logged:
-            found.append(f"{lane.host}: no purchase in the log; held from its first event on is an assumption")
+            result.append(f"{lane.host}: no purchase in the log; held from its first event on is an assumption")
     missing = sum(
         later.step - earlier.step - 1
-        for stint in lineage.stints
-        for earlier, later in zip(stint.steps, stint.steps[1:], strict=False)
+        for resumed in lineage.resumed_ranges
+        for earlier, later in zip(resumed.steps, resumed.steps[1:], strict=False)
     )
     if missing:
-        found.append(f"{missing} steps have no event: their tokens are not counted")
-    return found
+        result.append(f"{missing} steps have no event: their tokens are not counted")
+    return result

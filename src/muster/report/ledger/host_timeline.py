@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.report.ledger.coverage import Coverage
-from muster.report.ledger.incident_record import Trouble, ended_by
+from muster.report.ledger.incident_record import IncidentRecord, ended_by
 from muster.report.ledger.lineage import Attempt
 from muster.report.ledger.time_axis import Timed, writer_of
 
-#: A host is as far as its least advanced rank: earlier in this list wins.
+#: A host's state is that of its least advanced rank: earlier in this list wins.
 _RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")
 
-_FATES = ("host.lost", "host.quarantined", "host.allocated")
-_LANE_KINDS = ("phase.changed", "rank.exited", "agent.started", *_FATES)
+_HOST_CHANGES = ("host.lost", "host.quarantined", "host.allocated")
+_LANE_KINDS = ("phase.changed", "rank.exited", "agent.started", *_HOST_CHANGES)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass
 class HostLane:
-    """One host: what it cost, when it was ours, and what it did."""
+    """One host: what it cost, when it was held, and what it did."""
 
     host: str
     gpus: int = 1
@@ -53,28 +53,28 @@ class HostLane:
 
 
 @dataclass
-class Story:
-    """What lanes are cut from."""
+class EventIndex:
+    """What lanes are made from."""
 
     by_host: Mapping[str, Sequence[Timed]]
     """Each host's events in time order, steps left out."""
-    fates: Mapping[str, Sequence[tuple[int, str]]]
-    """Host -> when it was granted, lost or quarantined."""
+    host_changes: Mapping[str, Sequence[tuple[int, str]]]
+    """Host -> when it was allocated, lost or quarantined."""
     run_states: Sequence[tuple[int, str]]
     """The supervisor's own phases (hold, wait): the whole run's, not a rank's."""
     attempts: Sequence[Attempt]
     coverage: Mapping[int, Coverage]
-    troubles: Mapping[str, Trouble]
+    incident_records: Mapping[str, IncidentRecord]
     finished: bool
 
 
-def tell(
+def index_events(
     events: Sequence[Timed],
     attempts: Sequence[Attempt],
     coverage: Mapping[int, Coverage],
-    troubles: Mapping[str, Trouble],
+    incident_records: Mapping[str, IncidentRecord],
     finished: bool,
-) -> Story:
+) -> EventIndex:
     """Index the events once; every lane reads from this."""
     by_host: dict[str, list[Timed]] = defaultdict(list)
     run_states = []
@@ -84,22 +84,22 @@ def tell(
             by_host[event.host].append(timed)
             if event.phase in ("hold", "wait") and event.rank is None and writer_of(timed.file) == "supervisor":
                 run_states.append((timed.t_ns, event.phase))
-    return Story(
+    return EventIndex(
         by_host=by_host,
-        fates={
-            host: [(timed.t_ns, timed.event.kind) for timed in found if timed.event.kind in _FATES]
-            for host, found in by_host.items()
+        host_changes={
+            host: [(timed.t_ns, timed.event.kind) for timed in result if timed.event.kind in _HOST_CHANGES]
+            for host, result in by_host.items()
         },
         run_states=run_states,
         attempts=attempts,
         coverage=coverage,
-        troubles=troubles,
+        incident_records=incident_records,
         finished=finished,
     )
 
 
 def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
-    """Hosts and when they were ours. Still held at ``end_ns``: closed there."""
+    """Hosts and when they were held. Still held at ``end_ns``: closed there."""
     lanes: dict[str, HostLane] = {}
     since: dict[str, int] = {}
     for timed in events:
@@ -142,20 +142,20 @@ def _without_purchase(events: Sequence[Timed], known: Mapping[str, HostLane], en
     }
 
 
-def cut(lane: HostLane, story: Story) -> None:
+def build_segments(lane: HostLane, index: EventIndex) -> None:
     """Fill ``lane.segments``: they tile every held interval."""
-    found: list[Segment] = []
+    result: list[Segment] = []
     for begin, end in lane.held:
-        for segment in _timeline(lane, story, begin, end):
+        for segment in _timeline(lane, index, begin, end):
             if segment.end_ns <= segment.begin_ns:
                 continue
-            if found and _joins(found[-1], segment):
-                last = found.pop()
+            if result and _joins(result[-1], segment):
+                last = result.pop()
                 segment = Segment(
                     last.begin_ns, segment.end_ns, last.state, last.attempt, last.incident_id, last.warming
                 )
-            found.append(segment)
-    lane.segments = found
+            result.append(segment)
+    lane.segments = result
 
 
 def _joins(left: Segment, right: Segment) -> bool:
@@ -168,75 +168,75 @@ def _joins(left: Segment, right: Segment) -> bool:
     )
 
 
-def _timeline(lane: HostLane, story: Story, begin: int, end: int) -> Iterator[Segment]:
+def _timeline(lane: HostLane, index: EventIndex, begin: int, end: int) -> Iterator[Segment]:
     """One held interval, from moment to moment between attempts' starts and ends."""
     at = begin
     previous: Attempt | None = None
-    for position, attempt in enumerate(story.attempts):
-        following = story.attempts[position + 1] if position + 1 < len(story.attempts) else None
+    for position, attempt in enumerate(index.attempts):
+        following = index.attempts[position + 1] if position + 1 < len(index.attempts) else None
         upto = min(end, attempt.start_ns)
         if at < upto:
-            yield from _between(lane, story, previous, attempt, at, upto)
+            yield from _between(lane, index, previous, attempt, at, upto)
             at = upto
         upto = min(end, attempt.end_ns)
         if at < upto:
-            yield from _inside(lane, story, attempt, following, at, upto)
+            yield from _inside(lane, index, attempt, following, at, upto)
             at = upto
         previous = attempt
     if at < end:
-        yield from _between(lane, story, previous, None, at, end)
+        yield from _between(lane, index, previous, None, at, end)
 
 
 # ---------------------------------------------------------------- between attempts
 
 
 def _between(
-    lane: HostLane, story: Story, before: Attempt | None, after: Attempt | None, begin: int, end: int
+    lane: HostLane, index: EventIndex, before: Attempt | None, after: Attempt | None, begin: int, end: int
 ) -> Iterator[Segment]:
     if before is None:
-        ready = _ready(lane, story, begin)
+        ready = _ready(lane, index, begin)
         ready = begin if ready is None and not lane.purchase_logged else ready
         yield Segment(begin, min(end, end if ready is None else max(begin, ready)), "provision")
         if ready is not None and ready < end:
             yield Segment(max(begin, ready), end, "start")
         return
-    trouble = ended_by(before, after, story.troubles)
-    name = trouble.incident_id if trouble else None
+    incident = ended_by(before, after, index.incident_records)
+    name = incident.incident_id if incident else None
     used = lane.host in before.hosts or (after is not None and lane.host in after.hosts and not _is_new(lane, after))
     cuts = sorted(
-        {begin, end, *(t for t, _ in story.run_states if begin <= t < end), *_own_losses(lane, story, begin, end)}
+        {begin, end, *(t for t, _ in index.run_states if begin <= t < end), *_own_losses(lane, index, begin, end)}
     )
     for lower, upper in itertools.pairwise(cuts):
-        if _lost_before(lane, story, lower):
+        if _lost_before(lane, index, lower):
             state = "out"
         elif not used:
             state = "spare"
-        elif after is None and (trouble is None or not trouble.stopped_training or story.finished):
-            state = _run_state(story, lower, before.start_ns) or "idle"
+        elif after is None and (incident is None or not incident.stopped_training or index.finished):
+            state = _run_state(index, lower, before.start_ns) or "idle"
         else:
-            state = _run_state(story, lower, before.start_ns) or "restart"
+            state = _run_state(index, lower, before.start_ns) or "restart"
         yield Segment(lower, upper, state, None, name if state in ("restart", "wait") else None)
 
 
 def _is_new(lane: HostLane, attempt: Attempt) -> bool:
-    """Whether the host joins from the bench."""
+    """Whether the host was a spare before."""
     return lane.role == "spare"
 
 
-def _run_state(story: Story, at: int, since: int) -> str | None:
-    return next((phase for t, phase in reversed(story.run_states) if since <= t <= at), None)
+def _run_state(index: EventIndex, at: int, since: int) -> str | None:
+    return next((phase for t, phase in reversed(index.run_states) if since <= t <= at), None)
 
 
-def _own_losses(lane: HostLane, story: Story, begin: int, end: int) -> list[int]:
-    return [t for t, _ in story.fates.get(lane.host, ()) if begin < t < end]
+def _own_losses(lane: HostLane, index: EventIndex, begin: int, end: int) -> list[int]:
+    return [t for t, _ in index.host_changes.get(lane.host, ()) if begin < t < end]
 
 
-def _lost_before(lane: HostLane, story: Story, at: int) -> bool:
+def _lost_before(lane: HostLane, index: EventIndex, at: int) -> bool:
     """Lost, quarantined or back again, and not used since."""
     state = False
-    fates = story.fates.get(lane.host, ())
-    used = [attempt.start_ns for attempt in story.attempts if lane.host in attempt.hosts]
-    for t, kind in fates:
+    host_changes = index.host_changes.get(lane.host, ())
+    used = [attempt.start_ns for attempt in index.attempts if lane.host in attempt.hosts]
+    for t, kind in host_changes:
         if t <= at:
             state = kind != "host.allocated" and not any(t < start <= at for start in used)
     return state
@@ -246,40 +246,40 @@ def _lost_before(lane: HostLane, story: Story, at: int) -> bool:
 
 
 def _inside(
-    lane: HostLane, story: Story, attempt: Attempt, following: Attempt | None, begin: int, end: int
+    lane: HostLane, index: EventIndex, attempt: Attempt, following: Attempt | None, begin: int, end: int
 ) -> Iterator[Segment]:
     if lane.host not in attempt.hosts:
-        cuts = [begin, *_own_losses(lane, story, begin, end), end]
-        ready = _ready(lane, story, begin)
+        cuts = [begin, *_own_losses(lane, index, begin, end), end]
+        ready = _ready(lane, index, begin)
         if ready is not None and begin < ready < end:
             cuts = sorted({*cuts, ready})
         for lower, upper in itertools.pairwise(cuts):
             unborn = ready is not None and upper <= ready
             yield Segment(
-                lower, upper, "out" if _lost_before(lane, story, lower) else "provision" if unborn else "spare"
+                lower, upper, "out" if _lost_before(lane, index, lower) else "provision" if unborn else "spare"
             )
         return
-    trouble = ended_by(attempt, following, story.troubles)
-    first = attempt is story.attempts[0]
-    coverage = story.coverage[attempt.number]
-    for lower, upper, phase in _phases(lane, story, attempt, begin, end):
-        for a, b in _around(trouble, lower, upper):
-            yield from _classified(story, attempt, trouble, coverage, a, b, phase, first)
+    incident = ended_by(attempt, following, index.incident_records)
+    first = attempt is index.attempts[0]
+    coverage = index.coverage[attempt.number]
+    for lower, upper, phase in _phases(lane, index, attempt, begin, end):
+        for a, b in _around(incident, lower, upper):
+            yield from _classified(index, attempt, incident, coverage, a, b, phase, first)
 
 
-def _around(trouble: Trouble | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _around(incident: IncidentRecord | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """The span, cut at the fault and at its detection."""
     cuts = [begin, end]
-    if trouble is not None:
-        cuts += [t for t in (trouble.fault_ns, trouble.detected_ns) if begin < t < end]
+    if incident is not None:
+        cuts += [t for t in (incident.fault_ns, incident.detected_ns) if begin < t < end]
     ordered = sorted(set(cuts))
     yield from itertools.pairwise(ordered)
 
 
 def _classified(
-    story: Story,
+    index: EventIndex,
     attempt: Attempt,
-    trouble: Trouble | None,
+    incident: IncidentRecord | None,
     coverage: Coverage,
     begin: int,
     end: int,
@@ -293,52 +293,62 @@ def _classified(
             if final is not None:
                 yield Segment(lower, upper, "train" if final else "redone", number, None, phase == "warmup" and final)
             else:
-                state = _gap(story, attempt, trouble, coverage, lower, upper, phase)
-                yield _tagged(lower, upper, state, attempt, trouble, coverage)
+                state = _gap(index, attempt, incident, coverage, lower, upper, phase)
+                yield _tagged(lower, upper, state, attempt, incident, coverage)
         return
-    if trouble is not None and begin >= trouble.fault_ns and phase not in ("checkpoint", "eval"):
-        phase = "detect" if begin < trouble.detected_ns else "restart"
+    if incident is not None and begin >= incident.fault_ns and phase not in ("checkpoint", "eval"):
+        phase = "detect" if begin < incident.detected_ns else "restart"
     elif phase == "start" and not first:
         phase = "restart"
-    yield _tagged(begin, end, phase, attempt, trouble, coverage)
+    yield _tagged(begin, end, phase, attempt, incident, coverage)
 
 
 def _gap(
-    story: Story, attempt: Attempt, trouble: Trouble | None, coverage: Coverage, begin: int, end: int, phase: str
+    index: EventIndex,
+    attempt: Attempt,
+    incident: IncidentRecord | None,
+    coverage: Coverage,
+    begin: int,
+    end: int,
+    phase: str,
 ) -> str:
     """Time in training that no applied step covers."""
     tail = coverage.last_end_ns is None or begin >= coverage.last_end_ns
-    if trouble is not None and begin >= trouble.fault_ns:
-        return "detect" if begin < trouble.detected_ns else "restart"
+    if incident is not None and begin >= incident.fault_ns:
+        return "detect" if begin < incident.detected_ns else "restart"
     if phase == "idle":
         return "idle"
     if phase == "down":
-        return "detect" if trouble is not None or not attempt.closed else "idle"
+        return "detect" if incident is not None or not attempt.closed else "idle"
     if not tail:
         return "warmup" if phase == "warmup" else "other"
-    if trouble is not None or not story.finished:
+    if incident is not None or not index.finished:
         return "unfinished"
     return "warmup" if phase == "warmup" else "other"
 
 
-def _tagged(begin: int, end: int, state: str, attempt: Attempt, trouble: Trouble | None, coverage: Coverage) -> Segment:
-    """Name the incident that this loss belongs to: the one that broke the attempt, or the one it recovers from."""
+def _tagged(
+    begin: int, end: int, state: str, attempt: Attempt, incident: IncidentRecord | None, coverage: Coverage
+) -> Segment:
+    """Name the incident that this loss belongs to: the one that ended the attempt, or the one it recovers from."""
     name = None
     if state in ("detect", "restart", "restore", "warmup", "wait", "unfinished", "start"):
         first = coverage.first_begin_ns
-        if trouble is not None and (begin >= trouble.fault_ns or state == "unfinished"):
-            name = trouble.incident_id
+        if incident is not None and (begin >= incident.fault_ns or state == "unfinished"):
+            name = incident.incident_id
         elif first is None or begin <= first:
             name = attempt.cause
     return Segment(begin, end, state, attempt.number, name)
 
 
-def _phases(lane: HostLane, story: Story, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+def _phases(
+    lane: HostLane, index: EventIndex, attempt: Attempt, begin: int, end: int
+) -> Iterator[tuple[int, int, str]]:
     """(begin, end, phase) of the host in this attempt: that of its least advanced rank."""
     ranks = attempt.hosts[lane.host]
-    changes = list(_changes(story, lane.host, attempt))
+    changes = list(_changes(index, lane.host, attempt))
     if not any(phase not in ("down", "idle") for _, _, phase in changes):
-        yield from _phases_unsaid(story, attempt, begin, end)
+        yield from _phases_by_steps(index, attempt, begin, end)
         return
     states = dict.fromkeys(ranks, "start")
     at = begin
@@ -355,9 +365,9 @@ def _phases(lane: HostLane, story: Story, attempt: Attempt, begin: int, end: int
         yield at, end, _worst(states.values())
 
 
-def _phases_unsaid(story: Story, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+def _phases_by_steps(index: EventIndex, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
     """Ranks that log no phases: what steps cover is training, the time before them the start."""
-    first = story.coverage[attempt.number].first_begin_ns
+    first = index.coverage[attempt.number].first_begin_ns
     if first is None:
         yield begin, end, "start"
         return
@@ -368,8 +378,8 @@ def _phases_unsaid(story: Story, attempt: Attempt, begin: int, end: int) -> Iter
         yield moment, end, "train"
 
 
-def _changes(story: Story, host: str, attempt: Attempt) -> Iterator[tuple[int, int | None, str]]:
-    for timed in story.by_host.get(host, ()):
+def _changes(index: EventIndex, host: str, attempt: Attempt) -> Iterator[tuple[int, int | None, str]]:
+    for timed in index.by_host.get(host, ()):
         event = timed.event
         if event.attempt != attempt.number:
             continue
@@ -384,13 +394,13 @@ def _worst(states: Iterable[str]) -> str:
     return min(known, key=_RANK_STATES.index, default="start")
 
 
-def _ready(lane: HostLane, story: Story, at: int) -> int | None:
-    """When the agent was up in the purchase that holds ``at``; it may say so just before the purchase is logged."""
+def _ready(lane: HostLane, index: EventIndex, at: int) -> int | None:
+    """When the agent was up in the purchase that holds ``at``; its event may precede the purchase's."""
     since = max((end for _, end in lane.held if end <= at), default=None)
     return next(
         (
             timed.t_ns
-            for timed in story.by_host.get(lane.host, ())
+            for timed in index.by_host.get(lane.host, ())
             if timed.event.kind == "agent.started" and (since is None or timed.t_ns > since)
         ),
         None,

@@ -1,4 +1,4 @@
-"""Incidents: what broke, when it was noticed, what was done, and when training was beyond it again."""
+"""Incidents: what broke, when it was noticed, what was done, and when training was past it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HARMLESS = ("ignore",)
 
 
 @dataclass
-class Trouble:
+class IncidentRecord:
     """One incident with everything that followed. Times on the axis."""
 
     incident_id: str
@@ -25,7 +25,7 @@ class Trouble:
     attempt: int
     evidence: str
     fault_ns: int
-    """Earliest moment it can have begun, as far as the log tells; at the latest the detection."""
+    """Earliest moment it can have begun, according to the log; at the latest the detection."""
     detected_ns: int
     action: str | None = None
     reason: str | None = None
@@ -43,7 +43,7 @@ class Trouble:
     host_ns: dict[str, int] = field(default_factory=dict)
     """Category -> host-nanoseconds that this incident cost."""
     hosts: int = 0
-    """Hosts that were training when it struck."""
+    """Hosts that were training when it happened."""
 
     @property
     def stopped_training(self) -> bool:
@@ -55,19 +55,19 @@ class Trouble:
         return None if self.resumed_ns is None else max(0, self.resumed_ns - self.fault_ns)
 
 
-def troubles(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[str, int]) -> dict[str, Trouble]:
+def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[str, int]) -> dict[str, IncidentRecord]:
     """Fold incidents by id. ``shifts``: supervisor file -> what its monotonic times move by (``since_ns``)."""
-    found: dict[str, Trouble] = {}
+    records: dict[str, IncidentRecord] = {}
     for timed in events:
         event = timed.event
         if event.kind == "incident.detected":
             detail = event.detail
-            if detail["incident_id"] in found:
+            if detail["incident_id"] in records:
                 continue
             fault = timed.t_ns
             if detail.get("since_ns") is not None:
                 fault = min(fault, int(detail["since_ns"]) + shifts.get(timed.file, 0))
-            found[detail["incident_id"]] = Trouble(
+            records[detail["incident_id"]] = IncidentRecord(
                 incident_id=detail["incident_id"],
                 kind=str(detail["incident"]),
                 host=event.host if event.host != "supervisor" else None,
@@ -79,59 +79,58 @@ def troubles(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[str, int
                 detected_ns=timed.t_ns,
             )
         elif event.kind in ("incident.decided", "incident.resolved"):
-            _follow(found.get(str(event.detail.get("incident_id"))), timed)
+            _add_outcome(records.get(str(event.detail.get("incident_id"))), timed)
     exits = [t for t in events if t.event.kind == "rank.exited" and t.event.detail.get("exit_code") not in (0, None)]
-    for trouble in found.values():
-        _place(trouble, exits, lineage)
-    return found
+    for incident in records.values():
+        _add_surroundings(incident, exits, lineage)
+    return records
 
 
-def _follow(trouble: Trouble | None, timed: Timed) -> None:
-    if trouble is None:
+def _add_outcome(incident: IncidentRecord | None, timed: Timed) -> None:
+    if incident is None:
         return
     detail: Mapping[str, Any] = timed.event.detail
     if timed.event.kind == "incident.decided":
-        trouble.action = str(detail["action"])
-        trouble.reason = str(detail["reason"])
-        trouble.replacement = detail.get("replacement")
-        trouble.decided_ns = timed.t_ns
+        incident.action = str(detail["action"])
+        incident.reason = str(detail["reason"])
+        incident.replacement = detail.get("replacement")
+        incident.decided_ns = timed.t_ns
     else:
-        trouble.reported_lost_ns = int(detail["lost_ns"])
-        trouble.stages_ns = {
+        incident.reported_lost_ns = int(detail["lost_ns"])
+        incident.stages_ns = {
             key: int(value) for key, value in dict(detail.get("stages_ns") or {}).items() if key != "resume_step"
         }
 
 
-def _place(trouble: Trouble, exits: Sequence[Timed], lineage: Lineage) -> None:
-    """Fill in what the attempts and steps around it tell."""
-    attempt = attempt_at(lineage.attempts, trouble.detected_ns)
+def _add_surroundings(incident: IncidentRecord, exits: Sequence[Timed], lineage: Lineage) -> None:
+    """Fill in what the attempts and steps around it show."""
+    attempt = attempt_at(lineage.attempts, incident.detected_ns)
     if attempt is not None:
-        trouble.hosts = len(attempt.hosts)
-        if trouble.stopped_training:
+        incident.hosts = len(attempt.hosts)
+        if incident.stopped_training:
             floor = max(
                 [attempt.start_ns, *(s.end_ns for s in lineage.steps if s.attempt == attempt.number and s.end_ns)]
             )
-            died = [t.t_ns for t in exits if floor <= t.t_ns <= trouble.detected_ns]
-            trouble.fault_ns = min([trouble.fault_ns, *died])
-            trouble.fault_ns = min(max(trouble.fault_ns, attempt.start_ns), trouble.detected_ns)
-    if not trouble.stopped_training:
+            died = [t.t_ns for t in exits if floor <= t.t_ns <= incident.detected_ns]
+            incident.fault_ns = min([incident.fault_ns, *died])
+            incident.fault_ns = min(max(incident.fault_ns, attempt.start_ns), incident.detected_ns)
+    if not incident.stopped_training:
         return
-    before = [step.step for step in lineage.steps if step.end_ns <= trouble.detected_ns]
-    trouble.last_step = max(before, default=0)
-    following = next((a for a in lineage.attempts if a.cause == trouble.incident_id), None)
+    before = [step.step for step in lineage.steps if step.end_ns <= incident.detected_ns]
+    incident.last_step = max(before, default=0)
+    following = next((a for a in lineage.attempts if a.cause == incident.incident_id), None)
     if following is not None:
-        trouble.tier = following.tier
-        trouble.resume_step = next(
-            (stint.resume_step for stint in lineage.stints if stint.attempt == following.number), None
+        incident.tier = following.tier
+        incident.resume_step = next(
+            (resumed.resume_step for resumed in lineage.resumed_ranges if resumed.attempt == following.number), None
         )
-        if trouble.resume_step is not None:
-            # As the supervisor counts: all that earlier attempts applied, though it was heard of later.
+        if incident.resume_step is not None:
+            # As the supervisor counts: all that earlier attempts applied, even if reported later.
             applied = max((step for attempt, step in lineage.reached.items() if attempt < following.number), default=0)
-            trouble.redone_steps = max(0, applied - trouble.resume_step)
-    trouble.resumed_ns = next(
-        (step.end_ns for step in lineage.steps if step.end_ns > trouble.detected_ns and step.step > trouble.last_step),
-        None,
-    )
+            incident.redone_steps = max(0, applied - incident.resume_step)
+    later = (step for step in lineage.steps if step.end_ns > incident.detected_ns and step.step > incident.last_step)
+    resuming = next(later, None)
+    incident.resumed_ns = resuming.end_ns if resuming else None
 
 
 def attempt_at(attempts: Sequence[Attempt], t_ns: int) -> Attempt | None:
@@ -140,17 +139,19 @@ def attempt_at(attempts: Sequence[Attempt], t_ns: int) -> Attempt | None:
     return attempts[position] if position >= 0 else None
 
 
-def ended_by(attempt: Attempt, following: Attempt | None, found: Mapping[str, Trouble]) -> Trouble | None:
+def ended_by(
+    attempt: Attempt, following: Attempt | None, records: Mapping[str, IncidentRecord]
+) -> IncidentRecord | None:
     """The incident that ended this attempt; None: it ended by itself or still runs."""
     for name in (attempt.end_reason, following.cause if following else None):
-        if name is not None and name in found:
-            return found[name]
+        if name is not None and name in records:
+            return records[name]
     until = following.start_ns if following else None
     inside = [
-        trouble
-        for trouble in found.values()
-        if trouble.stopped_training
-        and trouble.detected_ns >= attempt.start_ns
-        and (until is None or trouble.detected_ns < until)
+        incident
+        for incident in records.values()
+        if incident.stopped_training
+        and incident.detected_ns >= attempt.start_ns
+        and (until is None or incident.detected_ns < until)
     ]
-    return min(inside, key=lambda trouble: trouble.detected_ns, default=None)
+    return min(inside, key=lambda incident: incident.detected_ns, default=None)

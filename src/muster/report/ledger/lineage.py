@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.report.ledger.time_axis import Timed
 
-#: Between a step's end and its event's own time stamp lie microseconds: a smaller gap is no gap.
+#: A step's event is stamped microseconds after the step's end: a smaller gap is ignored.
 _SEAM_NS = 1_000_000
 
 
@@ -42,11 +42,11 @@ class Step:
     detail: dict[str, Any]
     final: bool = False
     lost_to: str | None = None
-    """The incident whose recovery threw this step away."""
+    """The incident whose recovery discarded this step."""
 
     @property
     def tokens(self) -> int:
-        return int(self.detail.get("tokens", 0))
+        return int(self.detail.get("tokens") or 0)
 
     @property
     def length_ns(self) -> int:
@@ -56,12 +56,12 @@ class Step:
     @property
     def measured_ns(self) -> int:
         """As the trainer measured it, and never more than the axis has room for."""
-        told = int(self.detail.get("step_ns", 0))
-        return min(told, self.length_ns) if told > 0 else self.length_ns
+        logged = int(self.detail.get("step_ns") or 0)
+        return min(logged, self.length_ns) if logged > 0 else self.length_ns
 
 
 @dataclass
-class Stint:
+class ResumedRange:
     """Steps of one attempt in rising order, and the step they started from."""
 
     attempt: int
@@ -79,8 +79,8 @@ class Lineage:
 
     attempts: list[Attempt]
     steps: list[Step]
-    """Every applied step, in time order; ``final`` tells which count."""
-    stints: list[Stint]
+    """Every applied step, in time order; ``final``: those that count."""
+    resumed_ranges: list[ResumedRange]
     fenced: int = 0
     """Step events of an attempt that had already been replaced: they changed nothing."""
     reached: dict[int, int] = field(default_factory=dict)
@@ -131,18 +131,18 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
                 detail=dict(event.detail),
             )
         )
-    stints = _stints(attempts, steps, _restored(events))
-    _mark(stints, by_number, _durable_limit(events, outcome))
-    return Lineage(attempts=attempts, steps=steps, stints=stints, fenced=fenced, reached=reached)
+    resumed_ranges = _resumed_ranges(attempts, steps, _restored(events))
+    _mark_final(resumed_ranges, by_number, _durable_limit(events, outcome))
+    return Lineage(attempts=attempts, steps=steps, resumed_ranges=resumed_ranges, fenced=fenced, reached=reached)
 
 
 def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
-    found: dict[int, Attempt] = {}
+    result: dict[int, Attempt] = {}
     for timed in events:
         event = timed.event
-        if event.kind == "attempt.started" and event.attempt not in found:
+        if event.kind == "attempt.started" and event.attempt not in result:
             detail = event.detail
-            found[event.attempt] = Attempt(
+            result[event.attempt] = Attempt(
                 number=event.attempt,
                 start_ns=timed.t_ns,
                 end_ns=end_ns,
@@ -153,26 +153,26 @@ def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
                 tier=detail.get("tier"),
                 cause=detail.get("cause"),
             )
-        elif event.kind == "attempt.ended" and event.attempt in found and not found[event.attempt].closed:
-            attempt = found[event.attempt]
+        elif event.kind == "attempt.ended" and event.attempt in result and not result[event.attempt].closed:
+            attempt = result[event.attempt]
             attempt.end_ns, attempt.closed = max(attempt.start_ns, timed.t_ns), True
             attempt.end_reason = str(event.detail.get("reason"))
-    if not found:
-        _from_ranks(events, end_ns, found)
-    ordered = sorted(found.values(), key=lambda attempt: attempt.number)
+    if not result:
+        _attempts_of_ranks(events, end_ns, result)
+    ordered = sorted(result.values(), key=lambda attempt: attempt.number)
     for attempt, following in itertools.pairwise(ordered):
         if attempt.end_ns > following.start_ns or not attempt.closed:
             attempt.end_ns, attempt.closed = max(attempt.start_ns, following.start_ns), True
     return ordered
 
 
-def _from_ranks(events: Sequence[Timed], end_ns: int, found: dict[int, Attempt]) -> None:
-    """A log without a supervisor (a lone trainer): its ranks' own events say what attempts there were."""
+def _attempts_of_ranks(events: Sequence[Timed], end_ns: int, result: dict[int, Attempt]) -> None:
+    """A log without a supervisor (a lone trainer): attempts are read from its ranks' events."""
     for timed in events:
         event = timed.event
         if event.rank is None:
             continue
-        attempt = found.setdefault(
+        attempt = result.setdefault(
             event.attempt,
             Attempt(number=event.attempt, start_ns=timed.t_ns, end_ns=end_ns, hosts={}, world_size=0),
         )
@@ -183,7 +183,7 @@ def _from_ranks(events: Sequence[Timed], end_ns: int, found: dict[int, Attempt])
 
 
 def _restored(events: Sequence[Timed]) -> dict[int, int]:
-    """Attempt -> the step its ranks say they restored."""
+    """Attempt -> the step that its ranks restored."""
     return {
         timed.event.attempt: timed.event.step
         for timed in events
@@ -192,7 +192,7 @@ def _restored(events: Sequence[Timed]) -> dict[int, int]:
 
 
 def _durable_limit(events: Sequence[Timed], outcome: str | None) -> int | None:
-    """Newest restorable step of a run that failed or was broken off; None: no limit."""
+    """Newest restorable step of a run that failed or was stopped; None: no limit."""
     if outcome in (None, "succeeded"):
         return None
     return max(
@@ -205,47 +205,47 @@ def _durable_limit(events: Sequence[Timed], outcome: str | None) -> int | None:
     )
 
 
-def _stints(attempts: Sequence[Attempt], steps: Sequence[Step], restored: dict[int, int]) -> list[Stint]:
+def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored: dict[int, int]) -> list[ResumedRange]:
     """Cut each attempt's steps where the numbers do not rise: a rollback within the attempt."""
-    found: list[Stint] = []
+    result: list[ResumedRange] = []
     for attempt in attempts:
         own = [step for step in steps if step.attempt == attempt.number]
-        told = attempt.resume_step if attempt.resume_step is not None and attempt.resume_step >= 0 else None
-        resume = own[0].step - 1 if own else restored.get(attempt.number, told)
+        planned = attempt.resume_step if attempt.resume_step is not None and attempt.resume_step >= 0 else None
+        resume = own[0].step - 1 if own else restored.get(attempt.number, planned)
         if resume is None:
-            continue  # it never came to hold a state
-        stint = Stint(attempt=attempt.number, resume_step=max(0, resume))
+            continue  # it never held a state
+        resumed = ResumedRange(attempt=attempt.number, resume_step=max(0, resume))
         for step in own:
-            if step.step <= stint.last_step and stint.steps:
-                found.append(stint)
-                stint = Stint(attempt=attempt.number, resume_step=step.step - 1)
-            stint.steps.append(step)
-        found.append(stint)
-    return found
+            if step.step <= resumed.last_step and resumed.steps:
+                result.append(resumed)
+                resumed = ResumedRange(attempt=attempt.number, resume_step=step.step - 1)
+            resumed.steps.append(step)
+        result.append(resumed)
+    return result
 
 
-def _mark(stints: Sequence[Stint], attempts: dict[int, Attempt], limit: int | None) -> None:
-    """Walk back from the last state; what is not on the way was lost to the recovery that left it behind.
+def _mark_final(resumed_ranges: Sequence[ResumedRange], attempts: dict[int, Attempt], limit: int | None) -> None:
+    """Walk back from the last state; what is not on that path was lost to the recovery that discarded it.
 
-    A stint rests on the newest earlier one that held its first state: a restart that stepped back and was
-    itself replaced by one that stepped back less throws nothing away.
+    A range rests on the newest earlier one that held its first state: a restart that stepped back and was
+    itself replaced by one that stepped back less discards nothing.
     """
-    position = len(stints) - 1
+    position = len(resumed_ranges) - 1
     while position >= 0:
-        stint = stints[position]
-        for step in stint.steps:
+        resumed = resumed_ranges[position]
+        for step in resumed.steps:
             step.final = limit is None or step.step <= limit
-        limit = stint.resume_step if limit is None else min(limit, stint.resume_step)
+        limit = resumed.resume_step if limit is None else min(limit, resumed.resume_step)
         position -= 1
-        while position >= 0 and not stints[position].resume_step <= limit <= stints[position].last_step:
+        while position >= 0 and not resumed_ranges[position].resume_step <= limit <= resumed_ranges[position].last_step:
             position -= 1
-    for position, stint in enumerate(stints):
-        for step in stint.steps:
+    for position, resumed in enumerate(resumed_ranges):
+        for step in resumed.steps:
             if not step.final:
                 step.lost_to = next(
                     (
                         attempts[later.attempt].cause
-                        for later in stints[position + 1 :]
+                        for later in resumed_ranges[position + 1 :]
                         if later.resume_step < step.step and later.attempt in attempts
                     ),
                     None,

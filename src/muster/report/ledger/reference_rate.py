@@ -49,27 +49,32 @@ def net_ns(step: Step) -> int:
 
 
 def clean_steps(steps: Sequence[Step]) -> list[Step]:
-    """Steps of the final lineage beyond each attempt's warm-up, with tokens and a length."""
+    """Steps of the final lineage beyond each attempt's warm-up, with tokens and a length. ``steps``: in time order."""
     seen: dict[int, int] = defaultdict(int)
-    found = []
-    for step in sorted(steps, key=lambda step: step.end_ns):
+    clean = []
+    for step in steps:
         seen[step.attempt] += 1
         if step.final and seen[step.attempt] > WARMUP_STEPS and step.tokens > 0 and step.measured_ns > 0:
-            found.append(step)
-    return found
+            clean.append(step)
+    return clean
+
+
+def typical_steps(steps: Sequence[Step]) -> list[Step]:
+    """What speed is the median of: clean steps; before there are any, all of the final lineage that took time."""
+    return clean_steps(steps) or [step for step in steps if step.final and step.measured_ns > 0]
 
 
 def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float | None) -> Reference | None:
     """R*: the one given by hand, else the one measured into the log, else the median of clean steps.
 
     The median's own steps ran with fault tolerance on, so it cannot show what fault tolerance itself costs;
-    ``source`` says which it is. None: too few clean steps to say.
+    ``source`` names which it is. None: too few clean steps.
     """
     clean = clean_steps(steps)
     worlds: dict[int, list[float]] = defaultdict(list)
     for step in clean:
         worlds[step.world_size].append(net_ns(step) / step.tokens)
-    enough = [world for world, found in worlds.items() if len(found) >= MIN_CLEAN_STEPS]
+    enough = [world for world, result in worlds.items() if len(result) >= MIN_CLEAN_STEPS]
     world = max(enough) if enough else 0
     per_token = median(worlds[world]) if enough else 0.0
     spread = _spread(worlds[world], per_token) if enough else None
@@ -106,11 +111,11 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
     )
 
 
-def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
+def fault_tolerance_overhead(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
     """What fault tolerance costs a step, as a share of the measured reference rate: stalls for snapshots, and what
     their copies slow down. None: no reference was measured, or too few clean steps of its world follow.
 
-    Saves and recoveries are not in it: they stand in categories of their own. Slightly negative is noise.
+    Saves and recoveries are not in it: they have categories of their own. Slightly negative is noise.
     """
     measured = [timed.event for timed in events if timed.event.kind == "baseline_rate"]
     if not measured:
@@ -119,14 +124,14 @@ def tax(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
     rate = float(event.detail["tokens_per_s"])
     first = int(event.detail.get("first_step", 0))
     without = range(first, (event.step or first) + 1)
-    found = [
+    result = [
         (step.measured_ns - max(0, int(step.detail.get("data_wait_ns", 0)))) / step.tokens
         for step in clean_steps(steps)
         if step.world_size == event.detail["world_size"] and step.step not in without
     ]
-    if len(found) < MIN_CLEAN_STEPS or rate <= 0 or median(found) <= 0:
+    if len(result) < MIN_CLEAN_STEPS or rate <= 0 or median(result) <= 0:
         return None
-    return 1 - 1e9 / median(found) / rate
+    return 1 - 1e9 / median(result) / rate
 
 
 def _spread(values: Sequence[float], middle: float) -> float:

@@ -1,4 +1,4 @@
-"""When which state could be restored from where: saves from their commit events, memory from the steps' own word."""
+"""When which state could be restored from where: saves from their commit events, memory from the step events."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Version:
 
 
 def versions(events: Sequence[Timed], steps: Sequence[Step]) -> dict[str, list[Version]]:
-    """Tier -> its versions in the order in which they came to stand; tiers that never held one do not appear."""
+    """Tier -> its versions in the order in which they became restorable; tiers that never held one do not appear."""
     ends = {step.step: step.end_ns for step in steps}
-    found: dict[str, list[Version]] = defaultdict(list)
+    result: dict[str, list[Version]] = defaultdict(list)
     for timed in events:
         event = timed.event
         if event.kind == "checkpoint.committed" and event.step is not None:
-            found[str(event.detail["tier"])].append(_version(timed, event.step, ends))
+            result[str(event.detail["tier"])].append(_version(timed, event.step, ends))
         elif event.kind == "step":
             for key, tier in HELD.items():
                 step = event.detail.get(key)
-                if step is not None and not (found[tier] and found[tier][-1].step == step):
-                    found[tier].append(_version(timed, int(step), ends))
-    return {tier: sorted(each) for tier, each in found.items() if each}
+                if step is not None and not (result[tier] and result[tier][-1].step == step):
+                    result[tier].append(_version(timed, int(step), ends))
+    return {tier: sorted(each) for tier, each in result.items() if each}
 
 
 def _version(timed: Timed, step: int, ends: Mapping[int, int]) -> Version:

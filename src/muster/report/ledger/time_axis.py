@@ -1,8 +1,8 @@
 """Puts the events of every writer on one time axis: the first supervisor's monotonic clock.
 
 A host's events move by the offset that the supervisor measured (``clock.offset``); a later supervisor's
-by the offsets that both measured to the same host. Where nothing was measured, wall clocks stand in, and
-the report says so.
+by the offsets that both measured to the same host. Where nothing was measured, wall clocks are used, and
+the report notes it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def align(files: Mapping[str, Sequence[Event]]) -> Aligned:
             errors[name] = 0
             timed += [Timed(event.mono_ns + shifts[name], name, event) for event in events]
             continue
-        found, errors[name] = _agent_times(name, events, offsets, wall_at_zero)
+        result, errors[name] = _agent_times(name, events, offsets, wall_at_zero)
         if errors[name] is None and name != axis_file:
             notes.append(f"{name}: clock offset not measured; wall clocks place its events")
-        timed += found
+        timed += result
     order = {name: position for position, name in enumerate(sorted(given))}
     timed.sort(key=lambda item: (item.t_ns, order[item.file], item.event.seq))
     return Aligned(events=timed, wall_at_zero_ns=wall_at_zero, clock_error_ns=errors, notes=notes)
@@ -124,25 +124,25 @@ def _supervisor_shifts(
 def _offsets(
     supervisors: Sequence[str], given: Mapping[str, list[Event]], shifts: Mapping[str, int]
 ) -> dict[str, list[_Offset]]:
-    found: dict[str, list[_Offset]] = defaultdict(list)
+    result: dict[str, list[_Offset]] = defaultdict(list)
     for name in supervisors:
         for event in given[name]:
             if event.kind == "clock.offset":
                 shift = shifts[name]
-                found[event.host].append(
+                result[event.host].append(
                     _Offset(
                         event.mono_ns + shift, int(event.detail["offset_ns"]) + shift, int(event.detail["error_ns"])
                     )
                 )
-    for measured in found.values():
+    for measured in result.values():
         measured.sort(key=lambda offset: offset.at_ns)
-    return found
+    return result
 
 
 def _agent_times(
     name: str, events: Sequence[Event], offsets: Mapping[str, list[_Offset]], wall_at_zero: int
 ) -> tuple[list[Timed], int | None]:
-    """A file that is no supervisor's: one boot, so one cluster of offsets, the nearest in time for each event."""
+    """A host's file: one boot, so one cluster of offsets, the nearest in time for each event."""
     by_wall = _by_wall(events[0], wall_at_zero)
     measured = next((offsets[event.host] for event in events if event.host in offsets), [])
     if not measured:
@@ -150,8 +150,8 @@ def _agent_times(
     anchor = min(measured, key=lambda offset: abs(offset.offset_ns - by_wall))
     boot = [offset for offset in measured if abs(offset.offset_ns - anchor.offset_ns) < _SAME_BOOT_NS]
     starts = [offset.at_ns for offset in boot]
-    found = []
+    result = []
     for event in events:
         position = max(0, bisect_right(starts, event.mono_ns + anchor.offset_ns) - 1)
-        found.append(Timed(event.mono_ns + boot[position].offset_ns, name, event))
-    return found, max(offset.error_ns for offset in boot)
+        result.append(Timed(event.mono_ns + boot[position].offset_ns, name, event))
+    return result, max(offset.error_ns for offset in boot)

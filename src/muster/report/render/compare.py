@@ -36,16 +36,17 @@ def compare(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": "muster.report.render.compare",
-        "runs": [found["run_id"] for found in documents],
-        "figures": {path: _row([_at(found, path) for found in documents]) for path in FIGURES},
-        "categories": {name: _row([found["categories"][name]["share"] for found in documents]) for name in CATEGORIES},
+        "runs": [doc["run_id"] for doc in documents],
+        "figures": {path: _row([_at(doc, path) for doc in documents]) for path in FIGURES},
+        "categories": {name: _row([doc["categories"][name]["share"] for doc in documents]) for name in CATEGORIES},
     }
 
 
-def _at(found: Any, path: str) -> float | None:
+def _at(document: Any, path: str) -> float | None:
+    value = document
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, int | float) else None
 
 
 def _row(values: list[float | None]) -> dict[str, Any]:
@@ -57,18 +58,18 @@ def _row(values: list[float | None]) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
     """The comparison for a terminal: a column a run, changes against the first."""
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("")
-    for name in found["runs"]:
+    for name in result["runs"]:
         drawn.add_column(name, justify="right", overflow="fold")
     for path, (label, form, better) in FIGURES.items():
-        row = found["figures"][path]
+        row = result["figures"][path]
         if any(value is not None for value in row["values"]):
             drawn.add_row(label, *_cells(row, form, better))
     drawn.add_section()
-    for name, row in found["categories"].items():
+    for name, row in result["categories"].items():
         if any(row["values"]):
             drawn.add_row(f"  {name}", *_cells(row, "{:.2%}", 1 if name == "productive" else -1))
     return drawn

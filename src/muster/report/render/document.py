@@ -43,7 +43,7 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
         "host_time": _host_time(ledger),
         "token_counts": total,
         "speed": speed,
-        "interruptions": sum(trouble.stopped_training for trouble in ledger.troubles.values()),
+        "interruptions": sum(incident.stopped_training for incident in ledger.incident_records.values()),
         "incidents": incidents(ledger),
         "incident_kinds": figures.incident_kinds(ledger),
         "checkpoint_exposure": figures.exposure(ledger),
@@ -103,22 +103,22 @@ def _host_time(ledger: Ledger) -> dict[str, Any]:
 
 
 def _newest(evals: list[dict[str, Any]], key: str) -> Any:
-    return next((found[key] for found in reversed(evals) if found.get(key) is not None), None)
+    return next((result[key] for result in reversed(evals) if result.get(key) is not None), None)
 
 
 def _evals(ledger: Ledger) -> list[dict[str, Any]]:
-    """Evaluations of the final lineage, one per step (the latest stands), in step order."""
+    """Evaluations of the final lineage, one per step (the latest), in step order."""
     reached = {step.step for step in ledger.lineage.final} | {0}
-    found: dict[int, dict[str, Any]] = {}
+    result: dict[int, dict[str, Any]] = {}
     for timed in ledger.events:
         event: Event = timed.event
         if event.kind == "eval" and event.step is not None and (event.step in reached or not ledger.lineage.steps):
-            found[event.step] = {
+            result[event.step] = {
                 "step": event.step,
                 "at_s": (timed.t_ns - ledger.begin_ns) / 1e9,
                 **{key: value for key, value in event.detail.items() if isinstance(value, int | float | str | bool)},
             }
-    return [found[step] for step in sorted(found)]
+    return [result[step] for step in sorted(result)]
 
 
 def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def _model(ledger: Ledger) -> dict[str, Any] | None:
 
 
 def _log(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
-    """What the chains say of the log itself."""
+    """What the check of the log's chains found."""
     problems = [f"{name}: {verdict.problem}" for name, verdict in verdicts.items() if verdict.problem]
     return {
         "verified": bool(verdicts) and not problems,

@@ -25,7 +25,7 @@ def series(ledger: Ledger) -> dict[str, Any]:
     """Columns for every chart; times in seconds since the run began."""
     return {
         "states": list(STATES),
-        "incidents": list(ledger.troubles),
+        "incidents": list(ledger.incident_records),
         "lanes": [_lane(ledger, lane) for lane in ledger.lanes.values()],
         "steps": _steps(ledger),
         "evals": _evals(ledger),
@@ -41,7 +41,7 @@ def _at(ledger: Ledger, t_ns: int) -> float:
 
 
 def _lane(ledger: Ledger, lane: HostLane) -> dict[str, Any]:
-    ids = list(ledger.troubles)
+    ids = list(ledger.incident_records)
     known = {name: position for position, name in enumerate(ids)}
     return {
         "host": lane.host,
@@ -70,14 +70,14 @@ def _steps(ledger: Ledger) -> dict[str, list[Any]]:
         "grad_norm": lambda step: step.detail.get("grad_norm"),
     }
     chosen = _thinned(ledger.lineage.steps)
-    found: dict[str, list[Any]] = {name: [] for name in columns}
+    result: dict[str, list[Any]] = {name: [] for name in columns}
     for position, step in enumerate(chosen):
         if position and step.attempt != chosen[position - 1].attempt:
-            for name, column in found.items():
+            for name, column in result.items():
                 column.append(_at(ledger, step.begin_ns) if name == "t" else None)
         for name, value in columns.items():
-            found[name].append(value(step))
-    return found
+            result[name].append(value(step))
+    return result
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:
@@ -85,15 +85,15 @@ def _thinned(steps: Sequence[Step]) -> list[Step]:
     if len(steps) <= _POINTS:
         return list(steps)
     width = -(-len(steps) // (_POINTS // 2))
-    found: list[Step] = []
+    result: list[Step] = []
     for begin in range(0, len(steps), width):
         bucket = steps[begin : begin + width]
         ends = {
             id(step): step
             for step in (min(bucket, key=_loss), max(bucket, key=_loss), bucket[0] if begin == 0 else bucket[-1])
         }
-        found += sorted(ends.values(), key=lambda step: step.end_ns)
-    return found
+        result += sorted(ends.values(), key=lambda step: step.end_ns)
+    return result
 
 
 def _loss(step: Step) -> float:
@@ -102,14 +102,14 @@ def _loss(step: Step) -> float:
 
 
 def _evals(ledger: Ledger) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {"t": [], "step": [], "loss": [], "execution_accuracy": []}
+    result: dict[str, list[Any]] = {"t": [], "step": [], "loss": [], "execution_accuracy": []}
     for timed in ledger.events:
         if timed.event.kind == "eval":
-            found["t"].append(_at(ledger, timed.t_ns))
-            found["step"].append(timed.event.step)
-            found["loss"].append(timed.event.detail.get("loss"))
-            found["execution_accuracy"].append(timed.event.detail.get("execution_accuracy"))
-    return found
+            result["t"].append(_at(ledger, timed.t_ns))
+            result["step"].append(timed.event.step)
+            result["loss"].append(timed.event.detail.get("loss"))
+            result["execution_accuracy"].append(timed.event.detail.get("execution_accuracy"))
+    return result
 
 
 def _span(ledger: Ledger) -> tuple[int, int] | None:
@@ -143,18 +143,18 @@ def _goodput(ledger: Ledger) -> dict[str, list[Any]] | None:
         return whole
 
     window = max(1, (end - begin) // 20)
-    found: dict[str, list[Any]] = {"t": [], "active": [], "purchased": [], "lately": []}
+    result: dict[str, list[Any]] = {"t": [], "active": [], "purchased": [], "lately": []}
     for t in _moments(begin, end):
         rank_ns = sum(_held_until(lane, t) * lane.gpus for lane in ledger.lanes.values())
         since = max(begin, t - window)
-        found["t"].append(_at(ledger, t))
-        found["active"].append(_round(tokens(t) / (reference.tokens_per_s * (t - begin) / 1e9)))
-        found["purchased"].append(
+        result["t"].append(_at(ledger, t))
+        result["active"].append(_round(tokens(t) / (reference.tokens_per_s * (t - begin) / 1e9)))
+        result["purchased"].append(
             _round(tokens(t) / (reference.tokens_per_rank_s * rank_ns / 1e9)) if rank_ns else None
         )
         lately = (tokens(t) - tokens(since)) / (reference.tokens_per_s * (t - since) / 1e9)
-        found["lately"].append(_round(lately))
-    return found
+        result["lately"].append(_round(lately))
+    return result
 
 
 def _round(value: float) -> float:
@@ -168,11 +168,11 @@ def _held_until(lane: HostLane, t: int) -> int:
 def _ages(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
     """Tier -> a saw-tooth: the age of its newest restorable state, from its first version to the last step."""
     until = max((step.end_ns for step in ledger.lineage.steps), default=ledger.end_ns)
-    found = versions(ledger.events, ledger.lineage.steps)
-    return {tier: _saw(ledger, held, until) for tier, held in found.items()}
+    result = versions(ledger.events, ledger.lineage.steps)
+    return {tier: _sawtooth(ledger, held, until) for tier, held in result.items()}
 
 
-def _saw(ledger: Ledger, held: list[Version], until: int) -> dict[str, list[float]]:
+def _sawtooth(ledger: Ledger, held: list[Version], until: int) -> dict[str, list[float]]:
     """Each tooth rises to the next version and falls to that one's age; of many teeth the tallest are kept."""
     teeth: list[tuple[int, int, int]] = []
     newest = held[0].taken_ns
@@ -182,15 +182,15 @@ def _saw(ledger: Ledger, held: list[Version], until: int) -> dict[str, list[floa
         teeth.append((at, before, at - newest))
     stride = -(-len(teeth) // (_POINTS // 2))
     kept = [teeth[0], *(max(teeth[n : n + stride], key=lambda tooth: tooth[1]) for n in range(1, len(teeth), stride))]
-    found: dict[str, list[float]] = {"t": [], "age": []}
+    result: dict[str, list[float]] = {"t": [], "age": []}
     for position, (at, before, after) in enumerate(kept):
         for age in (before, after) if position else (after,):
-            found["t"].append(_at(ledger, at))
-            found["age"].append(round(age / 1e9, 3))
+            result["t"].append(_at(ledger, at))
+            result["age"].append(round(age / 1e9, 3))
     if until > held[-1].at_ns:
-        found["t"].append(_at(ledger, until))
-        found["age"].append(round((until - newest) / 1e9, 3))
-    return found
+        result["t"].append(_at(ledger, until))
+        result["age"].append(round((until - newest) / 1e9, 3))
+    return result
 
 
 def _cost(ledger: Ledger) -> dict[str, list[Any]] | None:
@@ -199,8 +199,9 @@ def _cost(ledger: Ledger) -> dict[str, list[Any]] | None:
     lanes = list(ledger.lanes.values())
     if span is None or span[1] <= span[0] or any(lane.usd_per_hour is None for lane in lanes):
         return None
-    found: dict[str, list[Any]] = {"t": [], "usd": []}
+    result: dict[str, list[Any]] = {"t": [], "usd": []}
     for t in [span[0], *_moments(*span)]:
-        found["t"].append(_at(ledger, t))
-        found["usd"].append(round(sum(_held_until(lane, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes), 6))
-    return found
+        result["t"].append(_at(ledger, t))
+        usd = sum(_held_until(lane, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes)
+        result["usd"].append(round(usd, 6))
+    return result

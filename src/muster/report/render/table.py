@@ -10,16 +10,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from muster.report.render.sentences import span
+from muster.report.render.sentences import format_duration
 
 _BAR = 12
 _DIM = "dim"
 _UNKNOWN = "unknown"
 
 
-def render(found: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
+def render(document: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
     """The document as text, at most ``width`` columns wide; ANSI colours where ``color``."""
-    return printed(_page(found), width=width, color=color)
+    return printed(_page(document), width=width, color=color)
 
 
 def printed(drawn: RenderableType, *, width: int, color: bool) -> str:
@@ -29,24 +29,24 @@ def printed(drawn: RenderableType, *, width: int, color: bool) -> str:
     return target.getvalue()
 
 
-def _page(found: dict[str, Any]) -> Group:
-    parts: list[RenderableType] = [_heading(found), _figures(found), Text(), _categories(found)]
-    if found["incidents"]:
-        parts += [Text(), Text("Incidents", style="bold"), *_incidents(found)]
-    if found["checkpoint_exposure"]:
-        parts += [Text(), _exposure(found)]
-    for line in [*found["log"]["problems"], *found["notes"]]:
+def _page(document: dict[str, Any]) -> Group:
+    parts: list[RenderableType] = [_heading(document), _figures(document), Text(), _categories(document)]
+    if document["incidents"]:
+        parts += [Text(), Text("Incidents", style="bold"), *_incidents(document)]
+    if document["checkpoint_exposure"]:
+        parts += [Text(), _exposure(document)]
+    for line in [*document["log"]["problems"], *document["notes"]]:
         parts.append(Text(f"! {line}", style="yellow"))
     return Group(*parts)
 
 
-def _heading(found: dict[str, Any]) -> Text:
-    outcome = found["outcome"] or "not finished"
-    text = Text(found["run_id"], style="bold")
+def _heading(document: dict[str, Any]) -> Text:
+    outcome = document["outcome"] or "not finished"
+    text = Text(document["run_id"], style="bold")
     text.append(f"  {outcome}", style={"succeeded": "green", "failed": "red"}.get(outcome, "yellow"))
-    if found["reason"] and outcome != "succeeded":
-        text.append(f": {found['reason']}")
-    text.append(f"\n{span(found['wall_s'])}, last event {found['newest_event']}", style=_DIM)
+    if document["reason"] and outcome != "succeeded":
+        text.append(f": {document['reason']}")
+    text.append(f"\n{format_duration(document['wall_s'])}, last event {document['newest_event']}", style=_DIM)
     return text
 
 
@@ -55,27 +55,28 @@ def figure(value: float | int | None, form: str = "{:,.0f}") -> str:
     return _UNKNOWN if value is None else form.format(value)
 
 
-def _figures(found: dict[str, Any]) -> Table:
-    goodput, cost, reference = found["goodput"], found["cost"], found["goodput"]["reference"]
+def _figures(document: dict[str, Any]) -> Table:
+    goodput, cost, reference = document["goodput"], document["cost"], document["goodput"]["reference"]
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_DIM)
     table.add_column(justify="right")
     table.add_column(style=_DIM)
     table.add_column(justify="right")
-    accuracy, baseline = found["execution_accuracy"], found["baseline_accuracy"]
+    accuracy, baseline = document["execution_accuracy"], document["baseline_accuracy"]
+    overhead, usd_per_million = goodput["fault_tolerance_overhead"], cost["usd_per_million_tokens"]
     rows = [
-        ("steps", figure(found["steps"]), "goodput, active hosts", figure(goodput["active"], "{:.2%}")),
-        ("tokens", figure(found["tokens"]), "goodput, purchased hosts", figure(goodput["purchased"], "{:.2%}")),
-        ("tokens/s", figure(found["tokens_per_s"]), "host-time productive", figure(goodput["time"], "{:.2%}")),
+        ("steps", figure(document["steps"]), "goodput, active hosts", figure(goodput["active"], "{:.2%}")),
+        ("tokens", figure(document["tokens"]), "goodput, purchased hosts", figure(goodput["purchased"], "{:.2%}")),
+        ("tokens/s", figure(document["tokens_per_s"]), "host-time productive", figure(goodput["time"], "{:.2%}")),
         (
             "MFU",
-            figure(found["mfu"], "{:.1%}"),
+            figure(document["mfu"], "{:.1%}"),
             "reference tokens/s",
             _UNKNOWN if reference is None else f"{reference['tokens_per_s']:,.0f}",
         ),
-        ("step", span(found["speed"]["step_s"]), "tax of fault tolerance", figure(goodput["tax"], "{:.2%}")),
-        ("final loss", figure(found["final_loss"], "{:.4f}"), "cost", money(cost["usd"])),
-        ("held-out loss", figure(found["heldout_loss"], "{:.4f}"), "$/M tokens", money(cost["usd_per_million_tokens"])),
+        ("step", format_duration(document["speed"]["step_s"]), "fault-tolerance overhead", figure(overhead, "{:.2%}")),
+        ("final loss", figure(document["final_loss"], "{:.4f}"), "cost", money(cost["usd"])),
+        ("held-out loss", figure(document["heldout_loss"], "{:.4f}"), "$/M tokens", money(usd_per_million)),
         (
             "execution accuracy",
             figure(accuracy, "{:.1%}") + (f" (baseline {baseline:.1%})" if baseline is not None else ""),
@@ -95,24 +96,24 @@ def money(usd: float | None) -> str:
     return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"
 
 
-def _categories(found: dict[str, Any]) -> Table:
-    host_time = found["host_time"]
+def _categories(document: dict[str, Any]) -> Table:
+    host_time = document["host_time"]
     table = Table(
         title=f"{host_time['purchased_host_s']:,.1f} host-seconds purchased"
-        + (f", after {span(host_time['queue_s'])} in the queue" if host_time["queue_s"] > 0 else ""),
+        + (f", after {format_duration(host_time['queue_s'])} in the queue" if host_time["queue_s"] > 0 else ""),
         title_justify="left",
         title_style="bold",
         box=None,
         pad_edge=False,
         expand=True,
     )
-    table.add_column("went to", min_width=12)
+    table.add_column("category", min_width=12)
     table.add_column("host-s", justify="right", min_width=7)
     table.add_column("share", justify="right", min_width=7)
     table.add_column("", min_width=_BAR)
     table.add_column("cost", justify="right", min_width=7)
     table.add_column("", style=_DIM, overflow="ellipsis", no_wrap=True, ratio=1)
-    for name, spent in found["categories"].items():
+    for name, spent in document["categories"].items():
         if not spent["host_ns"]:
             continue
         share = spent["share"] or 0.0
@@ -121,36 +122,35 @@ def _categories(found: dict[str, Any]) -> Table:
     return table
 
 
-def _incidents(found: dict[str, Any]) -> list[RenderableType]:
+def _incidents(document: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for incident in found["incidents"]:
-        line = Text(f"{span(incident['at_s']):>12}  ", style=_DIM)
+    for incident in document["incidents"]:
+        line = Text(f"{format_duration(incident['at_s']):>12}  ", style=_DIM)
         line.append(incident["kind"], style="bold")
         parts.append(line)
         parts.append(Padding(Text(incident["sentence"], style="default"), (0, 0, 0, 14)))
-    total = found["incident_kinds"].get("all")
+    total = document["incident_kinds"].get("all")
     if total:
-        parts.append(
-            Text(
-                f"lost per incident: p50 {span(total['lost_s_p50'])}, p95 {span(total['lost_s_p95'])} "
-                f"({total['recovered']} of {total['count']} recovered); "
-                f"noticed after p50 {span(total['detect_s_p50'])}, p95 {span(total['detect_s_p95'])}"
-            )
+        lost, detect = (
+            f"p50 {format_duration(total[f'{name}_s_p50'])}, p95 {format_duration(total[f'{name}_s_p95'])}"
+            for name in ("lost", "detect")
         )
+        recovered = f"({total['recovered']} of {total['count']} recovered)"
+        parts.append(Text(f"lost per incident: {lost} {recovered}; noticed after {detect}"))
     return parts
 
 
-def _exposure(found: dict[str, Any]) -> Table:
+def _exposure(document: dict[str, Any]) -> Table:
     table = Table(title="Age of the newest restorable state", title_justify="left", title_style="bold", box=None)
     for name in ("tier", "versions", "newest step", "mean", "greatest", "at the end"):
         table.add_column(name, justify="left" if name == "tier" else "right")
-    for tier, ages in found["checkpoint_exposure"].items():
+    for tier, ages in document["checkpoint_exposure"].items():
         table.add_row(
             tier,
             str(ages["versions"]),
             str(ages["newest_step"]),
-            span(ages["mean_age_s"]),
-            span(ages["greatest_age_s"]),
-            span(ages["last_age_s"]),
+            format_duration(ages["mean_age_s"]),
+            format_duration(ages["greatest_age_s"]),
+            format_duration(ages["last_age_s"]),
         )
     return table

@@ -1,31 +1,11 @@
-"""How many ranks make which layout, and which state they can start from. Pure."""
+"""Which in-memory state the ranks of an attempt can start from. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muster.config.spec import Parallelism
-from muster.core.types import Layout
-
-
-def layout_for(parallelism: Parallelism, world_size: int) -> Layout | None:
-    """The layout that ``world_size`` ranks can form; None when they cannot.
-
-    Tensor parallelism is kept as given. Replicas are given up before shards: with the replica's size fixed
-    (``dp_shard`` given), as many whole replicas as fit; with ``dp_shard: -1`` the replicas asked for if
-    they divide the ranks, else one.
-    """
-    tp = parallelism.tp
-    if world_size < tp or world_size % tp:
-        return None
-    data_ranks = world_size // tp
-    if parallelism.dp_shard == -1:
-        replicas = parallelism.dp_replicate if data_ranks % parallelism.dp_replicate == 0 else 1
-        return Layout(dp_replicate=replicas, dp_shard=data_ranks // replicas, tp=tp)
-    if data_ranks % parallelism.dp_shard == 0 and data_ranks >= parallelism.dp_shard:
-        return Layout(dp_replicate=data_ranks // parallelism.dp_shard, dp_shard=parallelism.dp_shard, tp=tp)
-    return Layout(dp_shard=data_ranks, tp=tp) if data_ranks < parallelism.dp_shard else None
+from muster.core.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

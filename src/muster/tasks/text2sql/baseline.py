@@ -36,21 +36,21 @@ def abstract(sql: str, schema: str) -> str:
     """A query with the schema's names and all literals replaced by slots."""
     tables, columns = names(schema)
     seen: dict[str, list[str]] = {"table": [], "column": []}
-    found = []
+    result = []
     for piece in _PIECE.findall(sql.replace("{", "{{").replace("}", "}}")):
         low = piece.lower()
         kind = "table" if low in tables else "column" if low in columns else None
         if kind:
             if low not in seen[kind]:
                 seen[kind].append(low)
-            found.append(f"{{{kind}{seen[kind].index(low)}}}")
+            result.append(f"{{{kind}{seen[kind].index(low)}}}")
         elif piece[0] == "'":
-            found.append("{text}")
+            result.append("{text}")
         elif piece[0].isdigit():
-            found.append("{number}")
+            result.append("{number}")
         else:
-            found.append(piece)
-    return "".join(found)
+            result.append(piece)
+    return "".join(result)
 
 
 def fill(template: str, schema: str) -> str:
@@ -76,7 +76,7 @@ def names(schema: str) -> tuple[list[str], list[str]]:
     tables: list[str] = []
     columns: list[str] = []
     after_table = False
-    for word in (found.lower() for found in _WORD.findall(schema)):
+    for word in (result.lower() for result in _WORD.findall(schema)):
         if word == "table":
             after_table = True
         elif after_table and word not in ("if", "not", "exists"):

@@ -1,9 +1,9 @@
-"""Text-to-SQL, generated: schemas, filled databases, questions and gold queries, seeded and without end.
+"""Text-to-SQL, generated: schemas, filled databases, questions and gold queries, seeded and unlimited.
 
 Example i of (level, seed, split) is a pure function of these four, the same in every process and Python.
 Level 1: one table, four shapes (count, aggregate, list, aggregate with a condition). 2 adds conditions and
 ordering, 3 joins, grouping and HAVING, 4 nested conditions. Held-out tables never occur in training (`schemas`).
-A gold query never returns nothing, NULL or zero, and held-out databases tell gold from its likely mistakes.
+A gold query never returns nothing, NULL or zero, and held-out databases distinguish gold from its likely mistakes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prompt_text(schema_text: str, question: str) -> str:
 
 
 def generate(level: int, rows: int, seed: int, heldout: bool = False, start: int = 0) -> list[Example]:
-    """Examples ``start`` to ``start + rows`` of the endless sequence of (level, seed, split)."""
+    """Examples ``start`` to ``start + rows`` of the unlimited sequence of (level, seed, split)."""
     return list(examples(level, rows, seed, heldout=heldout, start=start))
 
 
@@ -77,23 +77,23 @@ def examples(level: int, rows: int, seed: int, *, heldout: bool = False, start: 
 
 
 def example(level: int, seed: int, index: int, *, heldout: bool = False) -> Example:
-    """One example, drawn anew until its rows suit the query."""
+    """One example, redrawn until its rows suit the query."""
     if level not in LEVELS:
         raise ValueError(f"level {level} is not one of {LEVELS}")
     split = "heldout" if heldout else "train"
     for attempt in range(_TRIES):
         # A string seed goes through SHA-512 (random.seed, version 2): independent of PYTHONHASHSEED.
         rng = Random(f"muster-text2sql-1:{level}:{seed}:{split}:{index}:{attempt}")
-        found = _draw(rng, level, f"text2sql-l{level}-s{seed}-{split}-{index}", heldout)
-        if found is not None:
-            return found
+        drawn = _draw(rng, level, f"text2sql-l{level}-s{seed}-{split}-{index}", heldout)
+        if drawn is not None:
+            return drawn
     raise AssertionError(f"no example after {_TRIES} draws: level {level}, seed {seed}, {split} {index}")
 
 
-def build_database(found: Example) -> sqlite3.Connection:
+def build_database(drawn: Example) -> sqlite3.Connection:
     """The example's tables, filled, in memory. The caller closes it. Same example, same rows."""
     connection = sqlite3.connect(":memory:")
-    for table in found.tables:
+    for table in drawn.tables:
         connection.execute(create_statement(table))
         marks = ", ".join("?" * len(table.columns))
         connection.executemany(f"INSERT INTO {table.name} VALUES ({marks})", table.rows)
@@ -125,7 +125,7 @@ def _draw(rng: Random, level: int, database_id: str, heldout: bool) -> Example |
         return None
     shown = list(tables)
     rng.shuffle(shown)
-    found = Example(
+    drawn = Example(
         question=draft.question,
         schema_text=schema_text(tuple(shown)),
         gold_sql=draft.sql,
@@ -133,11 +133,11 @@ def _draw(rng: Random, level: int, database_id: str, heldout: bool) -> Example |
         shape=shape.__name__,
         tables=tuple(shown),
     )
-    # One table's shapes are right by construction; joins and nesting are run. Held-out ones must also tell
-    # gold from its decoys.
-    if (heldout or len(tables) > 1 or level >= 3) and not _is_telling(found, draft, decoys=heldout):
+    # One table's shapes are right by construction; joins and nesting are run. Held-out ones must also
+    # distinguish gold from its decoys.
+    if (heldout or len(tables) > 1 or level >= 3) and not _distinguishes(drawn, draft, decoys=heldout):
         return None
-    return found
+    return drawn
 
 
 def _shape_and_tables(rng: Random, level: int, heldout: bool) -> tuple[Shape, tuple[Table, ...]]:
@@ -166,16 +166,16 @@ def _of_one(shape: Shape, place: int) -> Shape:
     return chosen
 
 
-def _is_telling(found: Example, draft: Draft, *, decoys: bool) -> bool:
+def _distinguishes(drawn: Example, draft: Draft, *, decoys: bool) -> bool:
     """Whether the gold query returns something, and something that its decoys do not."""
-    connection = build_database(found)
+    connection = build_database(drawn)
     try:
-        gold = run_query(found.gold_sql, connection)
+        gold = run_query(drawn.gold_sql, connection)
         if gold.problem:
-            raise AssertionError(f"gold query fails: {gold.message}: {found.gold_sql}")
+            raise AssertionError(f"gold query fails: {gold.message}: {drawn.gold_sql}")
         if not gold.rows or all(value in (None, 0) for row in gold.rows for value in row):
             return False
-        ordered = orders_its_result(found.gold_sql)
+        ordered = orders_its_result(drawn.gold_sql)
         for decoy in draft.decoys if decoys else ():
             other = run_query(decoy, connection)
             if other.problem:

@@ -2,7 +2,7 @@
 
 A shape draws a question, its gold query and *decoys*: queries a model could easily write instead. A filled
 database is accepted only where no decoy returns what the gold query returns, so a wrong answer cannot pass.
-Identifiers stand after a space wherever they can, so that a word-level vocabulary has one token for each.
+Identifiers follow a space wherever they can, so that a word-level vocabulary has one token for each.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def comparison(rng: Random, table: Table, *, prefix: str = "") -> Condition:
 def condition(rng: Random, table: Table, *, prefix: str = "") -> Condition:
     """Any simple filter of level 2: comparisons, equality, inequality, a range; it keeps some rows and drops some."""
     for _ in range(20):
-        found = _any_condition(rng, table, prefix)
-        if 0 < found.count(table) < len(table.rows):
-            return found
-    return comparison(rng, table, prefix=prefix) if table.named("number") else found
+        result = _any_condition(rng, table, prefix)
+        if 0 < result.count(table) < len(table.rows):
+            return result
+    return comparison(rng, table, prefix=prefix) if table.named("number") else result
 
 
 def _threshold(table: Table, column: str, operator: str, rng: Random, prefix: str) -> Condition:
-    place = [each.name for each in table.columns].index(column)
+    place = [other.name for other in table.columns].index(column)
     ordered = sorted(int(value) for value in table.values(column))
     bound = ordered[rng.randint(2, len(ordered) - 3)]
     words = {">": "above", "<": "below", ">=": "at least", "<=": "at most"}[operator]
@@ -73,7 +73,7 @@ def _any_condition(rng: Random, table: Table, prefix: str) -> Condition:
     numbers = table.named("number")
     if texts and (not numbers or rng.random() < 0.45):
         column = rng.choice(texts)
-        place = [each.name for each in table.columns].index(column)
+        place = [other.name for other in table.columns].index(column)
         value = rng.choice(table.values(column))
         if rng.random() < 0.75:
             return Condition(
@@ -89,7 +89,7 @@ def _any_condition(rng: Random, table: Table, prefix: str) -> Condition:
     column = rng.choice(numbers)
     if rng.random() < 0.75:
         return _threshold(table, column, rng.choice((">", "<", ">=", "<=")), rng, prefix)
-    place = [each.name for each in table.columns].index(column)
+    place = [other.name for other in table.columns].index(column)
     ordered = sorted(int(value) for value in table.values(column))
     low, high = ordered[rng.randint(0, 2)], ordered[rng.randint(-3, -1)]
     return Condition(
@@ -114,7 +114,7 @@ def aggregate(rng: Random, tables: tuple[Table, ...]) -> Draft:
     return Draft(
         question=f"{word} {column} of {table.name}",
         sql=f"SELECT {function}( {column} ) FROM {table.name}",
-        decoys=tuple(f"SELECT {each} FROM {table.name}" for each in _other_aggregates(table, function, column)),
+        decoys=tuple(f"SELECT {other} FROM {table.name}" for other in _other_aggregates(table, function, column)),
     )
 
 
@@ -142,8 +142,8 @@ def aggregate_where(rng: Random, tables: tuple[Table, ...]) -> Draft:
             f"SELECT {function}( {column} ) FROM {table.name}",
             f"SELECT {function}( {column} ) FROM {table.name} WHERE {swapped}",
             *(
-                f"SELECT {each} FROM {table.name} WHERE {kept.sql}"
-                for each in _other_aggregates(table, function, column)
+                f"SELECT {other} FROM {table.name} WHERE {kept.sql}"
+                for other in _other_aggregates(table, function, column)
             ),
         ),
     )

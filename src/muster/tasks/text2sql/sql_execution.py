@@ -1,8 +1,8 @@
-"""Predicted SQL, run safely: read-only, bounded in time, rows and memory, and judged against the gold query.
+"""Predicted SQL, run safely: read-only, bounded in time, rows and memory, and compared with the gold query.
 
-What comes in was written by a model: it may loop, write, attach files or build gigabyte strings. An authorizer
+Queries are written by a model: they may loop, write, attach files or build gigabyte strings. An authorizer
 allows reading and pure functions only; a progress handler stops a query at its time limit; SQLite's own limits
-bound strings and statements. Whatever is stopped counts as wrong.
+bound strings and statements. A query that is stopped counts as wrong.
 """
 
 from __future__ import annotations
@@ -101,35 +101,35 @@ def compare(predicted_sql: str, gold_sql: str, database: Database, timeout_s: fl
             return Outcome(correct=False, method="execution", reason="gold query timed out")
         if gold.problem:
             raise UsageError(f"gold query does not run: {gold.message}: {gold_sql}", hint="fix or remove this row")
-        found = run_query(predicted_sql, connection, timeout_s=timeout_s)
-    if found.problem:
-        reason = f"error: {found.message}" if found.problem == "error" else found.problem
+        result = run_query(predicted_sql, connection, timeout_s=timeout_s)
+    if result.problem:
+        reason = f"error: {result.message}" if result.problem == "error" else result.problem
         return Outcome(correct=False, method="execution", reason=reason, gold_rows=gold.rows[:10])
-    same = same_rows(found.rows, gold.rows, ordered=orders_its_result(gold_sql))
+    same = same_rows(result.rows, gold.rows, ordered=orders_its_result(gold_sql))
     return Outcome(
         correct=same,
         method="execution",
         reason=None if same else "rows differ",
-        rows=found.rows[:10],
+        rows=result.rows[:10],
         gold_rows=gold.rows[:10],
     )
 
 
 def match(predicted_sql: str, gold_sql: str) -> Outcome:
-    """Whether both queries are the same text after normalising: for data whose tables are not here."""
+    """Whether both queries are the same text after normalising: for data without its tables."""
     same = normalise(predicted_sql) == normalise(gold_sql)
     return Outcome(correct=same, method="query_match", reason=None if same else "query differs")
 
 
-def same_rows(found: Sequence[tuple[Any, ...]], gold: Sequence[tuple[Any, ...]], *, ordered: bool) -> bool:
+def same_rows(result: Sequence[tuple[Any, ...]], gold: Sequence[tuple[Any, ...]], *, ordered: bool) -> bool:
     """Rows compared after rounding floats to nine digits; 2 and 2.0 are the same, 2 and '2' are not."""
     if ordered:
-        return list(found) == list(gold)
-    return Counter(found) == Counter(gold)
+        return list(result) == list(gold)
+    return Counter(result) == Counter(gold)
 
 
 def orders_its_result(sql: str) -> bool:
-    """Whether ORDER BY stands at the top level (not in a subquery, a window, a string or a quoted name)."""
+    """Whether ORDER BY is at the top level (not in a subquery, a window, a string or a quoted name)."""
     depth = 0
     words: list[str] = []
     for token in _tokens(sql):
@@ -145,17 +145,17 @@ def orders_its_result(sql: str) -> bool:
 def normalise(sql: str) -> tuple[str, ...]:
     """Tokens of a query in a comparable form: names, keywords and string values in one case, quotes of names gone,
     one spelling of unequal, no closing semicolon. Values compare case-insensitively, as WikiSQL's scorer does."""
-    found = []
+    result = []
     for token in _tokens(sql):
         if token[0] == "'":
-            found.append(token.lower())
+            result.append(token.lower())
         elif token[0] in '"`[':
-            found.append(token[1:-1].lower())
+            result.append(token[1:-1].lower())
         else:
-            found.append({"!=": "<>", "==": "="}.get(token, token.lower()))
-    while found and found[-1] == ";":
-        found.pop()
-    return tuple(found)
+            result.append({"!=": "<>", "==": "="}.get(token, token.lower()))
+    while result and result[-1] == ";":
+        result.pop()
+    return tuple(result)
 
 
 _TOKEN = re.compile(

@@ -6,7 +6,7 @@ one host. Parameters live on these meshes (what a gradient norm has to cross):
 * one that tensor parallelism leaves whole: ``DTensor`` on ``shard`` (axis ``dp_shard``), equal on all tp ranks;
 * one that it splits: ``DTensor`` on (``dp_shard``, ``tp``).
 
-Replicas are never part of a parameter's mesh: ``reduce.Axes`` sums over them.
+Replicas are never part of a parameter's mesh: ``reduce.ReduceGroups`` sums over them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def make_meshes(layout: Layout, device_type: str, *, replica: int | None = None)
     """
     world = dist.get_world_size()
     inner = (layout.dp_shard, layout.tp)
-    if layout.pp * layout.cp != 1:
-        raise UsageError(f"layout {layout} has pp or cp, which this trainer does not run", hint="set pp: 1 and cp: 1")
+    if layout != Layout(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp):
+        hint = "set every axis but dp_replicate, dp_shard and tp to 1"
+        raise UsageError(f"layout {layout.key} has an axis that this trainer does not run", hint=hint)
     if replica is not None and world == layout.dp_shard * layout.tp:
         mesh = init_device_mesh(device_type, inner, mesh_dim_names=("dp_shard", "tp"))
         return Meshes(layout, mesh["dp_shard"], mesh["tp"], None, replica)

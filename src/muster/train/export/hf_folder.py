@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a committed checkpoint, made tensor by tensor in one process, and checked.
+"""A Hugging Face folder from a committed checkpoint, written tensor by tensor in one process, and verified.
 
-Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and what
-was found, or ``error``, ``hint`` and ``exit_code``.
+Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and
+the results, or ``error``, ``hint`` and ``exit_code``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,23 @@ from muster.core.clock import SystemShell
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.protocols import Shell
 from muster.train.export import verification
-from muster.train.export.sources import Make, Parts, choose, maker_of, open_parts, read_spec, reference_model, stored
+from muster.train.export.sources import (
+    ExportSources,
+    Make,
+    choose_checkpoint,
+    maker_of,
+    open_sources,
+    read_spec,
+    reference_model,
+    stored,
+)
 from muster.train.model import lora
 from muster.train.model.causal_lm import DTYPES, on_meta
 
-#: Largest safetensors file, as transformers cuts them.
+#: Largest safetensors file, as in transformers.
 MAX_FILE_BYTES = 5_000_000_000
 ADAPTER_MARK = ".default."
-"""What peft puts before ``weight`` for the adapter of that name, and leaves out of its files."""
+"""The adapter's name, which peft puts before ``weight`` in the model and omits in its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +58,18 @@ class Exported:
     bytes: int
     seconds: float
     checked: Mapping[str, Any] = field(default_factory=dict)
-    """From ``verify_export``; empty where that was not wanted."""
+    """From ``verification``; empty if that was disabled."""
 
     def lines(self) -> tuple[str, ...]:
-        """What to say about it."""
-        wrote = f"step {self.step} ({self.kind}, {self.dtype}, {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB)"
-        found = [f"exported {wrote} to {self.folder}"]
+        """Messages for the user."""
+        content = f"step {self.step} ({self.kind}, {self.dtype}, {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB)"
+        lines = [f"exported {content} to {self.folder}"]
         if self.checked:
-            found.append(
+            lines.append(
                 f"reloaded in a fresh process: logits differ by {self.checked['relative_difference']:.2g} of their norm"
                 f" (limit {self.checked['limit']:.2g}), {self.checked['agreement']:.1%} of next tokens equal"
             )
-        return tuple(found)
+        return tuple(lines)
 
 
 def export(
@@ -73,13 +82,13 @@ def export(
     verify: bool = True,
     shell: Shell | None = None,
 ) -> Exported:
-    """Write the folder of the newest valid checkpoint (or of step ``checkpoint``) and check it before it appears.
+    """Write the folder of the newest valid checkpoint (or of step ``checkpoint``) and verify it before it appears.
 
     LoRA is merged into its base, or written as a PEFT adapter. ``dtype`` defaults to the run's compute type.
-    One tensor at a time is held, besides a file's worth of output; the check holds the whole model.
+    One tensor at a time is in memory, besides one file's output; the verification holds the whole model.
 
     Raises:
-        UsageError: the folder is taken, or this cannot be exported that way.
+        UsageError: the folder exists, or this export is not possible.
         CheckpointError: there is no such checkpoint, or the reloaded folder gives other logits.
     """
     began = time.monotonic()
@@ -89,31 +98,31 @@ def export(
     dtype = dtype or spec.model.dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    manifest = choose(spec, run_dir, checkpoint)
+    manifest = choose_checkpoint(spec, run_dir, checkpoint)
     adapter = spec.model.lora is not None and not merge_lora
     kind = "adapter" if adapter else "merged" if spec.model.lora else "model"
     target = Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}"
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} exists already", hint="remove it or choose another folder with --out")
+        raise UsageError(f"{target} already exists", hint="remove it or choose another folder with --out")
     reader = ShardReader(open_checkpoint(manifest))
-    parts = open_parts(spec, run_dir, reader)
-    with temporary_beside(target) as folder:
+    sources = open_sources(spec, run_dir, reader)
+    with temporary_folder_beside(target) as folder:
         if adapter:
-            tensors, size = write_adapter(folder, parts)
+            tensors, size = write_adapter(folder, sources)
         else:
-            tensors, size = write_model(folder, parts, DTYPES[dtype])
+            tensors, size = write_model(folder, sources, DTYPES[dtype])
         copy_tokenizer(run_dir / "tokenizer", folder)
         checked: dict[str, Any] = {}
         if verify:
-            reference = reference_model(parts)
+            reference = reference_model(sources)
             checked = verification.verify(
                 folder,
                 reference,
-                base=str(parts.folder.path) if adapter and parts.folder else None,
+                base=str(sources.folder.path) if adapter and sources.folder else None,
                 dtype="float32" if adapter else dtype,
                 shell=shell or SystemShell(),
             )
-        open_modes(folder)
+        apply_umask(folder)
         if target.is_dir():
             target.rmdir()
         os.rename(folder, target)
@@ -132,56 +141,57 @@ def export(
 # ---------------------------------------------------------------- the whole model
 
 
-def write_model(folder: Path, parts: Parts, dtype: torch.dtype) -> tuple[int, int]:
+def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tuple[int, int]:
     """Weights, config and generation config; returns (tensors, bytes)."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in parts.model.named_parameters()}
-    # Buffers that belong to the model's files but are not trained: only a pretrained folder has them.
+    shapes = {name: tuple(parameter.shape) for name, parameter in sources.model.named_parameters()}
+    # Buffers that are in the model's files but not trained: only a pretrained folder has them.
     transient = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in parts.model.named_modules()
+        for prefix, module in sources.model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    buffers = {name: tuple(b.shape) for name, b in parts.model.named_buffers() if name not in transient}
-    makers = {name: maker_of(name, parts) for name in shapes} | {name: stored(name, parts) for name in buffers}
-    lora_names = {plain_owner(name) for name in parts.trained if lora.is_adapter_name(name)}
-    used = {name for name in parts.trained if name in shapes} | {name for name in parts.trained if ".lora_" in name}
-    unknown = sorted(parts.trained - used) + sorted(lora_names - set(shapes))
+    buffers = {name: tuple(b.shape) for name, b in sources.model.named_buffers() if name not in transient}
+    makers = {name: maker_of(name, sources) for name in shapes} | {name: stored(name, sources) for name in buffers}
+    lora_names = {plain_owner(name) for name in sources.trained if lora.is_adapter_name(name)}
+    used = {name for name in sources.trained if name in shapes} | {name for name in sources.trained if ".lora_" in name}
+    unknown = sorted(sources.trained - used) + sorted(lora_names - set(shapes))
     if unknown:
-        raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(parts.model).__name__} does not")
+        raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(sources.model).__name__} does not")
     itemsize = dtype.itemsize
     sizes = {name: int(torch.Size(shape).numel()) * itemsize for name, shape in (shapes | buffers).items()}
     written = write_safetensors(folder, "model", makers, sizes, dtype)
-    parts.config.architectures = [type(parts.model).__name__]
-    parts.config.dtype = dtype
-    parts.config.save_pretrained(folder)
-    write_generation_config(folder, parts)
+    sources.config.architectures = [type(sources.model).__name__]
+    sources.config.dtype = dtype
+    sources.config.save_pretrained(folder)
+    write_generation_config(folder, sources)
     return len(makers), written
 
 
 # ---------------------------------------------------------------- the adapter alone
 
 
-def write_adapter(folder: Path, parts: Parts) -> tuple[int, int]:
+def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     """The adapter as PEFT writes it; returns (tensors, bytes)."""
-    assert parts.spec.model is not None and parts.spec.model.lora is not None
-    if parts.spec.model.source is None:
-        raise UsageError("the adapter's base is random and lies nowhere", hint="export it merged")
-    with_adapters = on_meta(parts.config, torch.float32)
-    config = lora.add_adapters(with_adapters, parts.spec.model.lora, torch.float32)
+    assert sources.spec.model is not None and sources.spec.model.lora is not None
+    if sources.spec.model.source is None:
+        raise UsageError("the adapter's base is random and not stored anywhere", hint="export it merged")
+    with_adapters = on_meta(sources.config, torch.float32)
+    config = lora.add_adapters(with_adapters, sources.spec.model.lora, torch.float32)
     expected = set(lora.adapter_names(with_adapters))
-    if expected != parts.trained:
-        odd = sorted(expected ^ parts.trained)
-        raise CheckpointError(f"the checkpoint and the adapter differ in {len(odd)} tensors, the first is {odd[0]}")
-    config.base_model_name_or_path = parts.spec.model.source
-    config.revision = parts.spec.model.revision
+    if expected != sources.trained:
+        different = sorted(expected ^ sources.trained)
+        problem = f"differ in {len(different)} tensors, the first is {different[0]}"
+        raise CheckpointError(f"the checkpoint and the adapter {problem}")
+    config.base_model_name_or_path = sources.spec.model.source
+    config.revision = sources.spec.model.revision
     config.inference_mode = True
     config.save_pretrained(folder)
     makers: dict[str, Make] = {}
     sizes = {}
     for name in sorted(expected):
         key = f"base_model.model.{name.replace(ADAPTER_MARK, '.')}"
-        makers[key] = lambda name=name: read_tensor(parts.reader, f"model.{name}")  # type: ignore[misc]
-        sizes[key] = int(torch.Size(parts.reader.shapes()[f"model.{name}"]).numel()) * 4
+        makers[key] = lambda name=name: read_tensor(sources.reader, f"model.{name}")  # type: ignore[misc]
+        sizes[key] = int(torch.Size(sources.reader.shapes()[f"model.{name}"]).numel()) * 4
     written = write_safetensors(folder, "adapter_model", makers, sizes, None)
     return len(makers), written
 
@@ -192,7 +202,7 @@ def write_adapter(folder: Path, parts: Parts) -> tuple[int, int]:
 def write_safetensors(
     folder: Path, stem: str, makers: Mapping[str, Make], sizes: Mapping[str, int], dtype: torch.dtype | None
 ) -> int:
-    """One file, or several of at most 5 GB with an index; a file's tensors are made just before it is written."""
+    """One file, or several of at most 5 GB with an index; a file's tensors are computed just before it is written."""
     from safetensors.torch import save_file
 
     groups: list[list[str]] = [[]]
@@ -207,32 +217,32 @@ def write_safetensors(
     for number, names in enumerate(groups, 1):
         single = len(groups) == 1
         file = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        made = {}
+        tensors = {}
         for name in names:
             tensor = makers[name]()
-            made[name] = (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
-            total += made[name].numel() * made[name].element_size()
+            tensors[name] = (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+            total += tensors[name].numel() * tensors[name].element_size()
             places[name] = file
-        save_file(made, folder / file, metadata={"format": "pt"})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total
 
 
-def write_generation_config(folder: Path, parts: Parts) -> None:
-    """The base's, or one that knows the tokenizer's special tokens."""
+def write_generation_config(folder: Path, sources: ExportSources) -> None:
+    """The base's, or a new one with the tokenizer's special tokens."""
     from transformers import GenerationConfig
 
-    given = parts.folder.path / "generation_config.json" if parts.folder else None
+    given = sources.folder.path / "generation_config.json" if sources.folder else None
     if given is not None and given.is_file():
         shutil.copyfile(given, folder / given.name)
         return
-    config = GenerationConfig.from_model_config(parts.config)
-    if (parts.tokenizer / "tokenizer.json").is_file():
+    config = GenerationConfig.from_model_config(sources.config)
+    if (sources.tokenizer / "tokenizer.json").is_file():
         from muster.data.tokenizer import Encoder
 
-        encoder = Encoder(parts.tokenizer)
+        encoder = Encoder(sources.tokenizer)
         for role, token in encoder.special.items():
             if role in ("bos", "eos", "pad"):
                 setattr(config, f"{role}_token_id", encoder.fast.token_to_id(token))
@@ -240,14 +250,14 @@ def write_generation_config(folder: Path, parts: Parts) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files as the run keeps them; none where the run had no tokenizer."""
+    """The tokenizer's files from the run's folder; none if the run had no tokenizer."""
     for path in sorted(source.iterdir()) if source.is_dir() else []:
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
 
-def open_modes(folder: Path) -> None:
-    """Modes as the umask says: safetensors writes its files for the owner alone, whatever the umask."""
+def apply_umask(folder: Path) -> None:
+    """Set file modes by the umask: safetensors ignores it and writes files for the owner only."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -257,8 +267,8 @@ def open_modes(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary_beside(target: Path) -> Iterator[Path]:
-    """A folder in the target's file system that is gone when the block fails."""
+def temporary_folder_beside(target: Path) -> Iterator[Path]:
+    """A folder in the target's file system that is removed if the block fails."""
     folder = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-verify", action="store_true")
     given = parser.parse_args(argv)
     try:
-        found = export(
+        exported = export(
             given.run_dir,
             given.out,
             checkpoint=given.step,
@@ -293,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MusterError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "exit_code": error.exit_code}), flush=True)
         return error.exit_code
-    print(json.dumps({**asdict(found), "folder": str(found.folder), "lines": found.lines()}), flush=True)
+    print(json.dumps({**asdict(exported), "folder": str(exported.folder), "lines": exported.lines()}), flush=True)
     return 0
 
 

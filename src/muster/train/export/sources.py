@@ -1,4 +1,4 @@
-"""What an export is made from: the checkpoint's tensors, the base's, and the training state as a model."""
+"""The sources of an export: the checkpoint's tensors, the base's, and the training state as a model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from muster.train.model import lora, pretrained, weights
 from muster.train.model.causal_lm import on_meta, read_config
 
 Make = Callable[[], Tensor]
-#: More tokens than any tokenizer has: a stand-in on the meta device until the checkpoint says how many.
+#: More tokens than any tokenizer has: a placeholder on the meta device until the checkpoint's shape is known.
 ANY_VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Everything that the tensors are made from."""
+class ExportSources:
+    """Everything that the tensors are computed from."""
 
     spec: RunSpec
     config: Any
@@ -41,7 +41,7 @@ class Parts:
 
     @cached_property
     def drawn(self) -> dict[str, Tensor]:
-        """The random base of an adapter, whole: a function of (seed, name), so it can be had again."""
+        """The random base of an adapter: a function of (seed, name), so it can be recomputed."""
         model = on_meta(self.config, torch.float32)
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -59,35 +59,35 @@ def read_spec(run_dir: Path) -> RunSpec:
     try:
         spec = RunSpec.model_validate_json(path.read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint="is this a run's folder?") from error
+        raise UsageError(f"{path} cannot be read: {error}", hint="give a run's folder") from error
     if spec.model is None:
-        raise UsageError(f"{run_dir} is a run of a foreign command; it has no model to export")
+        raise UsageError(f"{run_dir} is a run of `command`; it has no model to export")
     return spec
 
 
-def choose(spec: RunSpec, run_dir: Path, step: int | None) -> Manifest:
-    """The checkpoint to export, its checksums verified."""
+def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None) -> Manifest:
+    """The checkpoint to export, with verified checksums."""
     store: Store = open_store()
     directory = spec.checkpoint.dir or uris.join(str(run_dir), "checkpoints")
-    skipped: list[str] = []
+    rejected: list[str] = []
     if step is None:
-        found = newest_valid(store, directory, lambda uri, reason: skipped.append(f"{uris.name(uri)}: {reason}"))
-        if found is None:
-            why = f" ({'; '.join(skipped)})" if skipped else ""
-            raise CheckpointError(f"no usable checkpoint in {directory}{why}", hint="let the run save one first")
-        return found
-    there = committed(store, directory)
-    for manifest in there:
+        newest = newest_valid(store, directory, lambda uri, reason: rejected.append(f"{uris.name(uri)}: {reason}"))
+        if newest is None:
+            reasons = f" ({'; '.join(rejected)})" if rejected else ""
+            raise CheckpointError(f"no usable checkpoint in {directory}{reasons}", hint="let the run save one first")
+        return newest
+    manifests = committed(store, directory)
+    for manifest in manifests:
         if manifest.step == step:
             problem = missing(manifest) or damage(manifest)
             if problem:
                 raise CheckpointError(f"{manifest.uri}: {problem}")
             return manifest
-    steps = ", ".join(str(manifest.step) for manifest in there) or "none"
+    steps = ", ".join(str(manifest.step) for manifest in manifests) or "none"
     raise CheckpointError(f"no committed checkpoint of step {step} in {directory}", hint=f"there are: {steps}")
 
 
-def open_parts(spec: RunSpec, run_dir: Path, reader: ShardReader) -> Parts:
+def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSources:
     assert spec.model is not None
     folder = None
     if spec.model.source is not None:
@@ -97,7 +97,7 @@ def open_parts(spec: RunSpec, run_dir: Path, reader: ShardReader) -> Parts:
     config = read_config(spec, folder.path if folder else None, ANY_VOCABULARY if unknown else 1)
     model = on_meta(config, torch.float32)
     if folder is None and spec.model.lora is None:
-        # The vocabulary came from the tokenizer when the run began; the checkpoint still knows it.
+        # The vocabulary size came from the tokenizer when the run started; the checkpoint's shape has it.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         name = names[id(model.get_input_embeddings().weight)]
         shape = reader.shapes().get(f"model.{name}")
@@ -109,29 +109,29 @@ def open_parts(spec: RunSpec, run_dir: Path, reader: ShardReader) -> Parts:
 
         config = read_config(spec, None, Encoder(run_dir / "tokenizer").vocab_size)
         model = on_meta(config, torch.float32)
-    return Parts(spec, config, model, folder, reader, run_dir / "tokenizer")
+    return ExportSources(spec, config, model, folder, reader, run_dir / "tokenizer")
 
 
-def maker_of(name: str, parts: Parts) -> Make:
-    """How a parameter of the plain model comes about: trained, merged, or as its base has it."""
-    if name in parts.trained:
-        return lambda: read_tensor(parts.reader, f"model.{name}")
-    assert parts.spec.model is not None
-    if parts.spec.model.lora is None:
-        raise CheckpointError(f"the checkpoint lacks {name}", hint="is it of another model?")
+def maker_of(name: str, sources: ExportSources) -> Make:
+    """How a parameter of the plain model is computed: trained, merged, or from its base."""
+    if name in sources.trained:
+        return lambda: read_tensor(sources.reader, f"model.{name}")
+    assert sources.spec.model is not None
+    if sources.spec.model.lora is None:
+        raise CheckpointError(f"the checkpoint lacks {name}", hint="check that it is of the same model")
     owner, _, leaf = name.rpartition(".")
     a, b = f"model.{owner}.lora_A.default.weight", f"model.{owner}.lora_B.default.weight"
-    if leaf == "weight" and a in parts.reader.shapes():
-        return lambda: merged(owner, stored(name, parts)(), a, b, parts)
-    return stored(name, parts)
+    if leaf == "weight" and a in sources.reader.shapes():
+        return lambda: merged(owner, stored(name, sources)(), a, b, sources)
+    return stored(name, sources)
 
 
-def merged(owner: str, base: Tensor, a: str, b: str, parts: Parts) -> Tensor:
+def merged(owner: str, base: Tensor, a: str, b: str, sources: ExportSources) -> Tensor:
     """``W + alpha / rank * B A``, in float32."""
-    settings = parts.spec.model.lora if parts.spec.model else None
+    settings = sources.spec.model.lora if sources.spec.model else None
     assert settings is not None
-    delta = read_tensor(parts.reader, b).float() @ read_tensor(parts.reader, a).float()
-    module = parts.model.get_submodule(owner)
+    delta = read_tensor(sources.reader, b).float() @ read_tensor(sources.reader, a).float()
+    module = sources.model.get_submodule(owner)
     if not isinstance(module, torch.nn.Linear):
         if type(module).__name__ != "Conv1D":
             raise UsageError(f"cannot merge into {owner}, a {type(module).__name__}", hint="export it with --adapter")
@@ -139,42 +139,42 @@ def merged(owner: str, base: Tensor, a: str, b: str, parts: Parts) -> Tensor:
     return base.float() + delta * (settings.alpha / settings.rank)
 
 
-def stored(name: str, parts: Parts) -> Make:
-    """As the base has it: from its files, or drawn again where it was random."""
+def stored(name: str, sources: ExportSources) -> Make:
+    """From the base's files, or recomputed if it was random."""
 
     def read() -> Tensor:
-        if parts.folder is None:
-            return parts.drawn[name].detach()
-        place = pretrained.place_of(name, parts.folder, f"{parts.model.base_model_prefix}.")
+        if sources.folder is None:
+            return sources.drawn[name].detach()
+        place = pretrained.place_of(name, sources.folder, f"{sources.model.base_model_prefix}.")
         if place is None:
-            raise CheckpointError(f"neither the checkpoint nor {parts.folder.path} holds {name}")
-        with pretrained.opened(parts.folder.files[place]) as file:
-            found: Tensor = file.get_tensor(place)
-            return found
+            raise CheckpointError(f"neither the checkpoint nor {sources.folder.path} holds {name}")
+        with pretrained.opened(sources.folder.files[place]) as file:
+            tensor: Tensor = file.get_tensor(place)
+            return tensor
 
     return read
 
 
-def reference_model(parts: Parts) -> Any:
-    """The training state as a model on the CPU in float32: the base and its adapters, apart as they were trained.
+def reference_model(sources: ExportSources) -> Any:
+    """The training state as a model on the CPU in float32: the base and its adapters, unmerged.
 
-    Takes another way than the export: nothing is merged, and values go in by the trainer's own functions.
+    Independent of the export: nothing is merged, and values are loaded by the trainer's own functions.
     """
-    assert parts.spec.model is not None
-    model = on_meta(parts.config, torch.float32)
-    if parts.spec.model.lora is not None:
-        lora.add_adapters(model, parts.spec.model.lora, torch.float32)
+    assert sources.spec.model is not None
+    model = on_meta(sources.config, torch.float32)
+    if sources.spec.model.lora is not None:
+        lora.add_adapters(model, sources.spec.model.lora, torch.float32)
     model.to_empty(device="cpu")
     model.tie_weights()
     adapters = lora.adapter_names(model)
-    if parts.folder is not None:
-        pretrained.load(model, parts.folder, ignored=adapters)
+    if sources.folder is not None:
+        pretrained.load(model, sources.folder, ignored=adapters)
     else:
-        weights.initialise(model, seed=parts.spec.training.seed, device=torch.device("cpu"))
-    weights.recompute_buffers(model, persistent=parts.folder is None)
+        weights.initialise(model, seed=sources.spec.training.seed, device=torch.device("cpu"))
+    weights.recompute_buffers(model, persistent=sources.folder is None)
     named = dict(model.named_parameters())
-    for name in sorted(parts.trained):
+    for name in sorted(sources.trained):
         if name not in named:
             raise CheckpointError(f"the checkpoint holds {name!r}, which the run's model does not")
-        weights.fill(named[name], read_tensor(parts.reader, f"model.{name}"))
+        weights.fill(named[name], read_tensor(sources.reader, f"model.{name}"))
     return model.eval()

@@ -7,57 +7,26 @@ Decoupled weight decay, on matrices alone (not on norms and biases). Loshchilov 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from muster.config.spec import Optimizer as Settings
-from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
+from muster.train.optim.optimizer import decays_weight
 
 
-class Updates(Protocol):
-    """What the loop asks of an optimizer."""
-
-    @property
-    def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State name (``exp_avg``...) -> parameter name -> this rank's part; perhaps a copy."""
-        ...
-
-    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over values that were written into what ``moments`` gave."""
-        ...
-
-    def step(self, *, step: int, learning_rate: float, scale: Tensor, skip: Tensor) -> None:
-        """Apply update ``step`` with gradients times ``scale`` (0-d); nothing where ``skip`` is 1.0."""
-        ...
-
-
-def make_optimizer(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> Updates:
-    """The optimizer that the run file asks for.
-
-    Raises:
-        UsageError: 8-bit state is wanted and torchao is not installed, or the run is exact.
-    """
-    if settings.name == "adamw_8bit":
-        from muster.train.optim.adamw_8bit import AdamW8bit
-
-        if elementwise:
-            raise UsageError(
-                "training.exact needs whole optimizer state: 8-bit blocks depend on where a shard begins",
-                hint="set training.optimizer.name: adamw",
-            )
-        return AdamW8bit(named, settings)
+def make_adamw(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> AdamW:
+    """The optimizer that ``name: adamw`` of the run file means."""
     return AdamW(named, settings, elementwise=elementwise)
 
 
 class AdamW:
-    """AdamW whose moments lie beside the local shards.
+    """AdamW with the moments of the local shards.
 
-    ``elementwise``: take the update in separate operations instead of the fused kernel. Slower, but the fused
+    ``elementwise``: compute the update in separate operations instead of the fused kernel. Slower, but the fused
     CPU kernel rounds the elements at the end of a shard differently from those in its middle, so that its result
-    depends on where a shard ends; exact training cannot have that.
+    depends on where a shard ends, which exact training does not allow.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool = False) -> None:
@@ -72,7 +41,7 @@ class AdamW:
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
-    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Nothing to do: ``moments`` are the moments themselves."""
 
     @torch.no_grad()
@@ -99,9 +68,9 @@ class AdamW:
             if float(skip):
                 return
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            for found in zip(parameters, gradients, exp_avg, exp_avg_sq, strict=True):
+            for tensors in zip(parameters, gradients, exp_avg, exp_avg_sq, strict=True):
                 adamw_elementwise(
-                    *found, step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2,
+                    *tensors, step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2,
                     eps=self.settings.eps, decay=decay,
                 )  # fmt: skip
             return
@@ -145,15 +114,3 @@ def adamw_elementwise(
     exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1.0 - beta2))
     denominator = exp_avg_sq.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(eps)
     parameter.sub_(exp_avg.div(denominator).mul_(learning_rate / (1.0 - beta1**step)))
-
-
-def decays_weight(parameter: Tensor) -> bool:
-    """Matrices decay; norms and biases do not."""
-    return parameter.ndim >= 2
-
-
-def clip_scale(norm: Tensor, max_norm: float | None) -> Tensor:
-    """Factor that brings gradients of global ``norm`` down to ``max_norm``; 1 where they are below. Stays on device."""
-    if max_norm is None:
-        return torch.ones_like(norm)
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

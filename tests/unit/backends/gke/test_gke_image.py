@@ -9,8 +9,8 @@ import tarfile
 import pytest
 from cases import spec
 
-from muster.app.cluster.image import build, image_of
 from muster.backends.gke.image import Parts, context, doubts, parts, requirements, tag
+from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, UsageError
 
@@ -27,6 +27,10 @@ SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project")
 class Clock:
     def sleep(self, seconds):
         pass
+
+
+def image_of(spec, google=None, **parts):
+    return GkeCluster(sites=open_cluster(spec).sites, http=google, clock=Clock()).image(**parts)
 
 
 def messages(machine, **changes):
@@ -101,26 +105,26 @@ def test_another_part_is_another_image():
 
 def test_built_once(google=None):
     google = FakeGoogleCloud(DOCUMENTS)
-    image = image_of(SPEC)
+    image = image_of(SPEC, google)
     assert image.name.startswith("us-central1-docker.pkg.dev/example-project/muster/trainer:")
-    assert build(image, http=google, clock=Clock()) is True
+    assert image.build() is True
     (made,) = google.builds.values()
     assert made["images"] == [image.name] == list(google.images)
-    assert google.uploads == {f"muster-build/{image.build.tag}.tar.gz": image.build.data}
-    assert build(image, http=google, clock=Clock()) is False and len(google.builds) == 1
+    assert google.uploads == {f"muster-build/{image.job.tag}.tar.gz": image.job.data}
+    assert image.build() is False and len(google.builds) == 1
 
 
 def test_an_interrupted_build_is_joined_not_doubled():
     google = FakeGoogleCloud(DOCUMENTS, lose={4})
-    image = image_of(SPEC)
-    assert build(image, http=google, clock=Clock()) is True
+    image = image_of(SPEC, google)
+    assert image.build() is True
     assert len(google.builds) == 1, "the answer to the create was lost, the build was not"
 
 
 def test_a_build_that_failed_says_where_its_log_is():
     google = FakeGoogleCloud(DOCUMENTS, build_ends="FAILURE")
     with pytest.raises(BackendError, match="ended as FAILURE") as caught:
-        build(image_of(SPEC), http=google, clock=Clock())
+        image_of(SPEC, google).build()
     assert "https://log" in caught.value.hint and not google.images
 
 

@@ -3,12 +3,14 @@
 import pytest
 from cases import spec
 
+from muster.app.cluster.preflight import preflight
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.preflight import TINY, rehearsal
 from muster.backends.gke.manifests.render import run_manifests
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.config import validation
+from muster.config.load import Loaded
 from muster.core.errors import UsageError
 
 FULL = spec("a4-highgpu-8g", "flex_start_queued", spare_hosts=1, run_dir="gs://example-bucket/runs/llama")
@@ -64,5 +66,6 @@ def test_a_script_of_ones_own_is_run_as_it_is():
 
 
 def test_another_back_end():
-    with pytest.raises(UsageError, match="preflight is for GKE"):
-        rehearsal(FULL.model_copy(update={"backend": "local"}))
+    loaded = Loaded(spec=FULL.model_copy(update={"backend": "local"}), text="", source="run.yaml")
+    with pytest.raises(UsageError, match="no preflight for the back end 'local'"):
+        preflight(loaded)

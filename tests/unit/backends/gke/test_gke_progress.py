@@ -5,7 +5,7 @@ import threading
 import pytest
 from fakes.project import INSTALLED, SITES, cloud, session
 
-from muster.backends.gke.provision.progress import Began, Changed, Planned, Said, Tree, parents
+from muster.app.cluster.progress_tree import Began, Changed, Planned, Said, Tree, parents
 from muster.backends.gke.provision.up import down, planned, resources, up
 from muster.core.errors import CapacityError, ConflictError
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from muster.config.spec import RunSpec
-from muster.core.errors import UsageError
 from muster.storage import run_registry
 
 STEPS = 2
@@ -29,15 +28,7 @@ TINY = {
 
 
 def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
-    """The run file of the rehearsal; without ``machine`` it runs on the cluster's CPU nodes.
-
-    Raises:
-        UsageError: not for GKE.
-    """
-    if spec.backend != "gke":
-        raise UsageError(
-            f"a preflight is for GKE, and this run file's backend is {spec.backend!r}", hint="backend: gke"
-        )
+    """The run file of the rehearsal; without ``machine`` it runs on the cluster's CPU nodes."""
     document = spec.model_dump(mode="json")
     name = run_registry.slug(spec.name, 50) + "-preflight"
     document |= {"name": name, "run_dir": f"{spec.run_dir.rstrip('/')}-preflight" if spec.run_dir else None}
@@ -46,7 +37,7 @@ def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
         "machine": machine, "accelerator": None, "device": "auto" if machine else "cpu", "queue": None,
         "reservation": None, "provisioning_model": (mode or "spot") if machine else "owned",
     }  # fmt: skip
-    document["recovery"] |= {"policy": "default", "keep_hosts_after_failure_s": 0.0, "max_restarts_without_progress": 0, "standby": False}
+    document["recovery"] |= {"policy": "default", "keep_hosts_after_failure_s": 0.0, "max_restarts_without_progress": 0, "warm_standby": False}
     document["limits"] = {"max_hours": 1.0}
     directory = spec.checkpoint.dir
     document["checkpoint"] |= {

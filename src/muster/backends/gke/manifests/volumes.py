@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from muster.backends.gke.manifests.placement import Placement, mounted
-from muster.config.spec import FileSource
 
 _BASE = ["implicit-dirs"]
 _DATA = [
@@ -43,9 +42,8 @@ def buckets(placement: Placement) -> dict[str, set[str]]:
     if spec.data is not None:
         note(spec.data.cache_dir, "data")
         for source in spec.data.sources:
-            if isinstance(source, FileSource):
-                note(source.path, "data")
-                note(source.heldout_path, "data")
+            for path in source.files.values():
+                note(path, "data")
     return found
 
 

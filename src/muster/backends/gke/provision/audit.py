@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.cluster import Leftover
+from muster.backends.gke.google.http import Call
+from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.prices import machine_usd_per_hour
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import LABEL, MARK, NOT_SWITCHED_ON
-from muster.backends.gke.provision.session import Session, refusal
 from muster.catalog import gke as catalogue
 
 BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")
 """Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
 DAYS_A_MONTH = 730 / 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leftover:
-    """Something of ours that still exists."""
-
-    kind: str
-    name: str
-    bills: str | None
-    """What it is billed for; None: it costs nothing."""
-    kept: bool = False
-    usd_per_day: float | None = None
-    """About; None: nothing, or not known."""
-
-    def sentence(self) -> str:
-        cost = "" if self.usd_per_day is None else f", about ${self.usd_per_day:.2f} a day"
-        return (
-            f"{self.kind}/{self.name}"
-            + (" (kept)" if self.kept else "")
-            + (f": bills {self.bills}{cost}" if self.bills else "")
-        )
 
 
 def audit(site: Site, session: Session, *, kept: set[str]) -> list[Leftover]:

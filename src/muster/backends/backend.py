@@ -1,0 +1,74 @@
+"""A back end as one value: how jobs are run there, what its place is like, and what it asks of a run file.
+
+Another package adds one by an entry point (see ``muster.core.registry``)::
+
+    [project.entry-points."muster.backends"]
+    mycluster = "my_package.mycluster:BACKEND"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from muster.backends.cluster import OpenCluster, Rehearse
+from muster.backends.protocols import Launcher
+from muster.config.spec import RunSpec
+from muster.core.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What differs between places, as values: nothing outside ``backends/`` asks for a back end's name."""
+
+    uses_this_machine: bool = False
+    """Hosts are processes of the machine that submits: the run uses its GPUs, packages and memory, and costs nothing."""
+    supervised_in_terminal: bool = False
+    """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedFiles:
+    """Texts by relative file name, and warnings about them."""
+
+    files: Mapping[str, str]
+    warnings: tuple[Problem, ...] = ()
+
+
+class Render(Protocol):
+    """One format of ``muster render``. Pure: no project, credentials or network."""
+
+    def __call__(
+        self, spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]
+    ) -> RenderedFiles: ...
+
+
+def _no_problems(spec: RunSpec) -> Iterable[Problem]:
+    return ()
+
+
+def _no_keys(spec: RunSpec) -> Iterable[tuple[str, str]]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One back end. Importing it must be cheap: ``launcher`` imports what it needs when it is called."""
+
+    name: str
+    launcher: Callable[[], Launcher]
+    """A new launcher; environment and credentials are read now."""
+    capabilities: Capabilities = Capabilities()
+    rules: Callable[[RunSpec], Iterable[Problem]] = _no_problems
+    """What a run file may not say here. Pure."""
+    host_checks: Callable[[RunSpec], Iterable[Problem]] = _no_problems
+    """What is missing on the machine that submits. Looks, changes nothing."""
+    unused_settings: Callable[[RunSpec], Iterable[tuple[str, str]]] = _no_keys
+    """(key, reason) of settings that have no effect here."""
+    formats: Mapping[str, Render] = field(default_factory=dict)
+    """Formats of ``muster render``, the default one first."""
+    cluster: OpenCluster | None = None
+    """None: hosts are not created or removed from here."""
+    rehearse: Rehearse | None = None
+    """None: a preflight would not be cheaper than the run."""

@@ -1,0 +1,142 @@
+"""The cluster of a run file: from an empty project to GPUs, back to an empty project, and the image for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from muster.backends.cluster import Down, Progress, Said, silent
+from muster.backends.gke.google.http import Call, GoogleHttp, Http
+from muster.backends.gke.google.session import Session
+from muster.backends.gke.image import context, doubts, parts, tag
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import place
+from muster.backends.gke.provision import pinned_manifests
+from muster.backends.gke.provision.access import preflight
+from muster.backends.gke.provision.advice import capacity_advice
+from muster.backends.gke.provision.build import Build
+from muster.backends.gke.provision.quota import quota
+from muster.backends.gke.provision.resource_names import Site, site, today
+from muster.backends.gke.provision.software import hashes, parsed, software, unvouched
+from muster.backends.gke.provision.up import down_everywhere, requests, up_first
+from muster.backends.protocols import Lease
+from muster.config.spec import RunSpec
+from muster.core.clock import SystemClock
+from muster.core.errors import UsageError
+from muster.core.protocols import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """An image that can be built by Cloud Build."""
+
+    job: Build
+    doubts: tuple[str, ...]
+    cluster: GkeCluster
+
+    @property
+    def name(self) -> str:
+        return self.job.image
+
+    def calls(self) -> list[Call]:
+        """What building it sends."""
+        return self.job.calls()
+
+    def build(self) -> bool:
+        """Build it and wait; False: it existed already.
+
+        Raises:
+            BackendError, AccessError: the build failed, or is not allowed.
+        """
+        return self.job.run(self.cluster.session())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GkeCluster:
+    """Every location that the run file names, in its order."""
+
+    sites: tuple[Site, ...]
+    http: Http | None = None
+    """None: Google's own, when first needed."""
+    clock: Clock = field(default_factory=SystemClock)
+    fetch: pinned_manifests.Fetch | None = None
+
+    @property
+    def project(self) -> str:
+        return self.sites[0].project
+
+    def session(self) -> Session:
+        """A session with Google's services."""
+        return Session(http=self.http or GoogleHttp(), clock=self.clock)
+
+    def dry_run(self, manifests: Path | None) -> tuple[list[Call], list[str]]:
+        """Every request that ``up`` would send to create something at the first location, and what it would refuse.
+
+        Needs no credentials and touches nothing.
+        """
+        where = self.sites[0]
+        texts = pinned_manifests.at_hand(where, manifests)
+        unpinned = unvouched(where, texts, pinned_manifests.pins())
+        return requests(where, parsed(where, texts)), [f"{each.sentence()}: not pinned by hash" for each in unpinned]
+
+    def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
+        """Record the hashes of the released manifests (fetched where no folder is given), for this user."""
+        where = self.sites[0]
+        if manifests is None:
+            pinned_manifests.fetch_missing(where, self.fetch)
+        digests = hashes(where, pinned_manifests.at_hand(where, manifests))
+        return digests, pinned_manifests.pin(digests, day=today(SystemClock()))
+
+    def up(self, manifests: Path | None, *, token: str | None = None, progress: Progress = silent) -> Lease:
+        """Create what is missing at the first location with room; after an interruption, the same again resumes.
+
+        Raises:
+            UsageError: released manifests are missing from the folder, or not pinned.
+            AccessError, ConflictError, CapacityError, BackendError: as ``provision.up.up``.
+        """
+        first = self.sites[0]
+        if manifests is None:
+            for line in pinned_manifests.fetch_missing(first, self.fetch):
+                progress(Said(text=line))
+        texts, pins = pinned_manifests.at_hand(first, manifests), pinned_manifests.pins()
+        software(first, texts, pins=pins)
+        session = self.session()
+        preflight(first, session)
+        for where, advice in zip(self.sites, capacity_advice(self.sites, session), strict=True):
+            progress(Said(text=f"capacity: {advice.sentence()}"))
+            if need := quota(where, session):
+                progress(Said(text=f"capacity: {need.sentence()}"))
+        where, lease = up_first(self.sites, session, texts, pins=pins, token=token, progress=progress)
+        return replace(lease, labels={**lease.labels, "zone": where.zone})
+
+    def down(self, *, keep_data: bool = False, progress: Progress = silent) -> Down:
+        """Remove everything of ours at every location, then list what still exists in the project."""
+        return down_everywhere(self.sites, self.session(), keep_data=keep_data, progress=progress)
+
+    def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
+        """The image for the run file's machine: its name says what it is made of. Touches nothing.
+
+        Raises:
+            UsageError: parts that do not fit each other.
+        """
+        where = self.sites[0]
+        made_of = parts(base=base, torch=torch, torch_index=torch_index)
+        found = doubts(made_of, where.placement.family, where.placement.machine)
+        if wrong := [doubt.message for doubt in found if doubt.wrong]:
+            raise UsageError("these do not fit: " + "; ".join(wrong), hint="--base, --torch-index")
+        data = context(made_of)
+        job = Build(site=where, parts=made_of, tag=tag(made_of, data), data=data)
+        return Image(job=job, doubts=tuple(doubt.message for doubt in found), cluster=self)
+
+
+def open_cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> GkeCluster:
+    """The cluster of a run file, at ``zone`` alone where given. Touches nothing.
+
+    Raises:
+        UsageError: no project, zone or machine.
+    """
+    placement = place(spec, run_id=spec.name, run_dir=spec.run_dir or "/muster-runs", options=Options())
+    zones: list[str | None] = [zone] if zone else [*spec.resources.locations] or [None]
+    day = today(SystemClock())
+    return GkeCluster(sites=tuple(site(placement, zone=each, adopt=adopt, day=day) for each in zones))

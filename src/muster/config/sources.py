@@ -1,0 +1,160 @@
+"""Data sources of the run file: what every section of ``data.sources`` shares, the shipped ones, and the table of types.
+
+``SOURCE_TYPES`` names each type's value as ``"module:attribute"``; only its ``section`` (a subclass of ``Source``) is used
+here, and it is imported when a run file names the type. How a source is opened is in the same value and is no concern of
+the run file: ``muster.data.source_type.SourceType``. Another package adds a type by an entry point of the group
+``muster.data_sources`` that names such a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from muster.config.section import NotNegative, Positive, Section
+from muster.core.errors import Problem
+from muster.core.registry import Registry
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
+#: Type -> its value. (``Any``: the value's class is above this package; see the module's docstring.)
+SOURCE_TYPES: Registry[Any] = Registry(
+    family="data source",
+    group="muster.data_sources",
+    shipped={
+        "hub": "muster.data.sources.hub:SOURCE",
+        "file": "muster.data.sources.file:SOURCE",
+        "text2sql": "muster.tasks.text2sql.source:SOURCE",
+        "random": "muster.data.sources.random:SOURCE",
+    },
+)
+
+
+class PromptTemplate(Section):
+    """Prompt and completion as Python format strings over a row's columns: ``"Q: {question}\\nSQL: "``."""
+
+    prompt: str
+    completion: str
+
+
+class Source(Section):
+    """What every data source shares. A type is a subclass that sets ``type`` to its name and answers below."""
+
+    type: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture's rows relative to the other sources."""
+    format: Literal["chat", "prompt_completion", "text"] | None = None
+    """Default: by the columns present (``messages``, ``prompt``/``completion`` or a template, ``text``)."""
+    template: PromptTemplate | None = None
+    limit: Positive | None = None
+    """Use at most this many rows."""
+
+    has_questions: ClassVar[bool] = False
+    """Whether held-out rows ask questions whose answers can be scored."""
+    makes_rows: ClassVar[bool] = False
+    """Whether rows are generated, in a format of the source's own: then there is nothing to hold out either."""
+    is_tokenized: ClassVar[bool] = False
+    """Whether rows are token ids already, all supervised."""
+
+    @property
+    def has_heldout(self) -> bool:
+        """Whether it needs no share of the training rows for evaluation."""
+        return self.makes_rows
+
+    @property
+    def document_tokens(self) -> int | None:
+        """Length of every document, where it is known without reading."""
+        return None
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Key -> the path or pattern given there, which may be local."""
+        return {}
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        """Module that reading needs -> the extra of Muster that installs it."""
+        return {}
+
+    def problems(self) -> Iterator[Problem]:
+        """What the section's own keys cannot say; a problem's key is relative to the section."""
+        yield from ()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """(key relative to the section, reason) of keys without effect."""
+        if self.makes_rows:
+            for name in ("format", "template"):
+                yield name, f"a {self.type} source writes its own rows"
+
+
+class HubSource(Source):
+    """A data set on the Hugging Face hub."""
+
+    type: Literal["hub"]
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    heldout_split: str | None = None
+    revision: str | None = None
+
+    @property
+    def has_heldout(self) -> bool:
+        return self.heldout_split is not None
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        return {"huggingface_hub": "data"}
+
+
+class FileSource(Source):
+    """Local files: .jsonl, .json, .parquet, .txt, each also gzipped; a glob is allowed."""
+
+    type: Literal["file"]
+    path: str
+    heldout_path: str | None = None
+    database: str | None = None
+    """SQLite file that gold and predicted queries of this source run against (execution accuracy)."""
+
+    has_questions: ClassVar[bool] = True
+
+    @property
+    def has_heldout(self) -> bool:
+        return self.heldout_path is not None
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        given = {"path": self.path, "heldout_path": self.heldout_path, "database": self.database}
+        return {key: path for key, path in given.items() if path is not None}
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        return {"pyarrow": "data"} if ".parquet" in self.path else {}
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.path.endswith(FILE_ENDINGS):
+            yield Problem(
+                key="path", message=f"{self.path!r} is of no kind that can be read", value=self.path,
+                hint="jsonl, json, parquet or txt, each also .gz",
+            )  # fmt: skip
+
+
+class RandomSource(Source):
+    """Random tokens, for benchmarks without data."""
+
+    type: Literal["random"]
+    rows: Positive = 4096
+    row_length: Positive | None = None
+    """Tokens a row; default the sequence length (one document a sequence)."""
+    seed: NotNegative = 0
+
+    makes_rows: ClassVar[bool] = True
+    is_tokenized: ClassVar[bool] = True
+
+    @property
+    def document_tokens(self) -> int | None:
+        return self.row_length
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        yield "limit", "`rows` says how many"

@@ -1,0 +1,114 @@
+"""How ranks share a model: the layout axes, their one table, and the layout that a number of ranks forms.
+
+An axis is added here, as a field of ``Layout``: keys, file names of snapshots, headers, events, the takeover and the plan
+follow from ``AXES``. (``report.audit`` keeps a list of its own on purpose: it shares no code with what it checks.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _axis(letter: str) -> Any:
+    return field(default=1, metadata={"letter": letter})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The size of each axis; the product of all is the number of ranks. Ranks are numbered with ``dp_replicate``
+    outermost."""
+
+    dp_replicate: int = _axis("r")
+    """Copies of the model."""
+    dp_shard: int = _axis("s")
+    """Ranks that share parameters, gradients and optimizer state (FSDP)."""
+    tp: int = _axis("t")
+    """Tensor parallel: ranks that share each matrix."""
+    pp: int = _axis("p")
+    """Pipeline parallel: stages of layers."""
+    cp: int = _axis("c")
+    """Context parallel: ranks that share each sequence."""
+    ep: int = _axis("e")
+    """Expert parallel: ranks that share the experts of a layer."""
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, Any]) -> Layout:
+        """From axis -> size, as headers and events hold it; an axis that is absent is 1.
+
+        Raises:
+            TypeError, ValueError: an unknown axis, or a size that is not a number.
+        """
+        return cls(**{name: int(size) for name, size in sizes.items()})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size, every axis included."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one copy of the model between them; a replica's are numbered one after another."""
+        return self.world_size // self.dp_replicate
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different micro-batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def key(self) -> str:
+        """A name that is safe in a file name: ``r1s4t1p1c1e1``."""
+        return "".join(f"{axis.letter}{getattr(self, axis.name)}" for axis in AXES)
+
+    @classmethod
+    def from_key(cls, key: str) -> Layout:
+        """The inverse of ``key``. Raises ValueError."""
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ValueError(f"not a layout: {key!r}")
+        return cls.of(match.groupdict())
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its name in the run file, and its letter in ``Layout.key``."""
+
+    name: str
+    letter: str
+
+
+#: Every axis, outermost first.
+AXES = tuple(Axis(each.name, each.metadata["letter"]) for each in fields(Layout))
+#: Matches ``Layout.key`` (without groups, for patterns of file names).
+KEY_PATTERN = "".join(rf"{axis.letter}\d+" for axis in AXES)
+_KEY = re.compile("".join(rf"{axis.letter}(?P<{axis.name}>\d+)" for axis in AXES))
+
+
+def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False) -> Layout | None:
+    """The layout that ``world_size`` ranks form; None when they cannot.
+
+    ``axes``: axis -> size as the run file gives it (``Parallelism.axes``); ``dp_shard`` -1 takes the ranks that remain.
+    ``resize``: the number of ranks is not the one that the file was written for. Replicas are then given up before
+    shards: with ``dp_shard`` given, as many whole replicas as fit, or one smaller one; with -1 the replicas asked for if
+    they divide the ranks, else one. The other axes are kept as given.
+    """
+    inner = {name: size for name, size in axes.items() if name not in ("dp_replicate", "dp_shard")}
+    data_ranks, rest = divmod(world_size, math.prod(inner.values()))
+    if rest or not data_ranks:
+        return None
+    replicas, shards = axes["dp_replicate"], axes["dp_shard"]
+    if shards == -1:
+        replicas = 1 if resize and data_ranks % replicas else replicas
+        shards = data_ranks // replicas
+    elif resize:
+        replicas, shards = max(1, data_ranks // shards), min(shards, data_ranks)
+    layout = Layout(dp_replicate=replicas, dp_shard=shards, **inner)
+    return layout if layout.world_size == world_size else None

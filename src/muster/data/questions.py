@@ -1,0 +1,91 @@
+"""Held-out questions for evaluation: what the model is shown, and how its answer is scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
+from muster.data.collect_questions import FILE
+from muster.data.prepare import Prepared
+from muster.data.source_type import SOURCES
+from muster.data.task import TASKS, Outcome
+from muster.data.tokenizer import Encoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question of a task: its prompt, the expected answer, and how answers are scored."""
+
+    prompt_text: str
+    prompt_ids: tuple[int, ...] = field(repr=False)
+    gold: str
+    metric: str
+    """The figure of ``eval`` events that it counts in."""
+    score: Callable[[str], Outcome] = field(repr=False)
+    """Never raises for what the answer says."""
+    majority_answer: str | None
+    shape: str | None = None
+    """A name for breakdowns, where the source gives one."""
+
+
+def heldout_questions(spec: RunSpec, prepared: Prepared, count: int) -> list[Question]:
+    """The first ``count`` held-out questions (fewer where there are fewer; none for plain text), always the same.
+
+    Raises:
+        MusterError: the prepared data is damaged.
+        UsageError: a source's database is missing or unreadable.
+    """
+    if prepared.tokenizer_dir is None or count < 1 or spec.data is None:
+        return []
+    encoder = Encoder(prepared.tokenizer_dir)
+    return [_question(entry, spec, encoder) for entry in _entries(prepared.folder / FILE, count)]
+
+
+def majority_baseline(questions: Sequence[Question]) -> float | None:
+    """The share of ``questions`` that the majority answer gets right; None where there is no such answer."""
+    answered = [(question, question.majority_answer) for question in questions if question.majority_answer]
+    if not answered:
+        return None
+    return sum(question.score(answer).correct for question, answer in answered) / len(questions)
+
+
+def _entries(path: Path, count: int) -> list[dict[str, Any]]:
+    entries = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                entries.append(json.loads(line))
+                if len(entries) == count:
+                    break
+    except (OSError, ValueError) as error:
+        raise MusterError(f"{path} is damaged: {error}", hint="remove its folder and start again") from error
+    return entries
+
+
+def _question(entry: dict[str, Any], spec: RunSpec, encoder: Encoder) -> Question:
+    if "messages" in entry:
+        prompt = encoder.render_chat(entry["messages"], True)
+        ids = encoder.encode([prompt])[0]
+    else:
+        prompt = entry["prompt"]
+        ids = encoder.encode_prompt(prompt)
+    assert spec.data is not None
+    section = spec.data.sources[entry["source"]]
+    source = SOURCES.get(section.type)
+    assert source.task is not None
+    context = source.scoring_context(section)
+    scorer = TASKS.get(source.task).scorer(entry, context, timeout_s=spec.evaluation.query_timeout_s)
+    return Question(
+        prompt_text=prompt,
+        prompt_ids=tuple(ids),
+        gold=entry["gold"],
+        metric=scorer.metric,
+        score=scorer.score,
+        majority_answer=entry.get("majority_answer"),
+        shape=entry.get("shape"),
+    )

@@ -1,0 +1,70 @@
+"""What a data source is: its section of the run file, its rows, and what it needs. One value for each type.
+
+Packages add types by an entry point of the group ``muster.data_sources``, whose name is the ``type`` in run files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.config.sources import SOURCE_TYPES, Source
+from muster.core.registry import Registry
+from muster.data.task import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedSource:
+    """A source whose files have been found: what it is (for the fingerprint) and its rows."""
+
+    type: SourceType
+    section: Source
+    label: str
+    """What messages and statistics call it."""
+    identity: Mapping[str, Any]
+    """Stands for the rows' content in the fingerprint of prepared data (JSON values)."""
+    rows: Callable[[], Iterator[Row]]
+    """The training rows from the first one on; called several times."""
+    heldout_rows: Callable[[], Iterator[Row]] | None = None
+    """None: the source has no held-out part of its own."""
+    expected_rows: int | None = None
+    token_rows: Callable[[int, int], TokenRows] | None = None
+    """(sequence length, vocabulary size) -> rows of token ids, of a source that needs no tokenizer and has no rows."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows that are token ids already; every token is supervised."""
+
+    count: int
+    tokens: int
+    """Of each row: one more than its positions."""
+    blocks: Iterator[Any]
+    """int32 arrays, end to end all rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceType:
+    """One type of data source."""
+
+    section: type[Source]
+    """Its members of ``data.sources``: a `Source` with ``type`` and keys of its own."""
+    open: Callable[[Any], OpenedSource]
+    """Find the section's files and identify their content; reads no rows yet.
+
+    Raises UsageError (no such file, or unreadable), AccessError (private, missing), BackendError (unreachable).
+    """
+    task: str | None = None
+    """The task (``muster.tasks``) whose questions its held-out rows ask; None: they ask none."""
+    scoring_context: Callable[[Any], Mapping[str, Any]] = lambda section: {}
+    """What the task needs of a section to score answers, beyond the row: ``database``, ``level`` and ``seed``."""
+
+
+#: The run file's table, whose sections it reads too.
+SOURCES: Registry[SourceType] = SOURCE_TYPES
+
+
+def open_source(section: Any) -> OpenedSource:
+    """Open a member of ``data.sources``; errors as ``SourceType.open`` has them."""
+    return SOURCES.get(section.type).open(section)

@@ -1,0 +1,23 @@
+"""A data set on the Hugging Face hub, pinned to a commit."""
+
+from __future__ import annotations
+
+from muster.config.sources import HubSource
+from muster.data import hub
+from muster.data.row_files import read_files
+from muster.data.source_type import OpenedSource, SourceType
+
+
+def _open(section: HubSource) -> OpenedSource:
+    files = hub.resolve(section)
+    return OpenedSource(
+        type=SOURCE,
+        section=section,
+        label=repr(section.name),
+        identity={**section.model_dump(), "commit": files.commit, "files": list(files.train_names)},
+        rows=lambda: read_files(files.fetch(files.train_names), section.limit),
+        heldout_rows=(lambda: read_files(files.fetch(files.heldout_names))) if files.heldout_names else None,
+    )
+
+
+SOURCE = SourceType(section=HubSource, open=_open, task="text2sql")

@@ -1,0 +1,75 @@
+"""Text-to-SQL as a task: answers are queries, scored by running them where there is a database.
+
+Without one (rows of the hub, a file without ``database``) the normalised queries are compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from muster.data.task import Entry, MajorityAnswer, Row, Scorer
+from muster.tasks.text2sql import baseline, generator, sql_execution
+from muster.tasks.text2sql.sql_execution import Outcome
+
+_FENCE = re.compile(r"```(?:sql|sqlite)?\s*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class Text2Sql:
+    """Questions with a gold query."""
+
+    def question(self, row: Row, completion: str, context: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Where the source has a database, rows whose gold query fails or returns nothing are left out: the first
+        cannot be scored, and any empty result would pass the second."""
+        gold = _gold(row) or completion
+        if "database" in context:
+            result = sql_execution.run_query(gold, context["database"])
+            if result.problem is not None or not result.rows:
+                return None
+        generated = {name: row[f"_{name}"] for name in ("index", "shape") if f"_{name}" in row}
+        return {"gold": gold, "schema": row.get("schema") or row.get("ddl"), **generated}
+
+    def scorer(self, entry: Entry, context: Mapping[str, Any], *, timeout_s: float) -> Scorer:
+        gold = entry["gold"]
+        if "level" in context:
+            example = generator.example(context["level"], context["seed"], entry["index"], heldout=True)
+
+            def against_generated(predicted: str) -> Outcome:
+                connection = generator.build_database(example)
+                try:
+                    return sql_execution.compare(answer(predicted), gold, connection, timeout_s)
+                finally:
+                    connection.close()
+
+            return Scorer(metric="execution_accuracy", score=against_generated)
+        if "database" in context:
+            path = context["database"]
+            return Scorer(
+                metric="execution_accuracy",
+                score=lambda predicted: sql_execution.compare(answer(predicted), gold, path, timeout_s),
+            )
+        return Scorer(metric="query_match", score=lambda predicted: sql_execution.match(answer(predicted), gold))
+
+    def majority_answer(self, rows: Iterable[Row]) -> MajorityAnswer | None:
+        pairs = ((str(row.get("schema") or row.get("ddl") or ""), _gold(row)) for row in rows)
+        template = baseline.majority_template((schema, gold) for schema, gold in pairs if gold is not None)
+        if not template:
+            return None
+        return MajorityAnswer(template, lambda entry: baseline.fill(template, entry.get("schema") or ""))
+
+
+def answer(text: str) -> str:
+    """The query in a model's answer: the content of its first code fence, or all of it."""
+    fenced = _FENCE.search(text)
+    return (fenced[1] if fenced else text).strip()
+
+
+def _gold(row: Row) -> str | None:
+    for name in ("sql", "query"):
+        if isinstance(row.get(name), str):
+            return str(row[name])
+    return None
+
+
+TASK = Text2Sql()

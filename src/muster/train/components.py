@@ -1,0 +1,307 @@
+"""What one rank trains with, and how it becomes a run in the world of one attempt.
+
+A ``Learner`` (data, model, optimizer, state) are made once a process. ``assemble`` connects them to a world; if a
+rank outlives its world (another replica was lost), they are connected to the next one, and the model stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muster.config.spec import RunSpec
+from muster.core.batch_schedule import BatchSchedule
+from muster.core.errors import MusterError, UsageError
+from muster.core.flops import ModelShape, lora_factor, step_flops
+from muster.data.prepare import Prepared, open_prepared, prepare
+from muster.data.schedule import num_steps
+from muster.protocol.ranks import AgentClient, RankContext
+from muster.train.baseline import BaselineWindow
+from muster.train.data_feed.batch_reader import ReadAhead, StepWork, plan_work
+from muster.train.distributed.device_mesh import Meshes, make_meshes
+from muster.train.distributed.fixed_point import FixedPointReducer
+from muster.train.distributed.pause_consensus import PauseConsensus
+from muster.train.distributed.process_setup import World
+from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, GradientReducer, ReduceGroups
+from muster.train.distributed.step_consensus import StepConsensus
+from muster.train.evaluation.evaluate import Evaluator
+from muster.train.metrics import Peak, Phases, StepLog
+from muster.train.model.causal_lm import BuiltModel, build_model
+from muster.train.model.sharding import forget_gradients, reshard
+from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
+from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
+from muster.train.state.resume import open_snapshots, restore
+from muster.train.state.saving import open_saves
+from muster.train.state.state_hash import StateHashes
+from muster.train.state.training_state import TrainingState, named_without_wrappers
+from muster.train.trackers import guarded, open_trackers
+from muster.train.training_run import TrainingRun
+
+#: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share
+#: of its memory.
+LOCAL_GRADIENTS_SHARE = 0.1
+
+
+@dataclass
+class TrainerComponents:
+    """What a rank keeps when it moves from one world to another."""
+
+    spec: RunSpec
+    device: torch.device
+    prepared: Prepared
+    last_step: int
+    batch_schedule: BatchSchedule
+    meshes: Meshes
+    groups: ReduceGroups
+    built: BuiltModel
+    reducer: GradientReducer
+    optimizer: ShardOptimizer
+    state: TrainingState
+
+    def move(self, context: RankContext, world: World) -> None:
+        """Move to another world: another number of replicas, the same shard of the model."""
+        replica = context.rank // context.layout.ranks_per_replica
+        self.batch_schedule = BatchSchedule.of(self.spec.training.global_batch_size, context.batch_schedule)
+        self.last_step = last_step_of(self.spec, self.batch_schedule, len(self.prepared.train))
+        self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
+        self.groups.by_axis.pop(REPLICATE, None)
+        if world.replicate is not None:
+            self.groups.by_axis[REPLICATE] = world.replicate
+        self.groups.aborter = world.aborter
+        forget_gradients(self.built.module)
+        reshard(self.built.module)
+
+
+def make_components(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> TrainerComponents:
+    """Open the data and build the model, with weights from the seed or the pretrained files.
+
+    If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
+    """
+    prepared = open_data(spec, Path(context.run_dir))
+    batch_schedule = BatchSchedule.of(spec.training.global_batch_size, context.batch_schedule)
+    last_step = last_step_of(spec, batch_schedule, len(prepared.train))
+    layout = context.layout
+    replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
+    meshes = make_meshes(layout, device.type, replica=replica)
+    groups = reduce_groups_of(meshes, world)
+    built = build_model(
+        spec,
+        layout=layout,
+        device=device,
+        vocab_size=prepared.vocab_size,
+        mesh=meshes,
+        seed=spec.training.seed,
+        proof=Path(context.run_dir) / "attention_proof.json",
+        restored=context.restore is not None,
+    )
+    reducer = choose_reducer(spec, built, groups, device, context)
+    named = named_without_wrappers(built.named_trainable())
+    optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
+    return TrainerComponents(
+        spec=spec,
+        device=device,
+        prepared=prepared,
+        last_step=last_step,
+        batch_schedule=batch_schedule,
+        meshes=meshes,
+        groups=groups,
+        built=built,
+        reducer=reducer,
+        optimizer=optimizer,
+        state=TrainingState(named, optimizer),
+    )
+
+
+def assemble(
+    components: TrainerComponents, context: RankContext, agent: AgentClient, phases: Phases, world: World
+) -> TrainingRun:
+    """Restore the state and open everything else that the loop needs in this world."""
+    spec, device, prepared = components.spec, components.device, components.prepared
+    run_dir = Path(context.run_dir)
+    state = components.state
+    saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
+    phases.enter("restore")
+    restore(spec, context, state, saves, world, agent)
+    flops, source = peak_flops(
+        spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
+    )
+    announce(agent, world, prepared, components.built, flops, source)
+    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
+    log = StepLog(
+        agent=agent,
+        rank=world.rank,
+        device=device,
+        peak=Peak(flops=flops, ranks=context.world_size),
+        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
+        track_every_steps=spec.output.log_every_steps,
+    )
+    evaluator = Evaluator(
+        spec=spec,
+        prepared=prepared,
+        model=components.built.module,
+        groups=components.groups,
+        data_rank=components.meshes.data_rank,
+        data_ranks=context.layout.data_ranks,
+        world=world,
+        device=device,
+        agent=agent,
+        log=log,
+    )
+    return TrainingRun(
+        spec=spec,
+        context=context,
+        agent=agent,
+        device=device,
+        world=world,
+        model=components.built.module,
+        state=state,
+        optimizer=components.optimizer,
+        reducer=components.reducer,
+        reader=ReadAhead(work_of(components, world), first=state.step + 1, last=components.last_step),
+        consensus=StepConsensus(agent, world.control),
+        log=log,
+        phases=phases,
+        evaluator=evaluator,
+        saves=saves,
+        snapshots=open_snapshots(spec, context, state, world, agent, extra=saves.extra),
+        hashes=hashes_of(components, world),
+        baseline=BaselineWindow.planned(
+            spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
+        ),
+        profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
+        collector=Collector(spec.training.gc_every_steps),
+        last_step=components.last_step,
+        batch_schedule=components.batch_schedule,
+        pause_consensus=PauseConsensus(agent, replica_group(spec, context)),
+    )
+
+
+def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | None:
+    """The ranks that continue together when another replica is lost; None: only this one, or none."""
+    replicated = max(spec.parallelism.dp_replicate, context.layout.dp_replicate) > 1
+    shared = replicated and context.layout.ranks_per_replica > 1 and context.snapshot_dir is not None
+    return dist.group.WORLD if shared else None  # torch's default group spans one replica (``join_world``)
+
+
+def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
+    """The hashes of the training state, if the run file requests them."""
+    meshes = components.meshes
+    return StateHashes(
+        components.state,
+        every_steps=components.spec.training.state_hash_every_steps,
+        replica=meshes.replica,
+        shard_rank=meshes.shard.get_local_rank(),
+        tp_rank=meshes.tp.get_local_rank(),
+        group=world.control,
+        replicas=meshes.layout.dp_replicate,
+    )
+
+
+def work_of(components: TrainerComponents, world: World) -> Callable[[int], StepWork]:
+    """Step -> this rank's work in it; called by the reader's thread."""
+    device, meshes, batch_schedule = components.device, components.meshes, components.batch_schedule
+    count_flops = flop_counter(components.built) if world.rank == 0 else None
+
+    def make(step: int) -> StepWork:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread uses GPU 0, where pinning would open a context
+        return plan_work(
+            components.prepared.train,
+            components.spec.training,
+            step=step,
+            data_rank=meshes.data_rank,
+            data_ranks=meshes.layout.data_ranks,
+            device=device,
+            count_flops=count_flops,
+            batch_schedule=batch_schedule,
+        )
+
+    return make
+
+
+def last_step_of(spec: RunSpec, batch_schedule: BatchSchedule, num_sequences: int) -> int:
+    """The run's last step: ``steps`` where given, else the one that completes the epochs."""
+    training = spec.training
+    return num_steps(
+        steps=training.steps,
+        epochs=training.epochs,
+        num_sequences=num_sequences,
+        global_batch_size=training.global_batch_size,
+        batch_schedule=batch_schedule,
+    )
+
+
+def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
+    """The prepared data; prepared here if that was not done before the ranks started (torchrun)."""
+    try:
+        return open_prepared(spec, run_dir)
+    except MusterError:
+        return prepare(spec, run_dir=run_dir)
+
+
+def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:
+    """The process groups of the sums; an axis of size 1 has none."""
+    by_axis = {}
+    if meshes.shard.size() > 1:
+        by_axis[SHARD] = meshes.shard.get_group()
+    if meshes.tp.size() > 1:
+        by_axis[TENSOR] = meshes.tp.get_group()
+    if world.replicate is not None:
+        by_axis[REPLICATE] = world.replicate
+    return ReduceGroups(by_axis, world.aborter)
+
+
+def choose_reducer(
+    spec: RunSpec, built: BuiltModel, groups: ReduceGroups, device: torch.device, context: RankContext
+) -> GradientReducer:
+    """Fixed point for exact training; otherwise floats, reduced once a step if whole gradients are small.
+
+    The choice depends only on the machine and the model, so that a restart makes the same one.
+    """
+    if spec.training.exact:
+        return FixedPointReducer(built.module, groups)
+    room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
+    return FloatReducer(built.module, groups, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
+
+
+def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
+    """Document lengths -> operations by the CAUSAL convention; None for a model of unknown shape."""
+    try:
+        shape = ModelShape.from_config(built.config.to_dict())
+    except UsageError:
+        return None
+    factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_trainable)
+    return lambda lengths: factor * step_flops(shape, lengths)
+
+
+def announce(
+    agent: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str
+) -> None:
+    """Emit what will be trained, and on what data (rank 0)."""
+    if world.rank != 0:
+        return
+    agent.emit(
+        "data.prepared",
+        fingerprint=prepared.fingerprint,
+        tokens=prepared.train.tokens,
+        sequences=len(prepared.train),
+        cached=bool(prepared.stats.get("cached", True)),
+    )
+    length = prepared.train.sequence_length
+    detail: dict[str, Any] = {
+        "parameters": built.num_parameters,
+        "trainable_parameters": built.num_trainable,
+        "attention": str(built.attention),
+        "peak_source": source,
+    }
+    count_flops = flop_counter(built)
+    if count_flops is not None:
+        detail["flops_per_token"] = count_flops([length]) / length
+    if flops is not None:
+        detail["peak_flops"] = flops
+    agent.emit("model.ready", **detail)

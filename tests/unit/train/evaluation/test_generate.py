@@ -1,0 +1,62 @@
+"""Greedy generation on one rank against a loop that forgets everything between tokens."""
+
+import pytest
+import torch
+from fakes.small_model import LLAMA, build, process_group, spec_of
+
+from muster.train.evaluation.generate import generate
+
+PROMPTS = [[5, 6, 7], [9], [8, 7, 6, 5, 4, 3, 2, 1], [5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def built():
+    with process_group():
+        yield build(spec_of({**LLAMA, "model_type": "qwen3", "head_dim": 8}))
+
+
+def slow(built, prompt, count):
+    """No cache, no batch, no padding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(built.config, attn_implementation="eager")
+    model.load_state_dict({name: p.full_tensor() for name, p in built.module.model.named_parameters()})
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model.eval()(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_completions_of_a_padded_batch_come_in_the_order_of_the_prompts(built):
+    found = generate(built.module, PROMPTS, max_new_tokens=6, eos_id=None, pad_id=0)
+    assert found == [slow(built, prompt, 6) for prompt in PROMPTS]
+    assert found[0] == found[3]
+
+
+def test_the_end_token_ends_and_is_left_out(built):
+    whole = generate(built.module, [PROMPTS[0]], max_new_tokens=6, eos_id=None, pad_id=0)[0]
+    end = whole[3]
+    found = generate(built.module, [PROMPTS[0]], max_new_tokens=6, eos_id=end, pad_id=0)[0]
+    assert found == whole[: whole.index(end)]
+
+
+def test_generation_stops_at_the_models_longest_position(built):
+    prompt = [1] * 60
+    assert len(generate(built.module, [prompt], max_new_tokens=50, eos_id=None, pad_id=0)[0]) == 4
+    assert generate(built.module, [[1] * 64], max_new_tokens=5, eos_id=None, pad_id=0) == [[]]
+
+
+def test_nothing_to_do(built):
+    assert generate(built.module, [], max_new_tokens=5, eos_id=1, pad_id=0) == []
+    assert len(generate(built.module, [[]], max_new_tokens=2, eos_id=None, pad_id=0)[0]) == 2
+
+
+def test_the_model_is_left_as_it_was(built):
+    built.module.train()
+    before = built.module.model.config._attn_implementation
+    generate(built.module, PROMPTS, max_new_tokens=2, eos_id=None, pad_id=0)
+    assert built.module.training
+    assert built.module.model.config._attn_implementation == before == "muster_document"
+    held = built.module.model.model.embed_tokens.weight
+    assert type(held.data).__name__ == "DTensor", "units are sharded again"

@@ -1,0 +1,135 @@
+"""Building a model on one rank: what it is, what it refuses, what its self-test catches."""
+
+import pytest
+import torch
+from fakes.small_model import CPU, LLAMA, build, spec_of
+
+from muster.core.errors import RunFailed, UsageError
+from muster.core.types import Layout
+from muster.train.data_feed.batch import make_batch
+from muster.train.distributed.device_mesh import make_meshes
+from muster.train.model import attention
+from muster.train.model.attention_isolation_check import prove_isolation
+from muster.train.model.compile import check_compiler
+from muster.train.model.loss import loss_sum
+from muster.train.model.sharding import decoder_layers
+
+pytestmark = pytest.mark.usefixtures("group")
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def batch(vocab=50):
+    ids = torch.arange(32).remainder(vocab).view(1, 32)
+    positions = torch.cat([torch.arange(20), torch.arange(12)]).view(1, 32)
+    return make_batch(ids, ids.roll(-1, 1), positions, [20, 12], CPU)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        {**LLAMA, "model_type": "qwen3", "head_dim": 8},
+        {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 5.0},
+        {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
+        {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
+        {**LLAMA, "model_type": "phi3", "pad_token_id": 0},
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **NO_DROPOUT},
+        {"model_type": "gpt_neox", **{k: v for k, v in LLAMA.items() if k != "model_type"}},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_architectures_train_and_keep_documents_apart(config):
+    built = build(spec_of(config))
+    proof = built.proof
+    assert proof.own_head, "the chunked head gives the model's own logits"
+    assert proof.leak <= 1e-3 * proof.control
+    loss = loss_sum(built.module, batch(), chunk_tokens=7, scale=1.0 / 31)
+    loss.backward()
+    lacking = [name for name, parameter in built.named_trainable().items() if parameter.grad is None]
+    assert not lacking
+    with torch.no_grad():
+        logits = built.module(batch(), want="model_logits")
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch().labels.flatten())
+    assert float(loss.detach()) == pytest.approx(float(expected) * 32 / 31, rel=1e-5)
+    assert len(decoder_layers(built.module.model)) == 2
+
+
+def test_counts_and_vocabulary():
+    built = build(spec_of(), vocab_size=50)
+    assert built.config.vocab_size == 50, "a config without one takes the tokenizer's"
+    assert built.num_parameters == built.num_trainable == sum(p.numel() for p in built.module.parameters())
+    assert built.shape is not None and built.shape.layers == 2
+    assert build(spec_of({**LLAMA, "vocab_size": 64}), vocab_size=50).config.vocab_size == 64
+    with pytest.raises(UsageError, match="the tokenizer has 50 tokens, the model's vocabulary 49"):
+        build(spec_of({**LLAMA, "vocab_size": 49}), vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**LLAMA, "model_type": "no_such"}, "no_such"),
+        ({key: value for key, value in LLAMA.items() if key != "model_type"}, "model_type"),
+        ({**LLAMA, "model_type": "t5"}, "T5Config"),
+        ("/nowhere/config.json", "/nowhere/config.json"),
+        ({**LLAMA, "num_attention_heads": 3}, "not a multiple"),
+    ],
+)
+def test_configs_that_are_none(config, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        build(spec_of(config))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kernel_that_mixes_documents_is_caught(monkeypatch):
+    def mixing(query, key, value, cu_seqlens, scale):
+        whole = torch.tensor([0, query.shape[0]], dtype=torch.int32)
+        return original(query, key, value, whole, scale)
+
+    original = attention.document_attention
+    monkeypatch.setattr(attention, "document_attention", mixing)
+    with pytest.raises(RunFailed, match="document does not keep packed documents apart"):
+        build(spec_of())
+
+
+def test_a_self_test_that_cannot_fail_is_no_test(monkeypatch):
+    monkeypatch.setattr(attention, "document_attention", lambda query, *_: torch.zeros_like(query))
+    with pytest.raises(RunFailed, match="cannot tell"):
+        build(spec_of())
+
+
+def test_a_head_with_its_own_arithmetic_is_left_to_the_model(monkeypatch):
+    built = build(spec_of())
+    forward = built.module.model.forward
+
+    def doubled(**arguments):
+        found = forward(**arguments)
+        found.logits = found.logits * 2.0
+        return found
+
+    monkeypatch.setattr(built.module.model, "forward", doubled)
+    own = loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0).detach()
+    assert not prove_isolation(built.module, CPU).own_head
+    models = loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0).detach()
+    assert not torch.isclose(own, models, rtol=1e-3)
+
+
+def test_a_forward_pass_without_gradients_leaves_no_stale_parameters():
+    built = build(spec_of())
+    with torch.no_grad():
+        before = loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0)
+        for parameter in built.module.parameters():
+            parameter.to_local().mul_(0.5)
+        after = loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0)
+    assert not torch.equal(before, after)
+
+
+def test_meshes_refuse_a_layout_of_another_size():
+    with pytest.raises(UsageError, match="needs 2 ranks, there are 1"):
+        make_meshes(Layout(dp_shard=2), "cpu")
+
+
+def test_a_missing_compiler_is_said_before_training(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UsageError, match="no C\\+\\+ compiler"):
+        check_compiler(CPU)

@@ -1,0 +1,69 @@
+"""A rank that waits for a fetched snapshot hears at once that none will come."""
+
+import json
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, list_snapshots, refusal, refuse
+from muster.core.errors import CheckpointError
+from muster.core.types import Layout
+from muster.protocol.ranks import RankContext, Restore
+from muster.train.state.snapshot import Snapshots, open_shard, restored
+
+WANTED = Restore(step=9, attempt=1)
+
+
+def test_a_refusal_ends_the_wait(tmp_path):
+    path = tmp_path / "fetched.r1s2t1p1c1e1.1.ring"
+    refuse(path, "host-2 closed the connection")
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="step 9 could not be fetched: host-2 closed the connection"):
+        open_shard(path, WANTED)
+    assert time.monotonic() - began < 30  # it would wait for a minute
+    forget_refusal(path)
+    assert refusal(path) is None
+
+
+def test_a_version_that_came_counts_for_more_than_a_refusal(tmp_path):
+    path = tmp_path / "fetched.r1s2t1p1c1e1.1.ring"
+    ring = Ring.create(path, header=json.dumps({"tensors": [{"name": "w"}]}).encode(), slot_bytes=64)
+    slot = ring.begin()
+    ring.commit(slot, step=9, attempt=1)
+    refuse(path, "an earlier one failed")
+    _, table, found = open_shard(path, WANTED)
+    assert (table, found) == ([{"name": "w"}], slot)
+
+
+def test_what_should_lie_here_and_does_not_is_an_error_at_once(tmp_path):
+    with pytest.raises(CheckpointError, match="no snapshot ring"):
+        open_shard(tmp_path / "own.r1s2t1p1c1e1.1.ring", WANTED)
+
+
+def test_what_was_fetched_for_the_same_place_is_the_ranks_own_from_then_on(tmp_path):
+    """Even a twin's: a swapped-in host counts as holding the state before it has taken a step."""
+    (tmp_path / "twin").mkdir()
+    state = {"w": torch.arange(4.0)}
+    layout = Layout(dp_replicate=2)
+    twin = Snapshots(context(tmp_path / "twin", layout=layout, rank=1), state)
+    twin.save(9, state)
+    fetched = tmp_path / file_name("fetched", layout.key, 0)
+    (tmp_path / "twin" / file_name("own", layout.key, 1)).rename(fetched)
+    restore = Restore(step=9, attempt=1, shards={"0": str(fetched)}, layout=layout)
+    here = context(tmp_path, layout=layout, rank=0, attempt=2, restore=restore)
+    assert restored(here, restore, state)["w"].tolist() == [0, 1, 2, 3]
+    assert [(held.tier, held.rank, held.step) for held in list_snapshots(tmp_path)] == [("memory", 0, 9)]
+    Snapshots(here, state).save(10, state)
+    assert [held.step for held in list_snapshots(tmp_path)] == [10, 9]
+
+
+def context(folder, **changes):
+    given = {"attempt": 1, "restore": None, **changes}
+    return RankContext(
+        run_id="r", run_dir=".", host="h", local_rank=0, world_size=2, local_world_size=1, master_addr="",
+        master_port=1, snapshot_dir=str(folder), **given,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a rank is told when it starts, and the link over which it speaks to its host's agent."""
+"""What a rank receives when it starts, and its connection to its host's agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from muster.core.types import Layout
 
-#: What a rank says when its peer died under it: a consequence, never the cause.
+#: Messages of a rank whose peer died: a consequence, never the cause.
 LOST_PEER = re.compile(
     r"Connection (reset|closed|refused)|connection closed|Broken pipe|gloo.*(transport|peer|timed out)|NCCL.*abort"
     r"|Timed out waiting|recvValue|Socket closed|DistNetworkError|Socket operation|Transport endpoint",
@@ -23,7 +23,7 @@ class Restore:
     """Where a rank's state comes from, when not from the checkpoint folder."""
 
     step: int
-    """Last applied step; training goes on with the next one."""
+    """Last applied step; training continues with the next one."""
     attempt: int = 0
     """The attempt that took the snapshots: versions of two attempts never mix."""
     tier: str = "memory"
@@ -56,9 +56,9 @@ class RankContext:
     replicate_snapshots: bool = False
     """Another host gets copies of snapshots, the next one when all ranks' hosts hold the one before."""
     batch_schedule: Sequence[Mapping[str, Any]] = ()
-    """Changes of batch and rate on the way (``core.course.Stretch``)."""
+    """Changes of batch size and learning rate (``core.batch_schedule.BatchSegment``)."""
     kept_rank: int | None = None
-    """The rank of the attempt before whose process goes on as this one; None: a fresh process."""
+    """The rank of the previous attempt whose process continues as this one; None: a new process."""
     failures: int = 0
     """Failures of the run that the supervisor has seen, and the seconds in which it saw them: for the interval of
     saves (``core.intervals``)."""
@@ -69,15 +69,16 @@ class RankContext:
     def to_json(self) -> dict[str, Any]:
         # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
         restore = self.restore
-        found = {**vars(self), "layout": dict(vars(self.layout)), "restore": None, "batch_schedule": list(self.batch_schedule)}
+        layout, schedule = dict(vars(self.layout)), list(self.batch_schedule)
+        result = {**vars(self), "layout": layout, "restore": None, "batch_schedule": schedule}
         if restore is not None:
-            found["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
-        return found
+            result["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
+        return result
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> RankContext:
+    def from_json(cls, result: Mapping[str, Any]) -> RankContext:
         """The inverse of ``to_json``. Raises TypeError on unknown or missing keys."""
-        given = dict(found)
+        given = dict(result)
         given["layout"] = Layout(**given["layout"])
         given["skip_steps"] = tuple(int(step) for step in given.get("skip_steps", ()))
         if given.get("restore") is not None:
@@ -87,31 +88,31 @@ class RankContext:
         return cls(**given)
 
 
-#: A rank that leaves because it was asked to, without an end to the run (the world grows).
+#: Exit code of a rank that leaves on request while the run continues (the number of ranks grows).
 RESIZE_EXIT_CODE = 76
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What the supervisor wants of the ranks, through the agent."""
+    """A command of the supervisor to the ranks, through the agent."""
 
     kind: str
     """``stop``: save and leave after the current step."""
     save: bool = True
     exit_code: int = 0
-    """What the run will answer: 130 the user stopped it, 75 it was preempted. ``RESIZE_EXIT_CODE``: it goes on in another
-    world."""
+    """Exit code of the run: 130 the user stopped it, 75 it was preempted. ``RESIZE_EXIT_CODE``: it continues with
+    another number of ranks."""
     deadline_s: float | None = None
-    """Seconds from when it was heard."""
+    """Seconds from when it was received."""
     heard_s: float = field(default_factory=time.monotonic, compare=False)
-    """When, on this process's monotonic clock; not sent."""
+    """When it was received, on this process's monotonic clock; not sent."""
 
 
 class AgentClient(Protocol):
-    """A rank's end of the line to its agent. Calls return at once and never raise for a slow reader."""
+    """A rank's connection to its agent. Calls return at once and never raise for a slow reader."""
 
     def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
-        """Send one event of ``core.events``."""
+        """Send one event of a kind in ``core.events``."""
         ...
 
     def beat(self, step: int) -> None:
@@ -119,28 +120,28 @@ class AgentClient(Protocol):
         ...
 
     def progress(self, *, for_s: float = 0.0) -> None:
-        """Progress in something that is no step (an evaluation, a save): the step watchdog begins anew.
+        """Progress outside a step (an evaluation, a save): the step watchdog's time starts again.
 
-        Cheap enough for every batch. ``for_s``: what comes now cannot say so itself; it counts as progress for so
-        long, or until the next call.
+        Cheap enough for every batch. ``for_s``: the operation that follows cannot report progress; it counts as
+        progress for this long, or until the next call.
         """
         ...
 
     def order(self) -> Command | None:
-        """The newest order not yet taken, or None."""
+        """The newest command not yet taken, or None."""
         ...
 
     def pause_requested(self) -> bool:
-        """Whether this rank is to leave the world it is in, and to go on in another with what it holds."""
+        """Whether this rank is to leave its attempt and to continue in the next one with its state."""
         ...
 
     def on_pause(self, act: Callable[[], None]) -> None:
-        """Call ``act``, from another thread, as soon as a pause is asked: it frees a rank that waits for a peer."""
+        """Call ``act``, from another thread, as soon as a pause is requested: it frees a rank that waits for a peer."""
         ...
 
     def wait_for_assignment(self, step: int) -> RankContext | None:
-        """Say that the rank stands still after ``step`` and wait for its place in the next attempt.
+        """Report that the rank is paused after ``step`` and wait for its place in the next attempt.
 
-        None: nobody gives it one, so whatever broke its world stands.
+        None: it gets none, and the failure that ended its attempt is final.
         """
         ...

@@ -65,4 +65,4 @@ OPTIMIZERS: Registry[OptimizerTraits] = Registry(
 def repeats_exactly(name: str) -> bool:
     """Whether steps that are taken again from a snapshot give the same bits; false for an optimizer that is not
     installed here."""
-    return name in OPTIMIZERS.names() and OPTIMIZERS.get(name).restores_exactly
+    return name in OPTIMIZERS and OPTIMIZERS.get(name).restores_exactly

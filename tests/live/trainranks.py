@@ -31,7 +31,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What happens to one attempt beside training."""
+    """What happens to one attempt besides training."""
 
     kill_step: int | None = None
     """SIGKILL of ``kill_rank`` in this step, before its second micro-batch's end (or its first one's)."""

@@ -1,7 +1,7 @@
 """What one rank trains with, and how it becomes a run in the world of one attempt.
 
-A ``Learner`` (data, model, optimizer, state) are made once a process. ``assemble`` connects them to a world; if a
-rank outlives its world (another replica was lost), they are connected to the next one, and the model stays as it is.
+``TrainerComponents`` (data, model, optimizer, state) are made once per process. ``assemble`` connects them to a world;
+if a rank outlives its world (another replica was lost), they are connected to the next one, with the model as it is.
 """
 
 from __future__ import annotations
@@ -131,15 +131,7 @@ def assemble(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
     announce(agent, world, prepared, components.built, flops, source)
-    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
-    log = StepLog(
-        agent=agent,
-        rank=world.rank,
-        device=device,
-        peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
-        track_every_steps=spec.output.log_every_steps,
-    )
+    log = open_log(components, context, agent, world, flops)
     evaluator = Evaluator(
         spec=spec,
         prepared=prepared,
@@ -178,6 +170,24 @@ def assemble(
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
         pause_consensus=PauseConsensus(agent, replica_group(spec, context)),
+    )
+
+
+def open_log(
+    components: TrainerComponents, context: RankContext, agent: AgentClient, world: World, flops: float | None
+) -> StepLog:
+    """The record of steps, with rank 0's trackers."""
+    spec = components.spec
+    trackers = []
+    if world.rank == 0:
+        trackers = open_trackers(spec, run_id=context.run_id, run_dir=Path(context.run_dir))
+    return StepLog(
+        agent=agent,
+        rank=world.rank,
+        device=components.device,
+        peak=Peak(flops=flops, ranks=context.world_size),
+        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
+        track_every_steps=spec.output.log_every_steps,
     )
 
 

@@ -57,7 +57,7 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def initialise(model: nn.Module, names: list[str], *, seed: int, device: torch.device) -> None:
-    """A: uniform, as torch initialises a linear module (Kaiming, a = sqrt(5)). B: zero: the model starts as its base."""
+    """A: uniform, as torch initialises linear modules (Kaiming, a=sqrt(5)). B: zero; the model starts as its base."""
     parameters = dict(model.named_parameters())
     for name in names:
         parameter = parameters[name]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.config.spec import Model
 from muster.core.errors import BackendError, CheckpointError, UsageError
 from muster.train.model.weights import fill, local_part, local_ranges, plain_name
 
@@ -26,6 +27,11 @@ class Folder:
 
     path: Path
     files: dict[str, Path]
+
+
+def open_source(model: Model) -> Folder | None:
+    """The pretrained model's folder; None if the run file names none. Raises what ``fetch`` and ``open_folder`` do."""
+    return None if model.source is None else open_folder(fetch(model.source, model.revision))
 
 
 def fetch(source: str, revision: str | None) -> Path:

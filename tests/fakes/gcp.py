@@ -14,14 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2
 from fakes import gcp_services
 from fakes.discovery import Discovery, Match
 from fakes.gcp_services import error as _error
 from fakes.kubernetes import FakeKubernetes
-from fakes.stream import FakeStream
+from fakes.stream import FakePodStream
 
-from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
-from muster.backends.gke.kubernetes.stream import Stream
+from muster.backends.gke.google.http import Call, Reply, Unreachable
+from muster.backends.gke.kubernetes.transport import ServerTransport
 from muster.backends.gke.provision.access import PERMISSIONS
 
 HOST = "10.0.0.2"
@@ -109,13 +110,28 @@ class FakeGoogleCloud:
         # A copy, as from a wire: what the caller holds does not change when the cloud does.
         return Reply(status=reply.status, body=json.loads(json.dumps(reply.body)), text=reply.text)
 
-    def open(self, call: Call) -> Stream:
+    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
+        return ServerTransport(httpx2.MockTransport(self._on_cluster))
+
+    def _on_cluster(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path.endswith("/exec"):
+            return self._exec(request)
+        body = json.loads(request.content) if request.content else None
+        try:
+            reply = self.send(Call(method=request.method, url=str(request.url), body=body))
+        except Unreachable as error:
+            raise httpx2.ConnectError(str(error)) from error
+        content = {"text": reply.text} if reply.text else {"json": reply.body}
+        return httpx2.Response(reply.status, **content)
+
+    def _exec(self, request: httpx2.Request) -> httpx2.Response:
         """A command in a pod: ``commands`` says what it does."""
-        url = urllib.parse.urlsplit(call.url)
-        argv = [value for name, value in urllib.parse.parse_qsl(url.query) if name == "command"]
-        self.log.append((call.method, call.url))
+        argv = request.url.params.get_list("command")
+        self.log.append((request.method, str(request.url)))
         assert self.commands is not None, f"no command is expected: {argv}"
-        return FakeStream(lambda line: self.commands(url.path.split("/")[6], argv, line))
+        pod = request.url.path.split("/")[6]
+        reads = request.url.params["stdin"] == "true"
+        return FakePodStream(lambda line: self.commands(pod, argv, line), reads=reads).response()
 
     def names(self) -> set[str]:
         """Kind/name of everything that exists."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from fakes.discovery import Match
 
-from muster.backends.gke.kubernetes.http import Call, Reply
+from muster.backends.gke.google.http import Call, Reply
 
 
 def quota(google: Any, metric: str) -> Reply:

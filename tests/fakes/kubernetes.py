@@ -11,8 +11,16 @@ import http.server
 import json
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import httpx2
+from fakes.clock import VirtualClock
+from lightkube.config.kubeconfig import KubeConfig
+
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.connection import Connection
+from muster.backends.gke.kubernetes.transport import ServerTransport
 
 KINDS = {
     "api/v1": {
@@ -74,6 +82,7 @@ class FakeKubernetes:
             if path in self.objects:
                 return _status(409, "AlreadyExists", f"{path} already exists")
             return 201, self._put(path, sent)
+        assert method != "PATCH" or "fieldValidation=Strict" in url.query
         if method == "PATCH" and "dryRun=All" in url.query:
             return 200, sent
         if method == "PATCH":
@@ -161,6 +170,18 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def _status(code: int, reason: str, message: str) -> tuple[int, dict[str, Any]]:
     status = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
     return code, {**status, "reason": reason, "message": message, "code": code}
+
+
+def in_memory(fake: FakeKubernetes, handle: Callable[[httpx2.Request], httpx2.Response] | None = None) -> Cluster:
+    """A client of it without a socket; ``handle`` answers in its place."""
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        code, found = fake.handle(request.method, request.url.raw_path.decode(), request.content)
+        return httpx2.Response(code, json=found)
+
+    transport = ServerTransport(httpx2.MockTransport(handle or answer))
+    config = KubeConfig.from_server("https://k").get()
+    return Cluster(connection=Connection(config=config, transport=transport), clock=VirtualClock())
 
 
 @contextlib.contextmanager

@@ -1,29 +1,51 @@
-"""A command in a pod, in memory: what a stream to it gives."""
+"""A command in a pod, in memory: the server's end of a WebSocket with channels, below the HTTP client."""
 
 from __future__ import annotations
 
 import json
+import queue
 from collections.abc import Callable
 
+import httpx2
+import wsproto
+from wsproto.events import BytesMessage, CloseConnection
 
-class FakeStream:
-    """One command in a pod: it reads a line, prints, and ends."""
 
-    def __init__(self, command: Callable[[bytes], tuple[int, bytes, bytes]]) -> None:
-        self.command, self.typed = command, b""
-        self.messages: list[tuple[int, bytes]] | None = None
+class FakePodStream:
+    """What the HTTP client takes for its socket: the command reads a line, prints, and ends."""
 
-    def send(self, channel: int, data: bytes) -> None:
-        if channel == 0:
-            self.typed += data
+    def __init__(self, command: Callable[[bytes], tuple[int, bytes, bytes]], *, reads: bool) -> None:
+        self.command, self.out = command, queue.Queue()
+        self.connection = wsproto.connection.Connection(wsproto.ConnectionType.SERVER)
+        if not reads:
+            self.run(b"")
 
-    def receive(self) -> tuple[int, bytes] | None:
-        if self.messages is None:
-            code, out, err = self.command(self.typed)
-            cause = {"reason": "ExitCode", "message": str(code)}
-            status = {"status": "Failure", "details": {"causes": [cause]}} if code else {"status": "Success"}
-            self.messages = [(1, out), (2, err), (3, json.dumps(status).encode())]
-        return self.messages.pop(0) if self.messages else None
+    def run(self, line: bytes) -> None:
+        code, out, err = self.command(line)
+        cause = {"reason": "ExitCode", "message": str(code)}
+        status = {"status": "Failure", "details": {"causes": [cause]}} if code else {"status": "Success"}
+        for channel, data in ((1, out), (2, err), (3, json.dumps(status).encode())):
+            self.out.put(self.connection.send(BytesMessage(data=bytes([channel]) + data)))
+
+    def write(self, data: bytes, timeout: float | None = None) -> None:
+        self.connection.receive_data(data)
+        for event in self.connection.events():
+            if isinstance(event, BytesMessage) and event.data[0] == 0:
+                self.run(bytes(event.data[1:]))
+            elif isinstance(event, CloseConnection):
+                self.out.put(b"")
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self.out.get(timeout=30)
+
+    def get_extra_info(self, name: str) -> FakePodStream:
+        return self
+
+    def shutdown(self, how: int) -> None:
+        self.out.put(b"")
 
     def close(self) -> None:
-        pass
+        self.out.put(b"")
+
+    def response(self) -> httpx2.Response:
+        return httpx2.Response(101, extensions={"network_stream": self})

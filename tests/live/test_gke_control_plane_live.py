@@ -21,8 +21,8 @@ from cluster import SMALL, Network, namespaces_work  # noqa: E402
 from controllers import JOBSETS, WORKLOADS, Controllers  # noqa: E402
 from plane import Plane, programs  # noqa: E402
 
-from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
-from muster.backends.gke.kubernetes.kubeconfig import connect  # noqa: E402
+from muster.backends.gke.google.http import Unreachable  # noqa: E402
+from muster.backends.gke.kubernetes.config import connect  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects  # noqa: E402
@@ -334,7 +334,7 @@ def a_machine_dies(run):
     plane.kill_kubelet(node)
     plane.wait(lambda: node not in plane.ready_nodes(), "dead node", 60)
     attempt, before = run.attempt(), run.step()
-    assert f"node {node} does not answer" in run.status()["reason"]
+    assert f"node {node} is not responding" in run.status()["reason"]
     run.wait_for_step(before + 2)
     assert run.attempt() == attempt, "a kubelet's death is not its pods'"
     plane.kill_pod(victim)

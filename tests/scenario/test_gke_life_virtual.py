@@ -23,7 +23,7 @@ from muster.app import remote_entrypoint as pod_side  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit  # noqa: E402
-from muster.backends.gke.kubernetes.http import Unreachable  # noqa: E402
+from muster.backends.gke.google.http import Unreachable  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster  # noqa: E402
@@ -177,13 +177,13 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     found = look()
     assert (found.status.state, found.status.exit_code) == (JobState.SUCCEEDED, 0)
     assert said == [
-        "waiting for Kueue, which has made no Workload for the run yet",
-        "quota is reserved; waiting for admission check muster-dws (it has not asked DWS yet)",
+        "waiting for Kueue to create a Workload for the run",
+        "quota is reserved; waiting for admission check muster-dws (no request to DWS yet)",
         f"DWS has accepted the request w-{jobset['metadata']['name']}-muster-dws-1; waiting for capacity",
         "running: 3 hosts and the supervisor",
         "1 of 4 pods lost: host-1 (TerminationByKubelet on host-1); waiting for replacements",
         "running: 3 hosts and the supervisor",
-        "waiting for Kueue, which has made no Workload for the run yet",
+        "waiting for Kueue to create a Workload for the run",
         "running: 3 hosts and the supervisor",
         "finished: the supervisor's job completed",
     ]

@@ -21,8 +21,8 @@ def register(app: typer.Typer) -> None:
 
 def exec_(run: str = RUN, command: list[str] = COMMAND, host: int | None = HOST) -> None:
     """Run a command on a host of the run, or open a shell there; ends with the command's exit code."""
+    from muster.app.api import Terminal
     from muster.app.run.exec import execute
-    from muster.backends.protocols import Terminal
 
     tty = sys.stdin.isatty() and sys.stdout.isatty()
     piped = not sys.stdin.isatty() and not sys.stdin.closed

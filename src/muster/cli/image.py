@@ -23,19 +23,19 @@ def image(
     dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; touch nothing."),
 ) -> None:
     """Build the run's image by Cloud Build, without docker here, and print its name; the same parts are built once."""
+    from muster.app.api import load
     from muster.app.cluster.up_down import cluster_of
     from muster.cli import output
-    from muster.config import load
 
-    spec = load.load(run_file, overrides or [], environment=False).spec
+    spec = load(run_file, overrides or [], environment=False).spec
     found = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
     for doubt in found.doubts:
-        output.talk(f"warning: {doubt}")
+        output.info(f"warning: {doubt}")
     if dry_run:
         for call in found.calls():
-            output.data(call.shown())
+            output.result(call.shown())
         return
-    output.talk(f"building {found.name}: some 20 minutes the first time")
+    output.info(f"building {found.name}: some 20 minutes the first time")
     built = found.build()
-    output.data(found.name)
-    output.talk(("built" if built else "it was there already") + f"; hint: resources.image: {found.name}")
+    output.result(found.name)
+    output.info(("built" if built else "it was there already") + f"; hint: resources.image: {found.name}")

@@ -68,8 +68,8 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line; return the exit code. Every error has been printed."""
+    from muster.app.api import MusterError
     from muster.cli import output
-    from muster.core.errors import MusterError
 
     try:
         found: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         output.error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        output.talk("stopped")
+        output.info("stopped")
         return 130
     except BrokenPipeError:  # `muster events | head`
         _forget_stdout()
@@ -97,8 +97,8 @@ def _wrong_words(error: Any) -> int:
     command = getattr(context, "command_path", "muster")
     message = error.format_message()
     if message:  # none: the help was printed, for want of a command
-        output.talk(f"error: {message}")
-        output.talk(f"hint: {command} --help")
+        output.info(f"error: {message}")
+        output.info(f"hint: {command} --help")
     return 2
 
 
@@ -107,17 +107,17 @@ def _unexpected(error: Exception) -> int:
     import tempfile
     import traceback
 
+    from muster.app.api import redact
     from muster.cli import output
-    from muster.core.redact import redact
 
     if type(error).__name__ == "Abort":
-        output.talk("stopped")
+        output.info("stopped")
         return 130
     with tempfile.NamedTemporaryFile("w", prefix="muster-crash-", suffix=".txt", delete=False) as file:
         file.write(redact("".join(traceback.format_exception(error))))
     first = (str(error).splitlines() or [""])[0]
-    output.talk(redact(f"error: unexpected {type(error).__name__}: {first}"))
-    output.talk(f"hint: this is a bug in Muster; the traceback is in {file.name}")
+    output.info(redact(f"error: unexpected {type(error).__name__}: {first}"))
+    output.info(f"hint: this is a bug in Muster; the traceback is in {file.name}")
     return 1
 
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from muster.core.errors import MusterError, Problem, RunFileError
+from muster.app.api import MusterError, Problem, RunFileError
 
 
-def data(text: str) -> None:
+def result(text: str) -> None:
     """A line of what was asked for."""
     print(text, flush=True)
 
@@ -21,7 +21,7 @@ def as_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str), flush=True)
 
 
-def talk(text: str) -> None:
+def info(text: str) -> None:
     """A line about what is going on."""
     print(text, file=sys.stderr, flush=True)
 
@@ -34,7 +34,7 @@ def looking() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        talk("stopped looking; the run itself is left as it is")
+        info("stopped looking; the run itself is left as it is")
         raise typer.Exit(130) from None
 
 
@@ -43,16 +43,16 @@ def error(problem: MusterError) -> None:
     if isinstance(problem, RunFileError):
         count = len(problem.problems)
         for each in problem.problems:
-            talk(f"error: {each.render()}")
+            info(f"error: {each.render()}")
         if count > 1:
-            talk(f"{count} problems; nothing was started")
+            info(f"{count} problems; nothing was started")
         return
-    talk(f"error: {problem}")
+    info(f"error: {problem}")
     if problem.hint:
-        talk(f"hint: {problem.hint}")
+        info(f"hint: {problem.hint}")
 
 
 def warnings(problems: Iterable[Problem]) -> None:
     """Knobs without effect."""
     for problem in problems:
-        talk(f"warning: {problem.render()}")
+        info(f"warning: {problem.render()}")

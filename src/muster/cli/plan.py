@@ -34,9 +34,9 @@ def plan(
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
 ) -> None:
     """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
+    from muster.app.api import UsageError
     from muster.app.planning import plan as use_case
     from muster.cli import output, plan_table
-    from muster.core.errors import UsageError
 
     if out is not None and not out.endswith(".json"):
         raise UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
@@ -48,43 +48,43 @@ def plan(
         answer["trace"] = compare(found)
     if out is not None:
         _write(out, answer)
-        output.talk(f"plan written to {out}; muster train {out} runs it")
+        output.info(f"plan written to {out}; muster train {out} runs it")
     if html is not None:
         from muster.app.planning import plan_page
 
-        output.talk(f"page: {plan_page.write(found, html)}")
+        output.info(f"page: {plan_page.write(found, html)}")
     if json:
         output.as_json(answer)
         return
     for line in plan_table.lines(found, every=all_offers):
-        output.data(line)
+        output.result(line)
     for sentence in found.plan.why if why else ():
-        output.data(f"* {sentence}")
+        output.result(f"* {sentence}")
     if trace:
         for line in plan_table.trace_lines(answer["trace"]):
-            output.data(line)
+            output.result(line)
 
 
 def calibrate(
     run_dir: str = typer.Argument(..., metavar="RUN", help="A run or its folder."), json: bool = JSON
 ) -> None:
     """Fit the plan's constant to a measured run, and say how far the model was off."""
+    from muster.app.api import find_run
     from muster.app.planning.calibrate import calibrate_run
     from muster.cli import output
-    from muster.storage import run_registry
 
     path = Path(run_dir)
-    found = calibrate_run(path if path.is_dir() else run_registry.find(run_dir).path)
+    found = calibrate_run(path if path.is_dir() else find_run(run_dir).path)
     if json:
         output.as_json(found.to_json())
         return
     fit = found.calibration
-    output.data(
+    output.result(
         f"{found.run_id} on {found.accelerator}: {fit.measured_step_s:.4g} s a step ({fit.steps} steps, spread "
         f"{fit.spread:.1%}); the model said {fit.predicted_step_s:.4g} s ({fit.off:+.0%}); "
         f"efficiency {fit.efficiency:.3f}"
     )
-    output.talk(f"kept in {found.path}")
+    output.info(f"kept in {found.path}")
 
 
 @prices_app.command()
@@ -99,9 +99,9 @@ def update(json: bool = JSON) -> None:
             {"path": str(found.path), "prices": len(found.prices), "skus": found.skus, "missing": found.missing}
         )
         return
-    output.data(f"{len(found.prices)} prices of {found.skus} SKUs in {found.path}")
+    output.result(f"{len(found.prices)} prices of {found.skus} SKUs in {found.path}")
     if found.missing:
-        output.talk("not found: " + ", ".join(found.missing))
+        output.info("not found: " + ", ".join(found.missing))
 
 
 @prices_app.command(name="list")
@@ -118,7 +118,7 @@ def list_prices(json: bool = JSON) -> None:
         return
     for each in found:
         spread = "" if each.low == each.high else f" ({each.low:g}-{each.high:g})"
-        output.data(
+        output.result(
             f"{each.machine:<20} {each.mode:<12} {each.region:<16} ${each.usd_per_gpu_hour:<8.4g}{spread:<18} "
             f"{each.date:<11} {each.reliability:<12} {each.source}"
         )
@@ -127,7 +127,7 @@ def list_prices(json: bool = JSON) -> None:
 def _write(path: str, answer: Any) -> None:
     import json as writer
 
-    from muster.core.errors import UsageError
+    from muster.app.api import UsageError
 
     try:
         Path(path).write_text(writer.dumps(answer, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

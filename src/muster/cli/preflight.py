@@ -23,14 +23,14 @@ def preflight(
     timeout_s: float = typer.Option(1800.0, "--timeout", help="Seconds after which it is given up."),
 ) -> None:
     """Rehearse a run on one small machine of its cluster: same image, mounts, secrets and data, two steps."""
+    from muster.app.api import load
     from muster.app.cluster import preflight as use_case
     from muster.cli import output
-    from muster.config import load
 
-    loaded = load.load(run_file, overrides or [], environment=False)
+    loaded = load(run_file, overrides or [], environment=False)
     argv = ["muster", *sys.argv[1:]]
     found = use_case.preflight(
-        loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.talk(word)
+        loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.info(word)
     )
-    output.data(f"preflight passed: {found.status.reason}")
-    output.talk("not shown by it: GPU memory, NCCL, speed")
+    output.result(f"preflight passed: {found.status.reason}")
+    output.info("not shown by it: GPU memory, NCCL, speed")

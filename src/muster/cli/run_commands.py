@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from muster.config.load import Loaded
+    from muster.app.api import Loaded
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
@@ -51,11 +51,11 @@ def submit(
         output.as_json(asdict(use_case.preview(loaded)))
         return
     found = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
-    output.data(found.run.run_id)
+    output.result(found.run.run_id)
     if found.again:
-        output.talk("it was running already; nothing was started")
-    output.talk(f"in {found.run.path}")
-    output.talk(
+        output.info("it was running already; nothing was started")
+    output.info(f"in {found.run.path}")
+    output.info(
         f"hint: muster status {found.run.run_id}, muster logs -f {found.run.run_id}, muster stop {found.run.run_id}"
     )
 
@@ -72,14 +72,14 @@ def recover(
     argv = ["muster", *sys.argv[1:]]
     if not watch:
         found = use_case.recover(run, overrides or [], argv=argv)
-        output.data(found.run.run_id)
-        output.talk(f"hint: muster logs -f {found.run.run_id}")
+        output.result(found.run.run_id)
+        output.info(f"hint: muster logs -f {found.run.run_id}")
         return
+    from muster.app.api import find_run
     from muster.app.inspect.status import spec_of
     from muster.cli.live import watching
-    from muster.storage import run_registry
 
-    with watching(spec_of(run_registry.find(run))) as display:
+    with watching(spec_of(find_run(run))) as display:
         ended = use_case.recover_here(run, overrides or [], argv=argv, on_start=display.started, on_event=display.event)
     _leave(display.finish(ended.run), ended.exit_code)
 
@@ -90,8 +90,8 @@ def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
     from muster.cli import output
 
     run_id = use_case(run, overrides or []).run_id
-    output.data(run_id)
-    output.talk(f"hint: muster watch {run_id}, muster logs -f {run_id}")
+    output.result(run_id)
+    output.info(f"hint: muster watch {run_id}, muster logs -f {run_id}")
 
 
 def stop(
@@ -105,12 +105,12 @@ def stop(
 
     found = use_case(run, force=force, wait=wait)
     if not found.was_running:
-        output.talk(f"{found.run.run_id} had ended already: {found.status.state} ({found.status.reason})")
+        output.info(f"{found.run.run_id} had ended already: {found.status.state} ({found.status.reason})")
     elif wait:
-        output.talk(f"{found.run.run_id}: {found.status.state}: {found.status.reason}")
-        output.talk(f"hint: muster recover {found.run.run_id} goes on from here")
+        output.info(f"{found.run.run_id}: {found.status.state}: {found.status.reason}")
+        output.info(f"hint: muster recover {found.run.run_id} goes on from here")
     else:
-        output.talk(f"{found.run.run_id} was asked to stop")
+        output.info(f"{found.run.run_id} was asked to stop")
 
 
 def down(
@@ -121,9 +121,9 @@ def down(
     as_json: bool = typer.Option(False, "--json", help="What is left as JSON, with a run file with its cost a day."),
 ) -> None:
     """End everything of a run now, and prove that nothing is left; with a run file: what `muster up` made."""
+    from muster.app.api import UsageError
     from muster.app.run.stop import down as use_case
     from muster.cli import output
-    from muster.core.errors import UsageError
 
     if run.endswith((".yaml", ".yml")):
         from muster.cli.cloud import give_back
@@ -142,8 +142,8 @@ def down(
             {"run_id": found.run.run_id, "clean": not found.left, "left": found.left, "stopped_usd_per_hour": usd}
         )
         return
-    output.talk(f"{found.run.run_id} is down: no process, no memory is left; ${found.usd_per_hour:.2f}/h stopped")
-    output.talk(f"its folder stays: {found.run.path}")
+    output.info(f"{found.run.run_id} is down: no process, no memory is left; ${found.usd_per_hour:.2f}/h stopped")
+    output.info(f"its folder stays: {found.run.path}")
 
 
 def export(
@@ -157,21 +157,21 @@ def export(
     from muster.cli import output
 
     found = use_case(run, out=out, step=step, merge=not adapter)
-    output.data(str(found.folder))
+    output.result(str(found.folder))
     for line in found.lines:
-        output.talk(line)
+        output.info(line)
 
 
 def _load(run_file: str, overrides: list[str] | None) -> Loaded:
+    from muster.app.api import load
     from muster.cli import output
-    from muster.config import load
 
     if run_file.endswith(".json"):  # what `muster plan --out` wrote
         from muster.app.planning.plan import open_plan
 
         loaded = open_plan(run_file, overrides or [])
     else:
-        loaded = load.load(run_file, overrides or [])
+        loaded = load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     return loaded
 
@@ -181,6 +181,6 @@ def _leave(problem: str | None, code: int) -> None:
     from muster.cli import output
 
     if problem:
-        output.talk(problem)
+        output.info(problem)
     if code:
         raise typer.Exit(code)

@@ -63,7 +63,7 @@ def simulate(
     if html is not None:
         from muster.app.planning.rehearsal_page import write_page
 
-        output.talk(f"page: {write_page(study, html)}")
+        output.info(f"page: {write_page(study, html)}")
 
 
 def _bar(done: int, total: int) -> None:
@@ -80,30 +80,30 @@ def _print(found: dict[str, Any]) -> None:
     world = found["scenario"]
     rate = f"{world['failures_per_day']:g} failures a day" if world["trace"] is None else f"trace {world['trace']}"
     every = world["checkpoint_every_s"]
-    output.data(
+    output.result(
         f"{world['hosts']} hosts ({world['gpus']} GPUs), {world['spares']} spares, {world['hours']:g} h, {rate}, "
         f"policy {world['policy']}, saves {'never' if every is None else f'every {every:.0f} s'}, "
         f"stage times {found['profile']['name']}, {found['seeds']} seeds"
     )
-    output.data(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
+    output.result(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
     for key, words in (("goodput_active", "of active hosts"), ("goodput_purchased", "of purchased hosts")):
         row = found[key]
-        output.data(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
-    output.data(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
+        output.result(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
+    output.result(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
     for name, row in found["categories"].items():
         if row["share"] > 5e-6:
-            output.data(f"  {name:<22}{row['share'] * 100:>8.3f}%{row['host_s'] / 3600:>12,.1f}")
+            output.result(f"  {name:<22}{row['share'] * 100:>8.3f}%{row['host_s'] / 3600:>12,.1f}")
     if found["lost_s"]:
-        output.data(f"{'lost per interruption':<24}{'count':>9}{'p50':>10}{'p95':>10}")
+        output.result(f"{'lost per interruption':<24}{'count':>9}{'p50':>10}{'p95':>10}")
         for kind, row in found["lost_s"].items():
-            output.data(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
+            output.result(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
     _choices("without", found["contributions"], None)
     for title, key, which in (("spares", "spares", "spares"), ("saves every", "intervals", "interval"),
                               ("policy", "policies", "policy")):  # fmt: skip
         _choices(title, found[key], found["best"][which])
     if found["gave_up"]:
-        output.data(f"the run ended by its own decision {found['gave_up']:.2f} times a rehearsal, and was started again")
-    output.talk(found["note"])
+        output.result(f"the run ended by its own decision {found['gave_up']:.2f} times a rehearsal, and was started again")
+    output.info(found["note"])
 
 
 def _choices(title: str, rows: list[dict[str, Any]], best: str | None) -> None:
@@ -111,10 +111,10 @@ def _choices(title: str, rows: list[dict[str, Any]], best: str | None) -> None:
 
     if not rows:
         return
-    output.data(f"{title:<24}{'active':>9}{'purchased':>11}{'points':>9}{'±':>7}")
+    output.result(f"{title:<24}{'active':>9}{'purchased':>11}{'points':>9}{'±':>7}")
     for row in rows:
         mark = "  <- most of what is paid for" if row["name"] == best else ""
-        output.data(
+        output.result(
             f"  {row['name']:<22}{row['active'] * 100:>8.2f}%{row['purchased'] * 100:>10.2f}%"
             f"{row['change_active'] * 100:>+9.2f}{row['error'] * 100:>7.2f}  {row['about']}{mark}"
         )

@@ -223,15 +223,15 @@ def _interrupted(display: PlainTree, again: str, undo: str | None) -> None:
 
     bills, making = display.tree.bills(), display.tree.making
     display.close()
-    output.talk("stopped by you; what Google has begun goes on there")
+    output.info("stopped by you; what Google has begun goes on there")
     for one in bills:
         price = "its price is not known" if one.usd_per_hour is None else f"about ${one.usd_per_hour:.2f} an hour"
-        output.talk(f"it bills: {one.key} ({one.bills}), {price}")
+        output.info(f"it bills: {one.key} ({one.bills}), {price}")
     if making and not bills:
-        output.talk("nothing that bills by the hour was made by then, as far as this command saw")
-    output.talk(f"hint: {again} goes on where this stopped")
+        output.info("nothing that bills by the hour was made by then, as far as this command saw")
+    output.info(f"hint: {again} goes on where this stopped")
     if undo is not None:
-        output.talk(f"hint: {undo} removes what was made")
+        output.info(f"hint: {undo} removes what was made")
 
 
 def _length(seconds: float) -> str:

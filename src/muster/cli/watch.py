@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 #: In a pipe, a line about where the run is at most so often (seconds), besides what happens.
 LINE_EVERY_S = 5.0
 _SHOWN = (
-    "attempt.started", "run.message", "incident.detected", "incident.decided", "incident.resolved", "termination.notice", "host.lost", "checkpoint.committed",
-    "checkpoint.failed", "checkpoint.rejected", "eval", "run.finished",
+    "attempt.started", "run.message", "run.restarted", "incident.detected", "incident.decided", "incident.resolved",
+    "termination.notice", "host.lost", "host.readmitted", "checkpoint.committed", "checkpoint.failed",
+    "checkpoint.rejected", "eval", "run.finished",
 )  # fmt: skip
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
 
@@ -57,13 +58,13 @@ def _lines(views: Any) -> None:
         for event in view.news:
             text = line(event) if event.kind in _SHOWN else None
             if text is not None:
-                output.data(text)
+                output.result(text)
         now_ns = max((event.wall_ns for event in view.news), default=before_ns)
         since_s += (now_ns - before_ns) / 1e9 if now_ns and before_ns else 0.0
         before_ns = now_ns
         text = summary(view)
         if text != said and (since_s >= LINE_EVERY_S or view.ended):
-            output.data(text)
+            output.result(text)
             said, since_s = text, 0.0
 
 

@@ -48,7 +48,7 @@ VARIABLES = (
         "MUSTER_TERM", "`ignored`: SIGTERM comes to every process of a job; only the supervisor acts on it.",
         "the Slurm back end",
     ),
-    Variable("MUSTER_KEEPER", "Process id of the watchdog that started the agent.", "the watchdog"),
+    Variable("MUSTER_WATCHDOG", "Process id of the watchdog that started the agent.", "the watchdog"),
     Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
@@ -83,10 +83,15 @@ def current() -> Environment:
     return read(os.environ)
 
 
+def inherited() -> dict[str, str]:
+    """Every variable of this process, for the programs that it starts."""
+    return dict(os.environ)
+
+
 def read(environ: Mapping[str, str]) -> Environment:
     """The variables of ``environ``; empty ones count as unset. Raises ValueError for a number that is none."""
     memory = environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp")
-    watchdog = environ.get("MUSTER_KEEPER")
+    watchdog = environ.get("MUSTER_WATCHDOG")
     return Environment(
         home=Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute(),
         memory_root=Path(memory),

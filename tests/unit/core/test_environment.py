@@ -17,7 +17,7 @@ def test_defaults_and_values():
     empty = environment.read({"MUSTER_HOME": "", "MUSTER_NICE": ""})
     assert (empty.home, empty.bind, empty.nice) == (Path.home() / ".muster", "127.0.0.1", 0)
     assert empty.watchdog_pid is None and not empty.term_ignored and not empty.drill
-    given = {"MUSTER_HOME": "/runs", "MUSTER_MEMORY_DIR": "/ram", "MUSTER_TERM": "ignored", "MUSTER_KEEPER": "7"}
+    given = {"MUSTER_HOME": "/runs", "MUSTER_MEMORY_DIR": "/ram", "MUSTER_TERM": "ignored", "MUSTER_WATCHDOG": "7"}
     found = environment.read(given)
     assert (found.home, found.memory_root) == (Path("/runs"), Path("/ram"))
     assert found.term_ignored and found.watchdog_pid == 7

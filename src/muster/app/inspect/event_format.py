@@ -94,6 +94,7 @@ _RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
     "data.prepared": _data,
     "attempt.started": _attempt,
     "run.message": lambda _, detail: f"note: {detail['text']}",
+    "run.restarted": lambda _, detail: detail["reason"],
     "incident.detected": lambda _, detail: f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}",
     "incident.decided": lambda _, detail: f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}",
     "incident.resolved": lambda _, detail: f"recovered from {detail['incident_id']} in {detail['lost_ns'] / 1e9:.2f} s",
@@ -105,5 +106,6 @@ _RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
         f"restored step {event.step} from {detail['tier']} on rank {event.rank}"
     ),
     "host.lost": lambda event, detail: f"{event.host} is lost: {detail['evidence']}",
+    "host.readmitted": lambda event, detail: f"{event.host} may be used again: {detail['reason']}",
     "run.finished": lambda _, detail: f"{detail['outcome']}: {detail['reason']}",
 }

@@ -12,6 +12,7 @@ from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import UsageError
+from muster.core.incidents import KINDS, traits_of
 from muster.report import api
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate import stage_times as profiles
@@ -20,9 +21,6 @@ from muster.simulate.host_time import CATEGORIES
 from muster.simulate.scenario import Saves, Scenario
 from muster.simulate.stage_times import Profile, Recovery
 
-#: What the supervisor calls an incident -> the mix's kind.
-KINDS = {"rank_exit": "process", "rank_exception": "process", "rank_oom": "process", "rank_hang": "hang",
-         "host_lost": "host", "host_unhealthy": "host"}  # fmt: skip
 #: Below these a rehearsal at another scale says so.
 MODELLED = (
     "Faults, hosts and clock are virtual: stage times come from the profile, only the supervisor and the policy are "
@@ -172,9 +170,10 @@ def profile_of(name: str | None, *, cpu: bool = False) -> Profile:
 def measure(run_dir: Path) -> Profile:
     """Stage times of a run's own log: steps, start, and each healed incident."""
     document = api.load(run_dir).to_json()
+    simulated_as = {kind: traits_of(kind).simulated_as for kind in KINDS.names()}
     recoveries = [
         Recovery(
-            kind=KINDS[each["kind"]],
+            kind=fault,
             detect_s=each["detect_s"],
             collected_s=each["stages_s"]["collected"],
             started_s=each["stages_s"]["started"],
@@ -182,7 +181,7 @@ def measure(run_dir: Path) -> Profile:
             swapped=each["action"] == "swap",
         )
         for each in document["incidents"]
-        if each["kind"] in KINDS and {"collected", "started", "first_step"} <= set(each["stages_s"])
+        if (fault := simulated_as.get(each["kind"])) and {"collected", "started", "first_step"} <= set(each["stages_s"])
     ]
     events = event_log.merged(run_dir / "events" if (run_dir / "events").is_dir() else run_dir)
     taken = [event for event in events if event.kind == "step"]

@@ -11,13 +11,12 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muster.backends import code_bundle
-from muster.backends.gke.kubernetes import kubeconfig
+from muster.backends.gke.google.http import Call, GoogleHttp, Http, Reply
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http, Reply
-from muster.backends.gke.kubernetes.stream import Lines, Stream
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import Manifest
 from muster.backends.gke.manifests.placement import place, resolved
@@ -31,7 +30,6 @@ from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.operate.status_reason import condition, explain
 from muster.backends.gke.pod.init_container import CODE
-from muster.backends.gke.provision.session import Session
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
@@ -41,6 +39,9 @@ from muster.core.protocols import Clock, Store
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
 from muster.storage import run_registry
 from muster.storage.store import open_store
+
+if TYPE_CHECKING:
+    import httpx2
 
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
@@ -121,7 +122,7 @@ class GkeLauncher:
             refuse_unknown_queue(cluster, jobset)
             for manifest in manifests:
                 cluster.apply(manifest, dry_run=True)
-            cluster.apply(self._token(request, jobset), secret=True)
+            cluster.apply(self._token(request, jobset))
             for manifest in manifests:
                 cluster.apply(manifest)
         self._record(request, number)
@@ -302,7 +303,7 @@ class GkeLauncher:
     def _kept(self, run_id: str) -> str | None:
         """The run's folder as an address that needs no pod: a bucket's, on Google's own clusters."""
         spec = self._remembered(run_id)
-        if spec is None or (kubeconfig.named(spec.resources.cluster) and self.store is None):
+        if spec is None or (locate.by_kubeconfig(spec) and self.store is None):
             return None
         in_pods = place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
         return "gs://" + in_pods.removeprefix("/gcs/") if in_pods.startswith("/gcs/") else None
@@ -320,11 +321,8 @@ class _Late:
     def send(self, call: Call) -> Reply:
         return self._real().send(call)
 
-    def open(self, call: Call) -> Stream:
-        return self._real().open(call)
-
-    def lines(self, call: Call) -> Lines | Reply:
-        return self._real().lines(call)
+    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
+        return self._real().transport(endpoint, ca_pem)
 
     def _real(self) -> Http:
         if self.of.http is None:

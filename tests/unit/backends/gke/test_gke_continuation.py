@@ -5,15 +5,12 @@ import json
 
 import pytest
 from cases import placement, spec
-from fakes.kubernetes import FakeKubernetes
+from fakes.kubernetes import FakeKubernetes, in_memory
 
-from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.http import Reply
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, mode_of
 from muster.backends.gke.manifests.pods import supervisor_template
 from muster.backends.gke.operate.continuation import continuation, newest, number_of, queue_the_rest
-from muster.backends.gke.provision.session import Session
 from muster.core.errors import BackendError, CapacityError
 
 WHERE = placement(spec("a4-highgpu-8g", "flex_start_queued"))
@@ -33,22 +30,12 @@ def admitted():
     return found
 
 
-class Direct:
-    def __init__(self, kubernetes):
-        self.kubernetes = kubernetes
-
-    def send(self, call):
-        body = json.dumps(call.body).encode() if call.body is not None else b""
-        status, found = self.kubernetes.handle(call.method, call.url.removeprefix("https://k"), body)
-        return Reply(status=status, body=json.loads(json.dumps(found)))
-
-
 @pytest.fixture
 def cluster():
     kubernetes = FakeKubernetes()
     path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets/{WHERE.name}"
     kubernetes.handle("PUT", path, json.dumps(admitted()).encode())
-    found = Cluster(session=Session(http=Direct(kubernetes), clock=None), endpoint="https://k", ca_pem=None)
+    found = in_memory(kubernetes)
     return found, kubernetes
 
 

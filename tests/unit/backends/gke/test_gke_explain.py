@@ -61,7 +61,7 @@ WORKLOADS = {
     54: "admitted by the queue; waiting for its pods",
     55: "waiting for Kueue quota: couldn't assign flavors to pod set main: insufficient quota for cpu in flavor "
     "default-flavor in ClusterQueue",
-    56: "quota is reserved; waiting for admission check dws-prov (it has not asked DWS yet)",
+    56: "quota is reserved; waiting for admission check dws-prov (no request to DWS yet)",
     63: "admitted by the queue; waiting for its pods",
     65: "quota is reserved in the queue; waiting to be admitted",
     66: "waiting for Kueue quota: couldn't assign flavors to pod set main: insufficient unused quota for memory in "
@@ -112,7 +112,7 @@ def request(number=1, **conditions):
 @pytest.mark.parametrize(
     ("requests", "state", "sentence"),
     [
-        ([request()], "waiting", "asked DWS (w-muster-dws-1); the request is not accepted yet"),
+        ([request()], "waiting", "requested nodes from DWS (w-muster-dws-1); not accepted yet"),
         ([request(Accepted="")], "waiting", "DWS has accepted the request w-muster-dws-1; waiting for capacity"),
         ([request(Provisioned="yes")], "waiting", "admitted; its pods are being created"),
         ([request(1, Failed="stockout"), request(2, Accepted="")], "waiting",
@@ -120,9 +120,9 @@ def request(number=1, **conditions):
         ([request(9, Failed="stockout."), request(10, Failed="no quota.")], "waiting",
          "DWS cannot provide the nodes: no quota"),
         ([request(Provisioned="yes", BookingExpired="")], "waiting",
-         "DWS had the nodes and the run did not take them in time: expired"),
+         "DWS reserved the nodes, but the run did not use them in time: expired"),
         ([request(Provisioned="yes", CapacityRevoked="")], "preempted",
-         "DWS has taken the nodes back: the allocation's time is up"),
+         "DWS revoked the nodes: the allocation has ended"),
     ],
 )  # fmt: skip
 def test_waiting_for_dws(requests, state, sentence):
@@ -172,36 +172,36 @@ def test_running():
         ([("FailedScaleUp", "GCE_STOCKOUT in zone")], "no capacity in the zone (GCE_STOCKOUT in zone)"),
         ([("FailedScaleUp", "Quota 'PREEMPTIBLE_NVIDIA_B200_GPUS' exceeded")],
          "Google Cloud quota (Quota 'PREEMPTIBLE_NVIDIA_B200_GPUS' exceeded)"),
-        ([("TriggeredScaleUp", "")], "a node is being made"),
+        ([("TriggeredScaleUp", "")], "a node is being created"),
         ([("NotTriggerScaleUp", "1 node(s) had untolerated taint")],
-         "no node pool fits it (1 node(s) had untolerated taint)"),
+         "no node pool matches (1 node(s) had untolerated taint)"),
         ([], "the scheduler"),
     ],
 )  # fmt: skip
 def test_one_pod_without_a_node(events, what):
     pods = [SUPERVISOR, *GPUS[:3], UNPLACED]
     rows = [event(UNPLACED, *one) for one in events]
-    assert seen(pods, rows)[1] == f"waiting for host-3: {what} (4 of 5 run)"
+    assert seen(pods, rows)[1] == f"waiting for host-3: {what} (4 of 5 running)"
 
 
 def test_unschedulable():
     condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available: 3 Insufficient cpu."}
     unplaced = pod(index=3, phase="Pending", node=None, conditions=[condition])
     found = seen([unplaced])[1]
-    assert found == "waiting for host-3: no node for it (0/3 nodes are available: 3 Insufficient cpu)"
+    assert found == "waiting for host-3: no node fits (0/3 nodes are available: 3 Insufficient cpu)"
 
 
 @pytest.mark.parametrize(
     ("reason", "what"),
     [
         ("ImagePullBackOff", "image registry/image:1 cannot be pulled (ImagePullBackOff: denied)"),
-        ("CreateContainerConfigError", "its container cannot be made (CreateContainerConfigError: denied)"),
+        ("CreateContainerConfigError", "its container cannot be created (CreateContainerConfigError: denied)"),
     ],
 )
 def test_one_pod_of_sixteen_on_a_node(reason, what):
     stuck = pod(index=7, phase="Pending", node="gpu-7", containerStatuses=container(reason, "denied"))
     pods = [SUPERVISOR, *GPUS[:7], stuck, *GPUS[8:]]
-    assert seen(pods) == (JobState.RUNNING, f"waiting for host-7: {what} (16 of 17 run)")
+    assert seen(pods) == (JobState.RUNNING, f"waiting for host-7: {what} (16 of 17 running)")
 
 
 def test_all_pods_pull_the_image():
@@ -227,7 +227,7 @@ def node(name, ready="True", reason="KubeletReady"):
 def test_a_node_that_does_not_answer():
     nodes = [node("cpu-1"), node("gpu-0"), node("gpu-1", "Unknown", "NodeStatusUnknown")]
     assert seen([SUPERVISOR, *GPUS[:2]], nodes=nodes)[1] == (
-        "1 of 3 pods lost: host-1 (node gpu-1 does not answer (NodeStatusUnknown)); waiting for replacements"
+        "1 of 3 pods lost: host-1 (node gpu-1 is not responding (NodeStatusUnknown)); waiting for replacements"
     )
     assert "node gpu-1 no longer exists" in seen([SUPERVISOR, *GPUS[:2]], nodes=nodes[:2])[1]
 
@@ -265,8 +265,8 @@ def test_deactivated_preempted_and_unseen():
         "message": "Preempted to accommodate another",
     }
     away = {"metadata": {"name": "w"}, "status": {"conditions": [{**RESERVED, "status": "False"}, evicted]}}
-    assert explain(Observed(jobset=JOBSET, workload=away)).sentence.startswith("preempted in the queue, waiting again")
-    assert "no Workload" in explain(Observed(jobset=JOBSET)).sentence
+    assert explain(Observed(jobset=JOBSET, workload=away)).sentence.startswith("preempted; queued again")
+    assert "create a Workload" in explain(Observed(jobset=JOBSET)).sentence
 
 
 def evicted(reason, message="", **status):
@@ -283,12 +283,12 @@ def evicted(reason, message="", **status):
     [
         (evicted("PodsReadyTimeout", "Exceeded the PodsReady timeout ns/w", requeueState={
             "count": 1, "requeueAt": "2026-01-02T03:04:05Z"}),
-         "taken back because its pods did not all get ready in time, waiting again: Exceeded the PodsReady timeout "
+         "evicted because not all pods became ready in time; queued again: Exceeded the PodsReady timeout "
          "ns/w; Kueue tries again at 2026-01-02T03:04:05Z (try 2)"),
         (evicted("ClusterQueueStopped", "The ClusterQueue is stopped"),
-         "its cluster queue was stopped, waiting: The ClusterQueue is stopped"),
+         "its cluster queue was stopped; waiting: The ClusterQueue is stopped"),
         (evicted("AdmissionCheck", "At least one admission check is false"),
-         "taken back by an admission check, waiting again: At least one admission check is false"),
+         "evicted by an admission check; queued again: At least one admission check is false"),
         (evicted("OfAnotherRelease", "who knows"), "waiting for Kueue quota: insufficient quota"),
     ],
 )  # fmt: skip
@@ -305,7 +305,7 @@ def test_taken_back_by_kueue(workload, sentence):
          "Kueue can never admit the run, which is larger than its queue: couldn't assign flavors to pod set host: "
          "insufficient quota for nvidia.com/gpu in flavor b200, request > maximum capacity (24 > 16)"),
         ("Inadmissible", "ClusterQueue muster is inactive",
-         "waiting for the queue to be opened: ClusterQueue muster is inactive"),
+         "waiting for the queue to become active: ClusterQueue muster is inactive"),
         ("Inadmissible", "LocalQueue research doesn't exist",
          "Kueue cannot admit the run: LocalQueue research doesn't exist"),
     ],
@@ -356,5 +356,5 @@ def test_a_pod_whose_first_container_failed_and_one_that_was_evicted():
 def test_a_node_that_is_about_to_be_taken():
     taken = node("gpu-1") | {"spec": {"taints": [{"key": "cloud.google.com/impending-node-termination"}]}}
     assert seen([SUPERVISOR, *GPUS[:2]], nodes=[node("cpu-1"), node("gpu-0"), taken])[1] == (
-        "running: 2 hosts and the supervisor; about to be taken: host-1 (node gpu-1)"
+        "running: 2 hosts and the supervisor; node termination announced: host-1 (node gpu-1)"
     )

@@ -2,17 +2,15 @@
 
 import json
 import queue
-import urllib.parse
 
+import httpx2
 import pytest
 from fakes.clock import VirtualClock
-from fakes.kubernetes import FakeKubernetes
+from fakes.kubernetes import FakeKubernetes, in_memory
 
-from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.http import Reply, Unreachable
+from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.operate import log_follow as module
 from muster.backends.gke.operate.log_follow import Follower, Place
-from muster.backends.gke.provision.session import Session
 from muster.core.errors import AccessError, BackendError
 
 RUN = "app.kubernetes.io/instance=llama"
@@ -23,7 +21,7 @@ def at(second, fraction="000000001"):
     return f"2026-01-02T03:04:{second:02d}.{fraction}Z"
 
 
-class Script:
+class Script(httpx2.SyncByteStream):
     """One connection: what comes over it; something to call, to raise or to wait for may stand between the lines."""
 
     def __init__(self, items):
@@ -41,7 +39,10 @@ class Script:
             else:
                 yield item.encode()
 
-    def close(self):
+    def get_extra_info(self, name):
+        return self
+
+    def shutdown(self, how):
         self.closed.put(None)
 
 
@@ -50,7 +51,7 @@ class Changes(Script):
 
     def __iter__(self):
         while (item := self.closed.get(timeout=30)) is not None:
-            yield json.dumps({"type": "MODIFIED", "object": item}).encode()
+            yield json.dumps({"type": "MODIFIED", "object": item}).encode() + b"\n"
 
 
 class Server:
@@ -76,16 +77,17 @@ class Server:
         for watch in self.watches.get(folder, []):
             watch.closed.put(one)
 
-    def send(self, call):
-        status, body = self.kubernetes.handle(call.method, call.url.removeprefix("https://here"))
-        return Reply(status=status, body=body)
+    def handle(self, request):
+        path, query = request.url.path.strip("/"), dict(request.url.params)
+        if query.get("watch") or path.endswith("/log"):
+            return self.lines(path, query)
+        status, body = self.kubernetes.handle(request.method, request.url.raw_path.decode())
+        return httpx2.Response(status, json=body)
 
-    def lines(self, call):
-        url = urllib.parse.urlsplit(call.url)
-        path, query = url.path.strip("/"), dict(urllib.parse.parse_qsl(url.query))
+    def lines(self, path, query):
         self.asked.append((path, query))
         if path in self.refused:
-            return Reply(status=self.refused[path], body={"message": "no"})
+            return httpx2.Response(self.refused[path], json={"message": "no"})
         if query.get("watch"):
             assert query["labelSelector"] == RUN
             found = Changes([])
@@ -97,13 +99,13 @@ class Server:
             assert query["follow"] == query["timestamps"] == "true" and query["container"] == "host"
             rest = self.logs.get(path.split("/")[-2], [])
             if not rest:
-                return Reply(status=404, body={"message": "not found"})
+                return httpx2.Response(404, json={"message": "not found"})
             found = rest.pop(0)
             if isinstance(found, Exception):
                 raise found
             found = Script(found)
         self.opened.append(found)
-        return found
+        return httpx2.Response(200, stream=found, extensions={"network_stream": found})
 
     def over(self):
         return self.kubernetes.objects[f"{JOBSETS}/llama"]["status"]["conditions"][0]["type"] == "Completed"
@@ -115,9 +117,9 @@ def server():
 
 
 def follower(server):
-    cluster = Cluster(session=Session(http=server, clock=VirtualClock()), endpoint="https://here", ca_pem=None)
+    cluster = in_memory(server.kubernetes, server.handle)
     return Follower(
-        cluster=cluster, namespace="default", labels=RUN, over=server.over, clock=VirtualClock(), pause_s=0.0
+        cluster=cluster, namespace="default", labels=dict([RUN.split("=")]), over=server.over, clock=VirtualClock(), pause_s=0.0
     )
 
 

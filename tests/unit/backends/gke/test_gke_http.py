@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("google.auth", reason="google-auth is not installed")
 
-from muster.backends.gke.kubernetes import http
-from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Reply
+from muster.backends.gke.google import http
+from muster.backends.gke.google.http import Call, GoogleHttp, Reply
 from muster.core.errors import AccessError
 
 GOOGLE = Call(method="GET", url="https://serviceusage.googleapis.com/v1/projects/p/services")

@@ -7,7 +7,7 @@ from cases import spec
 from fakes.clock import VirtualClock
 from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, session, where
 
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
 from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.provisioner import GkeProvisioner
 from muster.backends.gke.provision.software import software, wanted_software

@@ -1,94 +1,91 @@
-"""A cluster's own API: objects applied by the server's own merge, over the same seam as Google's services."""
+"""A cluster's own API: objects applied by the server's own merge, read, watched and deleted."""
 
 from __future__ import annotations
 
-import base64
 import json
-import urllib.parse
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
-from muster.backends.gke.kubernetes.stream import Lines
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import Found, differences
-from muster.backends.gke.provision.session import Session, refusal
+from muster.backends.gke.google.http import Call, Reply, Unreachable
+from muster.backends.gke.google.session import refusal, with_retries
+from muster.backends.gke.kubernetes.kind import Kind, root_of
+from muster.backends.gke.kubernetes.streams import Lines
 from muster.core.errors import AccessError, BackendError
+from muster.core.protocols import Clock
+
+if TYPE_CHECKING:
+    from muster.backends.gke.kubernetes.connection import Connection
 
 SERVED_WITHIN_S = 60.0
-MANAGER = "fieldManager=muster&force=true&fieldValidation=Strict"
-CLUSTER_SCOPED_FIRST = ("CustomResourceDefinition", "Namespace")
 
 
 @dataclass(kw_only=True)
 class Cluster:
     """The API server of one cluster."""
 
-    session: Session
-    endpoint: str
-    ca_pem: str | None
-    _kinds: dict[str, dict[str, tuple[str, bool]]] = field(default_factory=dict)
+    connection: Connection
+    clock: Clock
+    _kinds: dict[str, dict[str, Kind]] = field(default_factory=dict)
 
-    def apply(self, manifest: Mapping[str, Any], *, secret: bool = False, dry_run: bool = False) -> Mapping[str, Any]:
+    def apply(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Mapping[str, Any]:
         """Server-side apply with strict field checks; the same object twice is one. A dry run is the server's own."""
         self._wait_for_kind(manifest)
-        call = self.apply_call(manifest, self._path(manifest), secret=secret)
-        if dry_run:
-            call = replace(call, url=call.url + "&dryRun=All")
-        try:
-            reply = self.session.send(call)
-        except Unreachable:
-            reply = self.session.send(call)
-        if reply.status >= 300:
-            raise refusal(call, reply)
-        return reply.body
+        kind = self._kind(manifest)
+        if kind is None:
+            raise BackendError(
+                f"the cluster does not know {manifest['kind']} of {manifest['apiVersion']}",
+                hint="its controller is not installed, or another version",
+            )
 
-    def apply_call(self, manifest: Mapping[str, Any], path: str, *, secret: bool = False) -> Call:
-        return Call(
-            method="PATCH",
-            url=f"{self.endpoint}/{path}?{MANAGER}",
-            body=manifest,
-            content_type="application/apply-patch+yaml",
-            ca_pem=self.ca_pem,
-            secret=secret,
-        )
+        def send() -> Mapping[str, Any]:
+            return self._ok("PATCH", manifest, lambda: self.connection.apply(kind, manifest, dry_run=dry_run)).body
+
+        try:
+            return send()
+        except Unreachable:
+            return send()
 
     def get(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The object as it is there; None where it, or its kind, is not."""
-        path = self._path(manifest, absent_kind_is_none=True)
-        if path is None:
+        """The object on the server; None where it, or its kind, is absent."""
+        kind = self._kind(manifest)
+        if kind is None:
             return None
-        call = Call(method="GET", url=f"{self.endpoint}/{path}", ca_pem=self.ca_pem)
-        reply = self.session.send(call)
-        if reply.status == 404:
-            return None
-        if reply.status >= 300:
-            raise refusal(call, reply)
-        return reply.body
+        reply = self._ok("GET", manifest, lambda: self.connection.get(kind, *_name(manifest)), absent=True)
+        return reply.body if reply.status != 404 else None
 
     def knows(self, manifest: Mapping[str, Any]) -> bool:
         """Whether the server serves the object's kind."""
-        return manifest["kind"] in self._known(manifest["apiVersion"])
+        return self._kind(manifest) is not None
 
     def list(
-        self, api: str, plural: str, *, namespace: str | None = None, labels: str = ""
+        self, api: str, plural: str, *, namespace: str | None = None, labels: Mapping[str, str] | None = None
     ) -> Sequence[Mapping[str, Any]]:
         """All objects of a kind; none where the cluster does not know it."""
-        folder = f"namespaces/{namespace}/{plural}" if namespace else plural
-        query = f"?labelSelector={labels}" if labels else ""
-        call = Call(method="GET", url=f"{self.endpoint}/{_root(api)}/{folder}{query}", ca_pem=self.ca_pem)
-        reply = self.session.send(call)
-        if reply.status == 404:
-            return []
-        if reply.status >= 300:
-            raise refusal(call, reply)
-        return list(reply.body.get("items", []))
+        kind = Kind(api=api, kind=plural, plural=plural, namespaced=namespace is not None)
+        reply = self._ok(
+            "GET", plural, lambda: self.connection.list(kind, namespace or "", labels or {}), absent=True
+        )
+        return list(reply.body["items"]) if reply.status != 404 else []
+
+    def delete(self, manifest: Mapping[str, Any]) -> None:
+        """Remove it with everything it owns; absent is success."""
+        kind = self._kind(manifest)
+        if kind is None:
+            return
+
+        def send() -> None:
+            self._ok("DELETE", manifest, lambda: self.connection.delete(kind, *_name(manifest)), absent=True)
+
+        try:
+            send()
+        except Unreachable:
+            send()  # the second one gets 404 where the first one arrived
 
     def pod_log(self, namespace: str, pod: str, container: str) -> str:
         """All of a container's output so far; empty while it has not started."""
-        path = f"api/v1/namespaces/{namespace}/pods/{pod}/log?container={container}"
-        reply = self.session.send(Call(method="GET", url=f"{self.endpoint}/{path}", ca_pem=self.ca_pem))
+        path = f"api/v1/namespaces/{namespace}/pods/{pod}/log"
+        reply = self._read(path, {"container": container})
         return reply.text if reply.status < 300 else ""
 
     def follow_log(self, namespace: str, pod: str, container: str, *, since: str | None = None) -> Lines | None:
@@ -100,150 +97,85 @@ class Cluster:
             Unreachable: ask again.
             AccessError: not allowed.
         """
-        words = {"container": container, "follow": "true", "timestamps": "true"} | (
-            {"sinceTime": since} if since else {}
+        query = {"container": container, "follow": "true", "timestamps": "true"}
+        return self._follow(
+            f"api/v1/namespaces/{namespace}/pods/{pod}/log", query | ({"sinceTime": since} if since else {})
         )
-        path = f"api/v1/namespaces/{namespace}/pods/{pod}/log?{urllib.parse.urlencode(words)}"
-        return self._lines(path)
 
     def watch(
-        self, api: str, plural: str, *, namespace: str, labels: str, opened: MutableSequence[Lines]
+        self, api: str, plural: str, *, namespace: str, labels: Mapping[str, str], opened: MutableSequence[Lines]
     ) -> Iterator[Mapping[str, Any]]:
-        """The objects that are there, then each again whenever it changes or goes; ends after minutes, or at once
-        where the cluster does not know the kind. Whoever holds ``opened`` may close what it waits on.
+        """The objects that exist, then each again when it changes or is deleted; ends after minutes, or at once
+        where the cluster does not know the kind. What it waits on is in ``opened``, where it may be closed.
 
         Raises:
             Unreachable: the connection broke.
             AccessError: not allowed.
         """
-        query = urllib.parse.urlencode({"watch": "true", "labelSelector": labels, "timeoutSeconds": 240})
-        found = self._lines(f"{_root(api)}/namespaces/{namespace}/{plural}?{query}")
-        if found is None:
+        selector = ",".join(f"{name}={value}" for name, value in labels.items())
+        query = {"watch": "true", "labelSelector": selector, "timeoutSeconds": "240"}
+        lines = self._follow(f"{root_of(api)}/namespaces/{namespace}/{plural}", query)
+        if lines is None:
             return
-        opened.append(found)
+        opened.append(lines)
         try:
-            for line in found:
+            for line in lines:
                 event = json.loads(line)
+                # Anything else, an expired resourceVersion (410) included, ends with the watch: it begins again.
                 if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
                     yield event["object"]
         except (OSError, ValueError) as error:
             raise Unreachable(f"the watch on {plural} broke: {error}") from error
         finally:
-            opened.remove(found)
-            found.close()
+            opened.remove(lines)
+            lines.close()
 
-    def _lines(self, path: str) -> Lines | None:
-        call = Call(method="GET", url=f"{self.endpoint}/{path}", ca_pem=self.ca_pem)
-        found = self.session.http.lines(call)
-        if not isinstance(found, Reply):
-            return found
-        if found.status in (401, 403):
-            raise AccessError(f"{path.partition('?')[0]}: {found.message}")
-        if found.status in (429, 500, 502, 503, 504):
-            raise Unreachable(f"{path.partition('?')[0]}: {found.message}")
+    def _follow(self, path: str, query: Mapping[str, str]) -> Lines | None:
+        lines = self.connection.follow(path, query)
+        if not isinstance(lines, Reply):
+            return lines
+        if lines.status in (401, 403):
+            raise AccessError(f"{path}: {lines.message}")
+        if lines.status in (429, 500, 502, 503, 504):
+            raise Unreachable(f"{path}: {lines.message}")
         return None
-
-    def delete(self, manifest: Mapping[str, Any]) -> None:
-        """Remove it with everything it owns; absent is success."""
-        path = self._path(manifest, absent_kind_is_none=True)
-        if path is None:
-            return
-        url = f"{self.endpoint}/{path}?propagationPolicy=Background"
-        call = Call(method="DELETE", url=url, ca_pem=self.ca_pem)
-        reply = self.session.delete(call)
-        if reply.status >= 300 and reply.status != 404:
-            raise refusal(call, reply)
 
     def _wait_for_kind(self, manifest: Mapping[str, Any]) -> None:
         """A kind that was defined a moment ago is served a little later."""
         waited_s = 0.0
-        while manifest["kind"] not in self._known(manifest["apiVersion"]) and waited_s < SERVED_WITHIN_S:
+        while self._kind(manifest) is None and waited_s < SERVED_WITHIN_S:
             self._kinds.pop(manifest["apiVersion"], None)
-            self.session.clock.sleep(3.0)
+            self.clock.sleep(3.0)
             waited_s += 3.0
 
-    def _path(self, manifest: Mapping[str, Any], *, absent_kind_is_none: bool = False) -> Any:
-        api, kind = manifest["apiVersion"], manifest["kind"]
-        found = self._known(api).get(kind)
-        if found is None:
-            if absent_kind_is_none:
-                return None
-            raise BackendError(
-                f"the cluster does not know {kind} of {api}", hint="its controller is not installed, or another version"
-            )
-        plural, namespaced = found
-        metadata = manifest["metadata"]
-        scope = f"namespaces/{metadata.get('namespace', 'default')}/" if namespaced else ""
-        return f"{_root(api)}/{scope}{plural}/{metadata['name']}"
-
-    def _known(self, api: str) -> Mapping[str, tuple[str, bool]]:
+    def _kind(self, manifest: Mapping[str, Any]) -> Kind | None:
+        api = manifest["apiVersion"]
         if not self._kinds.get(api):
-            reply = self.session.send(Call(method="GET", url=f"{self.endpoint}/{_root(api)}", ca_pem=self.ca_pem))
+            reply = self._read(root_of(api))
             rows = reply.body.get("resources", []) if reply.status < 300 else []
-            self._kinds[api] = {row["kind"]: (row["name"], row["namespaced"]) for row in rows if "/" not in row["name"]}
-        return self._kinds[api]
+            self._kinds[api] = {
+                row["kind"]: Kind(api=api, kind=row["kind"], plural=row["name"], namespaced=row["namespaced"])
+                for row in rows
+                if "/" not in row["name"]
+            }
+        return self._kinds[api].get(manifest["kind"])
+
+    def _read(self, path: str, query: Mapping[str, str] | None = None) -> Reply:
+        return with_retries(lambda: self.connection.read(path, query), "GET", path, self.clock)
+
+    def _ok(
+        self, method: str, about: Mapping[str, Any] | str, send: Callable[[], Reply], *, absent: bool = False
+    ) -> Reply:
+        """Send with retries. Raises the refusal; 404 is none where ``absent``."""
+        name = about if isinstance(about, str) else f"{about['kind']}/{about['metadata']['name']}"
+        url = f"{self.connection.endpoint}/{name}"
+        reply = with_retries(send, method, url, self.clock)
+        if reply.status >= 300 and not (absent and reply.status == 404):
+            raise refusal(Call(method=method, url=url), reply)
+        return reply
 
 
-def connect(site: Site, session: Session) -> Cluster | None:
-    """The cluster's API; None while there is no cluster."""
-    reply = session.send(Call(method="GET", url=f"{site.container}/clusters/{site.cluster}"))
-    if reply.status >= 300 or not reply.body.get("endpoint"):
-        return None
-    authority = reply.body.get("masterAuth", {}).get("clusterCaCertificate")
-    pem = base64.b64decode(authority).decode() if authority else None
-    return Cluster(session=session, endpoint=f"https://{reply.body['endpoint']}", ca_pem=pem)
+def _name(manifest: Mapping[str, Any]) -> tuple[str, str]:
+    metadata = manifest["metadata"]
+    return str(metadata["name"]), str(metadata.get("namespace", "default"))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Objects:
-    """A set of Kubernetes objects, applied in order; they go with the cluster, or one by one where it stays."""
-
-    site: Site
-    key: str
-    needs: tuple[str, ...]
-    manifests: tuple[Mapping[str, Any], ...]
-    secret: bool = False
-    removed_with_cluster: bool = True
-    foreign: Literal["refuse", "use"] = "use"
-    bills: str | None = None
-
-    def look(self, session: Session) -> Found:
-        cluster = connect(self.site, session)
-        if cluster is None:
-            return Found(state="absent")
-        if not self.removed_with_cluster:
-            # To be removed: any one of them counts, whatever it looks like by now.
-            return Found(state="there" if any(cluster.get(one) for one in self.manifests) else "absent")
-        for manifest in self.manifests:
-            there = cluster.get(manifest)
-            if there is None or list(differences({k: v for k, v in manifest.items() if k != "status"}, there)):
-                return Found(state="absent")
-        return Found(state="there")
-
-    def make(self, session: Session) -> None:
-        cluster = connect(self.site, session)
-        if cluster is None:
-            raise BackendError(f"cluster {self.site.cluster} has no endpoint yet", hint="run the same again")
-        first = [one for one in self.manifests if one["kind"] in CLUSTER_SCOPED_FIRST]
-        for manifest in [*first, *(one for one in self.manifests if one["kind"] not in CLUSTER_SCOPED_FIRST)]:
-            cluster.apply(manifest, secret=self.secret)
-
-    def settle(self, session: Session) -> None:
-        """Objects are there at once; their controllers are not waited for."""
-
-    def remove(self, session: Session) -> None:
-        cluster = None if self.removed_with_cluster else connect(self.site, session)
-        if cluster is not None:
-            for manifest in reversed(self.manifests):
-                cluster.delete(manifest)
-
-    def requests(self) -> list[Call]:
-        shown = Cluster(session=None, endpoint="https://CLUSTER", ca_pem=None)  # type: ignore[arg-type]
-        return [
-            shown.apply_call(one, f"{_root(one['apiVersion'])}/.../{one['metadata']['name']}", secret=self.secret)
-            for one in self.manifests
-        ]
-
-
-def _root(api: str) -> str:
-    return f"apis/{api}" if "/" in api else f"api/{api}"

@@ -47,9 +47,9 @@ def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
     )
 
 
-def label(run_id: str) -> str:
-    """The selector of everything that is the run's."""
-    return f"app.kubernetes.io/instance={run_id}"
+def label(run_id: str) -> dict[str, str]:
+    """The label of everything that is the run's."""
+    return {"app.kubernetes.io/instance": run_id}
 
 
 def tasks(pods: Any) -> dict[str, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.http import Call, Unreachable
-from muster.backends.gke.kubernetes.stream import ERROR, RESIZE, STDERR, STDIN, STDOUT, Stream
+from muster.backends.gke.kubernetes.streams import ERROR, RESIZE, STDERR, STDIN, STDOUT, Stream
 from muster.core.errors import BackendError
 
 Write = Callable[[bytes], object]
@@ -26,14 +25,12 @@ class Target:
     container: str
 
 
-def exec_call(cluster: Cluster, target: Target, argv: Sequence[str], *, stdin: bool, tty: bool) -> Call:
-    """The request: every word of the command is a parameter of its own, so nothing is ever quoted."""
-    switches = {"container": target.container, "stdin": stdin, "stdout": True, "stderr": not tty, "tty": tty}
-    words = [("command", word) for word in argv]
-    query = urllib.parse.urlencode([*words, *((name, str(value).lower() if isinstance(value, bool) else value)
-                                              for name, value in switches.items())])  # fmt: skip
-    path = f"api/v1/namespaces/{target.namespace}/pods/{target.pod}/exec"
-    return Call(method="GET", url=f"{cluster.endpoint}/{path}?{query}", ca_pem=cluster.ca_pem)
+def _open(cluster: Cluster, target: Target, argv: Sequence[str], *, stdin: bool, tty: bool) -> Stream:
+    """Every word of the command is a parameter of its own, so nothing is ever quoted."""
+    switches = {"stdin": stdin, "stdout": True, "stderr": not tty, "tty": tty}
+    query = [*(("command", word) for word in argv), ("container", target.container)]
+    query += [(name, str(value).lower()) for name, value in switches.items()]
+    return cluster.connection.open(f"api/v1/namespaces/{target.namespace}/pods/{target.pod}/exec", query)
 
 
 def run(cluster: Cluster, target: Target, argv: Sequence[str], *, line: str, timeout_s: float = 60.0) -> bytes:
@@ -42,9 +39,9 @@ def run(cluster: Cluster, target: Target, argv: Sequence[str], *, line: str, tim
     Raises:
         BackendError: it cannot be started, failed (its last words are in the message), or took too long.
     """
-    stream = cluster.session.http.open(exec_call(cluster, target, argv, stdin=True, tty=False))
+    stream = _open(cluster, target, argv, stdin=True, tty=False)
     out, err = bytearray(), bytearray()
-    late = threading.Timer(timeout_s, stream.close)
+    late = threading.Timer(timeout_s, stream.abort)
     late.daemon = True
     late.start()
     try:
@@ -76,7 +73,7 @@ def attach(
 
     ``typed`` is read in a thread of its own and never waited for; ``size`` is (columns, lines).
     """
-    stream = cluster.session.http.open(exec_call(cluster, target, argv, stdin=typed is not None, tty=tty))
+    stream = _open(cluster, target, argv, stdin=typed is not None, tty=tty)
     try:
         if tty and size is not None:
             stream.send(RESIZE, json.dumps({"Width": size[0], "Height": size[1]}).encode())

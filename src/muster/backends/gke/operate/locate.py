@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.backends.gke.kubernetes import kubeconfig
-from muster.backends.gke.kubernetes.api import Cluster, connect
+from muster.backends.gke.google.session import Session
+from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
 from muster.backends.gke.operate.exec_stream import Target
+from muster.backends.gke.provision.cluster_objects import connect
 from muster.backends.gke.provision.resource_names import Site, site
-from muster.backends.gke.provision.session import Session
 from muster.config.spec import RunSpec
-from muster.core.errors import BackendError, UsageError
+from muster.core.errors import AccessError, BackendError, UsageError
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"
@@ -63,10 +63,19 @@ def choose(found: Mapping[str, Target], host: int | None, run_id: str) -> Target
     return found[hosts[0]] if hosts else found[SUPERVISOR]
 
 
+def by_kubeconfig(spec: RunSpec) -> bool:
+    """Whether the run file names its cluster by ``kubeconfig:PATH[#CONTEXT]``."""
+    return (spec.resources.cluster or "").startswith("kubeconfig:")
+
+
 def cluster_of(spec: RunSpec, run_id: str, options: Options, session: Session) -> Cluster | None:
     """The run file's cluster: by kubeconfig, or Google's of that name; None where there is none."""
-    if kubeconfig.named(spec.resources.cluster):
-        return kubeconfig.connect(str(spec.resources.cluster), session.clock)
+    if by_kubeconfig(spec):
+        try:
+            from muster.backends.gke.kubernetes import config
+        except ImportError as error:
+            raise AccessError(f"{error.name} is not installed", hint="pip install 'muster[gke]'") from error
+        return config.connect(str(spec.resources.cluster), session.clock)
     for where in sites_of(spec, run_id, options):
         if found := connect(where, session):
             return found

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.http import Unreachable
-from muster.backends.gke.kubernetes.stream import Lines
+from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.continuation import API as JOBSET_API
 from muster.backends.gke.pod.log_forwarder import told_by
@@ -40,7 +40,7 @@ class Follower:
 
     cluster: Cluster
     namespace: str
-    labels: str
+    labels: Mapping[str, str]
     over: Callable[[], bool]
     """Looks whether the run has ended."""
     clock: Clock = field(default_factory=SystemClock)

@@ -50,7 +50,7 @@ def explain(observed: Observed) -> Explanation:
 
 def _answers(observed: Observed) -> Iterator[Explanation | None]:
     yield _ended(observed.jobset)
-    yield _given_up(observed.workload)
+    yield _deactivated_or_evicted(observed.workload)
     yield _queued(observed)
     yield _checked(observed)
     yield _placed(observed)
@@ -62,16 +62,16 @@ def _ended(jobset: Manifest | None) -> Explanation | None:
     if _true(found := condition(jobset, "Completed")):
         return Explanation(state=JobState.SUCCEEDED, sentence="finished: the supervisor's job completed")
     if _true(found := condition(jobset, "Failed")):
-        return Explanation(state=JobState.FAILED, sentence="failed: " + _words(found, "the JobSet says no more"))
+        return Explanation(state=JobState.FAILED, sentence="failed: " + _words(found, "the JobSet gives no reason"))
     return None
 
 
-def _given_up(workload: Manifest | None) -> Explanation | None:
+def _deactivated_or_evicted(workload: Manifest | None) -> Explanation | None:
     if workload is None:
         return None
     evicted = condition(workload, "Evicted")
     if workload.get("spec", {}).get("active") is False:
-        why = _words(evicted, "its admission check was refused too often, or somebody stopped it")
+        why = _words(evicted, "its admission check was rejected too often, or it was stopped by hand")
         return Explanation(
             state=JobState.STOPPED,
             sentence=f"Kueue has deactivated the run: {why}",
@@ -87,15 +87,15 @@ def _given_up(workload: Manifest | None) -> Explanation | None:
 
 
 EVICTED: Mapping[str, tuple[str, str | None]] = {
-    "Preempted": ("preempted in the queue, waiting again", None),
-    "PodsReadyTimeout": ("taken back because its pods did not all get ready in time, waiting again", None),
-    "AdmissionCheck": ("taken back by an admission check, waiting again", "another zone or mode may have capacity"),
+    "Preempted": ("preempted; queued again", None),
+    "PodsReadyTimeout": ("evicted because not all pods became ready in time; queued again", None),
+    "AdmissionCheck": ("evicted by an admission check; queued again", "another zone or mode may have capacity"),
     "ClusterQueueStopped": (
-        "its cluster queue was stopped, waiting",
+        "its cluster queue was stopped; waiting",
         "set spec.stopPolicy of the ClusterQueue to None",
     ),
-    "LocalQueueStopped": ("its queue was stopped, waiting", "set spec.stopPolicy of the LocalQueue to None"),
-    "NodeFailures": ("taken back because nodes failed, waiting again", None),
+    "LocalQueueStopped": ("its queue was stopped; waiting", "set spec.stopPolicy of the LocalQueue to None"),
+    "NodeFailures": ("evicted because nodes failed; queued again", None),
 }
 """Reason of Kueue's ``Evicted`` -> sentence, hint."""
 
@@ -116,14 +116,14 @@ def _queued(observed: Observed) -> Explanation | None:
             return None
         return Explanation(
             state=JobState.WAITING,
-            sentence="waiting for Kueue, which has made no Workload for the run yet",
+            sentence="waiting for Kueue to create a Workload for the run",
             hint="is Kueue running, and is the JobSet integration on?",
         )
     reserved = condition(workload, "QuotaReserved")
     if reserved is None and not _admitted(workload):
         if workload.get("status", {}).get("admission"):
             return None
-        return Explanation(state=JobState.WAITING, sentence="waiting for Kueue to look at the run")
+        return Explanation(state=JobState.WAITING, sentence="waiting for Kueue to evaluate the run")
     if reserved is not None and not _true(reserved):
         message = _words(reserved, "no reason given")
         if "request > maximum capacity" in message:
@@ -135,19 +135,19 @@ def _queued(observed: Observed) -> Explanation | None:
         if reserved.get("reason") == "Inadmissible" and ("inactive" in message or "stopped" in message):
             return Explanation(
                 state=JobState.WAITING,
-                sentence=f"waiting for the queue to be opened: {message}",
-                hint="kubectl describe clusterqueue says what it lacks, or whether somebody stopped it",
+                sentence=f"waiting for the queue to become active: {message}",
+                hint="kubectl describe clusterqueue shows what is missing, or whether it was stopped",
             )
         if reserved.get("reason") == "Inadmissible":
             return Explanation(
                 state=JobState.WAITING,
                 sentence=f"Kueue cannot admit the run: {message}",
-                hint="muster up RUN.yaml makes the queues; or set resources.queue to one that exists",
+                hint="muster up RUN.yaml creates the queues; or set resources.queue to one that exists",
             )
         return Explanation(
             state=JobState.WAITING,
             sentence=f"waiting for Kueue quota: {message}",
-            hint="another run holds it, or the cluster queue's nominalQuota is too small",
+            hint="another run uses it, or the cluster queue's nominalQuota is too small",
         )
     return None
 
@@ -174,12 +174,12 @@ def _checked(observed: Observed) -> Explanation | None:
         if check.get("state") in ("Retry", "Rejected"):
             return Explanation(
                 state=JobState.WAITING,
-                sentence=f"admission check {check['name']} said {check['state']}: {message or 'no reason given'}",
+                sentence=f"admission check {check['name']} is in state {check['state']}: {message or 'no reason given'}",
             )
         return Explanation(
             state=JobState.WAITING,
             sentence=f"quota is reserved; waiting for admission check {check['name']}"
-            + (f": {message}" if message else " (it has not asked DWS yet)"),
+            + (f": {message}" if message else " (no request to DWS yet)"),
         )
     return None
 
@@ -191,14 +191,14 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
     if _true(states["CapacityRevoked"]):
         return Explanation(
             state=JobState.PREEMPTED,
-            sentence="DWS has taken the nodes back: "
-            + _words(states["CapacityRevoked"], "the allocation's time is up"),
+            sentence="DWS revoked the nodes: "
+            + _words(states["CapacityRevoked"], "the allocation has ended"),
             hint="muster submit again: the run continues from its checkpoint",
         )
     if _true(states["BookingExpired"]):
         return Explanation(
             state=JobState.WAITING,
-            sentence="DWS had the nodes and the run did not take them in time: "
+            sentence="DWS reserved the nodes, but the run did not use them in time: "
             + _words(states["BookingExpired"], "expired"),
         )
     if _true(states["Failed"]):
@@ -215,17 +215,17 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
         return Explanation(
             state=JobState.WAITING, sentence=f"DWS has accepted the request {name}; waiting for capacity{said}"
         )
-    return Explanation(state=JobState.WAITING, sentence=f"asked DWS ({name}); the request is not accepted yet")
+    return Explanation(state=JobState.WAITING, sentence=f"requested nodes from DWS ({name}); not accepted yet")
 
 
 DWS_CONDITIONS = ("Accepted", "Provisioned", "Failed", "BookingExpired", "CapacityRevoked")
 
 
 def _placed(observed: Observed) -> Explanation:
-    not_made = refused(observed.jobset, observed.pods, observed.events) if observed.jobset is not None else None
-    if not_made is not None:
+    not_created = refused(observed.jobset, observed.pods, observed.events) if observed.jobset is not None else None
+    if not_created is not None:
         why = "a ResourceQuota or an admission policy of the namespace refuses it"
-        return Explanation(state=JobState.WAITING, sentence=f"admitted; {not_made}", hint=why)
+        return Explanation(state=JobState.WAITING, sentence=f"admitted; {not_created}", hint=why)
     if not observed.pods:
         if observed.jobset is None and observed.workload is not None:
             queue = observed.workload.get("status", {}).get("admission", {}).get("clusterQueue", "the queue")

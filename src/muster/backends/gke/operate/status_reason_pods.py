@@ -13,8 +13,8 @@ Manifest = Mapping[str, Any]
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-TAKEN_SOON = "cloud.google.com/impending-node-termination"
-"""Taint by which GKE announces that a node is about to go: maintenance, or the end of a Spot VM."""
+TERMINATION_TAINT = "cloud.google.com/impending-node-termination"
+"""Taint by which GKE announces that a node will be terminated: maintenance, or the end of a Spot VM."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -27,44 +27,69 @@ class Trouble:
     hint: str | None = None
 
 
+Sentence = tuple[JobState, str, str | None]
+"""State, sentence, hint."""
+
+
 def pods_sentence(
     pods: Sequence[Manifest], events: Sequence[Manifest], nodes: Sequence[Manifest], restarts: int
-) -> tuple[JobState, str, str | None]:
-    """(state, sentence, hint) for pods that exist."""
+) -> Sentence:
+    """What to say of pods that exist: what was lost, else what is waited for, else what failed, else who runs."""
     newest = _newest_of_each_role(pods)
-    lost = [pod for pod in newest if _lost(pod, nodes)]
-    waiting = [(pod, trouble) for pod in newest if pod not in lost and (trouble := _trouble(pod, events))]
-    running = [pod for pod in newest if pod not in lost and _running(pod)]
-    hosts = [pod for pod in newest if _role(pod) == "host"]
+    reasons = [(pod, _lost(pod, nodes)) for pod in newest]
+    kept = [pod for pod, reason in reasons if reason is None]
+    state, sentence, hint = (
+        _lost_sentence([(pod, reason) for pod, reason in reasons if reason is not None], len(newest))
+        or _waiting_sentence(kept, events, newest)
+        or _failed_sentence(newest)
+        or _running_sentence(newest, nodes)
+    )
     again = f", after {restarts} restart{'s' if restarts > 1 else ''} of the whole JobSet" if restarts else ""
-    if lost:
-        where = ", ".join(f"{_name(pod)} ({_lost(pod, nodes)})" for pod in lost)
-        return (
-            JobState.RUNNING,
-            f"{len(lost)} of {len(newest)} pods lost: {where}; waiting for replacements{again}",
-            None,
-        )
-    if waiting:
-        pod, worst = max(waiting, key=lambda row: row[1].rank)
-        same = [other for other, trouble in waiting if trouble.what == worst.what]
-        started = bool(running) and any(_role(one) == "host" for one in running)
-        who = _name(pod) if len(same) == 1 else f"{len(same)} of {len(newest)} pods"
-        others = f" ({len(running)} of {len(newest)} run)" if running else ""
-        state = JobState.RUNNING if started and len(waiting) < len(hosts) else JobState.WAITING
-        return state, f"waiting for {who}: {worst.what}{others}{again}", worst.hint
+    return state, sentence + again, hint
+
+
+def _lost_sentence(lost: Sequence[tuple[Manifest, str]], count: int) -> Sentence | None:
+    if not lost:
+        return None
+    where = ", ".join(f"{_name(pod)} ({reason})" for pod, reason in lost)
+    return JobState.RUNNING, f"{len(lost)} of {count} pods lost: {where}; waiting for replacements", None
+
+
+def _waiting_sentence(
+    kept: Sequence[Manifest], events: Sequence[Manifest], newest: Sequence[Manifest]
+) -> Sentence | None:
+    waiting = [(pod, trouble) for pod in kept if (trouble := _trouble(pod, events))]
+    if not waiting:
+        return None
+    pod, worst = max(waiting, key=lambda row: row[1].rank)
+    same = [other for other, trouble in waiting if trouble.what == worst.what]
+    name = _name(pod) if len(same) == 1 else f"{len(same)} of {len(newest)} pods"
+    running = [pod for pod in kept if _running(pod)]
+    others = f" ({len(running)} of {len(newest)} running)" if running else ""
+    started = any(_role(pod) == "host" for pod in running)
+    hosts = [pod for pod in newest if _role(pod) == "host"]
+    state = JobState.RUNNING if started and len(waiting) < len(hosts) else JobState.WAITING
+    return state, f"waiting for {name}: {worst.what}{others}", worst.hint
+
+
+def _failed_sentence(newest: Sequence[Manifest]) -> Sentence | None:
     failed = [pod for pod in newest if pod.get("status", {}).get("phase") == "Failed"]
-    if failed:
-        ends = ", ".join(f"{_name(pod)} {_ending(pod)}" for pod in failed[:3])
-        return JobState.RUNNING, f"{len(failed)} of {len(newest)} pods ended: {ends}; being replaced{again}", None
-    count = len([pod for pod in hosts if _running(pod)])
-    supervisor = any(_role(pod) == "supervisor" and _running(pod) for pod in newest)
-    with_whom = " and the supervisor" if supervisor else "; the supervisor is not there yet"
-    leaving = _leaving(newest, nodes)
-    return JobState.RUNNING, f"running: {count} host{'s' if count != 1 else ''}{with_whom}{leaving}{again}", None
+    if not failed:
+        return None
+    ends = ", ".join(f"{_name(pod)} {_ending(pod)}" for pod in failed[:3])
+    return JobState.RUNNING, f"{len(failed)} of {len(newest)} pods ended: {ends}; being replaced", None
+
+
+def _running_sentence(newest: Sequence[Manifest], nodes: Sequence[Manifest]) -> Sentence:
+    running = [_role(pod) for pod in newest if _running(pod)]
+    count = running.count("host")
+    supervisor = " and the supervisor" if "supervisor" in running else "; the supervisor is not running yet"
+    hosts = f"{count} host{'s' if count != 1 else ''}"
+    return JobState.RUNNING, f"running: {hosts}{supervisor}{_leaving(newest, nodes)}", None
 
 
 def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifest]) -> str | None:
-    """Why a pod that the JobSet wants was not made, where one is missing: its Job's own complaint (quota, a policy)."""
+    """Why a missing pod of the JobSet was not created: its Job's own message (quota, a policy)."""
     there = {(_role(pod), pod["metadata"].get("labels", {}).get(INDEX, "0")) for pod in pods}
     missing = {
         f"{jobset['metadata']['name']}-{role['name']}-{index}": f"{role['name']}-{index}"
@@ -72,35 +97,35 @@ def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifes
         for index in range(int(role.get("replicas", 1)))
         if (role["name"], str(index)) not in there
     }
-    complaints = [
+    failures = [
         one
         for one in events
         if one.get("reason") == "FailedCreate" and one.get("involvedObject", {}).get("name") in missing
     ]
-    if not complaints:
+    if not failures:
         return None
-    last = max(complaints, key=_when)
+    last = max(failures, key=_when)
     who = missing[last["involvedObject"]["name"]] if len(missing) == 1 else f"{len(missing)} pods"
     return f"{who} cannot be created ({_short(last.get('message', 'no reason given'))})"
 
 
 def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
-    """Who runs on a node that is about to be taken."""
+    """Pods on nodes whose termination is announced."""
     tainted = {
         one["metadata"]["name"]
         for one in nodes
-        if any(taint.get("key") == TAKEN_SOON for taint in one.get("spec", {}).get("taints", []))
+        if any(taint.get("key") == TERMINATION_TAINT for taint in one.get("spec", {}).get("taints", []))
     }
     found = [
         f"{_name(pod)} (node {node})"
         for pod in pods
         if (node := pod.get("spec", {}).get("nodeName")) in tainted and _running(pod)
     ]
-    return f"; about to be taken: {', '.join(found)}" if found else ""
+    return f"; node termination announced: {', '.join(found)}" if found else ""
 
 
 def _newest_of_each_role(pods: Sequence[Manifest]) -> list[Manifest]:
-    """One pod for each job: a replaced pod's predecessor may still be there."""
+    """One pod for each job: a replaced pod's predecessor may still exist."""
     found: dict[tuple[str, str], Manifest] = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
         labels = pod["metadata"].get("labels", {})
@@ -122,7 +147,7 @@ def _lost(pod: Manifest, nodes: Sequence[Manifest]) -> str | None:
         return f"node {node} no longer exists"
     for one in known.get(node, {}).get("status", {}).get("conditions", []):
         if one.get("type") == "Ready" and one.get("status") != "True":
-            return f"node {node} does not answer ({one.get('reason', 'NotReady')})"
+            return f"node {node} is not responding ({one.get('reason', 'NotReady')})"
     return None
 
 
@@ -134,21 +159,8 @@ def _trouble(pod: Manifest, events: Sequence[Manifest]) -> Trouble | None:
     if node is None:
         return _no_node(pod, events)
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
-        waiting = container.get("state", {}).get("waiting", {})
-        reason, message = waiting.get("reason"), waiting.get("message", "")
-        image = container.get("image", "its image")
-        if reason in _IMAGE:
-            return Trouble(
-                rank=40,
-                what=f"image {image} cannot be pulled ({reason}: {_short(message)})",
-                hint="does resources.image exist, and may the nodes' service account read it?",
-            )
-        if reason in _CONFIG:
-            return Trouble(
-                rank=45,
-                what=f"its container cannot be made ({reason}: {_short(message)})",
-                hint="a Secret or ConfigMap that the pod names is missing",
-            )
+        if trouble := _container_trouble(container):
+            return trouble
     for event in reversed(_events_of(pod, events)):
         if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
             return Trouble(rank=35, what=f"a volume on node {node} ({_short(event.get('message', ''))})")
@@ -159,33 +171,52 @@ def _trouble(pod: Manifest, events: Sequence[Manifest]) -> Trouble | None:
     return Trouble(rank=25, what=f"starting on node {node}")
 
 
+def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
+    waiting = container.get("state", {}).get("waiting", {})
+    reason, message = waiting.get("reason"), waiting.get("message", "")
+    if reason in _IMAGE:
+        return Trouble(
+            rank=40,
+            what=f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})",
+            hint="does resources.image exist, and may the nodes' service account read it?",
+        )
+    if reason in _CONFIG:
+        return Trouble(
+            rank=45,
+            what=f"its container cannot be created ({reason}: {_short(message)})",
+            hint="a Secret or ConfigMap that the pod names is missing",
+        )
+    return None
+
+
 def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
     for event in reversed(_events_of(pod, events)):
         reason, message = event.get("reason"), str(event.get("message", ""))
         if reason == "FailedScaleUp":
-            if "quota" in message.lower():
-                return Trouble(
-                    rank=20, what=f"Google Cloud quota ({_short(message)})", hint="raise it, or another region"
-                )
-            if "stockout" in message.lower() or "resources" in message.lower():
-                return Trouble(
-                    rank=20, what=f"no capacity in the zone ({_short(message)})", hint="another zone or mode"
-                )
-            return Trouble(rank=20, what=f"the node pool cannot grow ({_short(message)})")
+            return _no_scale_up(message)
         if reason == "TriggeredScaleUp":
-            return Trouble(rank=15, what="a node is being made")
+            return Trouble(rank=15, what="a node is being created")
         if reason == "NotTriggerScaleUp":
             return Trouble(
                 rank=18,
-                what=f"no node pool fits it ({_short(message)})",
-                hint="muster up RUN.yaml makes the pool; labels, taints and the machine have to match",
+                what=f"no node pool matches ({_short(message)})",
+                hint="muster up RUN.yaml makes the pool; labels, taints and machine must match",
             )
     for one in pod.get("status", {}).get("conditions", []):
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
-            return Trouble(rank=10, what=f"no node for it ({_short(one.get('message', 'Unschedulable'))})")
+            return Trouble(rank=10, what=f"no node fits ({_short(one.get('message', 'Unschedulable'))})")
         if one.get("type") == "PodScheduled" and one.get("reason") == "SchedulingGated":
-            return Trouble(rank=5, what="its place is being chosen (scheduling gate)")
+            return Trouble(rank=5, what="topology assignment pending (scheduling gate)")
     return Trouble(rank=8, what="the scheduler")
+
+
+def _no_scale_up(message: str) -> Trouble:
+    text = message.lower()
+    if "quota" in text:
+        return Trouble(rank=20, what=f"Google Cloud quota ({_short(message)})", hint="raise it, or another region")
+    if "stockout" in text or "resources" in text:
+        return Trouble(rank=20, what=f"no capacity in the zone ({_short(message)})", hint="another zone or mode")
+    return Trouble(rank=20, what=f"the node pool cannot grow ({_short(message)})")
 
 
 def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
@@ -199,7 +230,7 @@ def _when(event: Manifest) -> str:
 
 
 def _running(pod: Manifest) -> bool:
-    return pod.get("status", {}).get("phase") == "Running"
+    return bool(pod.get("status", {}).get("phase") == "Running")
 
 
 def _ending(pod: Manifest) -> str:

@@ -193,7 +193,7 @@ def main() -> int:
 
 
 def _requeue(which: str, at_most: int) -> str:
-    from muster.backends.gke.kubernetes.kubeconfig import own_cluster
+    from muster.backends.gke.kubernetes.config import own_cluster
     from muster.backends.gke.operate.continuation import queue_the_rest
 
     namespace, _, name = which.partition("/")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
+from muster.backends.gke.google.http import Call, Reply, Unreachable
+from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.networks import network_profile
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, Found
-from muster.backends.gke.provision.session import Session, refusal
 from muster.core.errors import AccessError, BackendError, CapacityError
 
 SERVICES = (

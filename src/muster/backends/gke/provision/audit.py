@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from muster.backends.cluster import Leftover
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
+from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.prices import machine_usd_per_hour
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import LABEL, MARK, NOT_SWITCHED_ON
-from muster.backends.gke.provision.session import Session, refusal
 from muster.catalog import gke as catalogue
 
 BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")

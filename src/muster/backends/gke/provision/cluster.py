@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends.cluster import Down, Progress, Said, silent
+from muster.backends.gke.google.http import Call, GoogleHttp, Http
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.image import context, doubts, parts, tag
-from muster.backends.gke.kubernetes.http import Call, GoogleHttp, Http
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.provision import pinned_manifests
@@ -17,7 +18,6 @@ from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.build import Build
 from muster.backends.gke.provision.quota import quota
 from muster.backends.gke.provision.resource_names import Site, site, today
-from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.software import hashes, parsed, software, unvouched
 from muster.backends.gke.provision.up import down_everywhere, requests, up_first
 from muster.backends.protocols import Lease

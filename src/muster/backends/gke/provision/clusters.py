@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
 from muster.backends.gke.manifests.placement import longest_run_s
 from muster.backends.gke.provision.prices import cluster_usd_per_hour, machine_usd_per_hour
 from muster.backends.gke.provision.resource_names import Site

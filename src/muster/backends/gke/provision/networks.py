@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import MARK, RestResource
 

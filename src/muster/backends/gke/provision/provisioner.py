@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from muster.backends.gke.kubernetes.http import Http
+from muster.backends.gke.google.http import Http
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.provision.resource_names import Site, site, today
-from muster.backends.gke.provision.session import Session
 from muster.backends.gke.provision.up import down_everywhere, resources, up_first
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.session import Session
 from muster.core.errors import CapacityError
 
 OWN_QUOTA = ("L4", "A100", "A100-80GB")

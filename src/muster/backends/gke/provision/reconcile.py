@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Step, silent
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.resources import Resource, RestResource, refuse_foreign
-from muster.backends.gke.provision.session import Session
 from muster.core.errors import ConflictError, MusterError
 
 

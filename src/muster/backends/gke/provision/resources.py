@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from muster.backends.gke.kubernetes.http import Call, Reply, Unreachable
-from muster.backends.gke.provision.session import NotOver, Session, failure, refusal
+from muster.backends.gke.google.http import Call, Reply, Unreachable
+from muster.backends.gke.google.session import NotOver, Session, failure, refusal
 from muster.core.errors import BackendError, CapacityError, ConflictError
 
 MARK = "made by muster"

@@ -6,10 +6,10 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from muster.backends.gke.kubernetes.http import Call, Unreachable
+from muster.backends.gke.google.http import Call, Unreachable
+from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import LABEL, Found, Resource, RestResource
-from muster.backends.gke.provision.session import Session, refusal
 from muster.core.errors import AccessError, BackendError, ConflictError
 
 STORAGE = "https://storage.googleapis.com/storage/v1"

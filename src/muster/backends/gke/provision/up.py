@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from muster.backends.cluster import Began, Down, Leftover, Planned, Progress, Said, silent
-from muster.backends.gke.kubernetes.api import Objects
-from muster.backends.gke.kubernetes.http import Call
+from muster.backends.gke.google.http import Call
+from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
 from muster.backends.gke.provision.audit import audit
+from muster.backends.gke.provision.cluster_objects import Objects
 from muster.backends.gke.provision.clusters import clusters
 from muster.backends.gke.provision.networks import networks
 from muster.backends.gke.provision.quota import check_quota, quota_call
 from muster.backends.gke.provision.reconcile import ensure, remove, survey
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, NeedGone, Resource, RestResource
-from muster.backends.gke.provision.session import Session, refusal
 from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.gke.provision.storage import Binding, Bucket, storage
 from muster.backends.protocols import Lease

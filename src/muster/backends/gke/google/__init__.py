@@ -1,0 +1,1 @@
+"""Google's REST services: one request, credentials, retries."""

@@ -1,0 +1,182 @@
+"""The seam to Google's services: send one request. The real one adds credentials; tests answer from memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from muster.core.errors import AccessError, BackendError
+
+if TYPE_CHECKING:
+    import httpx2
+
+LOGIN = "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run: gcloud auth application-default login"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request, exactly as it is sent (credentials aside)."""
+
+    method: str
+    url: str
+    body: Mapping[str, Any] | None = None
+    data: bytes | None = None
+    """What is sent as it is, in place of a body."""
+    content_type: str = "application/json"
+    secret: bool = False
+    """The body holds a token: it is never printed."""
+
+    def shown(self) -> str:
+        """The request as text, for a dry run."""
+        if self.data is not None:
+            return f"{self.method} {self.url}\n({len(self.data)} bytes of {self.content_type})"
+        if self.body is None:
+            return f"{self.method} {self.url}"
+        body = "(secret)" if self.secret else json.dumps(self.body, indent=1, sort_keys=True)
+        return f"{self.method} {self.url}\n{body}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The request for programs; a secret body is left out."""
+        found: dict[str, Any] = {"method": self.method, "url": self.url}
+        if self.body is not None:
+            found["body"] = None if self.secret else self.body
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What came back; a refusal is data, not an exception."""
+
+    status: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """What came back where it was no JSON (a container's log)."""
+
+    @property
+    def message(self) -> str:
+        """The service's own words."""
+        error = self.body.get("error")
+        if isinstance(error, Mapping):
+            return str(error.get("message", self.status))
+        return str(self.body.get("message", f"status {self.status}"))
+
+    @property
+    def reasons(self) -> set[str]:
+        """Machine-readable words of the refusal, over the ways in which Google's services say them."""
+        error = self.body.get("error")
+        if not isinstance(error, Mapping):
+            return {str(self.body.get("reason", ""))}
+        rows = [*error.get("errors", []), *error.get("details", [])]
+        return {str(error.get("status", "")), *(str(row.get("reason", "")) for row in rows)}
+
+
+class Unreachable(BackendError):
+    """The request may have arrived or not: nobody answered."""
+
+
+class Http(Protocol):
+    """Sends requests with one person's or program's credentials."""
+
+    def send(self, call: Call) -> Reply:
+        """Raises Unreachable where no answer came."""
+        ...
+
+    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
+        """To a cluster's own API server, with the same credentials."""
+        ...
+
+
+class GoogleHttp:
+    """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left.
+
+    A person's own credentials have to say whom their requests are charged to: Google refuses them otherwise (403,
+    "requires a quota project"). That is the project they name, or else the one that the request is about. A service
+    account belongs to a project and needs none.
+    """
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        try:
+            import google.auth
+            import google.auth.exceptions
+            from google.auth.transport.requests import Request
+        except ImportError as error:
+            raise AccessError("google-auth is not installed", hint="pip install 'muster[gke]'") from error
+        try:
+            scopes = ["https://www.googleapis.com/auth/cloud-platform"]
+            self._credentials, self.project = google.auth.default(scopes=scopes)
+        except google.auth.exceptions.DefaultCredentialsError as error:
+            raise AccessError(
+                "no Google credentials found",
+                hint=LOGIN,
+            ) from error
+        self._quota_project: str | None = getattr(self._credentials, "quota_project_id", None)
+        self._of_a_person = _of_a_person(self._credentials)
+        self._request = Request()
+        self._refresh_error: type[Exception] = google.auth.exceptions.GoogleAuthError
+        self._timeout_s = timeout_s
+
+    def send(self, call: Call) -> Reply:
+        return exchange(call, self._headers(call), self._timeout_s)
+
+    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
+        from muster.backends.gke.kubernetes.transport import network
+
+        trust = ssl.create_default_context(cadata=ca_pem)
+        return network(endpoint, trust, lambda: {"authorization": f"Bearer {self._token()}"})
+
+    def _headers(self, call: Call) -> dict[str, str]:
+        headers = {"authorization": f"Bearer {self._token()}"}
+        url = urllib.parse.urlsplit(call.url)
+        named = re.search(r"/projects/([^/:]+)", url.path)
+        project = self._quota_project or (named[1] if named and self._of_a_person else None)
+        if project and (url.hostname or "").endswith(".googleapis.com"):
+            headers["x-goog-user-project"] = project
+        return headers
+
+    def _token(self) -> str:
+        try:
+            if not self._credentials.valid:
+                self._credentials.refresh(self._request)
+        except self._refresh_error as error:
+            raise AccessError(f"Google refused the credentials: {error}", hint=LOGIN) from error
+        return str(self._credentials.token)
+
+
+def exchange(call: Call, headers: Mapping[str, str], timeout_s: float) -> Reply:
+    """Send one request with these headers. Raises Unreachable."""
+    data = call.data if call.body is None else json.dumps(call.body).encode()
+    request = urllib.request.Request(call.url, data=data, method=call.method)
+    request.add_header("content-type", call.content_type)
+    for name, value in headers.items():
+        request.add_header(name, value)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return parse_reply(answer.status, answer.read())
+    except urllib.error.HTTPError as error:
+        return parse_reply(error.code, error.read())
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise Unreachable(f"no answer from {call.url}: {error}") from error
+
+
+def _of_a_person(credentials: object) -> bool:
+    """What ``gcloud auth application-default login`` leaves: a refresh token in a person's name."""
+    from google.oauth2.credentials import Credentials
+
+    return isinstance(credentials, Credentials)
+
+
+def parse_reply(status: int, data: bytes) -> Reply:
+    """A response of any content: JSON, a log, a proxy's page."""
+    text = data.decode(errors="replace")
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = {"message": text[:500]} if status >= 300 else {}
+    return Reply(status=status, body=found if isinstance(found, dict) else {"items": found}, text=text)

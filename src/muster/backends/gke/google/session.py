@@ -1,0 +1,147 @@
+"""Sending with patience: transient refusals, busy clusters and operations that take minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.backends.gke.google.http import LOGIN, Call, Http, Reply, Unreachable
+from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
+from muster.core.protocols import Clock
+
+TRANSIENT = {429, 500, 502, 503, 504}
+BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION", "running incompatible operation")
+TRIES = 8
+LONGEST_PAUSE_S = 30.0
+NO_ROOM = (
+    "QUOTA_EXCEEDED",
+    "quotaExceeded",
+    "GCE_QUOTA_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "RESOURCE_POOL_EXHAUSTED",  # Compute's ZONE_RESOURCE_POOL_EXHAUSTED[_WITH_DETAILS]
+    "STOCKOUT",
+    "GCE_STOCKOUT",
+    "does not have enough resources available",
+)
+
+
+class NotOver(BackendError):
+    """It goes on at Google's, and nobody waits for it any longer."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One person's requests to Google."""
+
+    http: Http
+    clock: Clock
+    operation_timeout_s: float = 3600.0
+
+    def send(self, call: Call) -> Reply:
+        """Send with retries; see ``with_retries``."""
+        return with_retries(
+            lambda: self.http.send(call), call.method, call.url, self.clock, longest_s=self.operation_timeout_s
+        )
+
+    def wait(self, operation: Mapping[str, Any], poll: str | None, *, patience_s: float | None = None) -> None:
+        """Block until the operation is over; ``poll`` is its address.
+
+        Raises:
+            CapacityError: it failed for quota or capacity.
+            NotOver: it did not end in time.
+            BackendError: it failed otherwise.
+        """
+        pause_s, waited_s = 1.0, 0.0
+        limit_s = self.operation_timeout_s if patience_s is None else patience_s
+        while not _over(operation):
+            if poll is None:
+                raise BackendError(f"an operation without an address: {operation}")
+            if waited_s > limit_s:
+                raise NotOver(
+                    f"still not over after {waited_s:.0f} s: {poll}", hint="run the same again to go on waiting"
+                )
+            self.clock.sleep(pause_s)
+            waited_s += pause_s
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 1.5)
+            operation = self.ok(Call(method="GET", url=poll)).body
+        if words := _failure(operation):
+            raise failure(words)
+
+    def ok(self, call: Call) -> Reply:
+        """Send, and refuse to go on unless it worked."""
+        reply = self.send(call)
+        if reply.status >= 300:
+            raise refusal(call, reply)
+        return reply
+
+    def delete(self, call: Call) -> Reply:
+        """Send a removal; a lost answer is asked for again, because the second one says 404."""
+        try:
+            return self.send(call)
+        except Unreachable:
+            return self.send(call)
+
+
+def with_retries(
+    send: Callable[[], Reply], method: str, url: str, clock: Clock, *, longest_s: float = 3600.0
+) -> Reply:
+    """Send, and send again what may be sent again: reads always, writes where the service says that it did not act.
+
+    Raises:
+        Unreachable: no answer to a write; look before writing again.
+        BackendError: the service still fails after several tries.
+    """
+    pause_s, waited_s, failed = 1.0, 0.0, 0
+    while True:
+        try:
+            reply = send()
+        except Unreachable:
+            failed += 1
+            if method != "GET" or failed == TRIES:
+                raise
+        else:
+            busy = reply.status >= 400 and any(text in reply.reasons or text in reply.message for text in BUSY)
+            if not busy and reply.status not in TRANSIENT:
+                return reply
+            failed += not busy
+            if failed == TRIES or waited_s > longest_s:
+                hint = "the service is failing, or busy; run the same again"
+                raise BackendError(f"{method} {url}: {reply.message}", hint=hint)
+        clock.sleep(pause_s)
+        waited_s += pause_s
+        pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+
+
+def refusal(call: Call, reply: Reply) -> MusterError:
+    """The service's refusal in our words."""
+    where = f"{call.method} {call.url}"
+    if reply.status == 401:
+        return AccessError(f"{where}: Google does not know these credentials: {reply.message}", hint=LOGIN)
+    if reply.status == 403 and not any(word in reply.reasons for word in NO_ROOM):
+        return AccessError(
+            f"{where}: {reply.message}", hint="muster up --dry-run lists the permissions that are needed"
+        )
+    return failure(f"{where}: {reply.message} {' '.join(sorted(reply.reasons))}".rstrip())
+
+
+def failure(words: str) -> MusterError:
+    """Quota and stockouts are no capacity; the rest is the back end's."""
+    if any(word.lower() in words.lower() for word in NO_ROOM):
+        return CapacityError(words, hint="ask for quota, or try another zone or mode")
+    return BackendError(words)
+
+
+def _over(operation: Mapping[str, Any]) -> bool:
+    return operation.get("status") == "DONE" or operation.get("done") is True
+
+
+def _failure(operation: Mapping[str, Any]) -> str | None:
+    """What a finished operation complains about: compute, container and long-running ones say it differently."""
+    error = operation.get("error")
+    if not error:
+        return None
+    rows = error.get("errors")
+    if rows:
+        return "; ".join(f"{row.get('code', '')}: {row.get('message', '')}" for row in rows)
+    return f"{error.get('message', '')} {operation.get('statusMessage', '')}".strip()

@@ -1,0 +1,87 @@
+"""Kubernetes objects as one resource of ``up``: applied in order on the cluster that Google names."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from muster.backends.gke.google.http import Call
+from muster.backends.gke.google.session import Session
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.kubernetes.kind import root_of
+from muster.backends.gke.provision.resource_names import Site
+from muster.backends.gke.provision.resources import Found, differences
+from muster.core.errors import BackendError
+
+APPLY = "fieldManager=muster&force=true&fieldValidation=Strict"
+CLUSTER_SCOPED_FIRST = ("CustomResourceDefinition", "Namespace")
+
+
+def connect(site: Site, session: Session) -> Cluster | None:
+    """The cluster's API; None while there is no cluster."""
+    reply = session.send(Call(method="GET", url=f"{site.container}/clusters/{site.cluster}"))
+    if reply.status >= 300 or not reply.body.get("endpoint"):
+        return None
+    from muster.backends.gke.kubernetes.config import google_cluster  # lightkube: only once a cluster is contacted
+
+    authority = reply.body.get("masterAuth", {}).get("clusterCaCertificate")
+    pem = base64.b64decode(authority).decode() if authority else None
+    return google_cluster(f"https://{reply.body['endpoint']}", pem, session)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """A set of Kubernetes objects, applied in order; they go with the cluster, or one by one where it stays."""
+
+    site: Site
+    key: str
+    needs: tuple[str, ...]
+    manifests: tuple[Mapping[str, Any], ...]
+    secret: bool = False
+    removed_with_cluster: bool = True
+    foreign: Literal["refuse", "use"] = "use"
+    bills: str | None = None
+
+    def look(self, session: Session) -> Found:
+        cluster = connect(self.site, session)
+        if cluster is None:
+            return Found(state="absent")
+        if not self.removed_with_cluster:
+            # To be removed: any one of them counts, whatever it looks like by now.
+            return Found(state="there" if any(cluster.get(one) for one in self.manifests) else "absent")
+        for manifest in self.manifests:
+            there = cluster.get(manifest)
+            if there is None or list(differences({k: v for k, v in manifest.items() if k != "status"}, there)):
+                return Found(state="absent")
+        return Found(state="there")
+
+    def make(self, session: Session) -> None:
+        cluster = connect(self.site, session)
+        if cluster is None:
+            raise BackendError(f"cluster {self.site.cluster} has no endpoint yet", hint="run the same again")
+        first = [one for one in self.manifests if one["kind"] in CLUSTER_SCOPED_FIRST]
+        for manifest in [*first, *(one for one in self.manifests if one["kind"] not in CLUSTER_SCOPED_FIRST)]:
+            cluster.apply(manifest)
+
+    def settle(self, session: Session) -> None:
+        """Objects are there at once; their controllers are not waited for."""
+
+    def remove(self, session: Session) -> None:
+        cluster = None if self.removed_with_cluster else connect(self.site, session)
+        if cluster is not None:
+            for manifest in reversed(self.manifests):
+                cluster.delete(manifest)
+
+    def requests(self) -> list[Call]:
+        return [
+            Call(
+                method="PATCH",
+                url=f"https://CLUSTER/{root_of(one['apiVersion'])}/.../{one['metadata']['name']}?{APPLY}",
+                body=one,
+                content_type="application/apply-patch+yaml",
+                secret=self.secret,
+            )
+            for one in self.manifests
+        ]

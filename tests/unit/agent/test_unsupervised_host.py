@@ -1,0 +1,176 @@
+"""A host without a supervisor: it waits, then saves its snapshots where they are complete, then exits."""
+
+from types import SimpleNamespace
+
+import pytest
+from fakes.host import RecordingHost
+
+from muster.agent import unsupervised_host
+from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, UnsupervisedHost, newest_complete
+from muster.backends.gke.pod import main
+from muster.checkpoint_format.snapshot_ring import Held, Ring, file_name
+
+KEY = "r1s2t1p1c1e1"
+
+
+@pytest.fixture
+def now(monkeypatch):
+    found = [1000.0]
+    monkeypatch.setattr(unsupervised_host.time, "monotonic", lambda: found[0])
+    return found
+
+
+class Host(RecordingHost):
+    """A host whose replicator remembers its orders."""
+
+    def __init__(self, memory, *, keep_hosts_after_failure_s=0.0):
+        recovery = SimpleNamespace(keep_hosts_after_failure_s=keep_hosts_after_failure_s, grace_s=30.0)
+        super().__init__(memory, spec=SimpleNamespace(checkpoint=SimpleNamespace(dir=None), recovery=recovery))
+        self.run_dir, self.newest_attempt, self.attempt = memory / "run", 3, 3
+        self.ranks, self.orders = [], []
+        self.alone = UnsupervisedHost(host=self, flush=self.flush)
+
+    def living(self):
+        return self.ranks
+
+    def flush(self, order, fence):
+        assert order["alone"] and fence == 3
+        self.orders.append(order)
+
+    def answer(self, **extra):
+        order = self.orders[-1]
+        message = {"t": "flushed" if order["t"] == "flush" else "flush_committed", "ok": True, **extra}
+        self.alone.on_flush({"step": order["step"], "attempt": order["attempt"], **message}, order)
+
+
+def hold(memory, tier, rank, *steps):
+    ring = Ring.create(memory / file_name(tier, KEY, rank), header=b"{}", slot_bytes=64)
+    for step in steps:
+        ring.commit(ring.begin(), step=step, attempt=2)
+    ring.close()
+
+
+def left_alone(memory, now):
+    """Its wait is over."""
+    host = Host(memory)
+    now[0] += GRACE_PERIOD_S + 1
+    return host
+
+
+def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
+    host = Host(tmp_path)
+    host.ranks = ["one"]
+    now[0] += 10 * GRACE_PERIOD_S  # training goes on without a supervisor
+    host.alone.watch()
+    host.ranks = []
+    now[0] += GRACE_PERIOD_S - 1
+    host.alone.watch()
+    assert host.exit_reason is None
+    host.alone.begin()  # one came, and was lost again
+    now[0] += GRACE_PERIOD_S - 1
+    host.alone.watch()
+    assert host.exit_reason is None
+    now[0] += 2
+    host.alone.watch()
+    assert host.exit_reason == REASON == main.LONELY and host.notes == [] and host.orders == []
+
+
+def test_hold_s_is_kept_where_it_is_longer(tmp_path, now):
+    host = Host(tmp_path, keep_hosts_after_failure_s=5 * GRACE_PERIOD_S)
+    now[0] += 5 * GRACE_PERIOD_S - 1
+    host.alone.watch()
+    assert host.exit_reason is None
+    now[0] += 2
+    host.alone.watch()
+    assert host.exit_reason == REASON
+
+
+def test_a_complete_version_is_saved_before_it_exits(tmp_path, now):
+    hold(tmp_path, "own", 0, 8, 9)
+    hold(tmp_path, "peer", 1, 8)
+    host = left_alone(tmp_path, now)
+    host.alone.watch()
+    host.alone.watch()
+    (order,) = host.orders
+    assert (order["t"], order["step"], order["attempt"], order["layout"]) == ("flush", 8, 2, KEY)
+    assert order["uri"] == f"{tmp_path}/run/checkpoints"
+    assert [(each["rank"], each["tier"]) for each in order["ranks"]] == [(0, "memory"), (1, "peer")]
+    host.answer(files=[{"rank": 0}])
+    assert host.orders[-1]["t"] == "flush_commit" and host.orders[-1]["files"] == [{"rank": 0}]
+    assert host.exit_reason is None
+    host.answer(uri="there", bytes=1)
+    assert host.exit_reason == REASON and host.notes == []
+
+
+def test_what_is_on_the_disk_is_not_saved_again(tmp_path, now):
+    hold(tmp_path, "own", 0, 8)
+    hold(tmp_path, "own", 1, 8)
+    host = left_alone(tmp_path, now)
+    host.alone.watch()
+    host.answer(files=[])
+    assert [order["t"] for order in host.orders] == ["flush"] and host.exit_reason == REASON
+
+
+def test_after_a_version_that_cannot_be_saved_an_older_one_is(tmp_path, now):
+    hold(tmp_path, "own", 0, 8, 9)
+    hold(tmp_path, "own", 1, 8, 9)
+    host = left_alone(tmp_path, now)
+    for step in (9, 8):
+        host.alone.watch()
+        assert host.orders[-1]["step"] == step
+        host.answer(ok=False, reason="its checksum does not match")
+    host.alone.watch()
+    assert host.exit_reason == REASON and len(host.notes) == 3 and "step 9 was not saved" in host.notes[0]
+
+
+def test_a_replicator_that_does_not_answer_is_not_waited_for(tmp_path, now):
+    hold(tmp_path, "own", 0, 8)
+    hold(tmp_path, "own", 1, 8)
+    host = left_alone(tmp_path, now)
+    host.alone.watch()
+    now[0] += GRACE_PERIOD_S + 1
+    host.alone.watch()
+    assert host.exit_reason == REASON and "step 8 was not saved" in host.notes[0]
+
+
+def test_a_partial_state_is_reported_lost(tmp_path, now):
+    hold(tmp_path, "own", 1, 8, 9)
+    host = left_alone(tmp_path, now)
+    host.alone.watch()
+    assert host.exit_reason == REASON and host.orders == []
+    assert "step 9 of rank 1 (of 2), not the whole state" in host.notes[0]
+
+
+def test_the_host_of_rank_0_saves_first(tmp_path, now):
+    hold(tmp_path, "own", 1, 9)
+    hold(tmp_path, "peer", 0, 9)
+    host = left_alone(tmp_path, now)
+    host.alone.watch()
+    assert host.orders == [] and host.exit_reason is None
+    now[0] += 30
+    host.alone.watch()
+    assert [order["step"] for order in host.orders] == [9]
+
+
+def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
+    hold(tmp_path, "own", 0, 8)
+    hold(tmp_path, "own", 1, 8)
+    host = left_alone(tmp_path, now)
+    host.alone.watch()
+    host.alone.begin()
+    host.answer(files=[{"rank": 0}])
+    assert host.exit_reason is None and [order["t"] for order in host.orders] == ["flush"]
+
+
+def held(step, *ranks, attempt=1, layout=KEY, tier="memory"):
+    return [Held(tier=tier, layout=layout, rank=rank, step=step, attempt=attempt) for rank in ranks]
+
+
+def test_versions_never_mix_and_a_replica_substitutes():
+    assert newest_complete([*held(9, 0), *held(9, 1, attempt=2), *held(8, 0, 1)]).step == 8
+    assert newest_complete([*held(9, 0), *held(8, 1)]) is None
+    twins = newest_complete(held(7, 0, 3, layout="r2s2t1p1c1e1"))
+    assert [(each["rank"], each["held_as"]) for each in twins.ranks] == [(0, 0), (1, 3), (2, 0), (3, 3)]
+    assert newest_complete([*held(9, 0, 1), *held(8, 0, 1)], without=[(9, 1)]).step == 8
+    own_first = newest_complete([*held(9, 0, tier="peer"), *held(9, 0, 1)])
+    assert [each["tier"] for each in own_first.ranks] == ["memory", "memory"]

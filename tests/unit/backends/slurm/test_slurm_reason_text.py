@@ -1,0 +1,177 @@
+"""Where a run is, in one sentence; what Slurm offers; what is refused and how."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from fakes.slurm import FakeSlurm
+
+from muster.backends.slurm import reason_text
+from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
+from muster.backends.slurm.job_outcome import judge
+from muster.backends.slurm.launcher import SlurmLauncher
+from muster.config.spec import RunSpec
+from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
+from muster.core.types import JobHandle, JobState
+
+HERE = Path("/runs/r")
+RECORD = {"run_id": "r", "state": "submitted", "submission": 1, "job_id": "12", "submitted_wall_ns": 0}
+JOB = Job(
+    id="12", name="muster-r.1", state="RUNNING", reason="None", nodes="n[1-3]", count=3, start_s=100, end_s=None,
+    folder="/runs/r", partition="main", batch_host="n1",
+)  # fmt: skip
+SAVED = {"outcome": "preempted", "exit_code": 75, "reason": "saved and left after step 9", "wall_ns": 200 * 10**9}
+
+
+def look(*jobs, verdict=None, record=RECORD, accounted=None):
+    return judge(record, jobs, verdict, accounted, run_dir=HERE)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("Priority", "higher priority"),
+        ("Resources", "waits for nodes"),
+        ("(Resources)", "waits for nodes"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved (UnavailableNodes:n[1-2])"),
+        ("BeginTime", "after a requeue"),
+        ("QOSMaxGRESPerUser", "your QOS has reached a limit (QOSMaxGRESPerUser)"),
+        ("AssocGrpGRES", "your account has reached a limit"),
+        ("SomethingNew", "Slurm reports SomethingNew"),
+    ],
+)
+def test_a_waiting_job_says_why(reason, says):
+    found = look(dataclasses.replace(JOB, state="PENDING", reason=reason))
+    assert found.state is JobState.WAITING and says in found.reason and "job 12 waits" in found.reason
+
+
+def test_a_running_job_names_its_nodes():
+    found = look(JOB)
+    assert found.state is JobState.RUNNING and "3 nodes (n[1-3])" in found.reason
+    assert found.tasks["supervisor"].startswith("running")
+
+
+def test_a_verdict_ends_the_run_before_slurm_has_noticed():
+    found = look(JOB, verdict={"outcome": "succeeded", "exit_code": 0, "reason": "done", "wall_ns": 200 * 10**9})
+    assert (found.state, found.exit_code, found.reason) == (JobState.SUCCEEDED, 0, "done")
+
+
+def test_a_run_that_saved_on_notice_goes_on_in_its_next_job():
+    first = dataclasses.replace(JOB, state="COMPLETED")
+    waiting = dataclasses.replace(JOB, id="13", state="PENDING", reason="Priority", start_s=None)
+    found = look(first, waiting, verdict=SAVED)
+    assert found.state is JobState.WAITING and "job 13, the 2nd of this run" in found.reason
+    begun = dataclasses.replace(JOB, id="13", start_s=300)
+    assert look(first, begun, verdict=SAVED).state is JobState.RUNNING
+    assert look(first, verdict=SAVED).state is JobState.PREEMPTED
+    assert look(dataclasses.replace(JOB, start_s=100), verdict=SAVED).state is JobState.PREEMPTED, "it is just leaving"
+    requeued = dataclasses.replace(JOB, state="PENDING", reason="BeginTime", start_s=None)
+    assert look(requeued, verdict=SAVED).state is JobState.WAITING
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [("CANCELLED", JobState.STOPPED), ("TIMEOUT", JobState.PREEMPTED), ("PREEMPTED", JobState.PREEMPTED),
+     ("NODE_FAIL", JobState.FAILED), ("COMPLETED", JobState.FAILED), ("OUT_OF_MEMORY", JobState.FAILED)],
+)  # fmt: skip
+def test_an_end_without_a_verdict_is_slurms(state, found):
+    status = look(dataclasses.replace(JOB, state=state))
+    assert status.state is found and "job 12" in status.reason
+    assert look(accounted={"State": f"{state} by 0", "JobID": "12"}).state is found, "from the accounting alone"
+
+
+def test_a_forgotten_job_is_no_running_one():
+    assert look().state is JobState.FAILED and "no longer knows job 12" in look().reason
+    assert look(record=None).state is JobState.ABSENT
+    assert look(record={**RECORD, "job_id": None}).state is JobState.WAITING
+    assert look(JOB, record={**RECORD, "state": "cancelled"}).state is JobState.STOPPED
+
+
+def test_names_do_not_catch_each_other():
+    assert name_of("a-1", 2) == "muster-a-1.2"
+    assert is_of("muster-a-1.2", "a-1") and is_of("muster-a-1", "a-1") and is_of("muster-a-1.2", "a-1", 2)
+    assert (
+        not is_of("muster-a-1.2", "a-1", 1) and not is_of("muster-a-1.x", "a-1") and not is_of("muster-a-12.1", "a-1")
+    )
+
+
+# ---------------------------------------------------------------- offers
+
+
+def spec_of(**resources) -> RunSpec:
+    slurm = resources.pop("slurm", {})
+    return RunSpec.model_validate(
+        {"name": "n", "backend": "slurm", "command": ["x"], "resources": resources, "slurm": slurm}
+    )
+
+
+def launcher() -> SlurmLauncher:
+    return SlurmLauncher(slurm=Slurm(shell=FakeSlurm()))
+
+
+def test_offers_are_kinds_of_usable_nodes():
+    found = {offer.location: offer for offer in launcher().offers(spec_of())}
+    assert set(found) == {"main", "cpu"}
+    assert (found["main"].accelerator, found["main"].gpus_per_node, found["main"].max_nodes) == ("H100", 8, 2)
+    assert found["main"].gpu_memory_bytes > 0 and found["main"].usd_per_node_hour is None
+    assert (found["cpu"].accelerator, found["cpu"].gpus_per_node) == ("cpu", 0)
+
+
+def test_offers_keep_to_what_the_run_file_names():
+    assert [offer.location for offer in launcher().offers(spec_of(queue="cpu"))] == ["cpu"]
+    assert [offer.location for offer in launcher().offers(spec_of(accelerator="H100"))] == ["main"]
+    assert launcher().offers(spec_of(accelerator="B200")) == []
+    assert [offer.location for offer in launcher().offers(spec_of(slurm={"constraint": "a3mega"}))] == ["main"]
+
+
+def test_device_and_ranks_come_from_the_nodes():
+    found = launcher().resolve(spec_of(hosts=2))
+    assert (found.resources.device, found.resources.ranks_per_host, found.slurm.gres) == ("cuda", 8, None)
+    found = launcher().resolve(spec_of(hosts=2, accelerator="H100"))
+    assert found.slurm.gres == "gpu:h100:8"
+    found = launcher().resolve(spec_of(hosts=2, device="cpu"))
+    assert (found.resources.device, found.resources.ranks_per_host) == ("cpu", 1)
+
+
+def test_too_many_nodes_is_no_capacity_and_too_many_ranks_a_wrong_file():
+    with pytest.raises(CapacityError, match=r"3 nodes with GPUs .*2 in main"):
+        launcher().resolve(spec_of(hosts=2, spare_hosts=1, device="cuda"))
+    with pytest.raises(RunFileError, match="9 ranks; a node has 8 GPUs"):
+        launcher().resolve(spec_of(ranks_per_host=9, device="cuda"))
+
+
+def test_sinfo_that_fails_is_an_error_not_an_empty_cluster():
+    shell = FakeSlurm()
+    shell.trouble["sinfo"] = (False, "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(BackendError, match="Unable to contact"):
+        SlurmLauncher(slurm=Slurm(shell=shell)).offers(spec_of())
+
+
+def test_a_refusal_is_one_line():
+    found = reason_text.refusal("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n")
+    assert "\n" not in str(found) and "Invalid qos" in str(found) and found.hint
+
+
+def test_a_run_that_waits_is_not_handed_in_a_second_time(tmp_path):
+    slurm = SlurmLauncher(slurm=Slurm(shell=FakeSlurm(held=True)))
+    request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
+    slurm.submit(request)
+    again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
+    with pytest.raises(ConflictError, match="continues by itself: job 1 waits"):
+        slurm.submit(again)
+    slurm.slurm.shell.jobs["1"].state = "TIMEOUT"
+    assert slurm.submit(again).job_id == "2"
+
+
+def test_an_interrupted_submit_is_no_waiting_run(tmp_path):
+    shell = FakeSlurm(held=True)
+    slurm = SlurmLauncher(slurm=Slurm(shell=shell))
+    request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
+    shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Unable to contact slurm controller")
+    with pytest.raises(BackendError):
+        slurm.submit(request)
+    handle = JobHandle(run_id="r-1", backend="slurm", job_id="", run_dir=str(tmp_path))
+    assert slurm.poll(handle).state is JobState.FAILED and "interrupted" in slurm.poll(handle).reason
+    again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
+    assert slurm.submit(again).job_id == "1"
+    assert slurm.poll(handle).state is JobState.WAITING

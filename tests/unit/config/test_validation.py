@@ -1,0 +1,182 @@
+"""Rules across keys, knobs without effect, and what the machine lacks: each with the case beside it that is right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from muster.config import load
+from muster.core.errors import RunFileError
+
+GOOD = """\
+name: demo
+model:
+  config:
+    {model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 4096}
+  tokenizer: {kind: word}
+  dtype: float32
+data:
+  sources: [{type: text2sql}]
+training: {steps: 100}
+resources: {device: cpu, ranks_per_host: 4}
+"""
+
+
+def check(*overrides: str, environment: bool = False) -> list[str]:
+    try:
+        load.loads(GOOD, overrides, environment=environment)
+    except RunFileError as error:
+        return [f"{problem.key}: {problem.message}" for problem in error.problems]
+    return []
+
+
+WRONG = {
+    "no model": (["model=null"], "model: is missing"),
+    "no data": (["data=null"], "data: is missing"),
+    "command beside model": (["command=[x]"], "model: cannot stand beside `command`"),
+    "empty command": (["command=[]"], "command: is empty"),
+    "source and config": (["model.source=a/b"], "needs either `source` or `config`: both"),
+    "neither source nor config": (["model.config=null"], "needs either `source` or `config`: neither"),
+    "config without tokenizer": (["model.tokenizer=null"], "has no tokenizer"),
+    "new vocabulary on old weights": (["model.config=null", "model.source=a/b"], "does not fit the weights"),
+    "config without model_type": (["model.config={hidden_size: 64}"], "says no `model_type`"),
+    "no LoRA targets": (["model.lora={targets: []}"], "nothing would train"),
+    "hidden size": (["model.config.hidden_size=65"], "hidden_size = 65 is no multiple"),
+    "heads and kv heads": (["model.config.num_key_value_heads=3"], "is no multiple of num_key_value_heads = 3"),
+    "heads over tp": (["parallelism.tp=4"], "num_key_value_heads = 2 does not divide into tp = 4"),
+    "context": (["training.sequence_length=8192"], "longer than the model's context of 4096"),
+    "split without packing": (["data.packing=false", "data.on_overlong=split"], "`split` needs `packing: true`"),
+    "split of chats": (
+        ["data.on_overlong=split", "data.sources=[{type: hub, name: a, format: chat}]"],
+        "later pieces would lose their prompt",
+    ),
+    "no roles": (["data.train_on=[]"], "no token would be supervised"),
+    "kind of file": (["data.sources=[{type: file, path: x.csv}]"], "no kind that can be read"),
+    "steps and epochs": (["training.epochs=1"], "is given beside `steps`"),
+    "neither steps nor epochs": (["training.steps=null"], "does not say how long"),
+    "micro-batch": (["training.global_batch_size=5", "training.micro_batch_size=2"], "2 does not divide"),
+    "warm-up": (["training.optimizer.warmup_steps=101"], "101 is more than steps = 100"),
+    "betas": (["training.optimizer.betas=[0.9, 1.0]"], "item 1 must be in [0, 1)"),
+    "coarser master": (["model.master_dtype=bfloat16"], "coarser than dtype"),
+    "flash on CPU": (["model.attention=flash_attention_2", "model.dtype=bfloat16"], "needs CUDA"),
+    "exact in bfloat16": (["training.exact=true", "model.dtype=bfloat16"], "needs model.dtype: float32"),
+    "exact with tp": (["training.exact=true", "parallelism.tp=2"], "cannot hold with tp = 2"),
+    "exact with 8 bit": (["training.exact=true", "training.optimizer.name=adamw_8bit"], "cannot hold with adamw_8bit"),
+    "dp_shard 0": (["parallelism.dp_shard=0"], "must be -1"),
+    "too many": (["parallelism.dp_shard=8"], "= 8, but there are 4 ranks"),
+    "tp over ranks": (["parallelism.tp=2", "resources.ranks_per_host=3"], "= 2 does not divide 3 ranks"),
+    "replicas": (["parallelism.dp_replicate=3"], "= 3 does not divide 4 ranks"),
+    "trace after the end": (["training.profile.trace_step=101"], "after the last one, 100"),
+    "scheme": (["checkpoint.dir=ftp://x"], "the scheme ftp:// is not known"),
+    "remote run_dir": (["run_dir=gs://b/x"], "must be a folder of this machine"),
+    "nothing to copy": (["checkpoint.replicate_snapshots=true", "checkpoint.snapshot_every_steps=0"], "nothing to copy"),
+    "policy": (["recovery.policy=brave"], "is no policy"),
+    "min_hosts": (["resources.min_hosts=2"], "2 is more than hosts = 1"),
+    "no moment": (["limits.deadline=tomorrow"], "is no moment"),
+    "no zone": (["limits.deadline=2999-01-01T00:00:00"], "has no zone"),
+    "past": (["limits.deadline=2001-01-01T00:00:00Z"], "is in the past"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_refused_with_the_reason(name: str):
+    overrides, words = WRONG[name]
+    found = check(*overrides)
+    assert any(words in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallelism.tp=2"],
+        ["parallelism.dp_replicate=2", "parallelism.dp_shard=2"],
+        ["training.global_batch_size=7"],  # ranks need not divide the batch
+        ["training.exact=true"],
+        ["limits.deadline=2999-01-01T00:00:00+02:00"],
+        ["data.on_overlong=split", "data.sources=[{type: file, path: x.txt, format: text}]"],
+        ["model=null", "data=null", "training.steps=null", "command=[x]"],
+        ["model.config=null", "model.tokenizer=null", "model.source=a/b"],
+    ],
+)
+def test_what_works_is_not_refused(overrides: list[str]):
+    assert check(*overrides) == []
+
+
+NO_EFFECT = {
+    "training.optimizer.min_lr_fraction=0.5": ["training.optimizer.schedule=constant"],
+    "training.deterministic=false": ["training.exact=true"],
+    "training.compile=true": ["training.steps=10"],
+    "training.profile.memory_step=5": [],
+    "training.optimizer.name=adamw_8bit": ["model.lora={}"],
+    "parallelism.reshard_after_forward=false": ["resources.ranks_per_host=1"],
+    "model.revision=main": [],
+    "model.master_dtype=float32": [],
+    "data.sources.0.weight=2": [],
+    "data.heldout_fraction=0.2": [],
+    "data.workers=2": ["data.sources=[{type: random}]"],
+    "data.sources.0.format=text": [],
+    "evaluation.num_questions=5": ["data.sources=[{type: random}]"],
+    "evaluation.query_timeout_s=1": [],
+    "evaluation.every_steps=500": [],
+    "checkpoint.every_steps=500": [],
+    "checkpoint.replicate_snapshots=true": [],
+    "resources.provisioning_model=spot": [],
+    "resources.accelerator=B200": [],
+    "limits.max_usd=5": [],
+    "recovery.warm_standby=true": ["recovery.policy=none"],
+}
+
+
+@pytest.mark.parametrize("knob", NO_EFFECT)
+def test_a_knob_without_effect_is_reported_with_the_reason(knob: str):
+    key = knob.partition("=")[0]
+    found = load.loads(GOOD, [*NO_EFFECT[knob], knob], environment=False).warnings
+    assert [each for each in found if each.key == key and each.message.startswith("has no effect: ")], found
+
+
+def test_defaults_are_never_reported_and_neither_is_what_works():
+    assert load.loads(GOOD, environment=False).warnings == ()
+    works = ["training.optimizer.min_lr_fraction=0.5", "evaluation.num_questions=5", "evaluation.query_timeout_s=1"]
+    assert load.loads(GOOD, works, environment=False).warnings == ()
+
+
+# ---------------------------------------------------------------- this machine
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.sources=[{type: file, path: nowhere.jsonl}]"], "no file nowhere.jsonl"),
+        (["data.sources=[{type: file, path: 'nowhere-*.jsonl'}]"], "no file nowhere-*.jsonl"),
+        (["model.config=nowhere/config.json"], "no file nowhere/config.json"),
+        (["model.config=null", "model.tokenizer=null", "model.source=./nowhere"], "no folder ./nowhere"),
+        (["model.tokenizer=./nowhere"], "no folder ./nowhere"),
+        (["recovery.policy=nowhere.py"], "no file nowhere.py"),
+        (["run_dir=/proc/nowhere/run"], "run_dir: cannot write in"),
+        (["output.tracker=trackio"], "trackio is not installed"),
+    ],
+)
+def test_what_is_missing_here(overrides: list[str], words: str):
+    if "/proc" in overrides[0] and os.access("/proc", os.W_OK):
+        overrides, words = ["run_dir=/dev/null/run"], "run_dir: "
+    found = check(*overrides, environment=True)
+    assert any(words in each for each in found), found
+
+
+def test_a_model_folder_is_looked_into(tmp_path: Path):
+    model = ["model.config=null", "model.tokenizer=null", f"model.source={tmp_path}"]
+    assert any("holds no config.json" in each for each in check(*model, environment=True))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
+    assert any("holds no *.safetensors" in each for each in check(*model, environment=True))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert any("longer than the model's context of 128" in each for each in check(*model, environment=True))
+    assert check(*model, "training.sequence_length=128", environment=True) == []
+
+
+def test_cuda_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("muster.backends.local.run_file_rules.has_gpu", lambda: False)
+    assert any("no NVIDIA GPU" in each for each in check("resources.device=cuda", environment=True))
+    assert check("resources.device=cuda", "backend=gke", environment=True) == []

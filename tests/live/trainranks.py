@@ -274,7 +274,7 @@ def _link(context: RankContext, script: Script) -> Any:
                 if self.beats >= 1:
                     _die()
 
-        def order(self) -> Command | None:
+        def next_command(self) -> Command | None:
             due = script.order is not None and context.rank == script.order_rank
             if due and not self.given and self.step >= (script.order_step or 0):
                 self.given = True

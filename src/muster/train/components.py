@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
-from muster.core.errors import MusterError, UsageError
-from muster.core.flops import ModelShape, lora_factor, step_flops
+from muster.core.errors import MusterError
+from muster.core.flops import lora_factor, step_flops
 from muster.data.prepare import Prepared, open_prepared, prepare
 from muster.data.schedule import num_steps
 from muster.protocol.ranks import AgentClient, RankContext
@@ -281,9 +281,8 @@ def choose_reducer(
 
 def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     """Document lengths -> operations by the CAUSAL convention; None for a model of unknown shape."""
-    try:
-        shape = ModelShape.from_config(built.config.to_dict())
-    except UsageError:
+    shape = built.shape
+    if shape is None:
         return None
     factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_trainable)
     return lambda lengths: factor * step_flops(shape, lengths)

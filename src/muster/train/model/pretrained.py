@@ -15,7 +15,8 @@ from torch import Tensor
 
 from muster.config.spec import Model
 from muster.core.errors import BackendError, CheckpointError, UsageError
-from muster.train.model.weights import fill, local_part, local_ranges, plain_name
+from muster.train.distributed.reduce import local
+from muster.train.model.weights import fill, local_ranges, plain_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -160,8 +161,8 @@ def read_slice(file: Any, place: str, tensor: Tensor, path: Path) -> Tensor:
                 f"{path}: {place} has shape {list(stored.get_shape())}, the model's is {list(tensor.shape)}",
                 hint="config.json does not belong to these weights",
             )
-        if local_part(tensor).numel() == 0:
-            return torch.empty(local_part(tensor).shape)
+        if local(tensor).numel() == 0:
+            return torch.empty(local(tensor).shape)
         if tensor.ndim == 0:
             part: Tensor = file.get_tensor(place)
         else:

@@ -145,17 +145,17 @@ def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> 
         raise UsageError(
             "no machine named", hint="set resources.machine (a4-highgpu-8g) or resources.accelerator (B200)"
         )
-    wanted = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
-    if wanted in (choices := _document("families.yaml")["ambiguous"]):
+    requested = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
+    if requested in (choices := _document("families.yaml")["ambiguous"]):
         raise UsageError(
             f"accelerator {accelerator!r} comes in several machines",
-            hint="resources.machine: " + ", ".join(choices[wanted]),
+            hint="resources.machine: " + ", ".join(choices[requested]),
         )
     for family in _families().values():
-        if family.accelerator and wanted == family.accelerator.upper():
+        if family.accelerator and requested == family.accelerator.upper():
             return family, family.machines[family.default_machine]
     names = {one.accelerator: one for one in _families().values() if one.accelerator}
-    raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(wanted, names))
+    raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(requested, names))
 
 
 def installers_url() -> str:

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Sets up Muster in .venv and runs it:
 #   ./setup.sh run [RUN.yaml [key.path=value ...]]   trains; default examples/text2sql-cpu.yaml
-#   ./setup.sh test [pytest arguments]               runs the tests
+#   ./setup.sh check [pytest arguments]              lint, types, floors and unit tests: 2 minutes on two cores
+#   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes
+#   ./setup.sh test all [pytest arguments]           everything that CI runs
+#   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
 #   ./setup.sh install [extras]                      only installs; default train,data
 # Needs Python 3.11 or newer, and git to have cloned this. Variables:
-#   MUSTER_PYTHON  the Python to use
-#   MUSTER_VENV    where the environment lies; default .venv here
-#   MUSTER_TORCH   pip's arguments for torch, where the choice made here is not yours,
-#                  for example "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+#   MUSTER_PYTHON   the Python to use
+#   MUSTER_VENV     the folder of the environment; default .venv here
+#   MUSTER_TORCH    pip's arguments for torch, to override the choice made here,
+#                   for example "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+#   MUSTER_WORKERS  how many tests run at a time; default 2
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -80,11 +84,24 @@ PY
   return $code
 }
 
+# What an extra brings besides itself.
+with_implied() {
+  local extra
+  for extra in ${1//,/ }; do
+    case $extra in
+      all) echo "all train data gcs s3" ;;
+      dev) echo "dev test" ;;
+      gke-test) echo "gke-test gke" ;;
+      *) echo "$extra" ;;
+    esac
+  done | tr ' ' '\n'
+}
+
 install() {
   local extras=$1 stamp
   make_venv
-  stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)-$(echo "$extras" | tr ',' '+')
-  compgen -G "$stamp*" >/dev/null && return  # these extras, or these and more
+  stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)  # lists what is installed
+  [ -e "$stamp" ] && ! grep -qvxFf "$stamp" <(with_implied "$extras") && return
   if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
     local arguments
     arguments=$(torch_arguments)
@@ -94,7 +111,26 @@ install() {
   fi
   say "installing muster[$extras]"
   pip install --quiet -c constraints.txt -e ".[$extras]"
-  touch "$stamp"
+  with_implied "$extras" >>"$stamp"
+}
+
+# A later -m or -n in the arguments overrides what is given here.
+tests() {
+  local marks=$1
+  shift
+  "$VENV/bin/python" -m pytest -m "$marks" -n "${MUSTER_WORKERS:-2}" --dist loadfile "$@"
+}
+
+check() {
+  local types code=0
+  types=$(mktemp)
+  "$VENV/bin/python" -m mypy >"$types" 2>&1 &
+  "$VENV/bin/python" -m ruff check --quiet . || code=1
+  tests "not slow and not soak" -q tests/unit "$@" || code=1
+  wait $! || code=1
+  cat "$types"
+  rm -f "$types"
+  return $code
 }
 
 mode=${1:-}
@@ -105,17 +141,29 @@ case $mode in
     [ $# -gt 0 ] || set -- examples/text2sql-cpu.yaml
     exec "$VENV/bin/muster" train "$@"
     ;;
+  check)
+    install all,dev
+    check "$@"
+    ;;
   test)
     install all,test
-    [ $# -gt 0 ] || set -- -m "not soak"
-    exec "$VENV/bin/python" -m pytest "$@"
+    marks="not soak and (core or not live)"
+    case ${1:-} in
+      all) marks="not soak"; shift ;;
+      *tests/*) marks="not soak" ;;  # what is named runs, whatever its size
+    esac
+    tests "$marks" "$@"
+    ;;
+  nightly)
+    install all,test
+    MUSTER_WORKERS=1 tests soak "$@"
     ;;
   install)
     install "${1:-train,data}"
     say "done: $VENV/bin/muster"
     ;;
   *)
-    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -110,11 +110,11 @@ def strike(run: LiveRun, deed: str | None) -> int:
         began = time.time_ns()
         run.kill_rank(0)
         return began
-    order, done = run.dir / "misdeed.json", run.dir / f"misdeed.{deed}.done"
+    order, done = run.dir / "inject_fault.json", run.dir / f"inject_fault.{deed}.done"
     order.unlink(missing_ok=True)
     done.unlink(missing_ok=True)
-    part = run.dir / "misdeed.part"
-    part.write_text(json.dumps({"deed": deed, "rank": 0, "always": False}))
+    part = run.dir / "inject_fault.part"
+    part.write_text(json.dumps({"fault": deed, "rank": 0, "always": False}))
     part.rename(order)
     run.wait_until(done.exists, f"the rank to do it ({deed})", 120)
     return done.stat().st_mtime_ns
@@ -249,7 +249,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.trials, options.settle_s = 1, 1.0
-    os.environ["MUSTER_DRILL"] = "1"  # ranks obey misdeed.json
+    os.environ["MUSTER_DRILL"] = "1"  # ranks obey inject_fault.json
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))))
     result: dict[str, Any] = {
         "machine": {**machine(), "ranks": options.ranks, "shape": "smoke" if options.smoke else options.shape},

@@ -1,12 +1,21 @@
-"""Makes what lies beside it importable: ``from fakes.gcs import GcsFake``. Soak tests run only when asked for.
+"""Makes the folder's modules importable (``from fakes.gcs import GcsFake``); which tests run, in which order, how often.
 
-Among several workers (``-n``) live tests go first: their files take up to minutes each, and what is short fills the
-gaps at the end. xdist's own order is by the number of tests in a file, which says nothing about its length.
+``sizes`` has the tables. Soak tests run only when ``-m`` names them. Among several workers (``-n``) live tests go
+first: they take up to minutes each, and what is short fills the gaps at the end.
+
+``MUSTER_TESTS_RAN``, a file: a test that ran is added to it, and one that is in it already is left out, so that no test
+runs twice where several commands run one after the other (``.ci/run``).
 """
 
+import os
 from pathlib import Path
 
+import pytest
+import sizes
+from second_try import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  (hooks)
+
 LIVE = Path(__file__).parent / "live"
+RAN = os.environ.get("MUSTER_TESTS_RAN")
 
 
 def pytest_configure(config):
@@ -14,13 +23,29 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """Without ``soak`` in ``-m`` the long tests are left out, whatever else is chosen."""
+    sizes.mark(items)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: LIVE not in item.path.parents)
-    if "soak" in (config.option.markexpr or ""):
-        return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak:
-        config.hook.pytest_deselected(items=soak)
-        items[:] = [item for item in items if item not in soak]
+    ran = frozenset(Path(RAN).read_text().splitlines()) if RAN and Path(RAN).exists() else ()
+    everything = "soak" in (config.option.markexpr or "")
+    left_out = [item for item in items if item.nodeid in ran or (item.get_closest_marker("soak") and not everything)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """An earlier step may have run everything that was asked for: that is no mistake."""
+    if RAN and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_unconfigure(config):
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if RAN and reporter is not None and not hasattr(config, "workerinput"):
+        reports = [report for outcome in ("passed", "failed", "error") for report in reporter.stats.get(outcome, ())]
+        with Path(RAN).open("a") as file:
+            file.writelines(f"{test}\n" for test in dict.fromkeys(report.nodeid for report in reports))

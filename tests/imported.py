@@ -9,20 +9,22 @@ import functools
 from pathlib import Path
 from types import CodeType
 
+SOURCE = Path(__file__).parents[1] / "src"
+
 
 @functools.cache
 def imports(path: Path) -> tuple[tuple[str, int, bool], ...]:
-    """(module, line, by a statement at the left margin) for every import in the file, functions' too.
+    """(module, line, at the left margin) for every import in the file: in functions and under ``TYPE_CHECKING`` too.
 
-    What a module takes from ``muster`` itself is named as a module. A branch that the compiler leaves out (``if
-    False:``) is not seen.
+    ``from muster.package import module`` names that module. A branch that the compiler leaves out (``if False:``) is
+    not seen.
     """
     whole = compile(path.read_text(), str(path), "exec", dont_inherit=True)
-    found = []
+    imported = []
     codes = [whole]
     while codes:
         code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname != "IMPORT_NAME":
@@ -31,7 +33,13 @@ def imports(path: Path) -> tuple[tuple[str, int, bool], ...]:
             assert at is not None and at.lineno is not None, "byte code without positions (-X no_debug_ranges)"
             assert level.argval == 0, f"{path}:{at.lineno}: relative import"
             top = code is whole and at.col_offset == 0
-            found.append((step.argval, at.lineno, top))
-            if step.argval == "muster":
-                found += [(f"muster.{name}", at.lineno, top) for name in names.argval or ()]
-    return tuple(found)
+            modules = [f"{step.argval}.{name}" for name in names.argval or () if is_ours(f"{step.argval}.{name}")]
+            if not modules or len(modules) < len(names.argval):
+                modules.append(step.argval)
+            imported += [(module, at.lineno, top) for module in modules]
+    return tuple(imported)
+
+
+def is_ours(module: str) -> bool:
+    path = SOURCE.joinpath(*module.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()

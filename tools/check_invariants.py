@@ -1,8 +1,8 @@
 """Check the invariants I1-I8 in recorded runs: ``python tools/check_invariants.py [--json] RUN_DIR...``.
 
-The checks are in ``muster.report.audit.invariants``, which shares no code with what wrote the history. I4 wants a run to
-compare with: ``--reference RUN_DIR`` names one, ``--replay`` makes it from the recorded run file (``tools/replay.py``:
-plain processes without supervisor or agent, in a folder that is removed unless the two differ).
+The checks are in ``muster.report.audit.invariants``, which shares no code with what wrote the history. I4 needs a run
+to compare with: ``--reference RUN_DIR`` names one, ``--replay`` makes it from the recorded run file
+(``tools/replay.py``: plain processes without supervisor or agent, in a folder that is removed unless the two differ).
 
 Exit code 0: every history holds; 1: one does not; 2: it cannot be replayed, or the command line is wrong.
 """
@@ -23,9 +23,9 @@ from muster.report.audit.history import Finding
 from muster.report.audit.invariants import broken, check, report_lines, to_json
 
 
-def main(argv: Sequence[str], say: Callable[[str], None] = print, tell: Callable[[str], None] | None = None) -> int:
-    """Judge each folder; ``say`` takes the answer, ``tell`` what is said beside it (standard error)."""
-    tell = tell or (lambda text: print(text, file=sys.stderr))
+def main(argv: Sequence[str], output: Callable[[str], None] = print, info: Callable[[str], None] | None = None) -> int:
+    """Check each folder; ``output`` takes the answer, ``info`` progress and errors (standard error)."""
+    info = info or (lambda text: print(text, file=sys.stderr))
     given = _arguments(argv)
     answers: dict[str, dict[str, Finding]] = {}
     run_dir = ""
@@ -35,20 +35,20 @@ def main(argv: Sequence[str], say: Callable[[str], None] = print, tell: Callable
             plans[run_dir] = plan(run_dir, ranks=given.ranks)
         for run_dir in given.run_dirs:
             if run_dir in plans:
-                answers[run_dir] = _against_a_replay(run_dir, plans[run_dir], given.bound_s, tell)
+                answers[run_dir] = _against_a_replay(run_dir, plans[run_dir], given.bound_s, info)
             else:
                 answers[run_dir] = check(run_dir, reference=given.reference, bound_s=given.bound_s)
     except CannotReplay as reason:
-        tell(f"error: cannot replay {run_dir}: {reason}")
+        info(f"error: cannot replay {run_dir}: {reason}")
         return 2
     if given.json:
-        say(json.dumps({run_dir: to_json(found) for run_dir, found in answers.items()}, indent=1))
+        output(json.dumps({run_dir: to_json(findings) for run_dir, findings in answers.items()}, indent=1))
     else:
-        for run_dir, found in answers.items():
-            say(run_dir)
-            for line in report_lines(found):
-                say(f"  {line}")
-    return 1 if any(broken(found) for found in answers.values()) else 0
+        for run_dir, findings in answers.items():
+            output(run_dir)
+            for line in report_lines(findings):
+                output(f"  {line}")
+    return 1 if any(broken(findings) for findings in answers.values()) else 0
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -69,25 +69,25 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bound-s", type=float, default=60.0, help="longest L that counts as healed (I8)")
     given = parser.parse_args(argv)
     if given.ranks is not None and (not given.replay or given.ranks < 1):
-        parser.error("--ranks wants --replay, and a number of at least 1")
+        parser.error("--ranks needs --replay, and a number of at least 1")
     return given
 
 
-def _against_a_replay(run_dir: str, wanted: Replay, bound_s: float, tell: Callable[[str], None]) -> dict[str, Finding]:
-    """The findings, I4 against a replay, which stays where it differs: somebody will want to look at it."""
+def _against_a_replay(run_dir: str, request: Replay, bound_s: float, info: Callable[[str], None]) -> dict[str, Finding]:
+    """The findings, with I4 against a replay, whose folder is kept where it differs."""
     folder = Path(tempfile.mkdtemp(prefix="muster-replay-"))
-    tell(f"{run_dir}: replaying {wanted.last_step} steps on {sum(wanted.ranks_of_hosts)} ranks in {folder}")
+    info(f"{run_dir}: replaying {request.last_step} steps on {sum(request.ranks_of_hosts)} ranks in {folder}")
     keep = False
     try:
-        replay(wanted, folder)
-        found = check(run_dir, reference=folder, bound_s=bound_s)
-        keep = bool(found["I4"].problems)
+        replay(request, folder)
+        findings = check(run_dir, reference=folder, bound_s=bound_s)
+        keep = bool(findings["I4"].problems)
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     if keep:
-        tell(f"the replay differs, and stays in {folder}")
-    return found
+        info(f"the replay differs; it is kept in {folder}")
+    return findings
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The small API for a training loop of your own, started by ``command:`` in the run file.
+"""Calls for a training loop of your own, started by ``command:`` in the run file.
 
 ::
 
@@ -11,17 +11,16 @@
         step += 1
         muster.save(step, state)
         muster.heartbeat(step, tokens=..., loss=...)
-    muster.finish(step, state)                       # saves and leaves, where a stop was asked for
+    muster.finish(step, state)                       # after a stop: saves and exits
 
-Outside Muster (plain torchrun, a notebook) every call does nothing useful and harms nothing:
-``restore`` answers 0, ``should_stop`` False. Calls are collective: every rank makes the same ones, after
-``torch.distributed.init_process_group`` where there are several.
+Outside Muster (plain torchrun, a notebook) every call does nothing: ``restore`` returns 0, ``should_stop`` False.
+Calls are collective: every rank makes the same ones, after ``torch.distributed.init_process_group`` if there are
+several ranks.
 
-What it gives: in-memory snapshots after every step (a killed rank costs no applied step), checkpoints on
-disk or in a bucket, the step watchdog, the ledger, a stop that saves. Objects with ``state_dict`` and
-``load_state_dict`` and plain tensors are taken; what is no tensor in them (step counts, flags) goes along
-as JSON. What differs between ranks goes under names that say whose it is:
-``state[f"rank{dist.get_rank()}.loader"] = loader``.
+They provide in-memory snapshots after every step (a killed rank costs no applied step), checkpoints on disk or in
+a bucket, the step watchdog, the ledger, and a stop that saves. The state may hold objects with ``state_dict`` and
+``load_state_dict``, and plain tensors; other values in them (step counts, flags) are saved as JSON. What differs
+between ranks needs a name that says whose it is: ``state[f"rank{dist.get_rank()}.loader"] = loader``.
 """
 
 from __future__ import annotations
@@ -29,22 +28,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.checkpoint_format.shards import owner_of
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
-from muster.protocol.ranks import RESIZE_EXIT_CODE, AgentClient, Command, RankContext
+from muster.protocol.ranks import RESIZE_EXIT_CODE, AgentClient, Command, RankContext, Restore
 from muster.train.user_state import (
     State,
     Stateful,
+    copy_tensors,
     fill_optimizers,
     first_difference,
     flatten,
     local,
     refuse_difference,
-    take,
     unflatten,
 )
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from muster.checkpoint.saver import Saver
     from muster.train.distributed.step_consensus import StepConsensus
     from muster.train.state.snapshot import Snapshots
 
@@ -68,320 +69,325 @@ __all__ = [
     "should_stop",
 ]
 
-#: The wait for a save's bytes counts as progress for so long.
+#: How long the wait for a save's bytes counts as progress.
 SAVE_LIMIT_S = 1800.0
 
 
-class _Here:
-    """This process's place, set by the fork server before the script runs."""
+@dataclass
+class _Rank:
+    """This process as a rank of a run."""
 
-    context: RankContext | None = None
-    agent: AgentClient | None = None
-    spec: RunSpec | None = None
+    context: RankContext
+    agent: AgentClient
+    spec: RunSpec
     step_ns: int | None = None
-    beaten: int = -1
+    last_beat: int = -1
     snapshots: Snapshots | None = None
     consensus: StepConsensus | None = None
-    order: Command | None = None
-    asking: bool = False
-    """The ranks' agreement was begun, and nobody has looked at its orders yet."""
-    asked_step: int | None = None
-    saver: Any = None
+    consensus_started: bool = False
+    """It was started, and its result has not been read yet."""
+    consensus_step: int | None = None
+    command: Command | None = None
+    saver: Saver | None = None
     saving_group: dist.ProcessGroup | None = None
     compared: bool = False
-    """What must be the same on every rank was found to be."""
-    differs: bool = False
-    """It was later found not to be, and that was said."""
+    """Values that must be equal on every rank were found to be."""
+    difference_reported: bool = False
     saved_step: int = -1
-    owed: bool = False
+    save_deferred: bool = False
+
+    @property
+    def stopping(self) -> Command | None:
+        """The stop that all ranks agreed on, if any."""
+        return self.command if self.command is not None and self.command.kind == "stop" else None
+
+    @property
+    def checkpoint_dir(self) -> str:
+        return self.spec.checkpoint.dir or str(Path(self.context.run_dir) / "checkpoints")
+
+
+_rank: _Rank | None = None
+"""Set by the fork server before the script runs; None outside Muster."""
 
 
 def enter(context: RankContext, agent: AgentClient) -> None:
-    """Called by the fork server: from here on this process is a rank of a run."""
-    _Here.context, _Here.agent = context, agent
-    _Here.spec = RunSpec.model_validate_json((Path(context.run_dir) / "resolved.json").read_text())
+    """Called by the fork server: from now on this process is a rank of a run."""
+    global _rank
+    spec = RunSpec.model_validate_json((Path(context.run_dir) / "resolved.json").read_text())
+    _rank = _Rank(context, agent, spec)
 
 
 def context() -> RankContext | None:
     """This rank's place in the world; None outside Muster."""
-    return _Here.context
+    return None if _rank is None else _rank.context
 
 
 def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None, **metrics: float) -> None:
-    """Say that ``step`` was applied. ``tokens``: of the global batch, for tokens/s and the ledger.
+    """Report that ``step`` was applied. ``tokens``: of the global batch, for tokens/s and the ledger.
 
-    Best called after ``save(step, ...)``: what was said to be applied is then held in memory as well.
+    Best called after ``save(step, ...)``: a step that was reported is then in memory as well.
     """
-    if _Here.agent is None or _Here.context is None:
+    if _rank is None:
         return
-    _ask(step)
+    _start_consensus(_rank, step)
     now = time.monotonic_ns()
-    if _Here.step_ns is None:
-        _Here.agent.emit("phase.changed", phase="train", step=step)
-    if _Here.context.rank == 0:
-        took = now - _Here.step_ns if _Here.step_ns is not None else 0
-        detail: dict[str, Any] = {"tokens_per_s": tokens / took * 1e9} if tokens and took else {}
-        if _Here.snapshots is not None:
-            detail |= _Here.snapshots.held()
-        _Here.agent.emit(
+    if _rank.step_ns is None:
+        _rank.agent.emit("phase.changed", phase="train", step=step)
+    if _rank.context.rank == 0:
+        step_ns = now - _rank.step_ns if _rank.step_ns is not None else 0
+        detail: dict[str, Any] = {"tokens_per_s": tokens / step_ns * 1e9} if tokens and step_ns else {}
+        if _rank.snapshots is not None:
+            detail |= _rank.snapshots.newest_steps()
+        _rank.agent.emit(
             "step",
             step=step,
             loss=loss,
             grad_norm=metrics.get("grad_norm"),
             learning_rate=metrics.get("learning_rate"),
-            step_ns=took,
+            step_ns=step_ns,
             tokens=tokens,
             supervised_tokens=tokens,
             padding_tokens=0,
             **detail,
         )
-    _Here.step_ns = now
-    _beat(step)
+    _rank.step_ns = now
+    _beat(_rank, step)
 
 
 def progress() -> None:
-    """Say that something long that is no step (an evaluation) goes on: the step watchdog waits for the next call."""
-    if _Here.agent is not None:
-        _Here.agent.progress()
+    """Report progress in something other than a step (an evaluation): restarts the step watchdog."""
+    if _rank is not None:
+        _rank.agent.progress()
 
 
 def should_stop() -> bool:
     """Whether the run is to end now, the same on every rank: leave the loop, then ``finish`` saves and exits."""
-    if _Here.agent is None:
+    if _rank is None:
         return False
-    if not _Here.asking:
-        _ask(None)
-    _answer()
-    return _Here.order is not None and _Here.order.kind == "stop"
+    if not _rank.consensus_started:
+        _start_consensus(_rank, None)
+    _read_consensus(_rank)
+    return _rank.stopping is not None
 
 
 def finish(step: int, state: State) -> None:
-    """The loop is over. Complete the saves; after a stop save ``state`` and leave (exit code 130 or 75)."""
-    stopping = _Here.order is not None and _Here.order.kind == "stop"
-    wanted = stopping and _Here.order is not None and _Here.order.save and _Here.agent is not None
-    if wanted and _Here.saved_step != step:
-        _write(step, flatten(state))
-    if stopping and _Here.order is not None and _Here.order.exit_code == RESIZE_EXIT_CODE:
-        if _Here.snapshots is not None:  # a larger world goes on from this very step
-            _Here.snapshots.keep(step, {name: local(tensor) for name, tensor in flatten(state).items()})
-    elif _Here.saver is not None and _Here.agent is not None:
-        _Here.agent.progress(for_s=SAVE_LIMIT_S)
-        _Here.saver.finish()
-        _Here.agent.progress()
-    if stopping and _Here.order is not None:
-        sys.exit(_Here.order.exit_code)
+    """The loop has ended. Complete the saves; after a stop save ``state`` and exit (code 130 or 75)."""
+    if _rank is None:
+        return
+    stop = _rank.stopping
+    if stop is not None and stop.save and _rank.saved_step != step:
+        _write(_rank, step, flatten(state))
+    if stop is not None and stop.exit_code == RESIZE_EXIT_CODE:
+        if _rank.snapshots is not None:  # the resized world continues from this step
+            _rank.snapshots.save_if_newer(step, _local_parts(flatten(state)))
+    elif _rank.saver is not None:
+        _rank.agent.progress(for_s=SAVE_LIMIT_S)
+        _rank.saver.finish()
+        _rank.agent.progress()
+    if stop is not None:
+        sys.exit(stop.exit_code)
 
 
 def save(step: int, state: State) -> None:
     """Snapshot into the host's memory; every ``checkpoint.every_steps`` to disk as well.
 
     Raises:
-        UsageError: at the first call, where ranks hold different things under one name; the same on every rank.
+        UsageError: at the first call, if ranks hold different values under one name; the same on every rank.
     """
-    if _Here.context is None or _Here.spec is None or _Here.agent is None:
+    if _rank is None:
         return
     tensors = flatten(state)
-    if not _Here.compared:
-        refuse_difference(tensors, _orders().group)
-        _open_snapshots(tensors)
-        _Here.compared = True
-    _ask(step)
-    if _Here.snapshots is not None and step % _Here.spec.checkpoint.snapshot_every_steps == 0:
-        # Asked for after the whole step: so long the last copy has had to reach the peer.
-        agreed = _orders().copies_arrived()
-        _Here.snapshots.save(step, {name: local(tensor) for name, tensor in tensors.items()}, agreed=agreed)
-    _beat(step + 1)  # only now: the mover takes it for the word that the snapshot lies ready
-    _save_to_disk(step, tensors)
+    if not _rank.compared:
+        refuse_difference(tensors, _consensus(_rank).group)
+        _open_snapshots(_rank, tensors)
+        _rank.compared = True
+    _start_consensus(_rank, step)
+    if _rank.snapshots is not None and step % _rank.spec.checkpoint.snapshot_every_steps == 0:
+        # Read only after the whole step: the last copy has had that long to reach the peer.
+        copies_arrived = _consensus(_rank).copies_arrived()
+        _rank.snapshots.save(step, _local_parts(tensors), copies_arrived=copies_arrived)
+    _beat(_rank, step + 1)  # only now: to the replicator it means that the snapshot is complete
+    _save_to_disk(_rank, step, tensors)
 
 
 def restore(state: State) -> int:
-    """Bring ``state`` to the newest version, in memory or on disk, and return its step (0: none).
+    """Load the newest version, in memory or on disk, into ``state``, and return its step (0: none).
 
-    A rank that was not there when it was written keeps its own (``rank<N>.``) things as they are.
+    A rank that did not exist when it was written keeps its own (``rank<N>.``) values as they are.
 
     Raises:
-        CheckpointError: what is there does not fit this state.
+        CheckpointError: the version does not fit this state.
         UsageError: several ranks, and no process group yet.
     """
-    if _Here.context is None or _Here.spec is None or _Here.agent is None:
+    if _rank is None:
         return 0
-    began_ns = time.monotonic_ns()
+    start_ns = time.monotonic_ns()
     fill_optimizers(state)
     tensors = flatten(state)
-    saver = _saver()  # from here on older attempts lose the folder
-    if _Here.context.restore is not None:
-        step, tier, uri = _from_memory(tensors)
+    saver = _saver(_rank)  # from now on older attempts cannot write to the folder
+    if _rank.context.restore is not None:
+        step, tier, uri = _from_memory(_rank.context, _rank.context.restore, tensors)
     else:
         saver.claimed()
-        step, tier, uri = _from_disk(tensors)
+        step, tier, uri = _from_disk(_rank, tensors)
     if tier:
-        left = unflatten(state, tensors)
-        if left:
-            text = f"rank {_Here.context.rank}: {left[0]} was saved and has no place in this state ({len(left)} such)"
-            _Here.agent.emit("run.message", step=step, text=text)
-        took_ns = time.monotonic_ns() - began_ns
-        _Here.agent.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=took_ns)
-    _beat(step + 1)
+        unused = unflatten(state, tensors)
+        if unused:
+            problem = f"{unused[0]} was saved and is not in this state ({len(unused)} such values)"
+            text = f"rank {_rank.context.rank}: {problem}"
+            _rank.agent.emit("run.message", step=step, text=text)
+        duration_ns = time.monotonic_ns() - start_ns
+        _rank.agent.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=duration_ns)
+    _beat(_rank, step + 1)
     return step
 
 
 # ---------------------------------------------------------------- below
 
 
-def _from_memory(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local(tensor) for name, tensor in tensors.items()}
+
+
+def _from_memory(context: RankContext, restore: Restore, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
     from muster.train.state.snapshot import restored
 
-    assert _Here.context is not None and _Here.context.restore is not None
-    wanted = _Here.context.restore
-    there = {name: tensor for name, tensor in tensors.items() if (owner_of(name) or 0) < wanted.layout.world_size}
-    take(restored(_Here.context, wanted, there), there, step=wanted.step)
-    return wanted.step, wanted.tier, _Here.context.snapshot_dir or ""
+    world_size = restore.layout.world_size
+    held = {name: tensor for name, tensor in tensors.items() if (owner_of(name) or 0) < world_size}
+    copy_tensors(restored(context, restore, held), held, step=restore.step)
+    return restore.step, restore.tier, context.snapshot_dir or ""
 
 
-def _from_disk(tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
-    """All ranks take the same version, and each reads what it needs of it. Collective."""
+def _from_disk(rank: _Rank, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+    """All ranks choose the same version, and each reads what it needs of it. Collective."""
     from muster.checkpoint.load import load_into, newest_valid
     from muster.storage.store import open_store
     from muster.storage.uris import is_local
 
-    assert _Here.spec is not None and _Here.agent is not None
-    agent = _Here.agent
+    def rejected(uri: str, reason: str) -> None:
+        rank.agent.emit("checkpoint.rejected", uri=uri, reason=reason)
 
-    def skipped(uri: str, reason: str) -> None:
-        agent.emit("checkpoint.rejected", uri=uri, reason=reason)
-
-    if not _Here.spec.checkpoint.resume:
+    if not rank.spec.checkpoint.resume:
         return 0, "", ""
-    newest = newest_valid(open_store(), _directory(), skipped, group=_Here.saving_group)
+    newest = newest_valid(open_store(), rank.checkpoint_dir, rejected, group=rank.saving_group)
     if newest is None:
         return 0, "", ""
     load_into(newest, tensors)
     return newest.step, "disk" if is_local(newest.uri) else "bucket", newest.uri
 
 
-def _open_snapshots(tensors: Mapping[str, Tensor]) -> None:
+def _open_snapshots(rank: _Rank, tensors: Mapping[str, Tensor]) -> None:
     """Collective, so that all ranks keep them in the same tiers."""
-    assert _Here.context is not None and _Here.spec is not None and _Here.agent is not None
-    if _Here.context.snapshot_dir is None or _Here.spec.checkpoint.snapshot_every_steps == 0:
+    if rank.context.snapshot_dir is None or rank.spec.checkpoint.snapshot_every_steps == 0:
         return
     from muster.train.state.snapshot_tiers import open_together
 
-    agent = _Here.agent
-    _Here.snapshots = open_together(
-        _Here.context, tensors, group=_orders().group, say=lambda text: agent.emit("run.message", text=text)
-    )
+    def report(text: str) -> None:
+        rank.agent.emit("run.message", text=text)
+
+    rank.snapshots = open_together(rank.context, tensors, group=_consensus(rank).group, report=report)
 
 
-def _save_to_disk(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Where one is due; while another is under way it is put off, the same on every rank."""
-    assert _Here.spec is not None
-    every = _Here.spec.checkpoint.every_steps
+def _save_to_disk(rank: _Rank, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """If one is due; deferred while another is in progress, the same on every rank."""
+    every = rank.spec.checkpoint.every_steps
     due = isinstance(every, int) and bool(every) and step % every == 0
-    if _Here.saver is not None:
-        _Here.saver.poll()
-        if _orders().any_rank_saving():
+    if rank.saver is not None:
+        rank.saver.poll()
+        if _consensus(rank).any_rank_saving():
             if due:
-                _Here.saver.put_off(step)
-            _Here.owed = _Here.owed or due
+                rank.saver.put_off(step)
+            rank.save_deferred = rank.save_deferred or due
             return
-    if due or _Here.owed:
-        _write(step, tensors)
-        _Here.owed = False
+    if due or rank.save_deferred:
+        _write(rank, step, tensors)
+        rank.save_deferred = False
 
 
-def _write(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Begin a checkpoint; collective. What ranks no longer hold alike is told of: only one rank's is written."""
-    assert _Here.agent is not None
-    if not _Here.differs:
-        few = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
-        found = first_difference(few, _orders().group)
-        if found is not None:
-            _Here.differs = True
-            text = f"{found}: the checkpoint of step {step} holds one of them; rank<N>. names keep what is a rank's own"
-            _Here.agent.emit("run.message", step=step, text=text)
-    _Here.agent.progress(for_s=SAVE_LIMIT_S)
-    _saver().save(step, tensors, {})
-    _Here.agent.progress()
-    _Here.saved_step = step
+def _write(rank: _Rank, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Start a checkpoint; collective. Reports values that differ between ranks, because only one rank's is written."""
+    if not rank.difference_reported:
+        exact = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
+        difference = first_difference(exact, _consensus(rank).group)
+        if difference is not None:
+            rank.difference_reported = True
+            hint = "rank<N>. names keep what is a rank's own"
+            text = f"{difference}: the checkpoint of step {step} holds one of them; {hint}"
+            rank.agent.emit("run.message", step=step, text=text)
+    rank.agent.progress(for_s=SAVE_LIMIT_S)
+    _saver(rank).save(step, tensors, {})
+    rank.agent.progress()
+    rank.saved_step = step
 
 
-def _directory() -> str:
-    assert _Here.spec is not None and _Here.context is not None
-    return _Here.spec.checkpoint.dir or str(Path(_Here.context.run_dir) / "checkpoints")
-
-
-def _saver() -> Any:
-    if _Here.saver is None:
+def _saver(rank: _Rank) -> Saver:
+    if rank.saver is None:
         from muster.checkpoint.handover import Handover
         from muster.checkpoint.saver import Saver
         from muster.storage.store import open_store
 
-        assert _Here.context is not None and _Here.spec is not None and _Here.agent is not None
-        here, agent, directory = _Here.context, _Here.agent, _directory()
-        _Here.saving_group = _new_group()
-        _Here.saver = Saver(
+        here, directory = rank.context, rank.checkpoint_dir
+        rank.saving_group = _new_group(rank)
+        rank.saver = Saver(
             directory,
             run_id=here.run_id,
             attempt=here.attempt,
             layout=here.layout,
-            keep_last=_Here.spec.checkpoint.keep_last,
-            asynchronous=_Here.spec.checkpoint.asynchronous,
-            group=_Here.saving_group,
+            keep_last=rank.spec.checkpoint.keep_last,
+            asynchronous=rank.spec.checkpoint.asynchronous,
+            group=rank.saving_group,
             store=open_store(),
-            on_event=lambda kind, step, **detail: agent.emit(kind, step=step, **detail),
+            on_event=lambda kind, step, **detail: rank.agent.emit(kind, step=step, **detail),
             handover=Handover.on_this_host(
                 run_dir=here.run_dir, run_id=here.run_id, host=here.host, directory_uri=directory
             ),
         )
-    return _Here.saver
+    return rank.saver
 
 
-def _orders() -> StepConsensus:
-    if _Here.consensus is None:
+def _consensus(rank: _Rank) -> StepConsensus:
+    if rank.consensus is None:
         from muster.train.distributed.step_consensus import StepConsensus
 
-        assert _Here.agent is not None
-        _Here.consensus = StepConsensus(_Here.agent, _new_group())
-    return _Here.consensus
+        rank.consensus = StepConsensus(rank.agent, _new_group(rank))
+    return rank.consensus
 
 
-def _new_group() -> dist.ProcessGroup | None:
+def _new_group(rank: _Rank) -> dist.ProcessGroup | None:
     """A gloo group over all ranks; None at world size 1. Collective."""
     import torch.distributed as dist
 
-    assert _Here.context is not None
-    if _Here.context.world_size == 1:
+    if rank.context.world_size == 1:
         return None
     if not dist.is_initialized():
         raise UsageError(
-            f"{_Here.context.world_size} ranks and no process group: the calls of muster.run are collective",
+            f"{rank.context.world_size} ranks and no process group: the calls of muster.run are collective",
             hint='call torch.distributed.init_process_group("gloo") or ("nccl") before the first of them',
         )
-    found: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return found
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
-def _ask(step: int | None) -> None:
-    """Begin to agree with all ranks on orders, saves and copies; once a step, by whichever call comes first."""
-    if step is not None and step == _Here.asked_step:
+def _start_consensus(rank: _Rank, step: int | None) -> None:
+    """Start to agree with all ranks on commands, saves and copies; once a step, by whichever call comes first."""
+    if step is not None and step == rank.consensus_step:
         return
-    if _Here.asking:
-        _answer()
-    behind = _Here.snapshots is not None and _Here.snapshots.behind()
-    saving = _Here.saver is not None and bool(_Here.saver.busy)
-    _orders().begin(copy_is_behind=behind, saving=saving)
-    _Here.asking = True
-    _Here.asked_step = _Here.asked_step if step is None else step
+    if rank.consensus_started:
+        _read_consensus(rank)
+    copy_is_pending = rank.snapshots is not None and rank.snapshots.copy_is_pending()
+    saving = rank.saver is not None and bool(rank.saver.busy)
+    _consensus(rank).start(copy_is_pending=copy_is_pending, saving=saving)
+    rank.consensus_started = True
+    rank.consensus_step = rank.consensus_step if step is None else step
 
 
-def _answer() -> None:
-    """Take the orders that the ranks have agreed on."""
-    _Here.order = _orders().agreed() or _Here.order
-    _Here.asking = False
+def _read_consensus(rank: _Rank) -> None:
+    """Take the command that the ranks have agreed on, if any."""
+    rank.command = _consensus(rank).command() or rank.command
+    rank.consensus_started = False
 
 
-def _beat(step: int) -> None:
-    """``step`` is under way. Never goes back, in whatever order ``save`` and ``heartbeat`` are called."""
-    assert _Here.agent is not None
-    _Here.beaten = max(_Here.beaten, step)
-    _Here.agent.beat(_Here.beaten)
+def _beat(rank: _Rank, step: int) -> None:
+    """``step`` is in progress. Never decreases, in whatever order ``save`` and ``heartbeat`` are called."""
+    rank.last_beat = max(rank.last_beat, step)
+    rank.agent.beat(rank.last_beat)

@@ -1,4 +1,4 @@
-"""What the chaos tests share: judged runs, reference results, a training script that misbehaves on order."""
+"""What the chaos tests share: judged runs, reference results, a training script that fails on order."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ from muster.report.audit.invariants import broken, check
 
 RECOMPUTE = Path(__file__).parents[2] / "tools" / "recompute_goodput.py"
 
-#: A script as a user would bring it: 40 steps over gloo, and misdeeds at steps 12, 18, 24... on rank 1 (``evaluate``:
-#: no misdeed, 3 s of something else on both). A file remembers each that was done; only ``always`` is done again.
+#: A script as a user would write it: 40 steps over gloo, and faults at steps 12, 18, 24... on rank 1 (``evaluate``:
+#: no fault, 3 s of something else on both). A file remembers each that was done; only ``always`` is done again.
 SCRIPT = """
 import ctypes, resource, sys, time
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import muster.run
 
-deeds, done = dict(zip(range(12, 40, 6), sys.argv[1].split(","))), Path(sys.argv[2])
+faults, done = dict(zip(range(12, 40, 6), sys.argv[1].split(","))), Path(sys.argv[2])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 weights = torch.zeros(8, dtype=torch.float64)
@@ -36,7 +36,7 @@ def evaluate():
         muster.run.progress()
 
 
-def misbehave(how):
+def fail(how):
     if how == "always":
         raise ValueError("bad row 17")
     if (done / how).exists():
@@ -59,10 +59,10 @@ while step < 40:
     if muster.run.should_stop():
         break
     step += 1
-    if deeds.get(step) == "evaluate":
+    if faults.get(step) == "evaluate":
         evaluate()
-    elif step in deeds and rank == 1:
-        misbehave(deeds[step])
+    elif step in faults and rank == 1:
+        fail(faults[step])
     gradient = torch.full((8,), float(step * (rank + 1)), dtype=torch.float64)
     dist.all_reduce(gradient)
     weights += gradient * 0.01
@@ -76,14 +76,14 @@ muster.run.finish(step, {"weights": weights})
 SCRIPT_LOSS = 8 * 0.01 * 3 * 820
 
 
-def script_spec(folder: Path, *deeds: str, **recovery) -> RunSpec:
+def script_spec(folder: Path, *faults: str, **recovery) -> RunSpec:
     """A run of ``SCRIPT`` on two ranks."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "done").mkdir()
     return RunSpec.model_validate(
         {
             "name": "script",
-            "command": [str(folder / "script.py"), ",".join(deeds), str(folder / "done")],
+            "command": [str(folder / "script.py"), ",".join(faults), str(folder / "done")],
             "resources": {"ranks_per_host": 2, "device": "cpu", "threads_per_rank": 1},
             "recovery": {"heartbeat_timeout_s": 2.0, "grace_s": 20.0, **recovery},
             "checkpoint": {"every_steps": 0},

@@ -122,7 +122,10 @@ class LiveRun(Watched):
 
     def start_agent(self, name):
         log = open(self.dir / "logs" / f"agent-{name}.log", "a")  # noqa: SIM115 (the child's)
-        argv = [sys.executable, "-m", "muster.agent.watchdog", "--run-dir", str(self.dir), "--run-id", RUN_ID, "--host", name]
+        argv = [
+            sys.executable, "-m", "muster.agent.watchdog", "--run-dir", str(self.dir), "--run-id", RUN_ID, "--host", name,
+            "--hosts-here", str(self.spec.resources.hosts), "--no-metadata-server",
+        ]  # fmt: skip
         if self.network:
             argv = [
                 "nsenter",

@@ -131,7 +131,7 @@ class Run(Watched):
         logs = [
             f"--- {path.name}\n{path.read_text(errors='replace')[-1200:]}"
             for path in sorted((self.dir / "logs").glob("*.log"))
-            if not path.name.startswith(("mover", "prepare"))
+            if not path.name.startswith(("replicator", "prepare"))
         ]
         return "\n".join([*lines[-60:], *logs, self.cluster.story()])
 

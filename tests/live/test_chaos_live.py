@@ -17,7 +17,7 @@ import pytest
 from chaos import SCRIPT_LOSS, Judged, script_spec
 from cluster import LiveRun, spec_of
 
-from muster.chaos.target import has_line, listening
+from muster.chaos.target import has_agent_connection, listening
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -47,14 +47,14 @@ def test_kills_at_random_moments_never_leave_half_an_update(tmp_path, reference,
 def test_whatever_a_rank_does_once_is_a_restart(tmp_path):
     """An exception, and faults 9 (held GIL: no heartbeat, no death), 10 (livelock: heartbeats, no step), 28 (torch's
     allocator fails, by a resource limit), one after the other."""
-    deeds = {"once": "rank_exception", "gil": "rank_hang", "livelock": "rank_hang", "memory": "rank_oom"}
-    with Judged(tmp_path / "run", script_spec(tmp_path, *deeds, step_timeout_s=1.5)) as run:
+    faults = {"once": "rank_exception", "gil": "rank_hang", "livelock": "rank_hang", "memory": "rank_oom"}
+    with Judged(tmp_path / "run", script_spec(tmp_path, *faults, step_timeout_s=1.5)) as run:
         run.start()
         run.ended()
         assert set(run.actions()) == {"restart"} and len(run.events("attempt.started")) == 5, run.story()
         # The lost peer's broken connection may have been heard first.
         found = [event.detail for event in run.events("incident.detected") if event.detail["incident"] != "rank_exit"]
-        assert [each["incident"] for each in found] == list(deeds.values()), run.story()
+        assert [each["incident"] for each in found] == list(faults.values()), run.story()
         for each, words in zip(found, ("a passing trouble", "no progress", "no progress", ""), strict=True):
             assert words in each["evidence"], run.story()
         assert run.events("step")[-1].detail["loss"] == pytest.approx(SCRIPT_LOSS, rel=1e-12)
@@ -84,7 +84,7 @@ def test_the_fork_server_dies_and_takes_the_store_with_it(tmp_path, reference):
         run.start()
         run.wait_for_step(10)
         (server,) = run.fork_servers()
-        stores = [each.pid for each in psutil.Process(server).children() if not has_line(each.pid)]
+        stores = [each.pid for each in psutil.Process(server).children() if not has_agent_connection(each.pid)]
         ports = [port for pid in stores for port in listening(pid)]
         assert ports, "a store listens"
         os.kill(server, signal.SIGKILL)
@@ -115,18 +115,18 @@ def taken_port(stack, port):
 
 def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monkeypatch):
     """Faults 2, 3, 4, 28, 31 and 40 at their exact moments, one after another, done by a rank itself."""
-    deeds = ["kill-reduce", "kill-voted", "kill-updated", "reader", "memory", "not-finite"]
+    faults = ["kill-reduce", "kill-voted", "kill-updated", "reader", "memory", "not-finite"]
     monkeypatch.setenv("MUSTER_DRILL", "1")
     with Judged(tmp_path, spec_of()) as run:
         run.start()
-        for number, deed in enumerate(deeds):
+        for number, fault in enumerate(faults):
             run.wait_for_step(run.step() + 4)
             before = len(run.events("incident.resolved"))
-            order = {"deed": deed, "rank": number % 2}
-            (tmp_path / "misdeed.tmp").write_text(json.dumps(order))
-            os.replace(tmp_path / "misdeed.tmp", tmp_path / "misdeed.json")
-            run.wait_until(lambda before=before: len(run.events("incident.resolved")) > before, f"recovery from {deed}")
-            assert (tmp_path / f"misdeed.{deed}.done").exists(), run.story()
+            order = {"fault": fault, "rank": number % 2}
+            (tmp_path / "inject_fault.tmp").write_text(json.dumps(order))
+            os.replace(tmp_path / "inject_fault.tmp", tmp_path / "inject_fault.json")
+            run.wait_until(lambda before=before: len(run.events("incident.resolved")) > before, f"recovery from {fault}")
+            assert (tmp_path / f"inject_fault.{fault}.done").exists(), run.story()
         run.ended()
         assert set(run.actions()) == {"restart"}, run.story()
         kinds = [event.detail["incident"] for event in run.events("incident.detected")]

@@ -14,7 +14,7 @@ from waiting import eventually
 
 pytest.importorskip("torch")
 
-from muster.agent.replicator.main import Mover
+from muster.agent.replicator.main import Replicator
 from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name
 from muster.config.spec import RunSpec
 from muster.transport.stream import Stream
@@ -85,12 +85,12 @@ def slow(network, name):
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-# ---------------------------------------------------------------- movers over real sockets
+# ---------------------------------------------------------------- replicators over real sockets
 
 
-def mover(folder):
+def replicator(folder):
     folder.mkdir(exist_ok=True)
-    made = Mover(memory=folder, token=TOKEN, bind="127.0.0.1")
+    made = Replicator(memory=folder, token=TOKEN, bind="127.0.0.1")
     threading.Thread(target=made.serve, daemon=True).start()
     return made
 
@@ -109,7 +109,7 @@ def versions(path):
 
 
 def push(to, step, world):
-    """A pusher's first words; the answer."""
+    """A sender's first message; the answer."""
     stream = Stream(socket.create_connection(tuple(to.address)), TOKEN, server=False)
     stream.send({"t": "push", "file": file_name("peer", KEY, 0), "header": '{"tensors":[]}', "slot_bytes": SIZE,
                  "step": step, "attempt": 1, "world": world, "keep": -1})  # fmt: skip
@@ -124,7 +124,7 @@ def finish(stream, byte):
 
 
 def test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did(tmp_path):
-    here = mover(tmp_path / "c")
+    here = replicator(tmp_path / "c")
     path = here.memory / file_name("peer", KEY, 0)
     late, answer = push(here, 5, world=1)
     assert answer["t"] == "go"
@@ -143,19 +143,19 @@ def test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did(tmp_
 
 
 def test_what_this_hosts_own_attempt_left_behind_is_refused(tmp_path):
-    here = mover(tmp_path / "c")
-    here.obey({"do": "peers", "peer": None, "layout": KEY, "ranks": [0], "world": 3})
+    here = replicator(tmp_path / "c")
+    here.handle({"do": "peers", "peer": None, "layout": KEY, "ranks": [0], "world": 3})
     assert push(here, 5, world=2)[1]["t"] == "refused" and push(here, 5, world=4)[1]["t"] == "go"
 
 
 def test_one_slow_rank_does_not_hold_up_the_others_copies(tmp_path):
-    a, b = mover(tmp_path / "a"), mover(tmp_path / "b")
+    a, b = replicator(tmp_path / "a"), replicator(tmp_path / "b")
     for rank in range(4):
         take(a.memory, rank, 5, rank + 1)
     stuck, answer = push(b, 5, world=9)  # somebody newer writes to rank 0's ring, and stands still
     assert answer["t"] == "go"
-    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0, 1, 2, 3], "world": 1})
-    a.obey({"do": "copy", "step": 5})
+    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0, 1, 2, 3], "world": 1})
+    a.handle({"do": "copy", "step": 5})
     for rank in (1, 2, 3):
         eventually(lambda rank=rank: Ring.open(a.memory / file_name("own", KEY, rank)).copied(world=1) == (5, 1))
     assert Ring.open(a.memory / file_name("own", KEY, 0)).copied() == (-1, -1)
@@ -163,12 +163,12 @@ def test_one_slow_rank_does_not_hold_up_the_others_copies(tmp_path):
 
 
 def test_the_copied_version_is_the_ordered_one_not_the_newest(tmp_path):
-    a, b = mover(tmp_path / "a"), mover(tmp_path / "b")
+    a, b = replicator(tmp_path / "a"), replicator(tmp_path / "b")
     ring = take(a.memory, 0, 5, 1)
     slot = ring.begin(spare=(5,))
     ring.commit(slot, step=6, attempt=1)
-    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
-    a.obey({"do": "copy", "step": 6})
+    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
+    a.handle({"do": "copy", "step": 6})
     eventually(lambda: ring.copied(world=1) == (5, 1))
     held = Ring.open(b.memory / file_name("peer", KEY, 0))
     assert versions(held.path) == {5: b"\x01"} and held.slots == PEER_SLOTS
@@ -189,11 +189,11 @@ def small():
 
 
 def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_path, small, capfd):
-    a, b = mover(tmp_path / "a"), mover(small)
+    a, b = replicator(tmp_path / "a"), replicator(small)
     ring = take(a.memory, 0, 5, 1)
-    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
+    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
     for _ in range(3):
-        a.obey({"do": "copy", "step": 5})
+        a.handle({"do": "copy", "step": 5})
     said = []
     eventually(lambda: said.extend(capfd.readouterr().out.splitlines()) or said)
     (note,) = [json.loads(line)["text"] for line in said]
@@ -202,13 +202,13 @@ def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_
 
 
 def test_a_fetch_without_room_is_refused_at_once_and_leaves_nothing(tmp_path, small):
-    a, b = mover(tmp_path / "a"), mover(small)
+    a, b = replicator(tmp_path / "a"), replicator(small)
     take(a.memory, 1, 9, 3)
     ring = Ring.create(small / file_name("peer", KEY, 0), header=b"{}", slot_bytes=1_500_000, slots=1)
     target = file_name("fetched", KEY, 1)
     order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1), "target": target, "step": 9,
              "attempt": 1}  # fmt: skip
-    b.obey(order)
+    b.handle(order)
     eventually(lambda: (small / f"{target}.failed").exists())
     assert "no room" in (small / f"{target}.failed").read_text()
     assert sorted(path.name for path in small.iterdir()) == [f"{target}.failed", ring.path.name]

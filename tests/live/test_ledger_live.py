@@ -77,7 +77,7 @@ def test_incidents_agree_with_the_supervisor(run, found):
         assert incident["redone_steps"] == told[incident["incident_id"]]["redone_steps"]
         assert incident["host_s"]["restart"] > 0
     assert killed["detect_s"] < 1.0
-    assert "swapped for" in lost["sentence"]
+    assert "replaced by" in lost["sentence"]
 
 
 def test_the_report_in_the_middle_was_a_report(run, found):

@@ -1,4 +1,4 @@
-"""Movers over real sockets: copies arrive whole or not at all, and only from those who know the token."""
+"""Replicators over real sockets: copies arrive whole or not at all, and only from those who know the token."""
 
 import json
 import os
@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from cluster import LiveRun, spec_of
+from fakes.host import RecordingHost
 from waiting import eventually
 
 torch = pytest.importorskip("torch")
 
 from muster.agent.replicator import checkpoint_writer  # noqa: E402
-from muster.agent.replicator.main import Mover  # noqa: E402
+from muster.agent.replicator.main import Replicator  # noqa: E402
 from muster.agent.replicator.replicator_process import ReplicatorProcess  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
@@ -36,18 +37,18 @@ KEY = "r1s2t1p1c1e1"
 
 
 @pytest.fixture
-def movers(tmp_path):
+def replicators(tmp_path):
     found = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        mover = Mover(memory=tmp_path / name, token=TOKEN, bind="127.0.0.1")
-        threading.Thread(target=mover.serve, daemon=True).start()
-        found.append(mover)
+        replicator = Replicator(memory=tmp_path / name, token=TOKEN, bind="127.0.0.1")
+        threading.Thread(target=replicator.serve, daemon=True).start()
+        found.append(replicator)
     return found
 
 
-def write(mover, rank, step, byte, size=3_000_000):
-    ring = Ring.create(mover.memory / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=size)
+def write(replicator, rank, step, byte, size=3_000_000):
+    ring = Ring.create(replicator.memory / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=size)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * size
     ring.order(ring.commit(slot, step=step, attempt=1))
@@ -61,23 +62,23 @@ def versions(path):
         return []
 
 
-def test_each_step_is_copied_to_the_peer_and_acknowledged(movers):
-    a, b = movers
+def test_each_step_is_copied_to_the_peer_and_acknowledged(replicators):
+    a, b = replicators
     ring = write(a, 0, 5, 7)
-    a.obey({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
-    a.obey({"do": "copy", "step": 5})
+    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
+    a.handle({"do": "copy", "step": 5})
     copy = b.memory / file_name("peer", KEY, 0)
     eventually(lambda: versions(copy) == [(5, 1)])
     eventually(lambda: ring.copied() == (5, 1))
     held = Ring.open(copy)
     assert bytes(held.slot(held.versions()[0].slot)[:3]) == b"\x07\x07\x07"
     write(a, 0, 6, 8)
-    a.obey({"do": "copy", "step": 6})
+    a.handle({"do": "copy", "step": 6})
     eventually(lambda: versions(copy) == [(6, 1), (5, 1)])
 
 
-def test_a_fetched_version_appears_under_its_name_when_it_is_whole(movers):
-    a, b = movers
+def test_a_fetched_version_appears_under_its_name_when_it_is_whole(replicators):
+    a, b = replicators
     write(a, 1, 9, 3)
     order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1),
              "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
@@ -88,8 +89,8 @@ def test_a_fetched_version_appears_under_its_name_when_it_is_whole(movers):
 
 
 @pytest.mark.parametrize(("said", "wrong"), [("torn", 0), ("whole", 1)], ids=["overwritten", "damaged"])
-def test_a_copy_that_is_not_whole_is_not_committed(movers, said, wrong):
-    a, b = movers
+def test_a_copy_that_is_not_whole_is_not_committed(replicators, said, wrong):
+    a, b = replicators
     ring = write(a, 0, 5, 7)
     sock = socket.create_connection(tuple(b.address))
     stream = Stream(sock, TOKEN, server=False)
@@ -103,8 +104,8 @@ def test_a_copy_that_is_not_whole_is_not_committed(movers, said, wrong):
     assert versions(b.memory / file_name("peer", KEY, 0)) == []
 
 
-def test_strangers_and_paths_are_refused(movers, tmp_path):
-    a, _ = movers
+def test_strangers_and_paths_are_refused(replicators, tmp_path):
+    a, _ = replicators
     with pytest.raises((AccessError, ConnectionError)):
         Stream(socket.create_connection(tuple(a.address)), b"x" * 64, server=False)
     (tmp_path / "secret").write_text("not yours")
@@ -114,26 +115,26 @@ def test_strangers_and_paths_are_refused(movers, tmp_path):
         stream.receive()
 
 
-def test_what_cannot_be_fetched_is_said_at_once(movers):
-    a, b = movers
+def test_what_cannot_be_fetched_is_said_at_once(replicators):
+    a, b = replicators
     order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1),
              "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
-    b.obey(order)
+    b.handle(order)
     eventually(lambda: refusal(b.memory / order["target"]) is not None)
     assert not (b.memory / order["target"]).exists()
 
 
-def test_a_fetch_outlives_the_others_mover(movers):
+def test_a_fetch_outlives_the_others_replicator(replicators):
     """It died and is there again a moment later, on the same port."""
-    a, b = movers
+    a, b = replicators
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     order = {"do": "fetch", "address": ["127.0.0.1", port], "file": file_name("own", KEY, 1),
              "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
     write(a, 1, 9, 3)
-    b.obey(order)
+    b.handle(order)
     time.sleep(0.2)  # it is refused a few times
-    again = Mover(memory=a.memory, token=TOKEN, bind="127.0.0.1", port=port)
+    again = Replicator(memory=a.memory, token=TOKEN, bind="127.0.0.1", port=port)
     threading.Thread(target=again.serve, daemon=True).start()
     eventually(lambda: versions(b.memory / order["target"]) == [(9, 1)])
     assert refusal(b.memory / order["target"]) is None
@@ -142,51 +143,45 @@ def test_a_fetch_outlives_the_others_mover(movers):
 # ---------------------------------------------------------------- shares: what ranks hand over
 
 
-class Told:
-    """Stands for the agent: its selector, its log, its line to the supervisor."""
+class Host(RecordingHost):
+    """A host with a selector and a replicator of its own."""
 
     def __init__(self, tmp_path):
-        self.run_dir, self.run_id, self.host, self.bind = tmp_path, "run", "host-0", "127.0.0.1"
-        self.memory = tmp_path / "memory"
-        self.memory.mkdir()
+        memory = tmp_path / "memory"
+        memory.mkdir()
         (tmp_path / "token").write_bytes(TOKEN)
         (tmp_path / "token").chmod(0o600)
-        self.spec = SimpleNamespace(
+        spec = SimpleNamespace(
             checkpoint=SimpleNamespace(snapshot_every_steps=1), recovery=SimpleNamespace(heartbeat_timeout_s=0.5)
         )
+        super().__init__(memory, spec=spec)
+        self.run_dir = tmp_path
         self.hub = ConnectionPool(token=TOKEN, on_message=lambda *_: None, on_gone=lambda *_: None)
-        self.leaving = None
-        self.said, self.notes, self.answers = [], [], []
-        self.mover = ReplicatorProcess(agent=self)
+        self.answers = []
+        self.replicator_process = self.new_replicator()
 
-    def tell(self, message):
-        self.said.append(message)
-
-    def log_event(self, kind, detail):
-        self.notes.append(detail["text"])
-
-    def flushed(self, answer, order):
-        self.answers.append(answer)
+    def new_replicator(self):
+        return ReplicatorProcess(host=self, on_flush=lambda answer, order: self.answers.append(answer))
 
     def until(self, condition):
         until = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < until, "not within 30 s"
             self.hub.run_once(0.02)
-            self.mover.watch()
+            self.replicator_process.watch()
 
     @property
     def pid(self):
-        return self.mover._child.pid
+        return self.replicator_process._child.pid
 
 
 @pytest.fixture
 def agent(tmp_path):
-    made = Told(tmp_path)
-    made.mover.start()
+    made = Host(tmp_path)
+    made.replicator_process.start()
     yield made
-    made.leaving = "the test is over"
-    made.mover.end()
+    made.exit_reason = "the test is over"
+    made.replicator_process.shutdown()
 
 
 def saver(agent, tmp_path, seen):
@@ -205,7 +200,7 @@ def state_of(step, count=400_000):
     return {"w": torch.full((count,), float(step))}
 
 
-def test_the_mover_writes_what_a_rank_hands_over(agent, tmp_path):
+def test_the_replicator_writes_what_a_rank_hands_over(agent, tmp_path):
     seen = []
     saves = saver(agent, tmp_path, seen)
     saves.save(1, state_of(1), {"data": "x"})
@@ -219,7 +214,7 @@ def test_the_mover_writes_what_a_rank_hands_over(agent, tmp_path):
     assert "torch" not in Path(f"/proc/{agent.pid}/maps").read_text()
 
 
-def test_what_the_mover_cannot_write_fails_the_save_and_a_later_one_succeeds(agent, tmp_path):
+def test_what_the_replicator_cannot_write_fails_the_save_and_a_later_one_succeeds(agent, tmp_path):
     seen = []
     saves = saver(agent, tmp_path, seen)
     (tmp_path / "checkpoints" / "step-00000001.a1" / "rank-00000.shard").mkdir(parents=True)
@@ -231,67 +226,67 @@ def test_what_the_mover_cannot_write_fails_the_save_and_a_later_one_succeeds(age
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_save_outlives_its_mover_and_a_new_mover_takes_the_next(agent, tmp_path, number):
+def test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next(agent, tmp_path, number):
     seen = []
     saves = saver(agent, tmp_path, seen)
-    address, before = agent.mover.address, agent.pid
+    address, before = agent.replicator_process.address, agent.pid
     saves.save(1, state_of(1), {})
     saves.finish()
     os.kill(before, number)
     saves.save(2, state_of(2), {})
-    agent.until(lambda: agent.mover._child is not None and agent.pid != before)  # a stopped one is ended first
-    agent.until(lambda: {"t": "memory", "memory": agent.mover.address} in agent.said)
+    agent.until(lambda: agent.replicator_process._child is not None and agent.pid != before)  # a stopped one is ended first
+    agent.until(lambda: {"t": "memory", "memory": agent.replicator_process.address} in agent.sent)
     saves.finish()
     saves.save(3, state_of(3), {})
     saves.finish()
     assert [kind for kind in kinds(seen) if kind[0] != "run.message"] == [("committed", step) for step in (1, 2, 3)], seen
-    assert agent.mover.address == address, "the others need no new address"
+    assert agent.replicator_process.address == address, "the others need no new address"
     assert "was started again" in agent.notes[0]
     newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
-    assert newest.files[0].name == "rank-00000.shard", "the new mover wrote it"
+    assert newest.files[0].name == "rank-00000.shard", "the new replicator wrote it"
 
 
-def test_a_new_mover_knows_where_copies_go(agent, movers):
-    a, _ = movers
-    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
+def test_a_new_replicator_knows_where_copies_go(agent, replicators):
+    a, _ = replicators
+    agent.replicator_process.set_peer(peer=a.address, layout=KEY, ranks=[0], attempt=1)
     before = agent.pid
     os.kill(before, signal.SIGKILL)
-    agent.until(lambda: bool(agent.said))
+    agent.until(lambda: bool(agent.sent))
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.mover.copy(5)
+    agent.replicator_process.copy(5)
     copy = a.memory / file_name("peer", KEY, 0)
     eventually(lambda: versions(copy) == [(5, 1)])
 
 
-def test_a_mover_that_stands_still_does_not_hold_the_agent(agent, movers):
-    a, b = movers
+def test_a_stopped_replicator_does_not_block_the_agent(agent, replicators):
+    a, b = replicators
     os.kill(agent.pid, signal.SIGSTOP)
     for number in range(3000):  # more than a pipe holds
-        agent.mover.peers(peer=b.address, layout=KEY, ranks=[0, number], world=1)
-        agent.mover.copy(number)
-    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
+        agent.replicator_process.set_peer(peer=b.address, layout=KEY, ranks=[0, number], attempt=1)
+        agent.replicator_process.copy(number)
+    agent.replicator_process.set_peer(peer=a.address, layout=KEY, ranks=[0], attempt=1)
     os.kill(agent.pid, signal.SIGCONT)
-    agent.until(lambda: not agent.mover._unsaid)
+    agent.until(lambda: not agent.replicator_process._outgoing)
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.mover.copy(5)
+    agent.replicator_process.copy(5)
     eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
 
 
-def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, movers):
-    """The agent died, its ranks train on: nobody tells its successor's mover."""
-    a, _ = movers
-    agent.mover.peers(peer=a.address, layout=KEY, ranks=[0], world=1)
-    address = agent.mover.address
-    agent.mover.end()  # as its stdin's end would
-    agent.mover = ReplicatorProcess(agent=agent)
-    agent.mover.start()
-    assert agent.mover.address == address
+def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, replicators):
+    """The agent died, its ranks train on: the supervisor does not tell its successor's replicator."""
+    a, _ = replicators
+    agent.replicator_process.set_peer(peer=a.address, layout=KEY, ranks=[0], attempt=1)
+    address = agent.replicator_process.address
+    agent.replicator_process.shutdown()  # as its stdin's end would
+    agent.replicator_process = agent.new_replicator()
+    agent.replicator_process.start()
+    assert agent.replicator_process.address == address
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.mover.copy(5)
+    agent.replicator_process.copy(5)
     eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
 
 
-def test_a_mover_that_dies_over_a_share_leaves_it_to_the_rank(tmp_path):
+def test_a_replicator_that_dies_over_a_shard_leaves_it_to_the_rank(tmp_path):
     """It took the share and died: the rank writes a file of another name, which the dead one cannot spoil."""
     (tmp_path / "memory").mkdir()
     listener = socket.socket(socket.AF_UNIX)
@@ -319,7 +314,7 @@ def test_a_mover_that_dies_over_a_share_leaves_it_to_the_rank(tmp_path):
     assert bool((restored["w"] == 1).all())
 
 
-def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
+def test_a_shard_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
     """The writing is as slow as the test wants it, and ends when the connection does."""
     begun, dropped, go_on = threading.Event(), threading.Event(), threading.Event()
 
@@ -333,7 +328,7 @@ def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_writer, "write_shard", slow)
     monkeypatch.setattr(checkpoint_writer, "BUSY_S", 0.05)
-    shares = checkpoint_writer.Shares(memory=tmp_path, token=TOKEN)
+    shares = checkpoint_writer.CheckpointWriter(memory=tmp_path, token=TOKEN)
     threading.Thread(target=shares.serve, daemon=True).start()
     fd = os.memfd_create("share")
     os.pwrite(fd, b"x" * 4096, 0)
@@ -351,7 +346,7 @@ def test_a_share_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
     os.close(fd)
 
 
-def test_a_flush_needs_no_rank_and_is_answered_even_by_a_mover_that_died(agent, tmp_path):
+def test_a_flush_needs_no_rank_and_is_answered_even_by_a_replicator_that_died(agent, tmp_path):
     header = {"rank": 0, "layout": "r1s1t1p1c1e1", "extra": {}, "tensors": [{"name": "w", "dtype": "uint8",
               "global_shape": [4096], "offsets": [0], "local_shape": [4096], "byte_offset": 0}]}  # fmt: skip
     ring = Ring.create(
@@ -361,11 +356,11 @@ def test_a_flush_needs_no_rank_and_is_answered_even_by_a_mover_that_died(agent, 
     ring.commit(0, step=7, attempt=2)
     order = {"t": "flush", "step": 7, "attempt": 2, "layout": "r1s1t1p1c1e1", "uri": str(tmp_path / "checkpoints"),
              "ranks": [{"rank": 0, "tier": "memory", "held_as": 0}]}  # fmt: skip
-    agent.mover.flush(order, fence=3)
-    agent.mover.flush(order, fence=3)  # asked again, as when another host was lost meanwhile: answered again
+    agent.replicator_process.flush(order, 3)
+    agent.replicator_process.flush(order, 3)  # asked again, as when another host was lost meanwhile: answered again
     agent.until(lambda: len(agent.answers) == 2)
     assert agent.answers[0]["ok"] and agent.answers[0] == agent.answers.pop(), agent.answers
-    agent.mover.flush({**order, "t": "flush_commit", "files": agent.answers[0]["files"]}, fence=3)
+    agent.replicator_process.flush({**order, "t": "flush_commit", "files": agent.answers[0]["files"]}, 3)
     os.kill(agent.pid, signal.SIGKILL)  # whether it had committed or not: the order is given to its successor
     agent.until(lambda: len(agent.answers) == 2)
     assert agent.answers[1]["ok"] and agent.answers[1]["bytes"] > 4096, agent.answers
@@ -375,7 +370,7 @@ def test_a_flush_needs_no_rank_and_is_answered_even_by_a_mover_that_died(agent, 
 # ---------------------------------------------------------------- in a run
 
 
-def test_a_run_loses_its_movers_and_trains_on_and_copies_go_on(tmp_path):
+def test_a_run_loses_its_replicators_and_trains_on_and_copying_continues(tmp_path):
     changes = {"resources.hosts": 2, "resources.ranks_per_host": 1, "checkpoint.every_steps": 5, "training.steps": 40}
     with LiveRun(tmp_path, spec_of(**changes)) as run:
         run.start()
@@ -390,7 +385,7 @@ def test_a_run_loses_its_movers_and_trains_on_and_copies_go_on(tmp_path):
         notes = [event.detail["text"] for event in run.events("run.message")]
         assert sum("was started again" in text for text in notes) == 2, notes
         copied = max(event.detail.get("peer_step", 0) for event in run.events("step"))
-        assert copied > at, "copies went on, from the new movers to the new movers"
+        assert copied > at, "copying continued, from the new replicators to the new replicators"
         newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
         assert newest.step == 40
-        assert [item.name for item in newest.files if item.name.startswith("own-")] == [], "the movers wrote it"
+        assert [item.name for item in newest.files if item.name.startswith("own-")] == [], "the replicators wrote it"

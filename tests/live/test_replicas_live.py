@@ -31,12 +31,12 @@ def kept(run):
     return [event.detail.get("kept", []) for event in run.events("attempt.started")]
 
 
-def tell(run, deed, rank):
+def inject(run, fault, rank):
     """Have a rank do something to itself, at its next step."""
-    (run.dir / "misdeed.tmp").write_text(json.dumps({"deed": deed, "rank": rank}))
-    os.replace(run.dir / "misdeed.tmp", run.dir / "misdeed.json")
-    done = run.dir / f"misdeed.{deed}.done"
-    run.wait_until(lambda: done.exists() and done.read_text(), deed)
+    (run.dir / "inject_fault.tmp").write_text(json.dumps({"fault": fault, "rank": rank}))
+    os.replace(run.dir / "inject_fault.tmp", run.dir / "inject_fault.json")
+    done = run.dir / f"inject_fault.{fault}.done"
+    run.wait_until(lambda: done.exists() and done.read_text(), fault)
     return int(done.read_text())
 
 
@@ -95,7 +95,7 @@ def test_ranks_in_the_middle_of_a_long_step_keep_their_processes(tmp_path, monke
     with Judged(tmp_path, spec_of(**changes)) as run:
         run.start()
         run.wait_for_step(3)
-        slow = tell(run, "slow", 0)
+        slow = inject(run, "slow", 0)
         run.wait_for_step(slow)  # so long is known to be what a step takes; the next one has begun
         run.kill_rank(3)
         run.ended()
@@ -112,7 +112,7 @@ def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
     with LiveRun(tmp_path, spec_of(**changes)) as run:
         run.start()
         run.wait_for_step(5)
-        flipped = tell(run, "flip", 1)
+        flipped = inject(run, "flip", 1)
         assert run.wait() == 0, run.story()
         steps = {event.step: event.detail for event in run.events("step")}
         apart = [step for step, detail in steps.items() if "replica_hashes" in detail]

@@ -10,7 +10,7 @@ from cluster import LiveRun, spec_of
 from muster.app.planning.simulate import KINDS, measure
 from muster.report import api
 from muster.simulate.fault_schedule import Fault
-from muster.simulate.rehearsal import Play
+from muster.simulate.rehearsal import Simulation
 from muster.simulate.scenario import Scenario
 from muster.simulate.stage_times import Stage
 
@@ -76,7 +76,7 @@ def rehearsed(run, document, profile, seed, *, at=None, **stages):
         spec=run.spec, hosts=2, spares=1, min_hosts=2, hours=bought_s(document) / 3600, failures_per_day=0.0,
         profile=profile, saves=None,
     )  # fmt: skip
-    rng, play = random.Random(seed), Play(scenario, seed)
+    rng, play = random.Random(seed), Simulation(scenario, seed)
     begin_s = profile.mean_s("agent_start") + profile.mean_s("first_start")
     anywhere = [(rng.uniform(begin_s, bought_s(document)), kind) for _, kind in blows_as_they_were(document)]
     for at_s, kind in at or anywhere:
@@ -87,7 +87,7 @@ def rehearsed(run, document, profile, seed, *, at=None, **stages):
 
 
 def blow(play, fault):
-    play.cluster.at(fault.at_s, lambda: play.strike(fault))
+    play.cluster.at(fault.at_s, lambda: play.inject(fault))
 
 
 def test_the_run_played_again_with_its_own_stage_times_gives_its_goodput(run, document, profile):

@@ -155,7 +155,7 @@ def test_a_dead_node_and_a_requeue(cluster, user, beside):
 def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
     """Slurm's notice before the limit: the run saves and leaves, and a further job goes on from there."""
     run = user.submit(
-        run_file(resources__hosts=1, resources__ranks_per_host=1, slurm__time_limit="30", slurm__notice_s=60)
+        run_file(resources__hosts=1, resources__ranks_per_host=1, slurm__time_limit="30", slurm__signal_before_timeout_s=60)
     )
     run.wait_for_step(8)
     ((first, _),) = run.jobs()
@@ -212,7 +212,7 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
 @pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
     one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
-    run = user.submit(run_file(**one, model__config__head_dim=17, recovery__hold_s=120.0, training__steps=5))
+    run = user.submit(run_file(**one, model__config__head_dim=17, recovery__keep_hosts_after_failure_s=120.0, training__steps=5))
     run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "the hold")
     (job,) = run.jobs()
     wrong = user.muster("exec", run.id, "--host", "7", "--", "hostname", code=2)

@@ -99,7 +99,7 @@ def test_a_full_disk_costs_saves_and_nothing_else(tmp_path, unfailed):
 
 
 def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeypatch):
-    """EIO for whoever writes a checkpoint, the mover and rank 0; then each sync takes 0.4 s, several of them a save."""
+    """EIO for every writer of a checkpoint, the replicator and rank 0; then each sync takes 0.4 s, several of them a save."""
     with Judged(tmp_path / "run", a_spec()) as run:
         weather = Weather(library, tmp_path / "page", (run.dir / "checkpoints").resolve())
         for name, value in weather.environment.items():

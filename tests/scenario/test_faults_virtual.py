@@ -5,12 +5,15 @@ is injected, and only the answer is tested.
 """
 
 import pytest
+from fakes import incident_kinds
 
 from muster.config.spec import RunSpec
-from muster.core.types import Action, Decision, IncidentKind
+from muster.core.incidents import HOST_UNHEALTHY
+from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
+from muster.policy.load import complete
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.recovery.incidents import incident
+from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
@@ -30,7 +33,7 @@ def spec_of(**resources):
 
 def machine_of(spec, policy=None):
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=spec.resources.ranks_per_host)
-    return RecoveryStateMachine(settings=settings, policy=policy or SHIPPED["default"])
+    return RecoveryStateMachine(settings=settings, policy=complete(policy or SHIPPED["default"]))
 
 
 def cluster_of(spec, *, policy=None, steps=200, stages=None):
@@ -54,8 +57,8 @@ def actions(cluster):
 def verdict(cluster, kind, host, evidence):
     """A detector speaks: what it found becomes an incident, and the machine's effects are carried out."""
     machine = cluster.machine
-    machine._c.now_ns = cluster.now_ns
-    incident(machine._c, kind, host=host, evidence=evidence)
+    machine._ctx.now_ns = cluster.now_ns
+    report_incident(machine._ctx, kind, host=host, evidence=evidence)
     cluster._effects(machine._taken())
 
 
@@ -67,19 +70,21 @@ def from_host(cluster, host, message):
 
 
 @pytest.mark.parametrize("fault", ["a link 200 ms late (20)", "a rank at 10 % bandwidth (25)", "half a CPU (27)"])
-def test_a_straggler_is_named_and_costs_no_restart(fault):
+def test_a_straggler_is_named_and_costs_no_restart(fault, tmp_path, monkeypatch):
+    incident_kinds.install(tmp_path, monkeypatch, straggler="fakes.incident_kinds:STRAGGLER")
     cluster = cluster_of(spec_of(hosts=3))
-    cluster.at(10.0, lambda: verdict(cluster, IncidentKind.STRAGGLER, "host-1", fault))
+    cluster.at(10.0, lambda: verdict(cluster, incident_kinds.STRAGGLER, "host-1", fault))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["ignore"]
     assert len(logged(cluster, "attempt.started")) == 1
 
 
 @pytest.mark.parametrize("spares, expected", [(1, "swap"), (0, "shrink")])
-def test_a_link_verdict_takes_the_host_out(spares, expected):
+def test_a_link_verdict_takes_the_host_out(spares, expected, tmp_path, monkeypatch):
     """21: 30 % loss. The host still answers, and is not used again."""
+    incident_kinds.install(tmp_path, monkeypatch, link_flap="fakes.incident_kinds:LINK_FLAP")
     cluster = cluster_of(spec_of(hosts=3, min_hosts=2, spare_hosts=spares))
-    cluster.at(10.0, lambda: verdict(cluster, IncidentKind.LINK_FLAP, "host-1", "30 % of packets are lost"))
+    cluster.at(10.0, lambda: verdict(cluster, incident_kinds.LINK_FLAP, "host-1", "30 % of packets are lost"))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == [expected]
     assert [log.host for log in logged(cluster, "host.quarantined")] == ["host-1"]
@@ -89,7 +94,7 @@ def test_a_link_verdict_takes_the_host_out(spares, expected):
 @pytest.mark.parametrize("fault", ["a bit flipped in the weights (29)", "in a gradient (30)", "ECC errors"])
 def test_an_unhealthy_host_is_replaced_and_no_applied_step_is_lost(fault):
     cluster = cluster_of(spec_of(hosts=2, spare_hosts=1))
-    cluster.at(10.0, lambda: verdict(cluster, IncidentKind.HOST_UNHEALTHY, "host-1", fault))
+    cluster.at(10.0, lambda: verdict(cluster, HOST_UNHEALTHY, "host-1", fault))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["swap"]
     assert logged(cluster, "incident.resolved")[0].detail["redone_steps"] == 0
@@ -102,7 +107,7 @@ def test_a_false_alarm_costs_one_recovery_and_no_more():
         cluster.at(
             second,
             lambda: (
-                verdict(cluster, IncidentKind.HOST_UNHEALTHY, "host-1", "a detector that is wrong")
+                verdict(cluster, HOST_UNHEALTHY, "host-1", "a detector that is wrong")
                 if "host-1" in cluster.machine.state.active
                 else None
             ),
@@ -379,7 +384,7 @@ def test_a_stop_that_comes_before_the_hosts_have_answered_reaches_them():
 def test_a_policy_of_ones_own_decides():
     class Patient:
         def decide(self, situation, found):
-            action = Action.IGNORE if found.kind is IncidentKind.HOST_RETURNED else Action.WAIT
+            action = Action.IGNORE if found.kind == "host_returned" else Action.WAIT
             return Decision(
                 incident_id=found.incident_id, action=action, reason="I wait", host=found.host, detail={"hosts": 2}
             )
@@ -396,7 +401,7 @@ def test_a_spare_that_flaps_is_the_last_resort():
     from muster.core.types import Incident
     from muster.policy.cluster_state import ClusterState
 
-    lost = Incident(incident_id="i9", kind=IncidentKind.HOST_LOST, attempt=1, host="host-0", evidence="gone")
+    lost = Incident(incident_id="i9", kind="host_lost", attempt=1, host="host-0", evidence="gone")
 
     def decide(spares, min_hosts):
         situation = ClusterState(

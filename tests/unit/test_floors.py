@@ -1,101 +1,165 @@
-"""The floors hold: a module imports only what lies beneath it, nothing circles, torch stays on its floors."""
+"""A package imports only the packages beneath it; no import circles; torch and the environment where they belong.
 
+Every import counts: at module level, inside a function, under ``TYPE_CHECKING``.
+"""
+
+import re
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from imported import imports
 
 SOURCE = Path(__file__).parents[2] / "src" / "muster"
 
-BELOW = {
+BELOW: dict[str, set[str]] = {
     "core": set(),
+    "protocol": {"core"},
+    "storage": {"core"},
+    "transport": {"core"},
     "catalog": {"core"},
     "policy": {"core"},
-    "report": {"core"},
-    "plan": {"core", "catalog"},
-    "data": {"core"},
-    "health": {"core"},
-    "checkpoint": {"core"},
-    "run": {"core", "train", "checkpoint"},  # the API for loops of one's own
-    "train": {"core", "data", "checkpoint", "run"},  # `run` only in `foreign`, which starts such a loop
-    "agent": {"core"},
-    "backends": {"core", "catalog"},
-    "supervise": {"core", "policy"},
-    "simulate": {"core", "policy", "supervise"},
-    "app": {"core", "catalog", "policy", "report", "plan", "data", "agent", "backends", "supervise", "simulate"},
-    "cli": {"app", "core"},
+    "config": {"core", "storage"},
+    "checkpoint_format": {"core", "storage", "transport"},
+    "report": {"core", "storage"},
+    "plan": {"core", "storage", "config", "catalog"},
+    "data": {"core", "storage", "config"},
+    "tasks": {"core", "config", "data"},
+    "checkpoint": {"core", "storage", "transport", "checkpoint_format"},
+    "train": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "checkpoint", "data", "tasks"},
+    "run": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "checkpoint", "train"},
+    "rank": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "checkpoint", "train", "run"},
+    "agent": {"core", "storage", "transport", "protocol", "config", "checkpoint_format"},
+    "backends": {"core", "storage", "transport", "protocol", "config", "catalog"},
+    "supervise": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "policy"},
+    "simulate": {"core", "storage", "transport", "protocol", "config", "policy", "supervise"},
+    "chaos": {"core", "storage", "transport", "protocol", "config", "backends"},
+    "app": {
+        "core", "storage", "transport", "protocol", "config", "catalog", "checkpoint_format", "policy", "report",
+        "plan", "data", "tasks", "agent", "backends", "supervise", "simulate", "chaos",
+    },
+    "cli": {"app"},
+}  # fmt: skip
+LIBRARIES = {
+    "torch": {"train", "checkpoint", "run", "rank"},
+    "torchao": {"train"},
+    "safetensors": {"train", "checkpoint"},
+    "transformers": {"train", "rank", "data"},  # data: the tokenizer
+    "peft": {"train", "rank"},
+    "accelerate": {"train"},
+    "jax": set(),
+    "jaxlib": set(),
 }
-MAY_IMPORT_TORCH = {"train", "checkpoint", "health", "run"}
-TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors"}
+#: What `chaos` may know of `backends`.
+INTERFACES = {"muster.backends", "muster.backends.protocols"}
+#: Besides `cli` and programs (``python -m``): where the environment of this process goes to programs that it starts.
+READS_ENVIRONMENT = {"core/clock.py"}
+ENVIRONMENT = re.compile(r"\bos\.getenv\b|\bos\.environb?\b(?!\[[^]]+\] = |\.(setdefault|update|pop)\()")
+SHELL = re.compile(r"\bshell=True|\bos\.(system|popen)\(|\bsubprocess\.(getoutput|getstatusoutput)\(")
 
 
 def modules() -> dict[str, Path]:
-    found = {}
-    for path in SOURCE.rglob("*.py"):
+    named = {}
+    for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return named
 
 
-def floor(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[1] if parts[0] == "muster" and len(parts) > 1 else None
+MODULES = modules()
 
 
-def test_arrows_point_down():
-    wrong = []
-    for module, path in modules().items():
-        here = floor(module)
-        if here is None or here.startswith("__"):
-            continue
-        assert here in BELOW, f"{module}: unknown floor {here}"
-        for target, line, _ in imports(path):
-            there = floor(target)
-            if there and there in BELOW and there != here and there not in BELOW[here]:
-                wrong.append(f"{path.relative_to(SOURCE)}:{line} imports {target}")
-    assert not wrong, wrong
+def package(module: str) -> str:
+    return module.split(".")[1] if module.startswith("muster.") else ""
 
 
-def test_torch_stays_on_its_floors():
-    wrong = [
+def wrong(allowed) -> list[str]:
+    """Every import that ``allowed(importing module, imported module)`` refuses."""
+    return [
         f"{path.relative_to(SOURCE)}:{line} imports {target}"
-        for module, path in modules().items()
+        for module, path in MODULES.items()
         for target, line, _ in imports(path)
-        if target.split(".")[0] in TORCH
-        and floor(module) not in MAY_IMPORT_TORCH
-        and not (floor(module) == "data" and target.split(".")[0] == "transformers")
+        if not allowed(module, target)
     ]
-    assert not wrong, wrong
+
+
+def test_a_package_imports_only_what_lies_beneath_it():
+    assert {package(module) for module in MODULES} - {""} == BELOW.keys()
+
+    def allowed(module, target):
+        here, there = package(module), package(target)
+        return not here or not there or here == there or there in BELOW[here]
+
+    assert not wrong(allowed)
+
+
+@pytest.mark.parametrize("group", [package, lambda module: module], ids=["packages", "modules"])
+def test_no_import_circles(group):
+    graph: dict[str, set[str]] = {group(module): set() for module in MODULES}
+    for module, path in MODULES.items():
+        graph[group(module)] |= {group(target) for target, _, _ in imports(path) if target in MODULES}
+    graph = {node: {target for target in targets - {node} if target} for node, targets in graph.items()}
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> None:
+        assert node not in trail, " -> ".join([*trail[trail.index(node) :], node])
+        if node not in done:
+            for target in sorted(graph[node]):
+                visit(target, [*trail, node])
+            done.add(node)
+
+    for node in graph:
+        visit(node, [])
+
+
+def test_libraries_stay_in_their_packages():
+    assert not wrong(lambda module, target: package(module) in LIBRARIES.get(target.split(".")[0], {package(module)}))
 
 
 def test_back_ends_do_not_know_each_other():
-    wrong = []
-    for module, path in modules().items():
-        parts = module.split(".")
-        if floor(module) == "backends" and len(parts) > 2:
-            wrong += [
-                f"{module} imports {target}"
-                for target, _, _ in imports(path)
-                if target.startswith("muster.backends.") and target.split(".")[2] != parts[2]
-            ]
-    assert not wrong, wrong
+    """What is a file in ``backends`` itself is for all of them."""
+    back_ends = {path.name for path in (SOURCE / "backends").iterdir() if path.is_dir()}
+
+    def allowed(module, target):
+        here, there = (name.split(".")[2:3] if package(name) == "backends" else [] for name in (module, target))
+        return not here or not there or here == there or here[0] not in back_ends or there[0] not in back_ends
+
+    assert not wrong(allowed)
+    assert not wrong(
+        lambda module, target: package(module) != "chaos" or package(target) != "backends" or target in INTERFACES
+    )
 
 
-def test_no_circles():
-    known = modules()
-    graph = {
-        module: {target for target, _, top in imports(path) if top and target in known and target != module}
-        for module, path in known.items()
+def test_no_folder_has_more_than_twenty_files():
+    assert not {
+        str(folder): count for folder, count in Counter(path.parent for path in MODULES.values()).items() if count > 20
     }
-    state: dict[str, int] = {}
 
-    def visit(module: str, trail: list[str]) -> None:
-        if state.get(module) == 2:
-            return
-        assert state.get(module) != 1, " -> ".join([*trail[trail.index(module) :], module])
-        state[module] = 1
-        for target in sorted(graph[module]):
-            visit(target, [*trail, module])
-        state[module] = 2
 
-    for module in graph:
-        visit(module, [])
+def test_only_entry_points_read_the_environment():
+    texts = {str(path.relative_to(SOURCE)): path.read_text() for path in MODULES.values()}
+    assert not [
+        f"{name}:{number}"
+        for name, text in texts.items()
+        if not name.startswith("cli/") and name not in READS_ENVIRONMENT and '\nif __name__ == "__main__":' not in text
+        for number, line in enumerate(text.splitlines(), 1)
+        if ENVIRONMENT.search(line)
+    ]
+
+
+def test_no_shell_strings():
+    assert not [str(path) for path in MODULES.values() if SHELL.search(path.read_text())]
+
+
+def test_every_kind_of_import_counts(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from muster.core import events\n"
+        "def function():\n    from muster.core.types import Layout\n    import torch.distributed\n"
+    )
+    assert set(imports(file)) == {
+        ("typing", 1, True),
+        ("muster.core.events", 3, False),
+        ("muster.core.types", 5, False),
+        ("torch.distributed", 6, False),
+    }

@@ -16,14 +16,12 @@ from muster.core.types import Layout  # noqa: E402
 from muster.protocol.ranks import Command, RankContext, Restore  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 
-UNUSED = muster._Here
-
 
 class AgentConnection:
     """The agent's end: what it heard, in order."""
 
     def __init__(self, ring):
-        self.heard, self.ring, self.consensus = [], ring, []
+        self.heard, self.ring, self.commands = [], ring, []
 
     def emit(self, kind, *, step=None, phase=None, **detail):
         self.heard.append((kind, step))
@@ -37,7 +35,7 @@ class AgentConnection:
         pass
 
     def order(self):
-        return self.consensus.pop() if self.consensus else None
+        return self.commands.pop() if self.commands else None
 
 
 @pytest.fixture
@@ -45,19 +43,19 @@ def place(tmp_path, monkeypatch):
     """Make this process rank 0 of a run: place(**changes of the context) -> its line."""
 
     def enter(every_steps=0, directory=None, **changes):
-        monkeypatch.setattr(muster, "_Here", type("_Here", (UNUSED,), {}))
-        muster._Here.context = RankContext(
+        context = RankContext(
             **{
                 "run_id": "run", "run_dir": str(tmp_path), "attempt": 1, "host": "host-0", "rank": 0, "local_rank": 0,
                 "world_size": 1, "local_world_size": 1, "layout": Layout(), "master_addr": "", "master_port": 0,
                 "snapshot_dir": str(tmp_path), **changes,
             }
         )  # fmt: skip
-        muster._Here.spec = RunSpec.model_validate(
+        spec = RunSpec.model_validate(
             {"name": "own", "command": ["x.py"], "checkpoint": {"every_steps": every_steps, "dir": directory}}
         )
-        muster._Here.agent = AgentConnection(tmp_path / file_name("own", Layout().key, 0))
-        return muster._Here.agent
+        agent = AgentConnection(tmp_path / file_name("own", Layout().key, 0))
+        monkeypatch.setattr(muster, "_rank", muster._Rank(context, agent, spec))
+        return agent
 
     return enter
 
@@ -77,15 +75,15 @@ def test_a_snapshot_is_told_of_when_it_lies_ready(place):
         told = beats(line)
         assert [step for step, _ in told] == sorted(step for step, _ in told), "it never goes back"
         assert {step: newest for step, newest in told if step > 1} == {2: 1, 3: 2, 4: 3}
-        muster._Here.snapshots._ring.path.unlink()  # the other order begins anew
+        muster._rank.snapshots._ring.path.unlink()  # the other order begins anew
 
 
 def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
     from muster.train.distributed.step_consensus import StepConsensus
 
     begun = []
-    begin = StepConsensus.begin
-    monkeypatch.setattr(StepConsensus, "begin", lambda self, **flags: (begun.append(1), begin(self, **flags))[1])
+    start = StepConsensus.start
+    monkeypatch.setattr(StepConsensus, "start", lambda self, **flags: (begun.append(1), start(self, **flags))[1])
     place()
     state = {"w": torch.zeros(2)}
     assert not muster.should_stop()
@@ -104,7 +102,7 @@ def test_ranks_agree_once_a_step_whichever_call_comes_first(place, monkeypatch):
 def test_an_order_that_nobody_asked_for_yet_is_not_lost(place):
     line = place()
     muster.heartbeat(1)
-    line.consensus.append(Command(kind="stop", exit_code=130))
+    line.commands.append(Command(kind="stop", exit_code=130))
     for step in (2, 3, 4):
         muster.heartbeat(step)  # a loop that asks every few steps
     assert muster.should_stop()
@@ -136,13 +134,13 @@ def test_in_a_world_of_another_size_a_rank_takes_its_own_or_keeps_what_it_has(pl
     for rank in (0, 1):
         place(rank=rank, world_size=2, layout=before)
         tensors = muster.flatten({"w": torch.full((2,), 7.0), f"rank{rank}.own": torch.full((2,), 1.0 + rank)})
-        Snapshots(muster._Here.context, tensors).save(7, tensors)
+        Snapshots(muster._rank.context, tensors).save(7, tensors)
         shards[str(rank)] = str(tmp_path / file_name("own", before.key, rank))
     restore = Restore(step=7, attempt=1, layout=before, shards=shards)
     for rank, own in ((0, 1.0), (1, 2.0), (2, -1.0)):
         place(rank=rank, world_size=3, layout=Layout(dp_shard=3), restore=restore, attempt=2)
         state = {"w": torch.zeros(2), f"rank{rank}.own": torch.full((2,), -1.0)}
-        assert muster._from_memory(muster.flatten(state))[0] == 7
+        assert muster._from_memory(muster._rank.context, muster._rank.context.restore, muster.flatten(state))[0] == 7
         assert state["w"].eq(7).all() and state[f"rank{rank}.own"].eq(own).all()
 
 

@@ -8,7 +8,7 @@ from muster.config.spec import RunSpec
 from muster.policy.load import load_policy
 from muster.simulate.cluster import Cluster
 from muster.supervise.recovery.state import Settings
-from muster.supervise.recovery.state_machine import Machine
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
 
@@ -31,7 +31,7 @@ def test_the_policy_on_the_page_runs_a_run(tmp_path):
     def play(*kills):
         settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
         cluster = Cluster(
-            machine=Machine(settings=settings, policy=policy), names=["host-0", "host-1"], total_steps=500
+            machine=RecoveryStateMachine(settings=settings, policy=policy), names=["host-0", "host-1"], total_steps=500
         )
         for second in kills:
             cluster.at(second, lambda second=second: cluster.kill_rank(int(second / 10) % 2))

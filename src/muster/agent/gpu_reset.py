@@ -1,4 +1,4 @@
-"""Resetting a host's GPUs between two attempts, where the health verdict says that it may heal them."""
+"""Reset a host's GPUs between two attempts, where the health verdict says that it may help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def command(gpus: Sequence[int]) -> list[str]:
 
 
 def start(hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], None]) -> None:
-    """Reset without waiting; ``done(ok, what was said)`` comes from the hub's loop."""
+    """Reset without waiting; ``done(ok, evidence)`` is called from the hub's loop."""
     try:
         child = subprocess.Popen(
             command(gpus), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -30,8 +30,8 @@ def start(hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], 
     def ended() -> None:
         hub.unwatch(fd)
         os.close(fd)
-        said, _ = child.communicate()
-        last = said.strip().splitlines()[-1] if said.strip() else f"exit code {child.returncode}"
+        output, _ = child.communicate()
+        last = output.strip().splitlines()[-1] if output.strip() else f"exit code {child.returncode}"
         done(child.returncode == 0, last[:200])
 
     hub.watch(fd, ended)

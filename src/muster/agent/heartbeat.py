@@ -1,4 +1,4 @@
-"""A host's heartbeat to whichever supervisor holds the lease."""
+"""A host's heartbeat to the supervisor that holds the lease."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from muster.transport.secure_session import Session
 
 
 def supervisor_address(run_dir: Path) -> tuple[str, int] | None:
-    """Where the supervisor listens, by its lease; None while there is none."""
+    """Where the supervisor listens, from its lease; None while there is none."""
     try:
-        found = json.loads((run_dir / "lease.json").read_text())
-        host, port = found["address"]
+        host, port = json.loads((run_dir / "lease.json").read_text())["address"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(host), int(port)
@@ -28,7 +27,7 @@ def supervisor_address(run_dir: Path) -> tuple[str, int] | None:
 
 @dataclass
 class HeartbeatSender:
-    """Beats every ``every_s`` while a supervisor is there, and looks for one while none is."""
+    """Sends a heartbeat every ``every_s`` while a supervisor is connected, and tries to connect while none is."""
 
     run_dir: Path
     host: str
@@ -37,8 +36,8 @@ class HeartbeatSender:
     _sock: socket.socket | None = field(default=None, init=False)
     _session: Session | None = field(default=None, init=False)
 
-    def until(self, fd: int) -> None:
-        """Beat until ``fd`` (a pidfd) is readable."""
+    def send_until(self, fd: int) -> None:
+        """Send heartbeats until ``fd`` (a pidfd) is readable."""
         next_beat = time.monotonic()
         while True:
             if self._sock is None:
@@ -50,7 +49,7 @@ class HeartbeatSender:
             watched: list[Any] = [fd] + ([self._sock] if self._sock else [])
             ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - time.monotonic()))
             if fd in ready:
-                return  # the connection stays: the host lives, only its agent died
+                return  # the connection stays open: the host lives, only its agent died
             if self._sock in ready:
                 self._read()
 
@@ -62,8 +61,8 @@ class HeartbeatSender:
             self._sock = socket.create_connection(address, timeout=0.5)
             self._sock.settimeout(0.5)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # After a cut the kernel would retry ever more seldom, and beats stay unheard long after the link has
-            # healed: give the connection up instead, and make a new one.
+            # After a cut the kernel backs off its retries, and heartbeats stay lost long after the link is back:
+            # give up the connection instead, and open a new one.
             limit_ms = max(1000, int(self.every_s * 6000))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             self._session = Session(self.token, server=False)

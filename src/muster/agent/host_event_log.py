@@ -17,22 +17,22 @@ class HostLog:
         self._log: EventLog | None = None
         self._attempt = -1
         self._behind: list[EventLog] = []
-        """Of older attempts, whose last lines a full disk has not taken yet."""
+        """Of older attempts, whose last lines a full disk has not accepted yet."""
 
     def open(self, attempt: int) -> None:
-        """From here on events go to ``attempt``'s file; one that exists (a predecessor's) is gone on with."""
+        """From here on events go to ``attempt``'s file; one that exists (a predecessor's) is continued."""
         if self._attempt != attempt:
             if self._log is not None:
                 self._behind.append(self._log)
             self._log = EventLog(self._run_id, self._directory, self._host, attempt)
             self._attempt = attempt
 
-    def write(self, kind: str, detail: Mapping[str, Any], **more: Any) -> None:
+    def write(self, kind: str, detail: Mapping[str, Any], **extra: Any) -> None:
         """One event of this host or, with ``rank``, of one of its ranks."""
         if self._log is None:
             self.open(0)
         assert self._log is not None
-        self._log.append(kind, host=self._host, detail=detail, **more)
+        self._log.append(kind, host=self._host, detail=detail, **extra)
         for log in [log for log in self._behind if log.tend()]:
             log.close()
             self._behind.remove(log)

@@ -1,7 +1,7 @@
 """Listens to the cloud's metadata server for a preemption or a maintenance that ends this host.
 
-A program of its own (``python -m muster.agent.preemption_watcher URL``), since it waits in long requests. It prints one JSON line
-for each notice. Where no metadata server answers it ends quietly.
+A program of its own (``python -m muster.agent.preemption_watcher URL``), since it waits in long requests. It prints one
+JSON line for each notice. Where no metadata server answers it ends silently.
 
 Compute Engine's keys: ``instance/preempted`` (TRUE once a Spot machine is being taken) and
 ``instance/maintenance-event`` (TERMINATE_ON_HOST_MAINTENANCE an hour to a minute ahead for machines with GPUs);
@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 
-DEFAULT_URL = "http://metadata.google.internal"
-#: key under /computeMetadata/v1/instance/ -> the value that is told. The first is seconds ahead and acted upon at once;
-#: the second up to an hour, and only noted: whoever wants to move in peace has the time.
+#: key under /computeMetadata/v1/instance/ -> the value that is reported. The first comes seconds ahead and is acted on
+#: at once; the second up to an hour ahead, and is only logged: there is time to move the run.
 KEYS = {"preempted": "TRUE", "maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
-#: A request is held so long by the server, and the answer waited for a little longer.
+#: The server holds a request this long; the answer is waited for a little longer.
 HOLD_S = 60
 RETRY_S = 2.0
-#: Without one answer in so many tries this is no cloud machine.
+#: Without an answer in this many tries there is no metadata server.
 TRIES = 3
 
 
@@ -40,20 +38,20 @@ def read(url: str, key: str, *, last_etag: str | None) -> tuple[str, str | None]
     request = urllib.request.Request(
         f"{url}/computeMetadata/v1/instance/{key}{wait}", headers={"Metadata-Flavor": "Google"}
     )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would ask another machine's
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy's answer is another machine's
     with opener.open(request, timeout=HOLD_S + 10) as answer:
         if answer.headers.get("Metadata-Flavor") != "Google":
-            raise OSError("what answers is no metadata server")
+            raise OSError("not a metadata server")
         return answer.read(1000).decode("utf-8", "replace").strip(), answer.headers.get("ETag")
 
 
 def listen(url: str, key: str) -> None:
-    """Print a line once ``key`` says that the host will end, then return; return as well where nobody answers."""
-    etag, misses, heard = None, 0, False
-    while misses < TRIES or heard:
+    """Print a line once ``key`` says that the host will end, then return; return too where there is no server."""
+    etag, misses, answered = None, 0, False
+    while misses < TRIES or answered:
         try:
             value, etag = read(url, key, last_etag=etag)
-            misses, heard = 0, True
+            misses, answered = 0, True
         except (OSError, ValueError):
             misses += 1
             time.sleep(RETRY_S)
@@ -67,8 +65,8 @@ def listen(url: str, key: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Muster's ear for preemption notices (started by the agent)")
-    parser.add_argument("url", nargs="?", default=os.environ.get("MUSTER_METADATA") or DEFAULT_URL)
+    parser = argparse.ArgumentParser(description="listen for preemption notices (started by the agent)")
+    parser.add_argument("url", help="the metadata server")
     url = parser.parse_args().url.rstrip("/")
     threads = [threading.Thread(target=listen, args=(url, key), daemon=True) for key in KEYS]
     for thread in threads:

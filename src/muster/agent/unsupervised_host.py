@@ -1,135 +1,136 @@
-"""A host that nobody supervises and whose ranks have ended: it keeps what it holds, then writes it, then leaves.
+"""A host without a supervisor whose ranks have ended: it waits with its snapshots, then saves them, then exits.
 
-A supervisor that comes within the wait finds all of it in memory. What only this host would lose by leaving is written
-by its mover as a checkpoint, where it is the whole state; a part of it is kept for as long, and then said to be lost.
+A supervisor that connects during the wait finds all of them in memory. What would be lost when this host exits is saved
+by its replicator as a checkpoint, where it is the whole state; a partial state is held for as long, then reported lost.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from muster.agent.host_state import HostState
 from muster.checkpoint_format.snapshot_ring import Held, list_snapshots
 from muster.core.types import Layout
 from muster.storage import uris
 
-if TYPE_CHECKING:
-    from muster.agent.host_agent import Agent
-
-#: Without a supervisor and without work an agent stays for so long, or for ``recovery.keep_hosts_after_failure_s`` where that is longer.
-LONELY_S = 120.0
+#: Without a supervisor and without work an agent waits this long, or ``recovery.keep_hosts_after_failure_s`` where that
+#: is longer.
+GRACE_PERIOD_S = 120.0
 REASON = "no supervisor and no work"
-"""Why it left, as its last event says (a back end may look for it)."""
+"""Why it exited, in its last event (a back end may look for it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class CompleteVersion:
     """A version of which every rank's shard is on this host."""
 
     step: int
     attempt: int
     layout: str
     ranks: tuple[Mapping[str, Any], ...]
-    """As a flush is ordered: rank, tier, held_as (a replica's shard may lie under its twin's rank)."""
+    """As in a flush order: rank, tier, held_as (a replica's shard may be stored under its peer's rank)."""
 
 
-def newest_whole(held: Iterable[Held], *, without: Iterable[tuple[int, int]] = ()) -> Whole | None:
-    """The newest version that is all here, own snapshots and copies for others together; None: there is none."""
+def newest_complete(held: Iterable[Held], *, without: Iterable[tuple[int, int]] = ()) -> CompleteVersion | None:
+    """The newest version that is entirely here, in own snapshots and copies together; None: there is none."""
     versions: dict[tuple[int, int, str], dict[int, str]] = defaultdict(dict)
-    for one in held:
-        tiers = versions[(one.step, one.attempt, one.layout)]
-        if one.tier == "memory" or one.rank not in tiers:
-            tiers[one.rank] = one.tier
+    for snapshot in held:
+        tiers = versions[(snapshot.step, snapshot.attempt, snapshot.layout)]
+        if snapshot.tier == "memory" or snapshot.rank not in tiers:
+            tiers[snapshot.rank] = snapshot.tier
     for (step, attempt, key), tiers in sorted(versions.items(), reverse=True):
         layout = Layout.from_key(key)
         ranks = []
         for rank in range(layout.world_size):
-            twins = range(rank % layout.ranks_per_replica, layout.world_size, layout.ranks_per_replica)
-            holder = next((twin for twin in (rank, *twins) if twin in tiers), None)
+            replicas = range(rank % layout.ranks_per_replica, layout.world_size, layout.ranks_per_replica)
+            holder = next((replica for replica in (rank, *replicas) if replica in tiers), None)
             if holder is not None:
                 ranks.append({"rank": rank, "tier": tiers[holder], "held_as": holder})
         if len(ranks) == layout.world_size and (step, attempt) not in without:
-            return Whole(step=step, attempt=attempt, layout=key, ranks=tuple(ranks))
+            return CompleteVersion(step=step, attempt=attempt, layout=key, ranks=tuple(ranks))
     return None
 
 
-class Alone:
+class UnsupervisedHost:
     """Counts from the later of two moments: the supervisor was lost, the last rank ended."""
 
-    def __init__(self, *, agent: Agent) -> None:
-        self.agent = agent
+    def __init__(self, *, host: HostState, flush: Callable[[Mapping[str, Any], int], None]) -> None:
+        """``flush(order, fence)`` is the replicator's."""
+        self._host, self._flush = host, flush
         self._since_s = time.monotonic()
-        self._writing: Whole | None = None
-        self._until_s = 0.0
-        self._given_up: set[tuple[int, int]] = set()
+        self._saving: CompleteVersion | None = None
+        self._deadline_s = 0.0
+        self._failed: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
-        """A supervisor was here until now."""
-        self._since_s, self._writing = time.monotonic(), None
+        """The supervisor was lost just now."""
+        self._since_s, self._saving = time.monotonic(), None
 
     def watch(self) -> None:
-        """No supervisor answers: when the wait is over have the newest version written, and leave."""
+        """No supervisor answers: when the wait is over have the newest version saved, and exit."""
         now = time.monotonic()
-        if self.agent.crew.living():
+        if self._host.living():
             self.begin()
-        elif self._writing is not None:
-            if now > self._until_s:
-                self._leave(f"step {self._writing.step} was not written within {self._patience_s():g} s")
-        elif now - self._since_s > self._patience_s():
-            self._write(now)
+        elif self._saving is not None:
+            if now > self._deadline_s:
+                self._exit(f"step {self._saving.step} was not saved within {self._grace_period_s():g} s")
+        elif now - self._since_s > self._grace_period_s():
+            self._save(now)
 
-    def answered(self, answer: Mapping[str, Any], order: Mapping[str, Any]) -> None:
-        """The mover's word on what ``watch`` ordered."""
-        version = self._writing
+    def on_flush(self, answer: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        """The replicator's answer to what ``watch`` ordered."""
+        version = self._saving
         if version is None or (version.step, version.attempt) != (answer["step"], answer["attempt"]):
             return  # a supervisor came back meanwhile
         if not answer["ok"]:
-            self.agent.log_event("run.message", {"text": f"step {version.step} was not written: {answer['reason']}"})
-            self._given_up.add((version.step, version.attempt))
-            self._writing = None  # an older version may be sound
+            self._host.note(f"step {version.step} was not saved: {answer['reason']}")
+            self._failed.add((version.step, version.attempt))
+            self._saving = None  # an older version may be intact
         elif answer["t"] == "flushed" and answer["files"]:
             self._order("flush_commit", version, files=answer["files"])
-        else:  # committed, now or by somebody before
-            self.agent.depart(REASON)
+        else:  # committed, now or earlier
+            self._host.request_exit(REASON)
 
-    def _patience_s(self) -> float:
-        return max(LONELY_S, self.agent.spec.recovery.keep_hosts_after_failure_s)
+    def _grace_period_s(self) -> float:
+        return max(GRACE_PERIOD_S, self._host.spec.recovery.keep_hosts_after_failure_s)
 
-    def _write(self, now: float) -> None:
-        held = list(list_snapshots(self.agent.memory))
-        version = newest_whole(held, without=self._given_up)
+    def _save(self, now: float) -> None:
+        held = list(list_snapshots(self._host.memory))
+        version = newest_complete(held, without=self._failed)
         if version is None:
-            self._leave(_partly(held))
+            self._exit(_partial_state(held))
             return
-        first = any(one.rank == 0 and one.tier == "memory" for one in held)
-        if not first and now - self._since_s < self._patience_s() + self.agent.spec.recovery.grace_s:
+        is_first = any(snapshot.rank == 0 and snapshot.tier == "memory" for snapshot in held)
+        if not is_first and now - self._since_s < self._grace_period_s() + self._host.spec.recovery.grace_s:
             return  # the host of rank 0 may hold it too, and two must not write the same files
-        self._writing, self._until_s = version, now + self._patience_s()
+        self._saving, self._deadline_s = version, now + self._grace_period_s()
         self._order("flush", version, ranks=list(version.ranks))
 
-    def _order(self, kind: str, version: Whole, **more: Any) -> None:
-        directory = self.agent.spec.checkpoint.dir or uris.join(str(self.agent.run_dir), "checkpoints")
+    def _order(self, kind: str, version: CompleteVersion, **extra: Any) -> None:
+        host = self._host
+        directory = host.spec.checkpoint.dir or uris.join(str(host.run_dir), "checkpoints")
         order = {"t": kind, "step": version.step, "attempt": version.attempt, "layout": version.layout}
-        fence = max(self.agent.newest_attempt, self.agent.crew.attempt)
-        self.agent.programs.mover.flush({**order, "uri": directory, "alone": True, **more}, fence=fence)
+        self._flush({**order, "uri": directory, "alone": True, **extra}, max(host.newest_attempt, host.attempt))
 
-    def _leave(self, lost: str | None) -> None:
+    def _exit(self, lost: str | None) -> None:
         if lost is not None:
-            self.agent.log_event("run.message", {"text": f"{self.agent.host} leaves without a supervisor: {lost}"})
-        self.agent.depart(REASON)
+            self._host.note(f"{self._host.host} exits without a supervisor: {lost}")
+        self._host.request_exit(REASON)
 
 
-def _partly(held: Iterable[Held]) -> str | None:
-    """What of a version lies here without the rest of it; None: nothing does."""
-    newest = max(((one.step, one.attempt, one.layout) for one in held), default=None)
-    if newest is None:
+def _partial_state(held: Iterable[Held]) -> str | None:
+    """The part of the newest version that is here; None: nothing is."""
+    versions = [(snapshot.step, snapshot.attempt, snapshot.layout, snapshot.rank) for snapshot in held]
+    if not versions:
         return None
-    ranks = sorted({one.rank for one in held if (one.step, one.attempt, one.layout) == newest})
+    newest = max(version[:3] for version in versions)
+    ranks = sorted({version[3] for version in versions if version[:3] == newest})
     size = Layout.from_key(newest[2]).world_size
     return (
         f"its memory held step {newest[0]} of {', '.join(f'rank {rank}' for rank in ranks)} "
-        f"(of {size}), not the whole state, and was not written"
+        f"(of {size}), not the whole state, and was not saved"
     )

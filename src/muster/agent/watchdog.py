@@ -1,7 +1,7 @@
-"""``python -m muster.agent.watchdog``: the keeper. Starts the agent, starts it again if it dies, beats for the host.
+"""``python -m muster.agent.watchdog``: starts the agent, restarts it if it dies, sends the host's heartbeat.
 
-The keeper does nothing else, so that its heartbeat is never late because of work: a busy agent loop gave
-false deaths at a 300 ms limit. It holds no state; killing it ends the host (the agent notices and leaves).
+The watchdog does nothing else, so that its heartbeat is never late because of work: a busy agent loop gave
+false deaths at a 300 ms limit. It holds no state; killing it ends the host (the agent notices and exits).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
 from muster.agent.heartbeat import HeartbeatSender
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.transport.secure_session import read_token
 
 
@@ -27,15 +29,18 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--host", required=True)
-    parser.add_argument("--bind", default=os.environ.get("MUSTER_BIND", "127.0.0.1"))
+    parser.add_argument("--bind", default=environment.current().bind)
+    parser.add_argument("--hosts-here", type=int, default=1, help="hosts of the run that share this machine's cores")
+    parser.add_argument(
+        "--no-metadata-server", action="store_true", help="no cloud machine, unless MUSTER_METADATA names a server"
+    )
     arguments = parser.parse_args()
     run_dir = Path(arguments.run_dir).resolve()
     spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    os.environ["MUSTER_NICE"] = str(nice)  # what the user gave the run: the programs below go back to it
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, nice - 10)  # a heartbeat must not wait for the ranks' work
-    lifeline = HeartbeatSender(
+    heartbeat = HeartbeatSender(
         run_dir=run_dir,
         host=arguments.host,
         token=read_token(str(run_dir / "token")),
@@ -44,34 +49,37 @@ def main() -> None:
     argv = [
         sys.executable, "-m", "muster.agent.host_agent",
         "--run-dir", str(run_dir), "--run-id", arguments.run_id,
-        "--host", arguments.host, "--bind", arguments.bind,
+        "--host", arguments.host, "--bind", arguments.bind, "--hosts-here", str(arguments.hosts_here),
+        *(["--no-metadata-server"] if arguments.no_metadata_server else []),
     ]  # fmt: skip
-    sys.exit(keep(argv, lifeline))
+    # MUSTER_NICE: the user's own niceness, to which the programs below return.
+    environ = {**environment.inherited(), "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
+    sys.exit(keep_running(argv, environ, heartbeat))
 
 
-def keep(argv: list[str], lifeline: HeartbeatSender) -> int:
-    """Start ``argv``; start it again when it dies by a signal or a fault; return its code when it ends well.
+def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: HeartbeatSender) -> int:
+    """Start ``argv``; restart it when it dies by a signal or a fault; return its code when it ends normally.
 
     A child that dies young three times in a row will die again: give up with its code.
     """
-    young = 0
+    young_deaths = 0
     while True:
         started = time.monotonic()
-        pid = os.posix_spawn(argv[0], argv, {**os.environ, "MUSTER_KEEPER": str(os.getpid())})
+        pid = os.posix_spawn(argv[0], argv, dict(environ))
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, functools.partial(_forward, pid))
-        if os.environ.get("MUSTER_TERM") == "ignored":  # the supervisor hears of it and saves on all hosts (Slurm)
+        if environment.read(environ).term_ignored:  # the supervisor gets it and saves on all hosts (Slurm)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fd = os.pidfd_open(pid)
-        lifeline.until(fd)
+        heartbeat.send_until(fd)
         os.close(fd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code in (0, 75, 130):
             return code
-        young = young + 1 if time.monotonic() - started < 10 else 1
-        if young >= 3:
-            print(f"the agent died {young} times in a row, last with code {code}", file=sys.stderr)
+        young_deaths = young_deaths + 1 if time.monotonic() - started < 10 else 1
+        if young_deaths >= 3:
+            print(f"the agent died {young_deaths} times in a row, last with code {code}", file=sys.stderr)
             return 1
 
 

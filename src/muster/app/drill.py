@@ -19,9 +19,9 @@ from typing import Any
 from muster.app.inspect.report import report
 from muster.app.run import recover, stop, submit
 from muster.chaos import catalog
-from muster.chaos.fault import Fault
+from muster.chaos.fault import Fault as Fault
 from muster.chaos.network import Disk, Network
-from muster.chaos.target import Scene
+from muster.chaos.target import RunTarget
 from muster.config import load
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
@@ -29,16 +29,19 @@ from muster.core.types import JobRequest
 from muster.report.audit.invariants import broken, check
 from muster.storage.run_registry import RunDir
 
+MENU = catalog.MENU
+
 #: Steps beyond the fault that count as "it trains on".
 SETTLE_STEPS = 5
-#: Whatever the user's file does first (data, imports, compile) must be over by then.
+#: What the user's file does first (data, imports, compile) must be over by then.
 START_TIMEOUT_S = 900.0
 #: A run that has to end does so within its grace and this: restarts before the verdict are in it.
 END_TIMEOUT_S = 120.0
-#: A drill replaces these, whatever the file says: its run belongs to nobody else.
+#: A drill replaces these in every file: its run is its own.
 OWN = (
     "backend=local", "run_dir=null", "checkpoint.dir=null", "output.tracker=none", "evaluation.at_start=false",
-    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0", "recovery.policy=default",
+    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0",
+    "recovery.policy=default",
 )  # fmt: skip
 
 
@@ -57,7 +60,7 @@ class Outcome:
     """Actions, in order, those that did nothing left out."""
     sentences: list[str] = field(default_factory=list)
     lost_s: float | None = None
-    """L: from the blow to the end of the first step beyond the last one applied before it."""
+    """L: from the injection to the end of the first step beyond the last one applied before it."""
     redone: int | None = None
     exit_code: int | None = None
     reached_step: int = 0
@@ -109,7 +112,7 @@ def drill(
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Play one fault of the menu through. Blocks; whatever happens, no process of the run is left.
+    """Run one fault of the menu to its end. Blocks; no process of the run is left in any case.
 
     Raises:
         UsageError, RunFileError: no such fault; the file does not hold; the fault needs root, or Muster's own loop.
@@ -139,14 +142,14 @@ def drill(
             made.callback(_undisturbed, disk.down)
         submit.start(intent, _armed(intent.request, network))
         tell(f"run {intent.run.run_id} in {intent.run.path}")
-        scene = Scene(run=intent.run, spec=intent.spec, random=random.Random(seed), network=network, disk=disk)
+        target = RunTarget(run=intent.run, spec=intent.spec, random=random.Random(seed), network=network, disk=disk)
         outcome = Outcome(fault=chosen, run=intent.run, seed=seed, overrides=tuple(needed))
         try:
-            _ready(scene, chosen, at_step, tell)
-            _play(scene, chosen, outcome, tell)
+            _ready(target, chosen, at_step, tell)
+            _play(target, chosen, outcome, tell)
         finally:
-            _end(scene, tell)
-        _judge(scene, outcome)
+            _end(target, tell)
+        _judge(target, outcome)
     return outcome
 
 
@@ -157,47 +160,47 @@ def _armed(request: JobRequest, network: Network | None) -> JobRequest:
     return request if network is None else network.place(request)
 
 
-def _ready(scene: Scene, fault: Fault, at_step: int, tell: Callable[[str], None]) -> None:
+def _ready(target: RunTarget, fault: Fault, at_step: int, tell: Callable[[str], None]) -> None:
     tell(f"waiting for step {at_step}")
-    scene.wait(lambda: scene.step() >= at_step, f"step {at_step}", START_TIMEOUT_S)
+    target.wait(lambda: target.step() >= at_step, f"step {at_step}", START_TIMEOUT_S)
     if fault.spares:
-        scene.wait(lambda: len(scene.spares()) >= fault.spares, "spare", START_TIMEOUT_S)
+        target.wait(lambda: len(target.spares()) >= fault.spares, "spare", START_TIMEOUT_S)
     if fault.checkpoint:
-        scene.wait(lambda: len(scene.events("checkpoint.committed")) >= 2, "checkpoint", START_TIMEOUT_S)
+        target.wait(lambda: len(target.events("checkpoint.committed")) >= 2, "checkpoint", START_TIMEOUT_S)
 
 
-def _play(scene: Scene, fault: Fault, outcome: Outcome, tell: Callable[[str], None]) -> None:
-    tell(f"step {scene.step()}: {fault.what}")
+def _play(target: RunTarget, fault: Fault, outcome: Outcome, tell: Callable[[str], None]) -> None:
+    tell(f"step {target.step()}: {fault.what}")
     began_ns = time.time_ns()
-    fault.strike(scene)
-    struck_ns = scene.struck_ns
-    before = [event for event in scene.events("step") if event.wall_ns <= struck_ns]
+    fault.inject(target)
+    injected_ns = target.injected_ns
+    before = [event for event in target.events("step") if event.wall_ns <= injected_ns]
     outcome.at_step = max((event.step or 0 for event in before), default=0)
     if fault.exit_code is not None:
-        scene.wait(lambda: _ended(scene, began_ns), "end", scene.spec.recovery.grace_s + END_TIMEOUT_S)
-        outcome.exit_code = int(_ended(scene, began_ns)[0].detail["exit_code"])
+        target.wait(lambda: _ended(target, began_ns), "end", target.spec.recovery.grace_s + END_TIMEOUT_S)
+        outcome.exit_code = int(_ended(target, began_ns)[0].detail["exit_code"])
     if fault.recover:
-        time.sleep(0.5)  # the dead must be seen dead, and a living trainer must be seen to go on
-        tell(f"muster recover {scene.run.run_id}")
-        scene.revived_ns = time.time_ns()
-        recover.recover(scene.run.run_id, argv=["muster", "recover", scene.run.run_id])
-        scene.wait(
-            lambda: _taken_over(scene, began_ns), "supervisor that takes over", scene.spec.recovery.start_timeout_s
+        time.sleep(0.5)  # dead processes must be seen dead, and a living trainer must be seen to continue
+        tell(f"muster recover {target.run.run_id}")
+        target.revived_ns = time.time_ns()
+        recover.recover(target.run.run_id, argv=["muster", "recover", target.run.run_id])
+        target.wait(
+            lambda: _taken_over(target, began_ns), "supervisor that takes over", target.spec.recovery.start_timeout_s
         )
     if fault.exit_code is None or fault.recover:
-        _train_on(scene, fault, outcome, began_ns, tell)
-    outcome.noticed = [str(event.detail["incident"]) for event in scene.events("incident.detected")]
-    outcome.done = _actions(scene, began_ns)
+        _train_on(target, fault, outcome, began_ns, tell)
+    outcome.noticed = [str(event.detail["incident"]) for event in target.events("incident.detected")]
+    outcome.done = _actions(target, began_ns)
 
 
-def _train_on(scene: Scene, fault: Fault, outcome: Outcome, began_ns: int, tell: Callable[[str], None]) -> None:
+def _train_on(target: RunTarget, fault: Fault, outcome: Outcome, began_ns: int, tell: Callable[[str], None]) -> None:
     """Wait until everything that had to be done was done (or something else), and for steps beyond."""
-    timeout_s = scene.spec.recovery.start_timeout_s
-    scene.wait(lambda: _settled(fault, _actions(scene, began_ns)), "end of what had to be done", timeout_s)
-    goal = max(outcome.at_step, scene.step() if not fault.recover else 0) + SETTLE_STEPS
+    timeout_s = target.spec.recovery.start_timeout_s
+    target.wait(lambda: _settled(fault, _actions(target, began_ns)), "end of what had to be done", timeout_s)
+    goal = max(outcome.at_step, target.step() if not fault.recover else 0) + SETTLE_STEPS
     tell(f"waiting for step {goal}")
-    scene.wait(lambda: _stepping_beyond(scene, goal), f"step {goal} after the fault", timeout_s)
-    _measure(scene, outcome)
+    target.wait(lambda: _stepping_beyond(target, goal), f"step {goal} after the fault", timeout_s)
+    _measure(target, outcome)
 
 
 def _settled(fault: Fault, done: list[str]) -> bool:
@@ -206,57 +209,57 @@ def _settled(fault: Fault, done: list[str]) -> bool:
     return so_far in fault.done or not any(way[: len(so_far)] == so_far for way in fault.done)
 
 
-def _measure(scene: Scene, outcome: Outcome) -> None:
+def _measure(target: RunTarget, outcome: Outcome) -> None:
     """L and the steps redone. Where a new attempt began, a step that the old one still finished is before the fault."""
-    steps = sorted(scene.events("step"), key=_wall)
-    begun = [event.attempt for event in scene.events("attempt.started") if event.wall_ns > scene.struck_ns]
+    steps = sorted(target.events("step"), key=_wall)
+    begun = [event.attempt for event in target.events("attempt.started") if event.wall_ns > target.injected_ns]
     newest = min(begun, default=0)
     if begun:
         outcome.at_step = max((event.step or 0 for event in steps if event.attempt < newest), default=0)
-    after = [event for event in steps if event.wall_ns > scene.struck_ns and event.attempt >= newest]
+    after = [event for event in steps if event.wall_ns > target.injected_ns and event.attempt >= newest]
     first = next(event for event in after if (event.step or 0) > outcome.at_step)
-    outcome.lost_s = (first.wall_ns - scene.struck_ns) / 1e9
+    outcome.lost_s = (first.wall_ns - target.injected_ns) / 1e9
     outcome.redone = sum(1 for event in after if event.wall_ns < first.wall_ns)
 
 
-def _taken_over(scene: Scene, since_ns: int) -> bool:
+def _taken_over(target: RunTarget, since_ns: int) -> bool:
     """A new supervisor found the ranks stepping, or began an attempt."""
-    begun = any(event.wall_ns > since_ns for event in scene.events("attempt.started"))
-    notes = (event for event in scene.events("run.message") if event.wall_ns > since_ns)
+    begun = any(event.wall_ns > since_ns for event in target.events("attempt.started"))
+    notes = (event for event in target.events("run.message") if event.wall_ns > since_ns)
     return begun or any("under a new supervisor" in str(event.detail["text"]) for event in notes)
 
 
-def _stepping_beyond(scene: Scene, goal: int) -> bool:
+def _stepping_beyond(target: RunTarget, goal: int) -> bool:
     """The goal is reached, and by the newest attempt: an older one's last steps prove nothing."""
-    newest = max((event.attempt for event in scene.events("attempt.started")), default=0)
-    return any((event.step or 0) >= goal and event.attempt == newest for event in scene.events("step"))
+    newest = max((event.attempt for event in target.events("attempt.started")), default=0)
+    return any((event.step or 0) >= goal and event.attempt == newest for event in target.events("step"))
 
 
-def _actions(scene: Scene, since_ns: int) -> list[str]:
-    decisions = sorted(scene.events("incident.decided"), key=_wall)
+def _actions(target: RunTarget, since_ns: int) -> list[str]:
+    decisions = sorted(target.events("incident.decided"), key=_wall)
     actions = [str(event.detail["action"]) for event in decisions if event.wall_ns > since_ns]
     return [action for action in actions if action != "ignore"]
 
 
-def _ended(scene: Scene, since_ns: int) -> list[Event]:
-    return [event for event in scene.events("run.finished") if event.wall_ns > since_ns]
+def _ended(target: RunTarget, since_ns: int) -> list[Event]:
+    return [event for event in target.events("run.finished") if event.wall_ns > since_ns]
 
 
 def _wall(event: Event) -> int:
     return event.wall_ns
 
 
-def _end(scene: Scene, tell: Callable[[str], None]) -> None:
+def _end(target: RunTarget, tell: Callable[[str], None]) -> None:
     """Let the run end as a user would; what does not end by itself is made to. Ctrl-C shortens it, no more."""
     tell("ending the run")
     try:
-        stop.stop(scene.run.run_id, save=False)
+        stop.stop(target.run.run_id, save=False)
     except MusterError as error:
         tell(f"it could not be stopped ({error}); ending its processes")
     except KeyboardInterrupt:
         tell("ending its processes")
     try:
-        _undisturbed(lambda: stop.down(scene.run.run_id))
+        _undisturbed(lambda: stop.down(target.run.run_id))
     except BackendError as error:
         tell(f"error: {error}")
 
@@ -273,12 +276,12 @@ def _undisturbed(remove: Callable[[], object]) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def _judge(scene: Scene, outcome: Outcome) -> None:
+def _judge(target: RunTarget, outcome: Outcome) -> None:
     fault = outcome.fault
-    outcome.reached_step = scene.step()
-    incidents = report(str(scene.run.path)).to_json()["incidents"]
+    outcome.reached_step = target.step()
+    incidents = report(str(target.run.path)).to_json()["incidents"]
     outcome.sentences = [str(each["sentence"]) for each in incidents]
-    outcome.invariants = broken(check(scene.run.path, bound_s=scene.spec.recovery.start_timeout_s))
+    outcome.invariants = broken(check(target.run.path, bound_s=target.spec.recovery.start_timeout_s))
     if fault.noticed and (not outcome.noticed or outcome.noticed[0] not in fault.noticed):
         outcome.failures.append(f"noticed {outcome.noticed or 'nothing'}, expected {' or '.join(fault.noticed)}")
     if tuple(outcome.done) not in fault.done:

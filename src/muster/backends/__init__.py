@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
+from muster.config.backends import BACKENDS as NAMED
 from muster.core.errors import UsageError
 from muster.core.registry import Registry
 
-BACKENDS: Registry[Backend] = Registry(
-    family="back end",
-    group="muster.backends",
-    shipped={name: f"muster.backends.{name}:BACKEND" for name in ("local", "slurm", "gke")},
-)
+#: The run file's table, whose names and checks it uses too.
+BACKENDS: Registry[Backend] = NAMED
 
 
 def get(name: str) -> Backend:

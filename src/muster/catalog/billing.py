@@ -2,7 +2,7 @@
 
 A naive match picks the wrong row: B200 Spot and every DWS SKU carry ``usageType: OnDemand``; "H100 80GB" is a prefix
 of A3 Mega's name; "A100" of the 80 GB part's. So a description is taken apart: a way of buying (by its marker), and
-what is left, which must be one of the names below exactly. Whatever does not match is left out, never guessed.
+what is left, which must be one of the names in ``tables/billing.yaml`` exactly. Whatever does not match is left out, never guessed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from typing import Any
 
@@ -29,27 +30,16 @@ class Parts:
     ram_gb: int = 0
 
 
-#: SKU names: the catalogue's descriptions as quoted in public projects of 2025-2026 (see docs/plan.md); vCPUs and
-#: memory: Google's machine pages. Calendar and flex names differ from on-demand ones ("Mega" v. "Plus").
-MACHINES: Mapping[str, Parts] = {
-    "g2-standard-4": Parts(gpu=("Nvidia L4 GPU",), core=("G2 Instance Core", "G2 Core"),
-                           ram=("G2 Instance Ram", "G2 Ram"), vcpus=4, ram_gb=16),
-    "g2-standard-96": Parts(gpu=("Nvidia L4 GPU",), core=("G2 Instance Core", "G2 Core"),
-                            ram=("G2 Instance Ram", "G2 Ram"), vcpus=96, ram_gb=384),
-    "a2-highgpu-8g": Parts(gpu=("Nvidia Tesla A100 GPU",), core=("A2 Instance Core", "A2 Core"),
-                           ram=("A2 Instance Ram", "A2 Ram"), vcpus=96, ram_gb=680),
-    "a2-ultragpu-8g": Parts(gpu=("Nvidia Tesla A100 80GB GPU",), core=("A2 Instance Core", "A2 Core"),
-                            ram=("A2 Instance Ram", "A2 Ram"), vcpus=96, ram_gb=1360),
-    "a3-highgpu-8g": Parts(gpu=("Nvidia H100 80GB GPU",), core=("A3 Instance Core", "A3 Core"),
-                           ram=("A3 Instance Ram", "A3 Ram"), vcpus=208, ram_gb=1872),
-    "a3-megagpu-8g": Parts(gpu=("Nvidia H100 80GB Plus GPU", "Nvidia H100 80GB Mega GPU", "Nvidia H100 Mega 80GB GPU"),
-                           core=("A3Plus Instance Core", "A3Plus Core", "A3 Plus Core"),
-                           ram=("A3Plus Instance Ram", "A3Plus Ram", "A3 Plus Ram"), vcpus=208, ram_gb=1872),
-    "a3-ultragpu-8g": Parts(gpu=("H200 141GB GPU", "Nvidia H200 141GB GPU"),
-                            core=("A3Ultra Instance Core", "A3Ultra Core"),
-                            ram=("A3Ultra Instance Ram", "A3Ultra Ram"), vcpus=224, ram_gb=2952),
-    "a4-highgpu-8g": Parts(gpu=("A4 Nvidia B200 (1 gpu slice)",)),
-}  # fmt: skip
+@cache
+def machine_parts() -> Mapping[str, Parts]:
+    """The parts of every machine whose SKUs are known."""
+    found = {}
+    for name, row in rows.table("billing.yaml")["machines"].items():
+        names = {kind: tuple(row.get(kind, ())) for kind in ("gpu", "core", "ram")}
+        found[name] = Parts(**names, vcpus=row.get("vcpus", 0), ram_gb=row.get("ram_gb", 0))
+    return found
+
+
 _PLACE = re.compile(r" (?:running )?in [^()]*$")
 _WAYS = re.compile(
     r"^(Reserved|DWS Calendar Mode|DWS Defined Duration|Spot Preemptible) "
@@ -77,7 +67,7 @@ def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Pri
     found: list[Price] = []
     missing: list[str] = []
     regions = sorted({region for _, _, region in rates})
-    for machine, parts in MACHINES.items():
+    for machine, parts in machine_parts().items():
         count = rows.machines()[machine].count
         for mode in ("on_demand", "spot", "flex_start", "calendar"):
             here = []

@@ -155,7 +155,7 @@ def accelerators() -> Mapping[str, Accelerator]:
             origin=row["origin"],
             reliability=row["reliability"],
         )
-        for name, row in _table("accelerators.yaml")["accelerators"].items()
+        for name, row in table("accelerators.yaml")["accelerators"].items()
     }
 
 
@@ -175,7 +175,7 @@ def machines() -> Mapping[str, Machine]:
             modes=tuple(row["modes"]),
             origin=row["origin"],
         )
-        for name, row in _table("machines.yaml")["machines"].items()
+        for name, row in table("machines.yaml")["machines"].items()
     }
 
 
@@ -196,7 +196,7 @@ def modes() -> Mapping[str, Mode]:
             rules=tuple(row["rules"]),
             origin=row["origin"],
         )
-        for name, row in _table("modes.yaml")["modes"].items()
+        for name, row in table("modes.yaml")["modes"].items()
     }
 
 
@@ -240,9 +240,6 @@ def prices_from(text: str, *, source: str) -> Iterable[Price]:
         )
 
 
-_CHIP_MACHINES = {"h100": "a3-megagpu-8g", "h200": "a3-ultragpu-8g", "b200": "a4-highgpu-8g"}
-
-
 @cache
 def anchors() -> tuple[Anchor, ...]:
     """Published runs, each on the machine of the catalogue whose GPUs and links are nearest."""
@@ -254,7 +251,7 @@ def anchors() -> tuple[Anchor, ...]:
                 stack=row["stack"],
                 use=row["use"],
                 model=row["model"],
-                machine=_CHIP_MACHINES[row["machine"]],
+                machine=row["machine"],
                 gpus=int(row["gpus"]),
                 precision=row["precision"],
                 job=row["job"],
@@ -278,7 +275,7 @@ def models() -> Mapping[str, KnownModel]:
     """Shapes of common open models by hub name."""
     return {
         name: KnownModel(name=name, shape=ModelShape.from_config(row["config"]), parameters=row["parameters"])
-        for name, row in _table("models.yaml")["models"].items()
+        for name, row in table("models.yaml")["models"].items()
     }
 
 
@@ -298,7 +295,7 @@ def find_model(name: str) -> KnownModel | None:
 
 def table_date(name: str) -> str:
     """When a table was last gone over."""
-    return str(_table(name)["date"])
+    return str(table(name)["date"])
 
 
 def _times(value: float | None, factor: float) -> float | None:
@@ -306,7 +303,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 @cache
-def _table(name: str) -> Any:
+def table(name: str) -> Any:
     from ruamel.yaml import YAML
 
     return YAML(typ="safe").load(_text(name))

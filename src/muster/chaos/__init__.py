@@ -1,1 +1,1 @@
-"""Faults done on purpose: the catalogue, what each does to a run, and how processes and networks are broken."""
+"""Faults injected on purpose: the catalogue, what each does to a run, and how processes and networks are broken."""

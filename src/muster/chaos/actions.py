@@ -1,4 +1,4 @@
-"""How each fault of the menu is dealt: real signals to real processes, orders to a rank, a cut link."""
+"""How each fault is injected: real signals to real processes, requests to a rank, a cut link."""
 
 from __future__ import annotations
 
@@ -7,110 +7,110 @@ import time
 from collections.abc import Callable
 
 from muster.chaos.network import Network
-from muster.chaos.target import SIGCONT, SIGSEGV, SIGSTOP, SIGTERM, Scene
+from muster.chaos.target import SIGCONT, SIGSEGV, SIGSTOP, SIGTERM, RunTarget
 
-#: Mean seconds between the blows of the punisher, and how many it deals.
-PUNISH_MEAN_S, PUNISH_TIMES = 2.0, 5
-#: How long a stopped supervisor stays so: longer than any heartbeat limit of a drill.
+#: Mean seconds between random kills of ranks, and how many.
+RANDOM_KILL_MEAN_S, RANDOM_KILLS = 2.0, 5
+#: How long a supervisor stays stopped: longer than any heartbeat limit of a drill.
 PAUSE_S = 6.0
-#: A link that comes and goes: seconds down, seconds up, how often. Below the limit that the drill sets.
+#: A flapping link: seconds down, seconds up, how often. Below the limit that the drill sets.
 FLAP_DOWN_S, FLAP_UP_S, FLAPS = 0.5, 1.0, 4
 #: How long a network stays split: several heartbeat limits.
 SPLIT_S = 8.0
-#: So many steps further the copies must be before a host whose mover died is lost, and the run with a full disk.
-COPIES = 5
-#: Longest that the drill waits for one stage of a blow.
+#: Steps that copies must advance before a host whose replicator died is killed, and a run with a full disk.
+STEPS_ON = 5
+#: Longest wait for one stage of a fault.
 STAGE_S = 180.0
 
 
 # ---------------------------------------------------------------- ranks
 
 
-def kill_rank(scene: Scene) -> None:
-    scene.signal_rank(scene.any_rank())
+def kill_rank(target: RunTarget) -> None:
+    target.signal_rank(target.any_rank())
 
 
-def crash_rank(scene: Scene) -> None:
-    scene.signal_rank(scene.any_rank(), SIGSEGV)
+def crash_rank(target: RunTarget) -> None:
+    target.signal_rank(target.any_rank(), SIGSEGV)
 
 
-def stop_rank(scene: Scene) -> None:
-    scene.signal_rank(scene.any_rank(), SIGSTOP)
+def stop_rank(target: RunTarget) -> None:
+    target.signal_rank(target.any_rank(), SIGSTOP)
 
 
-def kill_all_ranks(scene: Scene) -> None:
-    scene.send(pid for pid, _ in scene.ranks().values())
+def kill_all_ranks(target: RunTarget) -> None:
+    target.send(pid for pid, _ in target.ranks().values())
 
 
-def misdeed(name: str, *, always: bool = False) -> Callable[[Scene], None]:
-    """A rank does it to itself, at a moment that no signal from outside can hit."""
+def in_rank(name: str, *, always: bool = False) -> Callable[[RunTarget], None]:
+    """A rank injects it into itself, at a moment that no signal from outside can hit."""
 
-    def strike(scene: Scene) -> None:
-        scene.order(name, scene.any_rank(), always=always, timeout_s=STAGE_S)
+    def inject(target: RunTarget) -> None:
+        target.request_fault(name, target.any_rank(), always=always, timeout_s=STAGE_S)
 
-    return strike
-
-
-def punish(scene: Scene) -> None:
-    """Random ranks at random moments, gaps drawn from an exponential distribution."""
-    for _ in range(PUNISH_TIMES):
-        scene.signal_rank(scene.any_rank())
-        time.sleep(scene.random.expovariate(1 / PUNISH_MEAN_S))
+    return inject
 
 
-def crash_loop(scene: Scene) -> None:
+def kill_random_ranks(target: RunTarget) -> None:
+    """Random ranks at random times, gaps drawn from an exponential distribution."""
+    for _ in range(RANDOM_KILLS):
+        target.signal_rank(target.any_rank())
+        time.sleep(target.random.expovariate(1 / RANDOM_KILL_MEAN_S))
+
+
+def crash_loop(target: RunTarget) -> None:
     """The same host's rank, three times, each time after a new step."""
-    host = scene.random.choice(scene.hosts())
-    for blow in range(3):
-        scene.wait(lambda blow=blow: len(scene.events("incident.resolved")) >= blow, "recovery", STAGE_S)  # type: ignore[misc]
-        scene.send([next(pid for pid, on in scene.ranks().values() if on == host)])
+    host = target.random.choice(target.hosts())
+    for count in range(3):
+        target.wait(lambda count=count: len(target.events("incident.resolved")) >= count, "recovery", STAGE_S)  # type: ignore[misc]
+        target.send([next(pid for pid, on in target.ranks().values() if on == host)])
 
 
 # ---------------------------------------------------------------- Muster's own processes
 
 
-def kill_agent(scene: Scene) -> None:
-    scene.send([scene.agent(scene.random.choice(scene.hosts()))])
+def kill_agent(target: RunTarget) -> None:
+    target.send([target.agent(target.random.choice(target.hosts()))])
 
 
-def kill_agent_and_rank(scene: Scene) -> None:
-    """Both at once: the rank's end is seen by an agent that was not there."""
-    rank = scene.any_rank()
-    pid, host = scene.ranks()[rank]
-    scene.send([scene.agent(host), pid])
+def kill_agent_and_rank(target: RunTarget) -> None:
+    """Both at once: the agent that reports the rank's exit was not running when it happened."""
+    rank = target.any_rank()
+    pid, host = target.ranks()[rank]
+    target.send([target.agent(host), pid])
 
 
-def kill_keeper(scene: Scene) -> None:
-    scene.send([scene.keeper(scene.random.choice(scene.hosts()))])
+def kill_watchdog(target: RunTarget) -> None:
+    target.send([target.watchdog_pid(target.random.choice(target.hosts()))])
 
 
-def kill_mover_then_host(scene: Scene) -> None:
-    """A host whose mover died a while ago is lost: another mover must have gone on with the copies."""
-    host = scene.random.choice(scene.hosts())
-    dead = scene.movers(host)
-    scene.send(dead)
-    scene.wait(lambda: set(scene.movers(host)) - set(dead), "new mover", STAGE_S)
-    copied = scene.copied_step()
-    scene.wait(lambda: scene.copied_step() > copied + COPIES, "copies by the new mover", STAGE_S)
-    scene.signal_host(host)
+def kill_replicator_then_host(target: RunTarget) -> None:
+    """A host whose replicator died earlier is lost: another replicator must have continued the copies."""
+    host = target.random.choice(target.hosts())
+    dead = target.replicator_pids(host)
+    target.send(dead)
+    target.wait(lambda: set(target.replicator_pids(host)) - set(dead), "new replicator", STAGE_S)
+    copied = target.copied_step()
+    target.wait(lambda: target.copied_step() > copied + STEPS_ON, "copies by the new replicator", STAGE_S)
+    target.signal_host(host)
 
 
-def kill_fork_server(scene: Scene) -> None:
-    scene.send([scene.fork_server(scene.random.choice(scene.hosts()))])
+def kill_fork_server(target: RunTarget) -> None:
+    target.send([target.fork_server(target.random.choice(target.hosts()))])
 
 
-def take_the_port(scene: Scene) -> None:
-    """The store's port is somebody else's when the next attempt wants one."""
-    host = scene.random.choice(scene.hosts())
-    port = scene.store_port(host)
-    dead = scene.fork_server(host)
-    scene.send([dead])
+def take_the_port(target: RunTarget) -> None:
+    """Another process takes the store's port before the next attempt needs one."""
+    host = target.random.choice(target.hosts())
+    port = target.store_port(host)
+    dead = target.fork_server(host)
+    target.send([dead])
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        scene.wait(lambda: _bound(taken, port), f"port {port} to be free", 30)
-        scene.wait(lambda: scene.fork_server(host) != dead, "new fork server", STAGE_S)
-        scene.signal_rank(scene.any_rank())
-        scene.wait(lambda: scene.events("incident.resolved"), "recovery", STAGE_S)
+        target.wait(lambda: _bound(taken, port), f"port {port} to be free", 30)
+        target.wait(lambda: target.fork_server(host) != dead, "new fork server", STAGE_S)
+        target.signal_rank(target.any_rank())
+        target.wait(lambda: target.events("incident.resolved"), "recovery", STAGE_S)
 
 
 def _bound(sock: socket.socket, port: int) -> bool:
@@ -122,136 +122,136 @@ def _bound(sock: socket.socket, port: int) -> bool:
     return True
 
 
-def kill_supervisor(scene: Scene) -> None:
-    scene.send([scene.supervisor()])
+def kill_supervisor(target: RunTarget) -> None:
+    target.send([target.supervisor()])
 
 
-def pause_supervisor(scene: Scene) -> None:
-    """What it did not hear while it stood still says nothing about the hosts."""
-    pid = scene.supervisor()
-    scene.send([pid], SIGSTOP)
+def pause_supervisor(target: RunTarget) -> None:
+    """What it missed while it was stopped must not count against the hosts."""
+    pid = target.supervisor()
+    target.send([pid], SIGSTOP)
     time.sleep(PAUSE_S)
-    scene.send([pid], SIGCONT)
+    target.send([pid], SIGCONT)
 
 
 # ---------------------------------------------------------------- hosts
 
 
-def kill_host(scene: Scene) -> None:
-    scene.signal_host(scene.random.choice(scene.hosts()))
+def kill_host(target: RunTarget) -> None:
+    target.signal_host(target.random.choice(target.hosts()))
 
 
-def stop_host(scene: Scene) -> None:
-    scene.signal_host(scene.random.choice(scene.hosts()), SIGSTOP)
+def stop_host(target: RunTarget) -> None:
+    target.signal_host(target.random.choice(target.hosts()), SIGSTOP)
 
 
-def stop_host_for_a_while(scene: Scene) -> None:
-    """It wakes up after it was replaced, and must find itself fenced."""
-    host = scene.random.choice(scene.hosts())
-    scene.signal_host(host, SIGSTOP)
-    struck_ns = scene.struck_ns
-    scene.wait(lambda: scene.events("incident.resolved"), "recovery", STAGE_S)
-    scene.signal_host(host, SIGCONT)
-    scene.struck_ns = struck_ns
+def stop_host_for_a_while(target: RunTarget) -> None:
+    """It resumes after it was replaced, and must be fenced."""
+    host = target.random.choice(target.hosts())
+    target.signal_host(host, SIGSTOP)
+    injected_ns = target.injected_ns
+    target.wait(lambda: target.events("incident.resolved"), "recovery", STAGE_S)
+    target.signal_host(host, SIGCONT)
+    target.injected_ns = injected_ns
 
 
-def kill_host_and_return(scene: Scene) -> None:
-    host = scene.random.choice(scene.hosts()[1:])
-    scene.signal_host(host)
-    struck_ns = scene.struck_ns
-    scene.wait(lambda: scene.events("incident.resolved"), "recovery", STAGE_S)
-    scene.start_agent(host)
-    scene.struck_ns = struck_ns
+def kill_host_and_return(target: RunTarget) -> None:
+    host = target.random.choice(target.hosts()[1:])
+    target.signal_host(host)
+    injected_ns = target.injected_ns
+    target.wait(lambda: target.events("incident.resolved"), "recovery", STAGE_S)
+    target.start_agent(host)
+    target.injected_ns = injected_ns
 
 
-def kill_two_hosts(scene: Scene) -> None:
+def kill_two_hosts(target: RunTarget) -> None:
     """Neighbours: the second holds the copy of the first one's state."""
-    hosts = scene.hosts()
-    first = scene.random.randrange(len(hosts))
+    hosts = target.hosts()
+    first = target.random.randrange(len(hosts))
     pair = (hosts[first], hosts[(first + 1) % len(hosts)])
-    scene.send([each.pid for host in pair for each in scene.processes(host)])
+    target.send([each.pid for host in pair for each in target.processes(host)])
     for host in pair:
-        scene.signal_host(host)
+        target.signal_host(host)
 
 
-def kill_rank_then_host(scene: Scene) -> None:
-    host = scene.random.choice(scene.hosts()[1:])
-    scene.signal_rank(0)
+def kill_rank_then_host(target: RunTarget) -> None:
+    host = target.random.choice(target.hosts()[1:])
+    target.signal_rank(0)
     time.sleep(0.05)
-    scene.signal_host(host)
+    target.signal_host(host)
 
 
-def break_spare_then_host(scene: Scene) -> None:
-    """A spare whose fork server never comes up is set aside; when a host is lost, the other one is taken."""
-    bad = sorted(scene.spares())[0]
+def break_spare_then_host(target: RunTarget) -> None:
+    """A spare whose fork server never starts is excluded; when a host is lost, the other spare is used."""
+    bad = sorted(target.spares())[0]
     seen: set[int] = set()
 
     def broken() -> bool:
-        pid = scene.fork_server(bad)
+        pid = target.fork_server(bad)
         if pid not in seen:
             seen.add(pid)
-            scene.send([pid])
-        return any("cannot start" in str(event.detail["text"]) for event in scene.events("run.message"))
+            target.send([pid])
+        return any("cannot start" in str(event.detail["text"]) for event in target.events("run.message"))
 
-    scene.wait(broken, f"note that {bad} cannot start", STAGE_S)
-    scene.signal_host(scene.random.choice(scene.hosts()))
-
-
-def start_one_more(scene: Scene) -> None:
-    """One agent more than the run has places for: it is parked, and nobody else is disturbed."""
-    name = f"host-{scene.spec.resources.hosts + scene.spec.resources.spare_hosts}"
-    scene.struck_ns = time.time_ns()
-    scene.start_agent(name)
-    scene.wait(lambda: name in scene.spares(), f"{name} to be parked", STAGE_S)
+    target.wait(broken, f"note that {bad} cannot start", STAGE_S)
+    target.signal_host(target.random.choice(target.hosts()))
 
 
-# ---------------------------------------------------------------- everything, and what is on the disk
+def start_one_more(target: RunTarget) -> None:
+    """One agent more than the run has hosts: it is parked, and the others are not disturbed."""
+    name = f"host-{target.spec.resources.hosts + target.spec.resources.spare_hosts}"
+    target.injected_ns = time.time_ns()
+    target.start_agent(name)
+    target.wait(lambda: name in target.spares(), f"{name} to be parked", STAGE_S)
 
 
-def kill_everything(scene: Scene) -> None:
-    scene.send(each.pid for each in scene.processes())
-    struck_ns = scene.struck_ns
+# ---------------------------------------------------------------- everything, and the disk
+
+
+def kill_everything(target: RunTarget) -> None:
+    target.send(each.pid for each in target.processes())
+    injected_ns = target.injected_ns
     for _ in range(2):
-        scene.send(each.pid for each in scene.processes())
-    scene.struck_ns = struck_ns
+        target.send(each.pid for each in target.processes())
+    target.injected_ns = injected_ns
 
 
-def notice(scene: Scene) -> None:
-    scene.send([scene.supervisor()], SIGTERM)
+def notice(target: RunTarget) -> None:
+    target.send([target.supervisor()], SIGTERM)
 
 
-def rot_checkpoint(scene: Scene) -> None:
-    """The newest checkpoint rots while nobody looks, and the machine loses its power."""
-    kill_everything(scene)
-    scene.forget_memory()
-    folder = max(scene.run.checkpoints.glob("step-*.a*"))
-    scene.rot(max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
+def corrupt_checkpoint(target: RunTarget) -> None:
+    """The newest checkpoint is corrupted on disk, and the machine loses power."""
+    kill_everything(target)
+    target.delete_snapshots()
+    folder = max(target.run.checkpoints.glob("step-*.a*"))
+    target.corrupt(max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
 
 
-def tear_checkpoint(scene: Scene) -> None:
+def interrupt_checkpoint(target: RunTarget) -> None:
     """Everything dies while a checkpoint is being written."""
-    before = len(scene.events("checkpoint.begun"))
-    scene.wait(lambda: len(scene.events("checkpoint.begun")) > before, "checkpoint under way", STAGE_S)
-    kill_everything(scene)
-    scene.forget_memory()
+    before = len(target.events("checkpoint.begun"))
+    target.wait(lambda: len(target.events("checkpoint.begun")) > before, "checkpoint under way", STAGE_S)
+    kill_everything(target)
+    target.delete_snapshots()
 
 
-def fill_disk(scene: Scene) -> None:
-    """No room for a checkpoint until one has failed; then room again, and the next one must stand."""
-    disk = scene.disk
+def fill_disk(target: RunTarget) -> None:
+    """No room for a checkpoint until one has failed; then room again, and the next one must be committed."""
+    disk = target.disk
     assert disk is not None, "a fault of the disk has one"
-    scene.struck_ns = time.time_ns()
+    target.injected_ns = time.time_ns()
 
     def failed() -> bool:
-        disk.fill()  # again and again: a checkpoint that is removed leaves room
-        return any(event.wall_ns > scene.struck_ns for event in scene.events("checkpoint.failed"))
+        disk.fill()  # repeatedly: a checkpoint that is removed frees room
+        return any(event.wall_ns > target.injected_ns for event in target.events("checkpoint.failed"))
 
-    scene.wait(failed, "checkpoint that finds no room", STAGE_S)
-    step = scene.step()
-    scene.wait(lambda: scene.step() > step + COPIES, "steps without a checkpoint", STAGE_S)
+    target.wait(failed, "checkpoint that finds no room", STAGE_S)
+    step = target.step()
+    target.wait(lambda: target.step() > step + STEPS_ON, "steps without a checkpoint", STAGE_S)
     disk.free()
-    scene.wait(
-        lambda: any((event.step or 0) > step for event in scene.events("checkpoint.committed")),
+    target.wait(
+        lambda: any((event.step or 0) > step for event in target.events("checkpoint.committed")),
         "checkpoint once there is room",
         STAGE_S,
     )
@@ -260,15 +260,15 @@ def fill_disk(scene: Scene) -> None:
 # ---------------------------------------------------------------- networks
 
 
-def cut_link(scene: Scene) -> None:
-    network, host = _network(scene), scene.random.choice(scene.hosts())
-    scene.struck_ns = time.time_ns()
+def cut_link(target: RunTarget) -> None:
+    network, host = _network(target), target.random.choice(target.hosts())
+    target.injected_ns = time.time_ns()
     network.cut(host)
 
 
-def flap_link(scene: Scene) -> None:
-    network, host = _network(scene), scene.random.choice(scene.hosts())
-    scene.struck_ns = time.time_ns()
+def flap_link(target: RunTarget) -> None:
+    network, host = _network(target), target.random.choice(target.hosts())
+    target.injected_ns = time.time_ns()
     for _ in range(FLAPS):
         network.cut(host)
         time.sleep(FLAP_DOWN_S)
@@ -276,31 +276,31 @@ def flap_link(scene: Scene) -> None:
         time.sleep(FLAP_UP_S)
 
 
-def silence_host(scene: Scene) -> None:
-    """It hears everybody and nobody hears it."""
-    network, host = _network(scene), scene.random.choice(scene.hosts())
-    scene.struck_ns = time.time_ns()
+def silence_host(target: RunTarget) -> None:
+    """Drop outbound traffic only: the host receives but cannot send."""
+    network, host = _network(target), target.random.choice(target.hosts())
+    target.injected_ns = time.time_ns()
     network.limit(host, rate="8bit", burst="1b", limit="1b")  # no packet fits through
 
 
-def slow_link(scene: Scene) -> None:
-    """A tenth of a gigabit on the way out: training is slower, and nobody is blamed."""
-    network, host = _network(scene), scene.random.choice(scene.hosts())
-    scene.struck_ns = time.time_ns()
+def slow_link(target: RunTarget) -> None:
+    """100 Mbit/s outbound: training is slower, and no host is blamed."""
+    network, host = _network(target), target.random.choice(target.hosts())
+    target.injected_ns = time.time_ns()
     network.limit(host, rate="100mbit", burst="64kb", limit="1mb")
 
 
-def split_network(scene: Scene) -> None:
-    """Half against half; the supervisor's half goes on, the other is fenced, and comes back when it heals."""
-    network, hosts = _network(scene), scene.hosts()
-    away = hosts[len(hosts) // 2 :]
-    scene.struck_ns = time.time_ns()
-    network.split(away)
-    scene.wait(lambda: not set(away) & set(scene.hosts()), "attempt without the half that is away", STAGE_S)
+def split_network(target: RunTarget) -> None:
+    """Half against half; the supervisor's half continues, the other is fenced, and rejoins when the link is back."""
+    network, hosts = _network(target), target.hosts()
+    cut_off = hosts[len(hosts) // 2 :]
+    target.injected_ns = time.time_ns()
+    network.split(cut_off)
+    target.wait(lambda: not set(cut_off) & set(target.hosts()), "attempt without the half that is cut off", STAGE_S)
     time.sleep(SPLIT_S)
-    network.join(away)
+    network.join(cut_off)
 
 
-def _network(scene: Scene) -> Network:
-    assert scene.network is not None, "a fault of the network has one"
-    return scene.network
+def _network(target: RunTarget) -> Network:
+    assert target.network is not None, "a fault of the network has one"
+    return target.network

@@ -1,6 +1,6 @@
-"""The fault menu: what ``muster drill`` can do to a run, and what must come of it.
+"""The fault menu: what ``muster drill`` can inject into a run, and the expected outcome.
 
-Numbers are those of the list in docs/recovery.md; ``tests/unit/app/test_drill_menu.py`` holds the two together.
+Numbers are those of the list in docs/recovery.md; ``tests/unit/chaos/test_drill_menu.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from muster.core.errors import UsageError
 
 __all__ = ["MENU", "Fault", "find"]
 
-#: Steps that a lost host may cost: those whose copy was still on its way to the other host when it went.
-ON_THE_WAY = 3
-#: Below this limit a link may be down without anybody's noticing (``strikes.FLAP_DOWN_S``).
+#: Steps that a lost host may cost: those whose copy was still in transit to the other host.
+IN_TRANSIT = 3
+#: Below this limit a link may be down unnoticed (``actions.FLAP_DOWN_S``).
 FLAP_LIMIT = "recovery.heartbeat_timeout_s=2.5"
-#: A limit that a drill of a cut link need not wait long for.
+#: Short, so that a drill of a cut link does not wait long.
 SHORT_LIMIT = "recovery.heartbeat_timeout_s=1.5"
 
 
@@ -36,153 +36,154 @@ def find(name: str) -> Fault:
 _RANK = ("rank_exit",)
 _HOST = ("host_lost",)
 _EITHER = (*_HOST, *_RANK)
-_NOBODY: tuple[str, ...] = ()
+_NONE: tuple[str, ...] = ()
 _NOTHING: tuple[tuple[str, ...], ...] = ((),)
 _RESTART = (("restart",),)
-#: The lost peer's broken connection may be heard before its cause, and a second rank's after a restart began.
+#: A peer's broken connection may be reported before its cause, and a second rank's after a restart began.
 _RESTARTS = (("restart",), ("restart", "restart"))
 _OWN = ("rank_exception", "rank_exit")
 
 # fmt: off
 _RANKS = (
     Fault(name="rank-kill", numbers=(1,), what="kill -9 of one rank",
-          noticed=_RANK, done=_RESTART, strike=actions.kill_rank),
+          noticed=_RANK, done=_RESTART, inject=actions.kill_rank),
     Fault(name="rank-kill-reduce", numbers=(2,), what="kill -9 of a rank for which its peers wait in the all-reduce",
-          noticed=_RANK, done=_RESTARTS, strike=actions.misdeed("kill-reduce"), own_loop=True),
+          noticed=_RANK, done=_RESTARTS, inject=actions.in_rank("kill-reduce"), own_loop=True),
     Fault(name="rank-kill-updated", numbers=(3,),
           what="kill -9 of a rank that has updated its shard, before its snapshot: the others' are of the next step",
-          noticed=_RANK, done=_RESTARTS, redone=1, strike=actions.misdeed("kill-updated"), own_loop=True),
+          noticed=_RANK, done=_RESTARTS, redone=1, inject=actions.in_rank("kill-updated"), own_loop=True),
     Fault(name="rank-kill-voted", numbers=(4,),
           what="kill -9 of a rank that has agreed to an update, before it applies it: the others have",
-          noticed=_RANK, done=_RESTARTS, redone=1, strike=actions.misdeed("kill-voted"), own_loop=True),
+          noticed=_RANK, done=_RESTARTS, redone=1, inject=actions.in_rank("kill-voted"), own_loop=True),
     Fault(name="rank-crash", numbers=(5,), what="SIGSEGV in one rank",
-          noticed=_RANK, done=_RESTART, strike=actions.crash_rank),
+          noticed=_RANK, done=_RESTART, inject=actions.crash_rank),
     Fault(name="rank-stop", numbers=(8,), what="SIGSTOP of one rank: no process dies, no collective raises",
-          noticed=("rank_hang",), done=_RESTART, strike=actions.stop_rank),
+          noticed=("rank_hang",), done=_RESTART, inject=actions.stop_rank),
     Fault(name="all-ranks-kill", numbers=(1,), what="kill -9 of every rank at once",
-          noticed=_RANK, done=_RESTARTS, strike=actions.kill_all_ranks),
+          noticed=_RANK, done=_RESTARTS, inject=actions.kill_all_ranks),
     Fault(name="exception-once", numbers=(6,), what="an exception in one rank, once",
-          noticed=_OWN, done=_RESTARTS, redone=1, strike=actions.misdeed("exception"), own_loop=True),
+          noticed=_OWN, done=_RESTARTS, redone=1, inject=actions.in_rank("exception"), own_loop=True),
     Fault(name="exception-always", numbers=(7,), what="an exception in one rank whenever it takes that step",
           noticed=_OWN, done=(("restart", "stop"), ("restart", "restart", "stop")),
-          strike=actions.misdeed("exception", always=True), own_loop=True, exit_code=1),
+          inject=actions.in_rank("exception", always=True), own_loop=True, exit_code=1),
     Fault(name="rank-gil", numbers=(9,), what="a rank holds its interpreter's lock: no heartbeat, no death",
-          noticed=("rank_hang",), done=_RESTART, redone=1, strike=actions.misdeed("gil"), own_loop=True, watchdog=True),
-    Fault(name="rank-livelock", numbers=(10,), what="a rank beats on and makes no step",
-          noticed=("rank_hang",), done=_RESTART, redone=1, strike=actions.misdeed("livelock"), own_loop=True,
-          watchdog=True),
+          noticed=("rank_hang",), done=_RESTART, redone=1, inject=actions.in_rank("gil"), own_loop=True, hangs=True),
+    Fault(name="rank-livelock", numbers=(10,), what="a rank sends heartbeats and makes no step",
+          noticed=("rank_hang",), done=_RESTART, redone=1, inject=actions.in_rank("livelock"), own_loop=True,
+          hangs=True),
     Fault(name="out-of-memory", numbers=(28,), what="a rank's allocation fails (by a resource limit)",
-          noticed=("rank_oom", "rank_exit"), done=_RESTARTS, redone=1, strike=actions.misdeed("memory"), own_loop=True),
+          noticed=("rank_oom", "rank_exit"), done=_RESTARTS, redone=1, inject=actions.in_rank("memory"), own_loop=True),
     Fault(name="not-finite-once", numbers=(31,), what="one micro-batch's loss is not a number, once: a flipped bit",
-          noticed=("not_finite",), done=_RESTARTS, redone=1, strike=actions.misdeed("not-finite"), own_loop=True),
+          noticed=("not_finite",), done=_RESTARTS, redone=1, inject=actions.in_rank("not-finite"), own_loop=True),
     Fault(name="not-finite-always", numbers=(31,),
           what="one micro-batch's loss is not a number whenever that step is taken: nothing of it is ever applied",
-          noticed=("not_finite",), done=(("restart", "stop"),), strike=actions.misdeed("not-finite", always=True),
+          noticed=("not_finite",), done=(("restart", "stop"),), inject=actions.in_rank("not-finite", always=True),
           own_loop=True, exit_code=1),
     Fault(name="reader-dies", numbers=(40,), what="the thread that reads a rank's data ahead fails, once",
-          noticed=_OWN, done=_RESTARTS, redone=1, strike=actions.misdeed("reader"), own_loop=True),
+          noticed=_OWN, done=_RESTARTS, redone=1, inject=actions.in_rank("reader"), own_loop=True),
     Fault(name="crash-loop", numbers=(39,), what="the same host's rank dies three times, each time after a new step",
-          noticed=_RANK, done=(("restart", "restart", "swap"),), strike=actions.crash_loop, hosts=2, spares=1),
-    Fault(name="punisher", numbers=(44,),
-          what=f"{actions.PUNISH_TIMES} kills of random ranks, {actions.PUNISH_MEAN_S:g} s apart on average, clustered "
-               "as it comes",
-          noticed=_RANK, done=tuple(("restart",) * count for count in range(1, actions.PUNISH_TIMES + 1)),
-          strike=actions.punish),
+          noticed=_RANK, done=(("restart", "restart", "swap"),), inject=actions.crash_loop, hosts=2, spares=1),
+    Fault(name="random-kills", numbers=(44,),
+          what=f"{actions.RANDOM_KILLS} kills of random ranks, {actions.RANDOM_KILL_MEAN_S:g} s apart on average",
+          noticed=_RANK, done=tuple(("restart",) * count for count in range(1, actions.RANDOM_KILLS + 1)),
+          inject=actions.kill_random_ranks),
 )
 _PROGRAMS = (
     Fault(name="agent-kill", numbers=(11,), what="kill -9 of a host's agent: its ranks train on and are adopted",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.kill_agent),
+          noticed=_NONE, done=_NOTHING, inject=actions.kill_agent),
     Fault(name="agent-and-rank-kill", numbers=(11, 16), what="kill -9 of a host's agent and one of its ranks at once",
-          noticed=_RANK, done=_RESTARTS, strike=actions.kill_agent_and_rank),
-    Fault(name="keeper-kill", numbers=(14,), what="kill -9 of a host's keeper: the host ends, a spare takes its place",
-          noticed=_EITHER, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY, strike=actions.kill_keeper,
+          noticed=_RANK, done=_RESTARTS, inject=actions.kill_agent_and_rank),
+    Fault(name="watchdog-kill", numbers=(14,),
+          what="kill -9 of a host's watchdog: the host ends, a spare takes its place",
+          noticed=_EITHER, done=(("swap",), ("restart", "swap")), redone=IN_TRANSIT, inject=actions.kill_watchdog,
           hosts=2, spares=1),
-    Fault(name="mover-kill", numbers=(14,),
-          what="kill -9 of a host's mover, and some steps later of the whole host: the copies must have gone on",
-          noticed=_EITHER, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY,
-          strike=actions.kill_mover_then_host, hosts=2, spares=1),
+    Fault(name="replicator-kill", numbers=(14,),
+          what="kill -9 of a host's replicator, and some steps later of the whole host: copying must have continued",
+          noticed=_EITHER, done=(("swap",), ("restart", "swap")), redone=IN_TRANSIT,
+          inject=actions.kill_replicator_then_host, hosts=2, spares=1),
     Fault(name="fork-server-kill", numbers=(13,),
           what="kill -9 of a host's fork server, and with it of the rendezvous store",
-          noticed=_NOBODY, done=(*_NOTHING, *_RESTARTS), strike=actions.kill_fork_server),
+          noticed=_NONE, done=(*_NOTHING, *_RESTARTS), inject=actions.kill_fork_server),
     Fault(name="port-taken", numbers=(37,),
-          what="the rendezvous store dies, somebody else takes its port, and a rank dies: a world meets elsewhere",
-          noticed=_RANK, done=_RESTARTS, strike=actions.take_the_port),
+          what="the rendezvous store dies, its port is taken by another process, and a rank dies: another port is used",
+          noticed=_RANK, done=_RESTARTS, inject=actions.take_the_port),
     Fault(name="supervisor-kill", numbers=(12,),
-          what="kill -9 of the supervisor: training goes on, a new one takes over",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.kill_supervisor, recover=True),
+          what="kill -9 of the supervisor: training continues, a new one takes over",
+          noticed=_NONE, done=_NOTHING, inject=actions.kill_supervisor, recover=True),
     Fault(name="supervisor-stop", numbers=(12,),
-          what=f"SIGSTOP of the supervisor for {actions.PAUSE_S:g} s: what it did not hear is held against nobody",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.pause_supervisor),
+          what=f"SIGSTOP of the supervisor for {actions.PAUSE_S:g} s: what it missed does not count against any host",
+          noticed=_NONE, done=_NOTHING, inject=actions.pause_supervisor),
 )
 _HOSTS = (
-    Fault(name="host-kill", numbers=(14,), what="kill -9 of every process of a host; a spare stands by",
-          noticed=_HOST, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY, strike=actions.kill_host,
+    Fault(name="host-kill", numbers=(14,), what="kill -9 of every process of a host; there is a spare",
+          noticed=_HOST, done=(("swap",), ("restart", "swap")), redone=IN_TRANSIT, inject=actions.kill_host,
           hosts=2, spares=1),
     Fault(name="host-kill-no-spare", numbers=(17,), what="kill -9 of every process of a host, and no spare",
-          noticed=_EITHER, done=(("shrink",), ("restart", "shrink")), redone=ON_THE_WAY, strike=actions.kill_host,
+          noticed=_EITHER, done=(("shrink",), ("restart", "shrink")), redone=IN_TRANSIT, inject=actions.kill_host,
           hosts=2, shrinks=True),
     Fault(name="host-kill-and-return", numbers=(17, 41),
           what="kill -9 of every process of a host, no spare, and it comes back: fewer ranks, then as many as before",
-          noticed=_EITHER, done=(("shrink", "grow"), ("restart", "shrink", "grow")), redone=ON_THE_WAY,
-          strike=actions.kill_host_and_return, hosts=2, shrinks=True),
+          noticed=_EITHER, done=(("shrink", "grow"), ("restart", "shrink", "grow")), redone=IN_TRANSIT,
+          inject=actions.kill_host_and_return, hosts=2, shrinks=True),
     Fault(name="host-stop", numbers=(8, 14),
           what="SIGSTOP of every process of a host: silence, no connection closes",
-          noticed=("host_lost", "rank_hang"), done=(("swap",),), redone=ON_THE_WAY, strike=actions.stop_host,
+          noticed=("host_lost", "rank_hang"), done=(("swap",),), redone=IN_TRANSIT, inject=actions.stop_host,
           hosts=2, spares=1),
     Fault(name="host-wakes-up", numbers=(8,),
-          what="a host is stopped, replaced, and goes on: it finds itself fenced and changes nothing",
-          noticed=("host_lost", "rank_hang"), done=(("swap",),), redone=ON_THE_WAY,
-          strike=actions.stop_host_for_a_while, hosts=2, spares=1),
+          what="a host is stopped, replaced, and resumes: it is fenced and changes nothing",
+          noticed=("host_lost", "rank_hang"), done=(("swap",),), redone=IN_TRANSIT,
+          inject=actions.stop_host_for_a_while, hosts=2, spares=1),
     Fault(name="two-hosts-kill", numbers=(15,),
           what="kill -9 of two hosts, the second of which held the copy of the first one's state",
           noticed=_EITHER, done=(("shrink", "shrink"), ("restart", "shrink", "shrink")), redone=None,
-          strike=actions.kill_two_hosts, hosts=3, shrinks=True, checkpoint=True),
+          inject=actions.kill_two_hosts, hosts=3, shrinks=True, checkpoint=True),
     Fault(name="rank-then-host", numbers=(16,),
           what="kill -9 of a rank, and of a whole host while the ranks are being replaced",
-          noticed=(*_RANK, *_HOST), done=(("restart", "swap"), ("swap",)), redone=ON_THE_WAY,
-          strike=actions.kill_rank_then_host, hosts=2, spares=1),
+          noticed=(*_RANK, *_HOST), done=(("restart", "swap"), ("swap",)), redone=IN_TRANSIT,
+          inject=actions.kill_rank_then_host, hosts=2, spares=1),
     Fault(name="spare-bad", numbers=(18,),
-          what="a spare cannot start and is set aside; then a host is killed, and the other spare takes its place",
-          noticed=_HOST, done=(("swap",), ("restart", "swap")), redone=ON_THE_WAY,
-          strike=actions.break_spare_then_host, hosts=2, spares=2),
-    Fault(name="one-agent-more", numbers=(19,), what="one agent more than the run has places for: it is parked",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.start_one_more),
+          what="a spare cannot start and is excluded; then a host is killed, and the other spare takes its place",
+          noticed=_HOST, done=(("swap",), ("restart", "swap")), redone=IN_TRANSIT,
+          inject=actions.break_spare_then_host, hosts=2, spares=2),
+    Fault(name="one-agent-more", numbers=(19,), what="one agent more than the run has hosts: it is parked",
+          noticed=_NONE, done=_NOTHING, inject=actions.start_one_more),
     Fault(name="everything-kill", numbers=(12, 14),
           what="kill -9 of everything, the supervisor included: snapshots in memory stay; then muster recover",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.kill_everything, recover=True),
+          noticed=_NONE, done=_NOTHING, inject=actions.kill_everything, recover=True),
     Fault(name="notice", numbers=(38,),
-          what="SIGTERM: the machine will be taken away; the run saves and leaves (75); then muster recover",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.notice, exit_code=75, recover=True),
+          what="SIGTERM: the machine will be taken away; the run saves and exits (75); then muster recover",
+          noticed=_NONE, done=_NOTHING, inject=actions.notice, exit_code=75, recover=True),
 )
 _DISKS = (
-    Fault(name="checkpoint-torn", numbers=(32, 42),
+    Fault(name="checkpoint-interrupted", numbers=(32, 42),
           what="power lost while a checkpoint is being written: every process and all memory; then muster recover",
-          noticed=_NOBODY, done=_NOTHING, redone=None, strike=actions.tear_checkpoint, checkpoint=True, recover=True),
-    Fault(name="checkpoint-rot", numbers=(33,),
+          noticed=_NONE, done=_NOTHING, redone=None, inject=actions.interrupt_checkpoint, checkpoint=True,
+          recover=True),
+    Fault(name="checkpoint-corrupt", numbers=(33,),
           what="power lost, and a bit of the newest checkpoint has flipped; then muster recover",
-          noticed=_NOBODY, done=_NOTHING, redone=None, strike=actions.rot_checkpoint, checkpoint=True, recover=True),
+          noticed=_NONE, done=_NOTHING, redone=None, inject=actions.corrupt_checkpoint, checkpoint=True, recover=True),
     Fault(name="disk-full", numbers=(34,),
-          what="the disk with the checkpoints is full: saves fail, the run trains on; once there is room one stands",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.fill_disk, checkpoint=True, disk=True),
+          what="the disk with the checkpoints is full: saves fail, training continues; with room again one succeeds",
+          noticed=_NONE, done=_NOTHING, inject=actions.fill_disk, checkpoint=True, disk=True),
 )
 _NETWORKS = (
     Fault(name="link-cut", numbers=(14, 22), what="a host's link is cut: silence, no process dies",
-          noticed=("host_lost",), done=(("swap",),), redone=ON_THE_WAY, strike=actions.cut_link, hosts=2, spares=1,
+          noticed=("host_lost",), done=(("swap",),), redone=IN_TRANSIT, inject=actions.cut_link, hosts=2, spares=1,
           network=True, settings=(SHORT_LIMIT,)),
-    Fault(name="link-one-way", numbers=(22,), what="a host hears everybody and nobody hears it",
-          noticed=("host_lost",), done=(("swap",),), redone=ON_THE_WAY, strike=actions.silence_host, hosts=2,
+    Fault(name="link-one-way", numbers=(22,), what="outbound traffic of a host is dropped: it receives but cannot send",
+          noticed=("host_lost",), done=(("swap",),), redone=IN_TRANSIT, inject=actions.silence_host, hosts=2,
           spares=1, network=True, settings=(SHORT_LIMIT,)),
     Fault(name="link-flap", numbers=(24,),
           what=f"a host's link is down for {actions.FLAP_DOWN_S:g} s, {actions.FLAPS} times, below the limit",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.flap_link, hosts=2, network=True, settings=(FLAP_LIMIT,)),
+          noticed=_NONE, done=_NOTHING, inject=actions.flap_link, hosts=2, network=True, settings=(FLAP_LIMIT,)),
     Fault(name="link-slow", numbers=(25,), what="a host sends at 100 Mbit/s: slower steps, nothing else",
-          noticed=_NOBODY, done=_NOTHING, strike=actions.slow_link, hosts=2, network=True),
+          noticed=_NONE, done=_NOTHING, inject=actions.slow_link, hosts=2, network=True),
     Fault(name="network-split", numbers=(23,),
-          what=f"half the hosts see only each other for {actions.SPLIT_S:g} s: the supervisor's half goes on, the "
-               "other is fenced and comes back",
+          what=f"half the hosts see only each other for {actions.SPLIT_S:g} s: the supervisor's half continues, the "
+               "other is fenced and rejoins",
           noticed=("host_lost",),
           done=(("shrink", "grow"), ("shrink", "shrink", "grow"), ("shrink", "shrink", "grow", "grow")),
-          redone=ON_THE_WAY, strike=actions.split_network, hosts=2, shrinks=True, network=True,
+          redone=IN_TRANSIT, inject=actions.split_network, hosts=2, shrinks=True, network=True,
           settings=(SHORT_LIMIT,)),
 )
 # fmt: on

@@ -1,8 +1,8 @@
 """A network that can be broken (each host of a drill in a namespace of its own, joined by a bridge), and a disk that
 can be full.
 
-Both need root, and say so. Nothing of the machine's own network or disks is touched; everything made here has a name
-or a place that is used once and is removed at the end.
+Both need root, and fail without it. The machine's own network and disks are not touched; everything created here has
+a unique name or path and is removed at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from muster.core.errors import UsageError
 from muster.core.protocols import Shell
 from muster.core.types import JobRequest, TaskSpec
 
-#: Whatever ip or tc does, it does at once.
+#: ip, tc and mount return at once.
 COMMAND_TIMEOUT_S = 20.0
 
 
@@ -30,7 +30,7 @@ class Network:
     names: Sequence[str]
     shell: Shell = field(default_factory=SystemShell)
     tag: str = field(default_factory=lambda: f"mud{secrets.token_hex(3)}")
-    """A deleted namespace's links go away later: a name is never used twice."""
+    """A deleted namespace's links disappear later: a name is never reused."""
     subnet: str = field(default_factory=lambda: f"10.78.{secrets.randbelow(250)}")
 
     @property
@@ -49,14 +49,14 @@ class Network:
     # ------------------------------------------------------------ up and down
 
     def up(self) -> None:
-        """Make it.
+        """Create it.
 
         Raises:
             UsageError: not root, or this machine has no namespaces, or no iproute2.
         """
         if os.geteuid() != 0:
             raise UsageError(
-                "this fault needs root: it makes network namespaces", hint="muster drill --list names those"
+                "this fault needs root: it creates network namespaces", hint="muster drill --list marks such faults"
             )
         bridge = f"{self.tag}br"
         self._ip("link", "add", bridge, "type", "bridge")
@@ -72,7 +72,7 @@ class Network:
             self._ip("-n", space, "link", "set", "lo", "up")
 
     def down(self) -> None:
-        """Remove all of it; what is not there is no error."""
+        """Remove all of it; absent is success."""
         for name in self.names:
             self._run(["ip", "netns", "del", self.namespace(name)])
         for bridge in ("br", "b2"):
@@ -105,7 +105,7 @@ class Network:
         self._must(["tc", "-n", self.namespace(name), "qdisc", "replace", "dev", "eth0", "root", *bucket])
 
     def split(self, names: Sequence[str]) -> None:
-        """These see only each other: their links leave the bridge for one of their own."""
+        """These reach only each other: their links move to a bridge of their own."""
         self._ip("link", "add", f"{self.tag}b2", "type", "bridge")
         self._ip("link", "set", f"{self.tag}b2", "up")
         for name in names:
@@ -133,7 +133,7 @@ class Network:
 
 @dataclass
 class Disk:
-    """A file system in memory on ``folder``, which can be made as small as what lies in it: a full disk."""
+    """A file system in memory on ``folder``, which can be shrunk to its contents: a full disk."""
 
     folder: Path
     shell: Shell = field(default_factory=SystemShell)
@@ -145,24 +145,26 @@ class Disk:
             UsageError: not root, or this machine mounts nothing.
         """
         if os.geteuid() != 0:
-            raise UsageError("this fault needs root: it mounts a file system", hint="muster drill --list names those")
+            raise UsageError(
+                "this fault needs root: it mounts a file system", hint="muster drill --list marks such faults"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         problem = self._mount("-t", "tmpfs", "-o", "mode=0700", "muster-drill")
         if problem is not None:
             raise UsageError(f"this machine cannot mount a file system on {self.folder}: {problem}")
 
     def down(self) -> None:
-        """Unmount it, whoever looks into it; one that is not there is no error."""
+        """Unmount it, even while it is in use; absent is success."""
         self.shell.run(["umount", "--lazy", str(self.folder)], timeout_s=COMMAND_TIMEOUT_S)
 
     def fill(self) -> bool:
-        """No room beside what lies there now; False where more came in that moment: try again."""
-        found = os.statvfs(self.folder)
-        used = max(1, found.f_blocks - found.f_bfree) * found.f_frsize
+        """Leave no free space; False where a file grew meanwhile: try again."""
+        stat = os.statvfs(self.folder)
+        used = max(1, stat.f_blocks - stat.f_bfree) * stat.f_frsize
         return self._mount("-o", f"remount,size={used}") is None
 
     def free(self) -> None:
-        """As much room as the machine has memory."""
+        """As much space as the machine has memory."""
         problem = self._mount("-o", "remount,size=100%")
         if problem is not None:
             raise UsageError(f"the file system on {self.folder} cannot be made larger: {problem}")

@@ -1,4 +1,4 @@
-"""A run on this machine as a fault sees it: which process is which, and how to strike it."""
+"""A run on this machine as a fault sees it: which process is which, and how to signal or break it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,33 +23,34 @@ from muster.core.processes import Process
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir, replace_text
 
-__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "Scene", "has_line", "listening"]
+__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "RunTarget", "has_agent_connection", "listening"]
 
-LOOK_EVERY_S = 0.02
+POLL_S = 0.02
+WATCHDOG = "muster.agent.watchdog"
 
 
 @dataclass
-class Scene:
-    """One run, its processes and its events. ``random`` is seeded: the same drill strikes the same place."""
+class RunTarget:
+    """One run, its processes and its events. ``random`` is seeded: the same drill picks the same targets."""
 
     run: RunDir
     spec: RunSpec
     random: random.Random
     revived_ns: int = 0
-    """When the ended run was asked to go on."""
-    struck_ns: int = 0
-    """Wall clock of the last blow."""
+    """When the ended run was recovered."""
+    injected_ns: int = 0
+    """Wall clock of the last injection."""
     network: Network | None = None
-    """What joins the hosts, where the fault needs to break it."""
+    """Joins the hosts, where the fault breaks it."""
     disk: Disk | None = None
-    """What the checkpoints lie on, where the fault needs to fill it."""
+    """Holds the checkpoints, where the fault fills it."""
     _counts: dict[str, int] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
 
     # ------------------------------------------------------------ looking
 
     def events(self, *kinds: str) -> list[Event]:
-        """All events so far (of these kinds), in each file's order as they were found."""
+        """All events so far (of these kinds), in each file's order."""
         for name, event in event_log.read(self.run.events, after=self._counts):
             self._counts[name] = self._counts.get(name, 0) + 1
             self._events.append(event)
@@ -78,21 +78,22 @@ class Scene:
         return {event.host for event in self.events("phase.changed") if event.phase == "spare"}
 
     def processes(self, host: str | None = None) -> list[Process]:
-        """Every living process of the run, or of one of its hosts: its agents', its ranks', its standbys'."""
-        found = [each for each in processes.labelled(self.run.run_id) if each.pid not in processes.ancestors()]
+        """Every living process of the run, or of one of its hosts: agents, ranks, standbys."""
+        ancestors = processes.ancestors()
+        living = [process for process in processes.labelled(self.run.run_id) if process.pid not in ancestors]
         if host is None:
-            return found
-        mark = str(memory_dir(self.run.path, self.run.run_id, host))
+            return living
+        memory = str(memory_dir(self.run.path, self.run.run_id, host))
         pids = {
-            each.pid
-            for each in found
-            if ("--host", host) in zip(each.argv, each.argv[1:], strict=False)
-            or any(mark in word for word in each.argv)
+            process.pid
+            for process in living
+            if ("--host", host) in zip(process.argv, process.argv[1:], strict=False)
+            or any(memory in word for word in process.argv)
         }
-        return [each for each in found if each.pid in pids or _parent(each.pid) in pids]
+        return [process for process in living if process.pid in pids or _parent(process.pid) in pids]
 
     def agent(self, host: str) -> int:
-        """Pid of the agent itself (not its keeper's)."""
+        """Pid of the agent itself (not its watchdog's)."""
         return max(
             int(e.detail["pid"]) for e in self.events("agent.started")[-len(self.hosts()) * 4 :] if e.host == host
         )
@@ -101,28 +102,29 @@ class Scene:
         return int((memory_dir(self.run.path, self.run.run_id, host) / "forkserver.pid").read_text())
 
     def copied_step(self) -> int:
-        """The newest step of which every rank has said that another host's memory holds it; 0: none."""
+        """The newest step that every rank has reported as held in another host's memory; 0: none."""
         return max((int(str(event.detail.get("peer_step") or 0)) for event in self.events("step")), default=0)
 
-    def keeper(self, host: str) -> int:
-        """Pid of the process that beats for the host and starts its agent."""
-        return self._programs(host, "muster.agent.watchdog")[0]
+    def watchdog_pid(self, host: str) -> int:
+        """Pid of the process that sends the host's heartbeat and starts its agent."""
+        return self._programs(host, WATCHDOG)[0]
 
-    def movers(self, host: str) -> list[int]:
-        """Pids of what copies and saves the host's snapshots: one, unless it just died."""
+    def replicator_pids(self, host: str) -> list[int]:
+        """Pids of the processes that copy and save the host's snapshots: one, unless it just died."""
         return self._programs(host, "muster.agent.replicator.main")
 
     def _programs(self, host: str, module: str) -> list[int]:
-        return [each.pid for each in self.processes(host) if module in each.argv]
+        return [process.pid for process in self.processes(host) if module in process.argv]
 
     def store_port(self, host: str) -> int:
         """Where the host's newest rendezvous store listens: a child of its fork server."""
         server = self.fork_server(host)
         ports = [
             port
-            for each in sorted(self.processes(host), key=lambda found: found.start_ticks)
-            if _parent(each.pid) == server and not has_line(each.pid)  # ranks and standbys listen for their peers
-            for port in listening(each.pid)
+            for process in sorted(self.processes(host), key=lambda process: process.start_ticks)
+            # Ranks and standbys listen too, for their peers.
+            if _parent(process.pid) == server and not has_agent_connection(process.pid)
+            for port in listening(process.pid)
         ]
         if not ports:
             raise MusterError(f"{host} serves no rendezvous store", hint=self._hint())
@@ -133,7 +135,7 @@ class Scene:
         return int(json.loads(self.run.lease.read_text())["pid"])
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> None:
-        """Look until ``condition`` holds.
+        """Poll until ``condition`` holds.
 
         Raises:
             MusterError: it does not in time, or the run has ended before.
@@ -145,7 +147,7 @@ class Scene:
                 raise MusterError(f"the run ended before {what}: {ended[-1].detail['reason']}", hint=self._hint())
             if time.monotonic() > until:
                 raise MusterError(f"no {what} within {timeout_s:.0f} s", hint=self._hint())
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
 
     def _last_start(self) -> int:
         return max((event.wall_ns for event in self.events("supervisor.started")), default=0)
@@ -153,12 +155,12 @@ class Scene:
     def _hint(self) -> str:
         return f"muster logs {self.run.run_id}"
 
-    # ------------------------------------------------------------ striking
+    # ------------------------------------------------------------ injecting
 
     def send(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal each; one that is gone already is no error."""
+        """Signal each; gone is success."""
         pids = list(pids)
-        self.struck_ns = time.time_ns()
+        self.injected_ns = time.time_ns()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -168,40 +170,41 @@ class Scene:
 
     def signal_host(self, host: str, number: signal.Signals = signal.SIGKILL) -> None:
         """All of a host's processes; twice, since one may have forked in between."""
-        self.send([each.pid for each in self.processes(host)], number)
-        first_ns = self.struck_ns
-        self.send([each.pid for each in self.processes(host)], number)
-        self.struck_ns = first_ns
+        self.send([process.pid for process in self.processes(host)], number)
+        first_ns = self.injected_ns
+        self.send([process.pid for process in self.processes(host)], number)
+        self.injected_ns = first_ns
 
     def any_rank(self) -> int:
         return self.random.choice(sorted(self.ranks()))
 
-    def order(self, deed: str, rank: int, *, always: bool, timeout_s: float) -> None:
-        """Tell a rank to do something to itself (``muster.rank.fault_injection``); returns once it is doing it."""
-        told = json.dumps({"deed": deed, "rank": rank, "always": always})
-        replace_text(self.run.path / "misdeed.json", told)
-        done = self.run.path / f"misdeed.{deed}.done"
-        self.wait(done.exists, f"rank {rank} to obey", timeout_s)
-        self.struck_ns = done.stat().st_mtime_ns
+    def request_fault(self, fault: str, rank: int, *, always: bool, timeout_s: float) -> None:
+        """Have a rank inject a fault into itself (``muster.rank.fault_injection``); returns once it has begun."""
+        request = json.dumps({"fault": fault, "rank": rank, "always": always})
+        replace_text(self.run.path / "inject_fault.json", request)
+        done = self.run.path / f"inject_fault.{fault}.done"
+        self.wait(done.exists, f"{fault} in rank {rank}", timeout_s)
+        self.injected_ns = done.stat().st_mtime_ns
 
     def start_agent(self, host: str) -> None:
-        """A host's agent, as the back end starts it: one that was lost, or one more."""
-        number = host.removeprefix("host-")
-        words = ("--run-dir", str(self.run.path), "--run-id", self.run.run_id, "--host", host)
+        """A host that was lost, or one more: started with the arguments and environment of another host's watchdog."""
+        other = next(process for process in self.processes() if WATCHDOG in process.argv)
+        place = other.argv.index("--host") + 1
+        entries = Path(f"/proc/{other.pid}/environ").read_text().split("\0")
         processes.start(
-            (sys.executable, "-P", "-m", "muster.agent.watchdog", *words),
-            env=processes.environment(os.environ, run_id=self.run.run_id, run_dir=str(self.run.path), extra={}),
-            log=self.run.logs / f"agent-host-{number}.log",
+            (*other.argv[:place], host, *other.argv[place + 1 :]),
+            env={name: value for name, _, value in (entry.partition("=") for entry in entries) if name},
+            log=self.run.logs / f"agent-{host}.log",
             cwd=self.run.path,
         )
 
-    def forget_memory(self) -> None:
-        """What a loss of power does to the snapshots in memory."""
+    def delete_snapshots(self) -> None:
+        """Delete the snapshots in memory, as a loss of power does."""
         prefix = Path(memory_prefix(self.run.path, self.run.run_id))
-        for place in memory_dir(self.run.path, self.run.run_id, "x").parent.glob(f"{prefix.name}-*"):
-            shutil.rmtree(place, ignore_errors=True)
+        for folder in memory_dir(self.run.path, self.run.run_id, "x").parent.glob(f"{prefix.name}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def rot(self, path: Path) -> None:
+    def corrupt(self, path: Path) -> None:
         """Flip one bit in the middle of a file."""
         with open(path, "r+b") as file:
             file.seek(path.stat().st_size // 2)
@@ -216,32 +219,31 @@ def _parent(pid: int) -> int:
     return 0
 
 
-def has_line(pid: int) -> bool:
-    """Whether it holds a unix socket: ranks and standbys speak with their agent, stores do not."""
+def has_agent_connection(pid: int) -> bool:
+    """Whether it holds a Unix socket: ranks and standbys are connected to their agent, stores are not."""
     return bool(_sockets(pid) & set(_inodes(pid, "unix", 6)))
 
 
 def listening(pid: int) -> list[int]:
     """TCP ports on which a process listens, read from ``/proc``."""
-    mine = _sockets(pid)
-    found = []
+    sockets, ports = _sockets(pid), []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
-                if words[3] == "0A" and words[9] in mine:
-                    found.append(int(words[1].rpartition(":")[2], 16))
-    return found
+                if words[3] == "0A" and words[9] in sockets:
+                    ports.append(int(words[1].rpartition(":")[2], 16))
+    return ports
 
 
 def _sockets(pid: int) -> set[str]:
     """Inodes of a process's sockets."""
-    found = set()
+    links = set()
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                found.add(os.readlink(fd))
-    return {name[8:-1] for name in found if name.startswith("socket:[")}
+                links.add(os.readlink(fd))
+    return {name[8:-1] for name in links if name.startswith("socket:[")}
 
 
 def _inodes(pid: int, table: str, column: int) -> list[str]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.devic
     try:
         torch.cuda.set_device(device)  # a thread begins with GPU 0, and would open a context there
         for buffer in buffers:
-            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
+            code = int(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
             if code != 0:
                 raise RuntimeError(f"CUDA error {code}")
             # Before the memory goes, or its address would be taken for pinned when something else lies there.
@@ -51,7 +52,13 @@ def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.devic
 
 def _unpin(address: int) -> None:
     with contextlib.suppress(Exception):
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    """The CUDA runtime, as torch has it (untyped there)."""
+    cuda: Any = torch.cuda
+    return cuda.cudart()
 
 
 def consume_error(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -129,10 +130,10 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             there = reader.shapes()
             wanted = {name: tensor for name, tensor in state.items() if name in there}
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            load(wanted, storage_reader=reader, no_dist=True)
     except MusterError:
         raise
-    except dcp.CheckpointException as error:  # a BaseException: ``except Exception`` would let it through
+    except CheckpointException as error:  # a BaseException: ``except Exception`` would let it through
         reasons = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
         ours = [reason for reason in reasons if isinstance(reason, MusterError)]
         raise ours[0] if ours else CheckpointError(f"cannot restore: {reasons[:3]}") from error

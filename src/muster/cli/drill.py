@@ -10,8 +10,7 @@ from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES
 
 if TYPE_CHECKING:
-    from muster.app.drill import Outcome
-    from muster.chaos.fault import Fault
+    from muster.app.drill import Fault, Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -23,16 +22,16 @@ def drill(
     run_file: str | None = typer.Argument(None, metavar="RUN.yaml", help="The run file."),
     overrides: list[str] = OVERRIDES,
     fault: str | None = typer.Option(None, "--fault", help="What to break; --list names the menu."),
-    at_step: int = typer.Option(10, "--at-step", min=1, help="Strike after this step."),
-    seed: int = typer.Option(0, "--seed", help="Chooses the victim and the moments: the same seed, the same blows."),
+    at_step: int = typer.Option(10, "--at-step", min=1, help="Inject the fault after this step."),
+    seed: int = typer.Option(0, "--seed", help="Chooses the target and the times; the same seed, the same faults."),
     listed: bool = typer.Option(False, "--list", help="Print the menu of faults."),
     json: bool = JSON,
 ) -> None:
-    """Break a run of this file on purpose, here, and compare what happened with what had to happen (minutes)."""
+    """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
-    from muster.chaos.catalog import MENU
+    from muster.app.api import UsageError
+    from muster.app.drill import MENU
     from muster.cli import output
-    from muster.core.errors import UsageError
 
     if listed:
         _print_menu(json)
@@ -43,7 +42,7 @@ def drill(
         raise UsageError(
             "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
         )
-    outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.talk)
+    outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
     if json:
         output.as_json(outcome.to_json())
     else:
@@ -53,7 +52,7 @@ def drill(
 
 
 def _print_menu(json: bool) -> None:
-    from muster.chaos.catalog import MENU
+    from muster.app.drill import MENU
     from muster.cli import output
 
     if json:
@@ -61,10 +60,10 @@ def _print_menu(json: bool) -> None:
         return
     for each in MENU.values():
         mark = " (needs root)" if each.needs_root else " (not for command:)" if each.own_loop else ""
-        output.data(f"{each.name:<22} {each.what}{mark}")
+        output.result(f"{each.name:<22} {each.what}{mark}")
         expected = _entry(each)
         ends = f", then exit code {each.exit_code}" if each.exit_code is not None else ""
-        output.data(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(each.redone)}")
+        output.result(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(each.redone)}")
 
 
 def _entry(fault: Fault) -> dict[str, Any]:
@@ -93,26 +92,26 @@ def _again(limit: int | None) -> str:
 def _print(outcome: Outcome) -> None:
     from muster.cli import output
 
-    found = outcome.to_json()
-    expected, seen = found["expected"], found["seen"]
-    output.data(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
-    output.data(f"{'':<12}{'expected':<44}seen")
+    result = outcome.to_json()
+    expected, seen = result["expected"], result["seen"]
+    output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
+    output.result(f"{'':<12}{'expected':<44}seen")
     rows = [
         ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
         ("done", _either(expected["done"]), ", ".join(seen["done"]) or "nothing"),
         ("redone", _again(expected["redone_steps"]), seen["redone_steps"]),
-        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it did not go on"),
+        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it did not continue"),
         ("exit code", _none(expected["exit_code"]), _none(seen["exit_code"])),
         ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
     ]
     for name, wanted, was in rows:
-        output.data(f"{name:<12}{wanted!s:<44}{was}")
+        output.result(f"{name:<12}{wanted!s:<44}{was}")
     for text in outcome.sentences:
-        output.data(f"  {text}")
+        output.result(f"  {text}")
     for text in outcome.failures:
-        output.data(f"NOT AS EXPECTED: {text}")
-    output.data("as expected" if outcome.as_expected else f"the run's folder: {outcome.run.path}")
+        output.result(f"NOT AS EXPECTED: {text}")
+    output.result("as expected" if outcome.as_expected else f"the run's folder: {outcome.run.path}")
 
 
 def _none(code: int | None) -> str:
-    return "it trains on" if code is None else str(code)
+    return "it continues to train" if code is None else str(code)

@@ -1,4 +1,4 @@
-"""Verbs that read: status, logs, events, report, checkpoints, show, data. Each answers in JSON too."""
+"""Commands that read: status, logs, events, report, checkpoints, show, data. Each has JSON output too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
 
 if TYPE_CHECKING:
+    from muster.app.api import Event
     from muster.app.inspect.status import RunStatus
-    from muster.core.events import Event
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
 RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
-JSON = typer.Option(False, "--json", help="Answer in JSON.")
+JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,81 +27,81 @@ def status(
     run: str | None = typer.Argument(None, metavar="[RUN]", help="A run; default: all of this machine."),
     json: bool = JSON,
 ) -> None:
-    """Say where a run is and why, or list the runs of this machine."""
+    """Show where a run is and why, or list this machine's runs."""
     from muster.app.inspect import status as use_case
-    from muster.cli import output as say
+    from muster.cli import output
 
     if run is not None:
-        found = use_case.status(run)
+        result = use_case.status(run)
         if json:
-            say.as_json(found.to_json())
+            output.as_json(result.to_json())
         else:
-            _print_status(found)
+            _print_status(result)
         return
     unreadable: list[str] = []
     every = use_case.all_runs(on_unreadable=lambda run_id, why: unreadable.append(f"{run_id} cannot be read: {why}"))
     if json:
-        say.as_json([each.to_json() for each in every])
+        output.as_json([each.to_json() for each in every])
     elif not every and not unreadable:
-        say.talk("no runs on this machine")
+        output.info("no runs on this machine")
     for each in [] if json else every:
         step, phase = each.summary.last_step, each.live.get("phase", "run")
         doing = "" if phase == "run" else f"  ({phase})"
-        say.data(f"{each.run.run_id:<52} {each.status.state:<10} step {step if step is not None else '-'}{doing}")
+        output.result(f"{each.run.run_id:<52} {each.status.state:<10} step {step if step is not None else '-'}{doing}")
     for line in unreadable:
-        say.talk(line)
+        output.info(line)
 
 
-def _print_status(found: RunStatus) -> None:
-    from muster.cli import output as say
+def _print_status(result: RunStatus) -> None:
+    from muster.cli import output
 
-    shown = found.to_json()
-    say.data(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
+    shown = result.to_json()
+    output.result(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
     for key in ("now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
         value = shown[key]
         if value not in (None, 0) or key == "step":
-            say.data(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")
+            output.result(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")
     for name, word in shown["tasks"].items():
-        say.data(f"  {name:<13} {word}")
+        output.result(f"  {name:<13} {word}")
 
 
 def logs(
     run: str = RUN,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run has ended."),
-    rank: int | None = typer.Option(None, "--rank", help="Of this rank alone."),
-    task: str | None = typer.Option(None, "--task", help="Of this process alone: supervisor, agent, prepare..."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the run has ended."),
+    rank: int | None = typer.Option(None, "--rank", help="Only this rank."),
+    task: str | None = typer.Option(None, "--task", help="Only this process: supervisor, agent, prepare..."),
 ) -> None:
-    """Print what the run's processes wrote. Ctrl-C leaves the run running."""
+    """Print the output of the run's processes. Ctrl-C does not stop the run."""
     from muster.app.inspect.logs import logs as use_case
-    from muster.cli import output as say
+    from muster.cli import output
 
     rest: dict[str, str] = {}
     alone = rank is not None or task is not None
-    with say.looking():
+    with output.looking():
         for chunk in use_case(run, follow=follow, rank=rank, task=task):
             *lines, rest[chunk.task] = (rest.get(chunk.task, "") + chunk.text).split("\n")
             for line in lines:
-                say.data(line if alone else f"{chunk.task} | {line}")
+                output.result(line if alone else f"{chunk.task} | {line}")
     for name, line in rest.items():
         if line:
-            say.data(line if alone else f"{name} | {line}")
+            output.result(line if alone else f"{name} | {line}")
 
 
 def events(
     run: str = RUN,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run has ended."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the run has ended."),
     kind: list[str] = KIND,
     json: bool = typer.Option(False, "--json", help="One JSON object a line."),
 ) -> None:
-    """Print the run's events, oldest first, times in UTC. Ctrl-C leaves the run running."""
+    """Print the run's events, oldest first, times in UTC. Ctrl-C does not stop the run."""
     import json as writer
 
     from muster.app.inspect.logs import events as use_case
-    from muster.cli import output as say
+    from muster.cli import output
 
-    with say.looking():
+    with output.looking():
         for event in use_case(run, follow=follow, kinds=tuple(kind)):
-            say.data(writer.dumps(event.to_json(), ensure_ascii=False) if json else _event_line(event))
+            output.result(writer.dumps(event.to_json(), ensure_ascii=False) if json else _event_line(event))
 
 
 def _event_line(event: Event) -> str:
@@ -123,72 +123,74 @@ def report(
     runs: list[str] = RUNS,
     json: bool = JSON,
     html: bool = typer.Option(False, "--html", help="Write one self-contained page."),
-    output: str | None = typer.Option(None, "--output", "-o", help="Where the page goes; default: the run's folder."),
+    target: str | None = typer.Option(None, "--output", "-o", help="File of the page; default: in the run's folder."),
     reference: float | None = typer.Option(
         None, "--reference-tokens-per-s", help="Rate that goodput divides by, measured with fault tolerance off."
     ),
-    form: str | None = typer.Option(None, "--from", help="RUN is another system's log: google-resiliency."),
+    form: str | None = typer.Option(None, "--from", help="RUN is a log of another system: google-resiliency."),
     step_time_s: float | None = typer.Option(None, "--step-time", help="With --from: seconds a step takes."),
 ) -> None:
-    """Account for the run: figures, time by category, dollars. Works from its folder alone, years later."""
+    """Account for the run: time by category, figures, dollars. Needs the run's folder alone."""
     from muster.app.inspect import report as use_case
-    from muster.cli import output as say
+    from muster.cli import output
 
-    _refuse_idle_options(runs, form, step_time_s, html, output)
+    _refuse_idle_options(runs, form, step_time_s, html, target)
     if form is not None:
         foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
-        say.as_json(foreign) if json else say.data(use_case.foreign_table(foreign))
+        output.as_json(foreign) if json else output.result(use_case.foreign_table(foreign))
         return
-    found = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
+    result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
     if html:
-        for run, each in zip(runs, found, strict=True):
-            say.data(str(use_case.write_page(each, run, output)))
-    elif len(found) > 1:
-        side_by_side = use_case.compare(found)
-        say.as_json(side_by_side) if json else say.data(use_case.comparison_table(side_by_side))
+        for run, each in zip(runs, result, strict=True):
+            output.result(str(use_case.write_page(each, run, target)))
+    elif len(result) > 1:
+        side_by_side = use_case.compare(result)
+        output.as_json(side_by_side) if json else output.result(use_case.comparison_table(side_by_side))
     elif json:
-        say.as_json(found[0].to_json())
+        output.as_json(result[0].to_json())
     else:
-        say.data(use_case.table(found[0]))
+        output.result(use_case.table(result[0]))
 
 
 def _refuse_idle_options(
-    runs: list[str], form: str | None, step_time_s: float | None, html: bool, output: str | None
+    runs: list[str], form: str | None, step_time_s: float | None, html: bool, target: str | None
 ) -> None:
-    """An option that would do nothing is said, not swallowed."""
-    from muster.core.errors import UsageError
+    """Refuse an option that would have no effect."""
+    from muster.app.api import UsageError
 
     if form is not None and len(runs) > 1:
         raise UsageError("--from reads one log at a time", hint=f"muster report {runs[0]} --from {form}")
     if form is None and step_time_s is not None:
         raise UsageError("--step-time goes with --from", hint="a run's own log holds its step times")
-    if output is not None and not html:
+    if target is not None and not html:
         raise UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
-    if output is not None and len(runs) > 1:
+    if target is not None and len(runs) > 1:
         raise UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
 
 
 def checkpoints(run: str = RUN, json: bool = JSON) -> None:
-    """List the run's checkpoints in every tier, newest first, and which one a restart would take."""
+    """List checkpoints in every tier, and which one a restart uses."""
     from muster.app.inspect.checkpoints import checkpoints as use_case
-    from muster.cli import output as say
+    from muster.cli import output
     from muster.cli.tables import catalogue
 
-    found = use_case(run)
+    result = use_case(run)
     if json:
-        say.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
-    for line in catalogue(found):
-        say.data(line)
-    for uri, reason in found.skipped:
-        say.talk(f"passed over: {uri}: {reason}")
-    if found.unseen:
+    for line in catalogue(result):
+        output.result(line)
+    for uri, reason in result.skipped:
+        output.info(f"passed over: {uri}: {reason}")
+    if result.unseen:
         newest = (
-            ", ".join(f"{tier} held step {step}" for tier, step in found.told) or "the run has not said what it holds"
+            ", ".join(f"{tier} held step {step}" for tier, step in result.told) or "the run has not said what it holds"
         )
-        say.talk(f"not on this machine: the memory of {', '.join(found.unseen)} (at the last step heard of: {newest})")
-    if found.used is None:
-        say.talk("nothing to restart from: the run would begin anew")
+        output.info(
+            f"not on this machine: the memory of {', '.join(result.unseen)} (at the last step heard of: {newest})"
+        )
+    if result.used is None:
+        output.info("nothing to restart from: the run would start from the beginning")
 
 
 def show(
@@ -197,24 +199,23 @@ def show(
     json: bool = JSON,
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of run files, for editors."),
 ) -> None:
-    """Print the run file as it will be taken, every default included."""
+    """Print the run file with every default filled in."""
     from muster.app import reference_docs
+    from muster.app.api import UsageError, load
     from muster.app.inspect.show import resolved_json, resolved_yaml
-    from muster.cli import output as say
-    from muster.config import load
-    from muster.core.errors import UsageError
+    from muster.cli import output
 
     if schema:
-        say.data(reference_docs.run_file_schema().rstrip("\n"))
+        output.result(reference_docs.run_file_schema().rstrip("\n"))
         return
     if run_file is None:
         raise UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")
-    loaded = load.load(run_file, overrides or [])
-    say.warnings(loaded.warnings)
+    loaded = load(run_file, overrides or [])
+    output.warnings(loaded.warnings)
     if json:
-        say.as_json(resolved_json(loaded.spec))
+        output.as_json(resolved_json(loaded.spec))
     else:
-        say.data(resolved_yaml(loaded.spec).rstrip("\n"))
+        output.result(resolved_yaml(loaded.spec).rstrip("\n"))
 
 
 def data(
@@ -223,23 +224,26 @@ def data(
     examples: int = typer.Option(3, "--examples", "-n", min=0, help="Documents to show."),
     json: bool = JSON,
 ) -> None:
-    """Prepare the run's data and show a few documents; what is not learned from is dimmed."""
+    """Prepare the run's data and show a few documents.
+
+    Tokens without a loss are dimmed.
+    """
     import sys
 
+    from muster.app.api import load
     from muster.app.run.data import prepare_and_preview
-    from muster.cli import output as say
+    from muster.cli import output
     from muster.cli.live import preparing
-    from muster.config import load
 
-    loaded = load.load(run_file, overrides or [])
-    say.warnings(loaded.warnings)
+    loaded = load(run_file, overrides or [])
+    output.warnings(loaded.warnings)
     with preparing() as progress:
-        found = prepare_and_preview(loaded, examples=examples, progress=progress)
+        result = prepare_and_preview(loaded, examples=examples, progress=progress)
     if json:
-        say.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
     from rich.console import Console
 
     from muster.app.run.data import render
 
-    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(found))
+    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(result))

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from muster.app.api import Event, RunDir, RunSpec
 from muster.app.inspect.event_format import line
 from muster.app.inspect.run_summary import Summary
 from muster.cli import output, tables
-from muster.config.spec import RunSpec
-from muster.core.events import Event
-from muster.storage.run_registry import RunDir
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -28,7 +26,7 @@ class Display:
 
     def started(self, run: RunDir) -> None:
         """The run has a folder and is about to start."""
-        output.talk(f"run {run.run_id} in {run.path}")
+        output.info(f"run {run.run_id} in {run.path}")
 
     def event(self, event: Event) -> None:
         """Show one event. Never raises for what it does not know."""
@@ -46,38 +44,39 @@ class Display:
 
     def print(self, text: str) -> None:
         """One line of the run."""
-        output.data(text)
+        output.result(text)
 
     def total(self) -> int | None:
         """Steps of the whole run, as soon as they are known."""
         training = self.spec.training
         if training.steps is not None or training.epochs is None or "sequences" not in self.summary.data:
             return training.steps
-        return math.ceil(self.summary.data["sequences"] * training.epochs / training.global_batch_size)
+        sequences = int(self.summary.data["sequences"])
+        return math.ceil(sequences * training.epochs / training.global_batch_size)
 
     def close(self) -> None:
         """Nothing is shown any more."""
 
     def finish(self, run: RunDir) -> str | None:
         """Print before and after, and where things are; return what went wrong, if anything did."""
-        found = self.summary
-        for text in tables.before_and_after(found):
-            output.data(text)
-        if found.outcome == "succeeded":
-            output.talk(f"done: {found.reason}")
-            output.talk(f"  folder       {run.path}")
+        result = self.summary
+        for text in tables.before_and_after(result):
+            output.result(text)
+        if result.outcome == "succeeded":
+            output.info(f"done: {result.reason}")
+            output.info(f"  folder       {run.path}")
             own = self.spec.command is not None  # its model is known to the script alone
-            output.talk(f"  hint: muster report {run.run_id}" + ("" if own else f", muster export {run.run_id}"))
+            output.info(f"  hint: muster report {run.run_id}" + ("" if own else f", muster export {run.run_id}"))
             return None
-        if found.outcome in ("stopped", "preempted"):
-            return f"{found.outcome}: {found.reason}\nhint: muster recover --watch {run.run_id} goes on from here"
-        reason, _, hint = (found.reason or "the run ended without a verdict").partition(" (hint: ")
+        if result.outcome in ("stopped", "preempted"):
+            return f"{result.outcome}: {result.reason}\nhint: muster recover --watch {run.run_id} continues from here"
+        reason, _, hint = (result.reason or "the run ended without a verdict").partition(" (hint: ")
         hints = f"hint: {hint.removesuffix(')')}\n" if hint else ""
         return f"error: {reason}\n{hints}hint: muster logs {run.run_id}; its folder is {run.path}"
 
 
 class LiveDisplay(Display):
-    """The same on a terminal: events scroll, the step's numbers stand below them."""
+    """The same on a terminal: events scroll, the step's numbers are below them."""
 
     def __init__(self, spec: RunSpec, progress: Progress) -> None:
         super().__init__(spec)
@@ -147,7 +146,7 @@ def preparing() -> Iterator[Callable[[str, int, int], None]]:
         def tell(what: str, done: int, total: int) -> None:
             if what not in said:
                 said.add(what)
-                output.talk(what)
+                output.info(what)
 
         yield tell
         return

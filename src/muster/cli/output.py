@@ -1,4 +1,4 @@
-"""Where words go: stdout is data, stderr is talk."""
+"""Results go to stdout; diagnostics go to stderr."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from muster.core.errors import MusterError, Problem, RunFileError
+from muster.app.api import MusterError, Problem, RunFileError
 
 
-def data(text: str) -> None:
-    """A line of what was asked for."""
+def result(text: str) -> None:
+    """One line of the result."""
     print(text, flush=True)
 
 
 def as_json(value: Any) -> None:
-    """What was asked for, for programs."""
+    """The result as JSON."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str), flush=True)
 
 
-def talk(text: str) -> None:
-    """A line about what is going on."""
+def info(text: str) -> None:
+    """One line of diagnostics."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """Ctrl-C ends the looking (130), not the run, and that is said."""
+    """Ctrl-C ends this command (130), not the run, and a line says so."""
     import typer
 
     try:
         yield
     except KeyboardInterrupt:
-        talk("stopped looking; the run itself is left as it is")
+        info("stopped looking; the run itself is left as it is")
         raise typer.Exit(130) from None
 
 
 def error(problem: MusterError) -> None:
-    """An error, once: what was wrong, and the next command."""
+    """Print an error: what was wrong, and the next command."""
     if isinstance(problem, RunFileError):
         count = len(problem.problems)
-        for each in problem.problems:
-            talk(f"error: {each.render()}")
+        for detail in problem.problems:
+            info(f"error: {detail.render()}")
         if count > 1:
-            talk(f"{count} problems; nothing was started")
+            info(f"{count} problems; nothing was started")
         return
-    talk(f"error: {problem}")
+    info(f"error: {problem}")
     if problem.hint:
-        talk(f"hint: {problem.hint}")
+        info(f"hint: {problem.hint}")
 
 
 def warnings(problems: Iterable[Problem]) -> None:
-    """Knobs without effect."""
+    """Settings without effect."""
     for problem in problems:
-        talk(f"warning: {problem.render()}")
+        info(f"warning: {problem.render()}")

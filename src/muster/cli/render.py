@@ -38,17 +38,19 @@ def render(
     run_claim: Annotated[str | None, typer.Option(help="ReadWriteMany claim for run folders, not a bucket.")] = None,
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
-    """Render a run for GKE or Slurm, offline: no project, no credentials."""
+    """Print what would be sent to GKE or Slurm, offline.
+
+    Needs no project and no credentials.
+    """
+    from muster.app.api import UsageError, load
     from muster.app.cluster import render as use_case
-    from muster.config import load
-    from muster.core.errors import UsageError
 
     if format is Format.HELM and output is None:
         raise UsageError("a chart is a folder of files", hint="--output FOLDER")
     options = {
         "namespace": namespace, "network": network.value, "nccl": nccl.value, "kueue": kueue, "run_claim": run_claim,
     }  # fmt: skip
-    spec = load.load(run_file, overrides or [], environment=False).spec
+    spec = load(run_file, overrides or [], environment=False).spec
     rendered = use_case.render(spec, format=format.value, options=options)
     for warning in rendered.warnings:
         print(f"warning: {warning.key}: {warning.message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a run file needs of the machine that reads it: files, folders, packages, a GPU."""
+"""What a run file needs of the machine that reads it: files, folders, packages, and what its back end asks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local
-from muster.core.errors import Problem, UsageError
-from muster.storage.paths import check_memory_dir, memory_dir
+from muster.core.errors import Problem
 
 
 def problems(spec: RunSpec) -> list[Problem]:
     """What is missing here. Looks, changes nothing."""
-    found = [*_files(spec), *_folders(spec), *_packages(spec), *_memory(spec)]
-    if spec.backend == "local" and spec.resources.device == "cuda" and not has_gpu():
-        found.append(
-            Problem(key="resources.device", message="cuda: there is no NVIDIA GPU on this machine", hint="device: auto")
-        )
-    return found
-
-
-def has_gpu() -> bool:
-    """Does the NVIDIA driver show a device? No CUDA is touched."""
-    return Path("/dev/nvidia0").exists() or bool(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return [*_files(spec), *_folders(spec), *_packages(spec), *BACKENDS.get(spec.backend).host_checks(spec)]
 
 
 def _files(spec: RunSpec) -> Iterator[Problem]:
@@ -94,21 +84,7 @@ def _folders(spec: RunSpec) -> Iterator[Problem]:
             yield Problem(key=key, message=f"cannot write in {parent}", value=place, hint="choose another folder")
 
 
-def _memory(spec: RunSpec) -> Iterator[Problem]:
-    if spec.backend != "local":
-        return
-    try:
-        check_memory_dir(memory_dir(".", "", f"host-{spec.resources.hosts}"))
-    except UsageError as error:
-        yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint=error.hint)
-
-
 def _packages(spec: RunSpec) -> Iterator[Problem]:
-    tracker = spec.output.tracker
-    if spec.backend == "local" and tracker != "none" and importlib.util.find_spec(tracker) is None:
-        yield Problem(key="output.tracker", message=f"{tracker} is not installed", hint=f"pip install {tracker}")
-    if spec.backend == "local" and spec.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield Problem(key="output.tensorboard", message="is not installed", hint="pip install tensorboard")
     for index, source in enumerate(spec.data.sources if spec.data else []):
         for package, extra in source.packages.items():
             if importlib.util.find_spec(package) is None:

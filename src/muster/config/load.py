@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from muster.config import host_checks, schema_keys, validation
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, parse, scalar
@@ -100,7 +101,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         _override(raw, override, origins, problems)
     spec, bad = _check_values(raw, origins, problems, source)
     if spec is not None:
-        found = validation.problems(spec)
+        found = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
             found += host_checks.problems(spec)
         problems += [_placed(each, origins, source) for each in found if not _touches(each.key, bad)]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from muster.config.backends import BACKENDS
 from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.slurm import Slurm
 from muster.config.sources import SOURCE_TYPES, Source
@@ -278,7 +279,7 @@ class RunSpec(Section):
     """A whole run file, checked."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    backend: Literal["local", "slurm", "gke", "vertex", "gce"] = "local"
+    backend: Annotated[str, MemberOf(BACKENDS)] = "local"
     run_dir: str | None = None
     """Where this run lives; default ``~/.muster/runs/RUN_ID`` (or ``$MUSTER_HOME/runs``)."""
     model: Model | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
@@ -12,13 +13,10 @@ COMPILE_PAYS_AFTER_STEPS = 50
 
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
-    """A problem per knob among ``given`` (dotted key paths set by the user) that has no effect."""
-    found: list[Problem] = []
-    for rule in (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery):
-        for key, reason in rule(spec):
-            if key in given:
-                found.append(Problem(key=key, message=f"has no effect: {reason}"))
-    return found
+    """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
+    rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
+    unused = [found for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for found in rule(spec)]
+    return [Problem(key=key, message=f"has no effect: {reason}") for key, reason in unused if key in given]
 
 
 def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -92,24 +90,8 @@ def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    if spec.backend == "local":
-        here = "backend is local: the run uses this machine"
-        for name in (
-            "accelerator",
-            "machine",
-            "locations",
-            "provisioning_model",
-            "reservation",
-            "project",
-            "cluster",
-            "image",
-            "queue",
-        ):
-            yield f"resources.{name}", here
-        if not spec.resources.usd_per_host_hour:
-            yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour says no price"
-    if spec.backend != "slurm":
-        yield "slurm", f"backend is {spec.backend}"
+    for name in set(BACKENDS.names()) & set(RunSpec.model_fields) - {spec.backend}:  # sections of one back end
+        yield name, f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"
     if spec.resources.provisioning_model in ("spot", "on_demand", "flex_start", "flex_start_queued", "calendar"):

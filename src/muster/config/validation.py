@@ -224,8 +224,6 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
         scheme = place.partition("://")[0] if place and "://" in place else None
         if scheme is not None and scheme not in SCHEMES:
             yield Problem(key=key, message=f"the scheme {scheme}:// is not known", value=place, hint="gs, s3 or a path")
-    if spec.run_dir is not None and is_remote(spec.run_dir) and spec.backend == "local":
-        yield Problem(key="run_dir", message="must be a folder of this machine", value=spec.run_dir)
     if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
         yield Problem(key="checkpoint.replicate_snapshots", message="has nothing to copy: snapshot_every_steps is 0", hint="1")
     if spec.command is not None and spec.checkpoint.every_steps == "auto":

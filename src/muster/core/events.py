@@ -90,7 +90,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             required={"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
             optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
         ),
-        "run.message": Kind(doc="Something a person should know.", required={"text": "one sentence"}, open=True),
+        "run.message": Kind(doc="Informational message; nothing is read back from it.", required={"text": "one sentence"}, open=True),
+        "run.restarted": Kind(
+            doc="`muster restart` with a corrected run file: errors and restarts are counted from zero again.",
+            required={"reason": "one sentence"},
+        ),
         "run.ending": Kind(
             doc="It will end so, once the hosts have written what only their memory holds.",
             required={
@@ -128,9 +132,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={
                 "for_s": "held off for so long",
                 "until_return": "told to go: until it went and came back",
-                "suspected_of": "error (step and words) that is looked for on another host",
+                "quarantined_for_error": "error (step and words) that is looked for on another host",
             },
         ),
+        "host.readmitted": Kind(doc="No longer quarantined: it may be used again.", required={"reason": "why"}),
         "clock.offset": Kind(
             doc="A host's monotonic clock against the supervisor's, by round trips.",
             required={"offset_ns": "add to the host's mono_ns", "error_ns": "half the best round trip"},
@@ -257,7 +262,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Something went wrong.",
             required={
                 "incident_id": "unique in the run",
-                "incident": "IncidentKind",
+                "incident": "kind: a row of muster.core.incidents",
                 "evidence": "one sentence with values",
             },
             optional={"since_ns": "earliest moment (supervisor's mono_ns) it can have begun"},

@@ -22,7 +22,7 @@ from muster.core.errors import UsageError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registry(Generic[T]):
     """The members of one family, by name."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from muster.core.incidents import IncidentTraits, traits_of
 from muster.core.layout import Layout as Layout
 
 
@@ -110,25 +111,6 @@ class Checkpoint:
     committed: bool
 
 
-class IncidentKind(StrEnum):
-    """What can go wrong, in the supervisor's words."""
-
-    RANK_EXIT = "rank_exit"
-    RANK_EXCEPTION = "rank_exception"
-    RANK_HANG = "rank_hang"
-    RANK_OOM = "rank_oom"
-    HOST_LOST = "host_lost"
-    HOST_UNHEALTHY = "host_unhealthy"
-    LINK_FLAP = "link_flap"
-    STRAGGLER = "straggler"
-    BAD_SAMPLE = "on_nonfinite_step"
-    NOT_FINITE = "not_finite"
-    PREEMPTION_NOTICE = "preemption_notice"
-    CAPACITY = "capacity"
-    START_UP = "start_up"
-    HOST_RETURNED = "host_returned"
-
-
 class Action(StrEnum):
     """What can be done about it."""
 
@@ -147,7 +129,8 @@ class Incident:
     """What went wrong: enough for a policy to decide, and for a person to understand."""
 
     incident_id: str
-    kind: IncidentKind
+    kind: str
+    """A row of ``muster.core.incidents``."""
     attempt: int
     step: int | None = None
     host: str | None = None
@@ -156,6 +139,11 @@ class Incident:
     """One sentence, with values: ``rank 3 on host-1 was killed by signal 9 during step 412``."""
     detected_ns: int = 0
     detail: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def traits(self) -> IncidentTraits:
+        """How its kind is treated. Raises UsageError on a kind that is not in the table."""
+        return traits_of(self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

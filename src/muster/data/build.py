@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -150,7 +150,7 @@ def _source(
     """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
     train = _part(opened.rows(), recipe, data, spool, length, progress, opened.expected_rows or 0)
     if not len(train.documents):
-        raise UsageError(*_why_nothing(opened.label, train, length))
+        _refuse_empty(opened.label, train, length)
     if opened.heldout_rows is not None:
         held = _part(opened.heldout_rows(), recipe, data, spool, length, progress, 0)
         return (train, held), None
@@ -183,8 +183,8 @@ def _part(
     return _Part(documents=moved, counts=counts, rows=done)
 
 
-def _why_nothing(name: str, part: _Part, length: int) -> tuple[str]:
-    """The message for a source that yields no document; raised with its hint by the caller."""
+def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
+    """Say why a source yields no document."""
     if part.rows == 0:
         raise UsageError(f"data source {name} has no rows", hint="check its path, split and limit")
     if part.counts["masked"]:
@@ -259,7 +259,7 @@ def _write(
 def _stats(
     sources: list[OpenedSource], train: list[_Part], heldout: list[_Part], used: list[Any], written: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a report shows: rows and their fate, and the split of positions into supervised, context, padding."""
+    """Statistics: rows and what became of them, and positions as supervised, context, padding."""
     counts = written["train"]
     by_source = [
         {

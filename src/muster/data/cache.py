@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: built aside, synced, renamed; one builder per fingerprint at a time."""
+"""Folders that appear whole or not at all: built in a temporary one, synced, renamed; one builder per fingerprint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTIAL = ".partial-"
 
 
 def fingerprint(identity: Any) -> str:
-    """32 hex digits that stand for a JSON value, whatever the order of its keys."""
+    """32 hex digits that identify a JSON value; the order of its keys does not matter."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -41,13 +41,12 @@ def code_version(modules: Iterable[str] = ()) -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
-    """Make sure ``folder`` exists, built by ``build`` in a folder aside; False where it was there already.
+    """Make sure ``folder`` exists, built by ``build`` in a temporary folder; False where it existed already.
 
-    Safe among processes: one builds, the others wait for it; a killed builder leaves nothing that counts, and
-    the next one clears it away.
+    Safe among processes: one builds, the others wait; the next builder removes what a killed one left.
 
     Raises:
-        AccessError, MusterError: the place cannot be written, or is full. Nothing is left behind.
+        AccessError, MusterError: the folder cannot be written, or the disk is full. Nothing is left behind.
     """
     if folder.is_dir():
         return False
@@ -76,7 +75,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
 
 @contextmanager
 def translated(place: Path) -> Iterator[None]:
-    """Turn the file system's errors about ``place`` into ours."""
+    """Translate the file system's errors about ``place``."""
     try:
         yield
     except OSError as error:
@@ -86,7 +85,7 @@ def translated(place: Path) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise AccessError(
-                f"{place} cannot be written: {error.strerror}", hint="set data.cache_dir to a folder of yours"
+                f"{place} cannot be written: {error.strerror}", hint="set data.cache_dir to a folder that you own"
             ) from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise AccessError(f"{place} is not a folder", hint="set data.cache_dir to a folder") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-from muster.config.spec import PromptTemplate, Source
+from muster.config.sources import PromptTemplate, Source
 from muster.core.errors import UsageError
 
 Format = Literal["chat", "prompt_completion", "text"]
@@ -22,7 +22,7 @@ RenderChat = Callable[[Sequence[dict[str, Any]], bool], str]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a document's text, and whether its tokens are supervised."""
+    """Part of a document's text, and whether its tokens are supervised."""
 
     text: str
     supervised: bool
@@ -44,7 +44,7 @@ class Document:
 
 
 def choose_format(source: Source, columns: Sequence[str]) -> Format:
-    """The format a source says, or the one its columns show.
+    """The format that the run file names, or the one that the columns imply.
 
     Raises:
         UsageError: the columns fit none, or not the one asked for.
@@ -101,7 +101,7 @@ def fill(template: str, row: dict[str, Any]) -> str:
                 continue
             if spec or conversion or name not in row:
                 raise UsageError(
-                    f"template field {{{name}}} is no column; there are {_listed(list(row))}",
+                    f"template field {{{name}}} is not a column; there are {_listed(list(row))}",
                     hint="fields are column names; write {{ and }} for braces",
                 )
             parts.append("" if row[name] is None else str(row[name]))
@@ -169,7 +169,7 @@ def _chat(messages: list[dict[str, Any]], train_on: str | Sequence[str], render:
         if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) <= len(after)):
             raise UsageError(
                 f"the chat template renders turn {place + 1} ({message['role']}) differently inside the whole "
-                "conversation, so its tokens cannot be told apart",
+                "conversation, so its tokens cannot be separated",
                 hint="use a template that only appends, or data.train_on: all",
             )
         segments.append(Segment(whole[done : len(before)], False))

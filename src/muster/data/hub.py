@@ -34,7 +34,7 @@ class HubFiles:
 
 
 def resolve(source: HubSource, *, api: Any = None) -> HubFiles:
-    """Pin the data set to a commit and choose the files of its splits. ``api`` stands in for HfApi in tests.
+    """Pin the data set to a commit and choose the files of its splits. ``api`` replaces HfApi in tests.
 
     Raises:
         AccessError: missing, private or gated.
@@ -94,7 +94,7 @@ def split_files(names: Sequence[str], split: str, subset: str | None, data_set: 
 
 
 def fetch_model_files(name: str, revision: str | None, requested: Sequence[str], *, api: Any = None) -> dict[str, Path]:
-    """The small files of a model repository that exist among ``wanted``: file name -> local path.
+    """The small files of a model repository that exist among ``requested``: file name -> local path.
 
     Raises:
         AccessError: missing, private or gated.
@@ -114,7 +114,7 @@ def fetch_model_files(name: str, revision: str | None, requested: Sequence[str],
 
 
 def _cached_model_files(name: str, revision: str | None, requested: Sequence[str]) -> dict[str, Path]:
-    """What an earlier, connected run left in the hub's own cache."""
+    """Files that an earlier run with a connection left in the hub's own cache."""
     from huggingface_hub import try_to_load_from_cache
 
     result = {name: try_to_load_from_cache(name, name, revision=revision) for name in requested}
@@ -130,7 +130,7 @@ def _api() -> Any:
 
 
 def translate(error: Exception, what: str) -> MusterError:
-    """The hub's exception in our words. Re-raises what is none of the hub's."""
+    """The hub's exception as one of ours. Other exceptions are raised again."""
     if isinstance(error, MusterError):
         return error
     from huggingface_hub import errors

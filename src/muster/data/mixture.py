@@ -20,7 +20,7 @@ Overlong = Literal["drop", "split", "truncate"]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as stretches of one token array. A document of n tokens takes n - 1 positions."""
+    """Documents as ranges of one token array. A document of n tokens takes n - 1 positions."""
 
     rows: Any
     """int64: the row each comes from"""
@@ -38,7 +38,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Cut:
-    """What cutting rows to length did to them."""
+    """Documents cut to length, and how many rows were changed."""
 
     documents: Documents
     dropped: int = 0
@@ -121,8 +121,8 @@ def mix(rows: Sequence[int], weights: Sequence[float]) -> list[Any]:
     total = max(count / share for count, share in zip(rows, shares, strict=True))
     result = []
     for place, (count, share) in enumerate(zip(rows, shares, strict=True)):
-        wanted = max(round(total * share), 1) if count else 0
-        whole, rest = divmod(wanted, count) if count else (0, 0)
+        target = max(round(total * share), 1) if count else 0
+        whole, rest = divmod(target, count) if count else (0, 0)
         uses = np.full(count, whole, dtype=np.int64)
         uses[hashed_order(count, f"mixture-{place}")[:rest]] += 1
         result.append(uses)

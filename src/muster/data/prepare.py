@@ -1,7 +1,7 @@
 """Data prepared once: sources to packed sequences in a cache, found again by fingerprint.
 
-``prepare`` may be called by anybody any number of times: the first call builds, all others find. The fingerprint
-covers the sources' content, tokenizer, template, mask, length, packing, over-long rule and this floor's code.
+``prepare`` may be called any number of times: the first call builds, the others open. The fingerprint covers the
+sources' content, tokenizer, template, mask, length, packing, over-long rule and the code that prepares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, locate, model_vocab_size, train
 
 Progress = Callable[[str, int, int], None]
-"""(what is being done, done, total; total 0: not known)."""
+"""(activity, done, total; total 0: not known)."""
 
 _POINTER = "data.json"
 
@@ -39,7 +39,7 @@ class Prepared:
     fingerprint: str
     folder: Path
     vocab_size: int
-    """Of the model: its config's where that says one, else the tokenizer's."""
+    """Of the model: its config's where that has one, else the tokenizer's."""
     pad_id: int
     eos_id: int | None
     train: SequenceStore
@@ -49,7 +49,7 @@ class Prepared:
     stats: Mapping[str, Any]
     """rows, dropped, truncated, split, empty, masked_rows, documents, sequences, positions, tokens,
     supervised_tokens, context_tokens, padding_tokens, fill, unknown_tokens, questions, majority_template,
-    heldout (its counts), sources (the fate of each one's rows), cached, seconds."""
+    heldout (its counts), sources (the same counts for each), cached, seconds."""
 
 
 def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -> Prepared:
@@ -76,7 +76,7 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         raise UsageError("random tokens need a vocabulary size", hint="set model.config.vocab_size")
     mark = _fingerprint(spec, data, sources, place, model_vocab)
     folder = cache_folder(data) / mark
-    report = progress or (lambda what, done, total: None)
+    report = progress or (lambda activity, done, total: None)
 
     def make(partial: Path) -> None:
         encoder = _encoder(place, sources, partial / "tokenizer", report)
@@ -92,7 +92,7 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
     """What ``prepare`` made for this run; does no work.
 
     Raises:
-        MusterError: nothing was prepared, or for another run file, or it has been removed from the cache.
+        MusterError: nothing was prepared, or for another run file, or the cache has been cleared.
     """
     path = run_dir / _POINTER
     try:
@@ -108,15 +108,14 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
 
 
 def cache_folder(data: Data) -> Path:
-    """Where prepared data lies."""
+    """Where prepared data is kept."""
     return Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "muster" / "data"
 
 
 def _asked(spec: RunSpec) -> str:
-    """Stands for what the run file says about its data, without looking at any file."""
+    """Identifies what the run file requests, without reading any data file."""
     data, model = _sections(spec)
-    said = [data.model_dump(mode="json"), model.model_dump(mode="json"), spec.training.sequence_length]
-    return fingerprint(said)
+    return fingerprint([data.model_dump(mode="json"), model.model_dump(mode="json"), spec.training.sequence_length])
 
 
 def _sections(spec: RunSpec) -> tuple[Data, Model]:
@@ -194,7 +193,7 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
 
 
 def _point(run_dir: Path, folder: Path, prepared: Prepared, asked: str) -> None:
-    """Leave in the run's folder where its data is, and a copy of the tokenizer. Many ranks may do so at once."""
+    """Write the data's location and a copy of the tokenizer to the run's folder. Many ranks may do so at once."""
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         aside = run_dir / f".{_POINTER}.{os.getpid()}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from muster.data.formats import Segment
 from muster.data.prepare import Prepared
 from muster.data.sequences import UNSUPERVISED, Sequence
 from muster.data.tokenizer import Encoder
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 #: Documents whose supervised share goes into the histogram.
 _SAMPLED = 2_000
 _BARS = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A stretch of a document as the model reads it; supervised: it counts in the loss."""
-
-    text: str
-    supervised: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +86,15 @@ def summary(result: Preview) -> str:
         f"padding {stats['padding_tokens'] / positions:.1%} of all positions",
         f"supervised share of a document, 0 to 100 %: |{bars}|",
     ]
-    fates = {
+    row_counts = {
         "too long, dropped": stats["dropped"],
         "truncated": stats["truncated"],
         "split": stats["split"],
         "empty": stats["empty"],
         "without a supervised token": stats["masked_rows"],
     }
-    told = [f"{count:,} {what}" for what, count in fates.items() if count]
-    lines.append("rows: " + (", ".join(told) if told else "all used whole"))
+    changed = [f"{count:,} {outcome}" for outcome, count in row_counts.items() if count]
+    lines.append("rows: " + (", ".join(changed) or "all used whole"))
     if len(stats["sources"]) > 1:
         for source in stats["sources"]:
             times = source["documents_used"] / max(1, source["documents"])

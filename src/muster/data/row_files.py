@@ -75,7 +75,7 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def identify(path: Path) -> dict[str, Any]:
-    """What stands for a file's content in a fingerprint."""
+    """What identifies a file's content in a fingerprint."""
     try:
         size = path.stat().st_size
         digest = hashlib.sha256()

@@ -106,7 +106,7 @@ def write_store(
     """Write one store; document d's tokens are ``ids[starts[d] : starts[d] + lengths[d] + 1]``.
 
     The last of these tokens is only ever a target, so a document takes ``lengths[d]`` positions. ``supervised``
-    marks tokens that count as targets. Returns the counts that are stored beside.
+    marks tokens that count as targets. Returns the counts, which are stored with them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.zeros(len(bins), dtype=np.int32)

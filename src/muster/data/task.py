@@ -57,7 +57,7 @@ class Task(Protocol):
     def question(self, row: Row, completion: str, context: Mapping[str, Any]) -> dict[str, Any] | None:
         """The question of a held-out row: ``gold`` (the expected answer) and what ``scorer`` needs. None: no question.
 
-        ``completion``: the answer as the row's format has it. ``context``: what the source tells about itself.
+        ``completion``: the answer as the row's format has it. ``context``: ``SourceType.scoring_context``.
         """
         ...
 

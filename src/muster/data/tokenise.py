@@ -1,7 +1,7 @@
 """Rows into token arrays, in worker processes where there is enough to do.
 
 The workers are plain processes outside any process group: they share nothing with training, so slow preparation
-can never run into a collective's timeout. Chunks come back in order, whoever finishes first.
+can never run into a collective's timeout. Chunks come back in order, whichever worker finishes first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.config.spec import PromptTemplate
+from muster.config.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
 from muster.data.formats import Document, Format, document
 from muster.data.tokenizer import Encoder

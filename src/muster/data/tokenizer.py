@@ -1,7 +1,7 @@
 """Tokenizers: a folder's ``tokenizer.json`` opened directly, or a small one trained on the run's own text.
 
 transformers is imported only where it must be: for chat templates, and for folders without a ``tokenizer.json``.
-Whatever is used is saved as a Hugging Face folder beside the run, so that a reader needs no hub.
+The tokenizer is saved as a Hugging Face folder in the run's folder, so that readers need no hub.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def locate(model: Model) -> Path | TrainedTokenizer | None:
 
 
 def model_vocab_size(model: Model) -> int | None:
-    """The vocabulary size of the model's config; None where it does not say.
+    """The vocabulary size of the model's config; None where it has none.
 
     Raises:
         UsageError: the config file is missing or unreadable.
@@ -263,7 +263,8 @@ def train(texts: Callable[[], Iterable[str]], requested: TrainedTokenizer, targe
         UsageError: ``vocab_size`` is too small for the kind.
         OSError: ``target`` cannot be written.
     """
-    tokenizer = _train_words(texts(), requested.vocab_size) if requested.kind == "word" else _train_bpe(texts(), requested)
+    by_word = requested.kind == "word"
+    tokenizer = _train_words(texts(), requested.vocab_size) if by_word else _train_bpe(texts(), requested)
     target.mkdir(parents=True, exist_ok=True)
     pad, begin, end, unknown = SPECIAL
     config = {

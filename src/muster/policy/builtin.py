@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muster.core.types import Action, Decision, Incident, IncidentKind
-from muster.policy.cluster_state import ClusterState
+from muster.core.incidents import Repeats, Treatment
+from muster.core.types import Action, Decision, Incident
+from muster.policy.cluster_state import Adjust, ClusterState
 
+#: Default time to wait for capacity.
+MAX_WAIT_S = 3600.0
 #: A host blamed this often within the window is a lemon: it is replaced rather than restarted.
 LEMON_FAILURES = 3
 #: Steps that a run may leave out because their batch is never finite; with more it is not a sample that is bad.
 MAX_SKIPS = 10
-
-_HOST_GONE = (IncidentKind.HOST_LOST, IncidentKind.HOST_UNHEALTHY)
 
 
 def _decision(incident: Incident, action: Action, reason: str, **more: object) -> Decision:
@@ -30,38 +31,40 @@ def _decision(incident: Incident, action: Action, reason: str, **more: object) -
 class DefaultPolicy:
     """Keep the run alive at the lowest cost that heals."""
 
-    max_wait_s: float = 3600.0
-    """Capacity is waited for so long before the run stops (75: it may be started again)."""
-    notice_waits: bool = False
+    max_wait_s: float = MAX_WAIT_S
+    """Time to wait for capacity before the run stops (75: it may be started again)."""
+    adjust: Adjust | None = None
 
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
-        """Raises nothing; every incident kind has an answer."""
-        kind = incident.kind
-        if kind is IncidentKind.NOT_FINITE:
-            return self._not_finite(situation, incident)
-        if kind is IncidentKind.STRAGGLER:
-            return _decision(incident, Action.IGNORE, "slow, but going on costs less than a restart")
-        if kind is IncidentKind.HOST_RETURNED:
-            return self._grow(situation, incident)
-        if kind is IncidentKind.CAPACITY:
-            return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
-        if kind is IncidentKind.HOST_UNHEALTHY and "signature" in incident.detail:
+        """Every incident of the table has an answer. Raises UsageError on a kind that is not in the table."""
+        traits = incident.traits
+        if traits.repeats is Repeats.BY_SIGNATURE and "signature" in incident.detail:
             return self._suspect(situation, incident)
-        if kind is IncidentKind.PREEMPTION_NOTICE or kind in _HOST_GONE or kind is IncidentKind.LINK_FLAP:
-            return self._replace(situation, incident)
-        return self._restart(situation, incident)
+        match traits.treatment:
+            case Treatment.REPLAY:
+                return self._not_finite(situation, incident)
+            case Treatment.IGNORE:
+                return _decision(incident, Action.IGNORE, "continuing costs less than a restart")
+            case Treatment.GROW:
+                return self._grow(situation, incident)
+            case Treatment.WAIT:
+                return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
+            case Treatment.REPLACE:
+                return self._replace(situation, incident)
+            case Treatment.RESTART:
+                return self._restart(situation, incident)
 
     def _restart(self, situation: ClusterState, incident: Incident) -> Decision:
-        own = incident.kind in (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.RANK_OOM)
-        if own and situation.last_applied_step == 0:
+        traits = incident.traits
+        if traits.fails_alike and situation.last_applied_step == 0:
             return _decision(
                 incident, Action.STOP, f"{incident.evidence} (before any step: a restart would fail alike)"
             )
-        unnamed = incident.kind is IncidentKind.RANK_EXCEPTION and incident.host in situation.active
-        if unnamed and situation.same_error_repeats == 2 and situation.same_error_hosts == 1 and _sound(situation):
+        elsewhere = traits.retry_on_other_host and incident.host in situation.active
+        if elsewhere and situation.same_error_repeats == 2 and situation.same_error_hosts == 1 and _sound(situation):
             why = f"the same error again on {incident.host}; on another host it would be the program's own"
             return _decision(incident, Action.SWAP, why, host=incident.host, replacement=_sound(situation)[0])
-        if own and situation.same_error_repeats >= 2:
+        if traits.fails_alike and situation.same_error_repeats >= 2:
             return _decision(
                 incident,
                 Action.STOP,
@@ -122,7 +125,7 @@ class DefaultPolicy:
             return _decision(incident, Action.RESET, f"a reset may heal it: {why}", host=host)
         remaining = tuple(name for name in situation.active if name != host and name not in situation.noticed)
         sound = _sound(situation)
-        if incident.kind is IncidentKind.PREEMPTION_NOTICE and not remaining and not situation.spares:
+        if incident.traits.announced and not remaining and not situation.spares:
             why = f"every host goes away, so the state is saved now: {why}"
             return _decision(incident, Action.STOP, why, host=host, exit_code=75)
         flapping = [name for name in situation.spares if name not in sound]
@@ -180,28 +183,26 @@ def _sound(situation: ClusterState) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ConservativePolicy:
+class ConservativePolicy(DefaultPolicy):
     """As ``default``, but never on fewer hosts than asked for: numerics stay those of one layout."""
 
-    inner: DefaultPolicy = DefaultPolicy()
-
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
-        decision = self.inner.decide(situation, incident)
+        decision = super().decide(situation, incident)
         if decision.action is Action.SHRINK:
-            return self.inner.wait_or_stop(situation, incident, hosts=situation.wanted_hosts)
+            return self.wait_or_stop(situation, incident, hosts=situation.wanted_hosts)
         return decision
 
 
 @dataclass(frozen=True)
-class NoRecovery:
+class NoRecovery(DefaultPolicy):
     """Every failure ends the run: for debugging."""
 
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
-        if incident.kind in (IncidentKind.STRAGGLER, IncidentKind.HOST_RETURNED):
+        if incident.traits.treatment in (Treatment.IGNORE, Treatment.GROW):
             return _decision(incident, Action.IGNORE, "recovery.policy is none")
-        if incident.kind is IncidentKind.PREEMPTION_NOTICE:
+        if incident.traits.announced:
             return _decision(incident, Action.STOP, incident.evidence, exit_code=75)
-        return _decision(incident, Action.STOP, incident.evidence or str(incident.kind))
+        return _decision(incident, Action.STOP, incident.evidence or incident.kind)
 
 
 SHIPPED = {"default": DefaultPolicy(), "conservative": ConservativePolicy(), "none": NoRecovery()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -57,12 +57,25 @@ class NextAttempt:
     """As the run file gives it."""
 
 
+#: Batch and rate from the next step on: ``global_batch_size`` and ``learning_rate_scale`` (times the schedule's rate),
+#: each as the run file says where it is absent.
+Adjust = Callable[[NextAttempt], Mapping[str, object] | None]
+
+
 class Policy(Protocol):
     """Decides. Pure: the same situation and incident give the same decision.
 
-    A policy may also have ``adjust(world: NextAttempt) -> Mapping``, asked before every attempt: ``global_batch_size``
-    and ``learning_rate_scale`` (times the schedule's rate) from the next step on, each as the run file says where
-    it is not given.
+    A user's policy may lack all but ``decide``; ``policy.load.complete`` adds the defaults.
     """
+
+    @property
+    def max_wait_s(self) -> float:
+        """How long to wait for capacity before the policy is asked again."""
+        ...
+
+    @property
+    def adjust(self) -> Adjust | None:
+        """Asked before every attempt; None: batch and rate stay as they are."""
+        ...
 
     def decide(self, situation: ClusterState, incident: Incident) -> Decision: ...

@@ -1,8 +1,8 @@
-"""A rank's line to its host's agent: events out, orders in, a sign of life in between.
+"""A rank's connection to its host's agent: events out, commands in, heartbeats between.
 
 One daemon thread (started after the fork, never before) owns the socket, so that the training loop never
-waits for a reader. When the agent dies the link reconnects to its successor and sends what it kept; when
-none comes within ``orphan_s`` the rank ends itself, since nobody could ever stop it.
+waits for a reader. When the agent dies the client reconnects to its successor and sends what it queued; if none
+accepts within ``orphan_s`` the rank ends itself, because nothing could stop it any more.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from muster.core.errors import AccessError
 from muster.protocol.ranks import Command, RankContext
 from muster.transport.secure_session import Session
 
-#: Events kept while no agent listens; the oldest go first.
-KEPT_EVENTS = 10_000
-#: Progress outside of steps is told this often at most.
+#: Messages queued while no agent is connected; the oldest are dropped first.
+MAX_QUEUED = 10_000
+#: Shortest interval between reports of progress outside of steps.
 PROGRESS_EVERY_S = 0.5
-#: A rank that lost a peer waits so long to hear that it is kept; a real loss is known to the agents sooner.
+#: How long a rank that lost a peer waits for a pause request; the agents detect a real loss sooner.
 LOST_PEER_WAIT_S = 10.0
 
 
@@ -49,12 +49,12 @@ class AgentConnection:
         self.sock.sendall(self.session.outgoing())
 
     def wait(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """Block for the next messages. Raises ConnectionError at the agent's end, TimeoutError."""
+        """Block for the next messages. Raises ConnectionError when the agent closes, TimeoutError."""
         self.sock.settimeout(timeout_s)
         while True:
-            found = self._pump()
-            if found:
-                return found
+            messages = self._pump()
+            if messages:
+                return messages
 
     def _pump(self) -> list[dict[str, Any]]:
         out = self.session.outgoing()
@@ -62,43 +62,43 @@ class AgentConnection:
             self.sock.sendall(out)
         data = self.sock.recv(1 << 16)
         if not data:
-            raise ConnectionError("the agent closed the line")
-        found = self.session.receive(data)
+            raise ConnectionError("the agent closed the connection")
+        messages = self.session.receive(data)
         out = self.session.outgoing()
         if out:
             self.sock.sendall(out)
-        return found
+        return messages
 
 
 @dataclass
 class ProgressThrottle:
-    """When to tell of progress outside of steps: seldom, and by itself for as long as somebody vouched for."""
+    """When to report progress outside of steps: rarely, and repeatedly until the end of a granted period."""
 
-    told_s: float = -math.inf
+    sent_s: float = -math.inf
     until_s: float = -math.inf
 
-    def claimed(self, now_s: float, *, for_s: float) -> bool:
-        """Progress was made, and counts for the next ``for_s``: whether to tell it now."""
+    def grant(self, now_s: float, *, for_s: float) -> bool:
+        """Progress was made, and counts as such for the next ``for_s``: whether to report it now."""
         self.until_s = now_s + for_s
         return self._due(now_s)
 
-    def goes_on(self, now_s: float) -> bool:
-        """Whether to tell what was vouched for before."""
+    def repeat(self, now_s: float) -> bool:
+        """Whether to report again within the granted period."""
         return now_s < self.until_s and self._due(now_s)
 
     def _due(self, now_s: float) -> bool:
-        if now_s - self.told_s < PROGRESS_EVERY_S:
+        if now_s - self.sent_s < PROGRESS_EVERY_S:
             return False
-        self.told_s = now_s
+        self.sent_s = now_s
         return True
 
 
 class SocketAgentClient:
-    """``core.ranks.Link`` over the agent's socket."""
+    """``protocol.ranks.AgentClient`` over the agent's socket."""
 
     def __init__(
         self,
-        line: AgentConnection,
+        connection: AgentConnection,
         *,
         address: str,
         token: bytes,
@@ -108,19 +108,19 @@ class SocketAgentClient:
         beat_every_s: float,
         orphan_s: float,
     ) -> None:
-        self._line: AgentConnection | None = line
+        self._connection: AgentConnection | None = connection
         self._address, self._token, self._hello = address, token, dict(hello)
         self._attempt, self._rank = attempt, rank
         self._beat_every_s, self._orphan_s = beat_every_s, orphan_s
-        self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=KEPT_EVENTS)
-        self._orders: collections.deque[Command] = collections.deque()
+        self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_QUEUED)
+        self._commands: collections.deque[Command] = collections.deque()
         self._paused = threading.Event()
         self._on_pause: Callable[[], None] = lambda: None
-        self._standing: dict[str, Any] | None = None
-        self._places: queue.SimpleQueue[RankContext] = queue.SimpleQueue()
+        self._pause_report: dict[str, Any] | None = None
+        self._assignments: queue.SimpleQueue[RankContext] = queue.SimpleQueue()
         self._step = -1
         self._micro = 0
-        self._hurry = False
+        self._beat_now = False
         self._progress_throttle = ProgressThrottle()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
@@ -148,20 +148,20 @@ class SocketAgentClient:
     def beat(self, step: int) -> None:
         new = step != self._step
         self._step, self._micro = step, self._micro + 1
-        if new:  # a snapshot lies ready: the mover should hear of it now, not at the next beat
-            self._hurry = True
+        if new:  # a snapshot is complete: the replicator can start now instead of at the next heartbeat
+            self._beat_now = True
             self._wake()
 
     def progress(self, *, for_s: float = 0.0) -> None:
-        if self._progress_throttle.claimed(time.monotonic(), for_s=for_s):
-            self._tell_progress()
+        if self._progress_throttle.grant(time.monotonic(), for_s=for_s):
+            self._send_progress()
 
-    def _tell_progress(self) -> None:
+    def _send_progress(self) -> None:
         self._out.append({"t": "progress", "attempt": self._attempt, "rank": self._rank})
         self._wake()
 
     def order(self) -> Command | None:
-        return self._orders.popleft() if self._orders else None
+        return self._commands.popleft() if self._commands else None
 
     def pause_requested(self) -> bool:
         return self._paused.is_set()
@@ -172,26 +172,26 @@ class SocketAgentClient:
             act()
 
     def wait_for_assignment(self, step: int) -> RankContext | None:
-        """Blocks: without a pause asked of this rank for ``LOST_PEER_WAIT_S``, then for as long as it takes."""
+        """Blocks up to ``LOST_PEER_WAIT_S`` for a pause request, then without limit for the assignment."""
         if not self._paused.wait(LOST_PEER_WAIT_S):
             return None
-        self._standing = {"t": "paused", "step": step, "attempt": self._attempt}
-        self._out.append(self._standing)
+        self._pause_report = {"t": "paused", "step": step, "attempt": self._attempt}
+        self._out.append(self._pause_report)
         self._wake()
-        place = self._places.get()
-        self._standing = None
+        assignment = self._assignments.get()
+        self._pause_report = None
         self._paused.clear()
-        self._attempt, self._rank = place.attempt, place.rank
-        self._hello.update(attempt=place.attempt, rank=place.rank)
-        return place
+        self._attempt, self._rank = assignment.attempt, assignment.rank
+        self._hello.update(attempt=assignment.attempt, rank=assignment.rank)
+        return assignment
 
-    def last_words(self, words: Mapping[str, Any]) -> None:
+    def report_exit(self, reason: Mapping[str, Any]) -> None:
         """Why this rank ends, for the agent's report."""
-        self._out.append({"t": "last", "last": dict(words)})
+        self._out.append({"t": "last", "last": dict(reason)})
         self._wake()
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Send what is queued, at most ``timeout_s`` long."""
+        """Send what is queued, within ``timeout_s``."""
         self._closing.set()
         self._wake()
         self._thread.join(timeout_s)
@@ -203,54 +203,55 @@ class SocketAgentClient:
     def _run(self) -> None:
         next_beat = time.monotonic()
         while True:
-            line = self._line or self._reconnect()
-            if line is None:
+            connection = self._connection or self._reconnect()
+            if connection is None:
                 return
             try:
                 while self._out:
-                    line.send(self._out[0])
+                    connection.send(self._out[0])
                     self._out.popleft()
                 now = time.monotonic()
-                if now >= next_beat or self._hurry:  # before an end too: the step tells a repeated error
-                    self._hurry = False
-                    line.send({"t": "beat", "step": self._step, "micro": self._micro})
+                if now >= next_beat or self._beat_now:  # before exit too: the step identifies a repeated error
+                    self._beat_now = False
+                    connection.send({"t": "beat", "step": self._step, "micro": self._micro})
                     next_beat = now + self._beat_every_s
-                if self._progress_throttle.goes_on(now):
-                    self._tell_progress()
+                if self._progress_throttle.repeat(now):
+                    self._send_progress()
                 if self._closing.is_set() and not self._out:
                     return
-                watched: list[Any] = [line.sock, self._wake_r]
+                watched: list[Any] = [connection.sock, self._wake_r]
                 ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - now))
                 if self._wake_r in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_r, 4096)
-                if line.sock in ready:
-                    for message in line.wait(1.0):
-                        self._obey(message)
+                if connection.sock in ready:
+                    for message in connection.wait(1.0):
+                        self._handle(message)
             except (OSError, AccessError, ValueError):
-                self._line = None
+                self._connection = None
 
-    def _obey(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "order":
-            self._orders.append(Command(**message["order"]))
+            self._commands.append(Command(**message["order"]))
         elif kind == "pause":
             self._paused.set()
             self._on_pause()
-            if self._standing is not None:  # asked again, by a supervisor or an agent that took over
-                self._out.append(self._standing)
+            if self._pause_report is not None:  # requested again, by a supervisor or agent that took over
+                self._out.append(self._pause_report)
         elif kind == "place":
-            self._places.put(RankContext.from_json(message["context"]))
+            self._assignments.put(RankContext.from_json(message["context"]))
 
     def _reconnect(self) -> AgentConnection | None:
-        """The agent is gone: wait for its successor; without one this rank must not live on."""
+        """Connect to the agent's successor; without one within ``orphan_s`` the process exits."""
         deadline = time.monotonic() + self._orphan_s
         while time.monotonic() < deadline:
             if self._closing.is_set():
                 return None
             try:
-                self._line = AgentConnection(self._address, self._token, {**self._hello, "step": self._step}, timeout_s=1.0)
-                return self._line
+                hello = {**self._hello, "step": self._step}
+                self._connection = AgentConnection(self._address, self._token, hello, timeout_s=1.0)
+                return self._connection
             except (OSError, AccessError, ValueError):
                 time.sleep(0.1)
         os._exit(1)

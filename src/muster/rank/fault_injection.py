@@ -1,13 +1,9 @@
-"""Misdeeds of a rank, done on order: what ``muster drill`` breaks inside a training process.
+"""Fault injection inside a rank, driven by ``muster drill`` (file format: ``muster.protocol.fault_request``).
 
-Armed only where ``MUSTER_DRILL`` is set in the environment, which the drill does for its own run and nobody else;
-otherwise ``arm`` does nothing and the loop is untouched. An order is a file, ``<run_dir>/misdeed.json``::
-
-    {"deed": "exception", "rank": 1, "always": false}
-
-It is looked for at the start of each step. The rank it names does it once, at the step where it found it first, and
-leaves ``misdeed.<deed>.done`` with that step; with ``always`` it does so each time that step is taken again. ``slow``
-stays: each step of that process's attempt takes longer from then on.
+Installed only in the ranks of a drill (``MUSTER_DRILL``); otherwise the loop is untouched. The request is looked for
+at the start of each step. The rank that it names injects the fault once, at the step where it first read the request,
+and leaves a file with that step; with ``always`` it does so each time that step is repeated. ``slow`` persists: each
+later step of that process's attempt takes longer.
 """
 
 from __future__ import annotations
@@ -19,96 +15,91 @@ import resource
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from muster.protocol import fault_request
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.distributed.reduce import local
+from muster.train.training_run import TrainingRun
 
-if TYPE_CHECKING:
-    from muster.train.training_run import TrainingRun
-
-#: What only a GPU can do to a rank; ``benchmarks/recovery_gpu.py`` orders them, no drill does.
+#: Faults that only a GPU can have; ``benchmarks/recovery_gpu.py`` requests them, no drill does.
 ON_DEVICE = ("device-memory", "device-assert")
-#: Moment -> the deeds that happen there.
+#: Where in a step each fault is injected.
 AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader", "slow", *ON_DEVICE)
 AT_REDUCE = ("kill-reduce",)
 AT_UPDATE = ("kill-voted",)
 AFTER_UPDATE = ("kill-updated",)
 BIT = ("flip",)
 FAULTS = (*AT_START, *AT_REDUCE, *AT_UPDATE, *AFTER_UPDATE, *BIT)
-#: Longer than a kept rank has to stand still where steps are short (``supervise.survivors``).
+#: Longer than the longest pause of a retained rank where steps are short (``supervise.recovery.retained_ranks``).
 SLOW_S = 5.0
-#: Room beyond what is used, for a rank that is to run out of memory.
+#: Memory left to a rank that is to run out of it.
 MEMORY_LEFT_BYTES = 64 << 20
 
 
 def install(run: TrainingRun) -> None:
-    """Make this rank obey ``misdeed.json``, where this is a drill."""
-    if os.environ.get("MUSTER_DRILL") != "1":
-        return
-    consensus = FaultRequests(folder=Path(run.context.run_dir), rank=run.context.rank)
-    run.reader = _Reader(run.reader, consensus)  # type: ignore[assignment]  # stands in for it
-    run.reducer = _Sums(run.reducer, consensus)
-    run.optimizer = _Updates(run.optimizer, consensus)
+    """Make this rank inject the faults that are requested in the run's folder."""
+    requests = FaultRequests(folder=Path(run.context.run_dir), rank=run.context.rank)
+    run.reader = _Reader(run.reader, requests)  # type: ignore[assignment]  # a stand-in for it
+    run.reducer = _Reducer(run.reducer, requests)
+    run.optimizer = _Optimizer(run.optimizer, requests)
 
 
 @dataclass
 class FaultRequests:
-    """What this rank was told to do, and when it is due."""
+    """What is requested of this rank, and when it is due."""
 
     folder: Path
     rank: int
     due: str | None = None
-    """The deed of the step that is being taken."""
-    step: int = 0
-    _refused: set[str] = field(default_factory=set)
+    """The fault of the current step."""
 
     def look(self, step: int) -> str | None:
-        """The deed that is due at this step, if any; noted before it is done."""
-        self.step, self.due = step, None
+        """The fault that is due at this step, if any; recorded before it is injected."""
+        self.due = None
         try:
-            told = json.loads((self.folder / "misdeed.json").read_text())
+            request = json.loads((self.folder / fault_request.FILE).read_text())
         except (OSError, ValueError):
             return None
-        if int(told["rank"]) != self.rank or told["deed"] not in FAULTS:
+        if int(request["rank"]) != self.rank or request["fault"] not in FAULTS:
             return None
-        done = self.folder / f"misdeed.{told['fault']}.done"
+        done = self.folder / fault_request.done_file(request["fault"])
         try:
-            again = bool(told.get("always")) and int(done.read_text()) == step
+            again = bool(request.get("always")) and int(done.read_text()) == step
         except (OSError, ValueError):
             again = False
         if done.exists() and not again:
             return None
         done.write_text(str(step))
-        self.due = str(told["deed"])
+        self.due = str(request["fault"])
         return self.due
 
-    def dies(self, moments: tuple[str, ...]) -> None:
-        """Die here, by the signal that nobody can catch, if that is the deed."""
-        if self.due in moments:
+    def die_if_due(self, faults: tuple[str, ...]) -> None:
+        """SIGKILL this process if one of ``faults`` is due."""
+        if self.due in faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Stand:
-    """Stands in for a part of the run: everything it does not know is the part's."""
+class _StandIn:
+    """Wraps a part of the run: what it does not define is the part's own."""
 
-    def __init__(self, part: Any, consensus: FaultRequests) -> None:
-        self._part, self._orders = part, consensus
+    def __init__(self, part: Any, requests: FaultRequests) -> None:
+        self._part, self._requests = part, requests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
 
-class _Reader(_Stand):
+class _Reader(_StandIn):
     _slow = False
 
     def take(self, step: int) -> StepWork:
-        """The step's work, after the deeds that come before it."""
-        fault = self._orders.look(step)
+        """The step's work, after the faults that precede it."""
+        fault = self._requests.look(step)
         self._slow = self._slow or fault == "slow"
         if self._slow:
             time.sleep(SLOW_S)
@@ -120,7 +111,7 @@ class _Reader(_Stand):
         if fault == "gil":
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL call keeps the GIL: no thread of this process runs
         if fault == "livelock":
-            while True:  # the link's thread goes on beating
+            while True:  # the connection's thread goes on sending heartbeats
                 time.sleep(0.01)
         if fault == "memory":
             _run_out_of_memory()
@@ -132,22 +123,22 @@ class _Reader(_Stand):
         return work
 
 
-class _Sums(_Stand):
+class _Reducer(_StandIn):
     def finish(self) -> Any:
         """The peers wait in the reduction for this rank."""
-        self._orders.dies(AT_REDUCE)
+        self._requests.die_if_due(AT_REDUCE)
         return self._part.finish()
 
 
-class _Updates(_Stand):
+class _Optimizer(_StandIn):
     def step(self, **values: Any) -> Any:
-        """Every rank knows norm and verdict by now; some have applied the update."""
-        self._orders.dies(AT_UPDATE)
-        found = self._part.step(**values)
-        self._orders.dies(AFTER_UPDATE)
-        if self._orders.due in BIT:
+        """Every rank knows the norm and the verdict by now; some have applied the update."""
+        self._requests.die_if_due(AT_UPDATE)
+        result = self._part.step(**values)
+        self._requests.die_if_due(AFTER_UPDATE)
+        if self._requests.due in BIT:
             flip_a_bit(self._part.named)
-        return found
+        return result
 
 
 def flip_a_bit(named: Mapping[str, torch.Tensor]) -> None:

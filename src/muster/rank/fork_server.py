@@ -1,9 +1,9 @@
 """The fork server: imports torch once, then forks a rank in milliseconds.
 
-A program of its own (``python -m muster.rank.fork_server``), started by the agent. Before a fork it runs
+A separate program (``python -m muster.rank.fork_server``), started by the agent. Before a fork it runs
 no tensor operation, starts no thread and touches no CUDA: a fork of a process that did any of these can
-deadlock or inherit a dead context, so it asserts that it is alone. A forked child waits as a *standby*
-until the agent gives it a rank. Another child serves the rendezvous store, a fresh one for each attempt.
+deadlock or inherit a dead context, so it asserts that it has one thread. A forked child waits as a *standby*
+until the agent assigns it a rank. Another child serves the rendezvous store, a new one for each attempt.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import AccessError, MusterError
 from muster.protocol.ranks import RankContext
 from muster.rank.agent_connection import AgentConnection, SocketAgentClient
 from muster.transport.secure_session import read_token
 
-#: A standby that got no rank within so long warms up: the first attempt's ranks are not held up by it.
+#: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
 WARM_AFTER_S = 0.5
-#: Codes of a rank that was done, or left as it was told to (saved; to make room; stopped). It says so before it goes:
-#: where its fork server died meanwhile, nobody can ask the kernel.
+#: Exit codes of a rank that completed, or ended on a command (saved; resized; stopped). The rank reports its code
+#: itself: the kernel's answer is lost when its fork server has died.
 EXPECTED_EXIT_CODES = (0, 75, 76, 130)
 
 
 def main() -> None:
-    """Serve until the agent says so, or stays away for ``--orphan-s``."""
+    """Serve until the agent ends this program, or is absent for ``--orphan-s``."""
     parser = argparse.ArgumentParser(description="fork ranks for a Muster agent")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--agent-socket", required=True)
@@ -44,28 +45,29 @@ def main() -> None:
     parser.add_argument("--orphan-s", type=float, default=30.0)
     parser.add_argument("--beat-every-s", type=float, default=0.25)
     arguments = parser.parse_args()
-    os.setpriority(
-        os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0"))
-    )  # the keeper's priority is for heartbeats, not for the ranks' work
+    settings = environment.current()
+    os.setpriority(os.PRIO_PROCESS, 0, settings.nice)  # the agent's own is raised for heartbeats
     token = read_token(str(Path(arguments.run_dir) / "token"))
     spec = json.loads((Path(arguments.run_dir) / "resolved.json").read_text())
     _import_everything(spec)
     gc.collect()
     gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared
-    _assert_alone()
+    _assert_single_threaded()
     _choose_interface(arguments.bind)
-    Server(
+    ForkServer(
         address=arguments.agent_socket,
         token=token,
         bind=arguments.bind,
         orphan_s=arguments.orphan_s,
         beat_every_s=arguments.beat_every_s,
         spec=spec,
+        term_ignored=settings.term_ignored,
+        inject_faults=settings.drill,
     ).serve()
 
 
 def _import_everything(spec: dict[str, Any]) -> None:
-    """Pay for every import that a rank needs, and for the lazy ones behind the first model build."""
+    """Everything that a rank imports, the lazy imports of the first model build included."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint
@@ -80,23 +82,23 @@ def _import_everything(spec: dict[str, Any]) -> None:
         worker.preload(spec)
 
 
-def _assert_alone() -> None:
+def _assert_single_threaded() -> None:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads before the fork: a forked rank could deadlock"
 
 
 def _choose_interface(address: str) -> None:
-    """Tell gloo which interface the host's address belongs to: else it asks the host's name, often loopback."""
+    """Tell gloo which interface has the host's address: by default it resolves the host name, often to loopback."""
     import fcntl
     import struct
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
             except OSError:
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(answer[20:24]) == address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -129,25 +131,35 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-class Server:
-    """Forks on request, reaps, reports."""
+class ForkServer:
+    """Forks on request, reaps and reports."""
 
     def __init__(
-        self, *, address: str, token: bytes, bind: str, orphan_s: float, beat_every_s: float, spec: dict[str, Any]
+        self,
+        *,
+        address: str,
+        token: bytes,
+        bind: str,
+        orphan_s: float,
+        beat_every_s: float,
+        spec: dict[str, Any],
+        term_ignored: bool,
+        inject_faults: bool,
     ) -> None:
         self.address, self.token, self.bind, self.spec = address, token, bind, spec
+        self.term_ignored, self.inject_faults = term_ignored, inject_faults
         self.orphan_s, self.beat_every_s = orphan_s, beat_every_s
         self.children: dict[int, int] = {}  # pidfd -> pid
-        self.line: AgentConnection | None = None
+        self.connection: AgentConnection | None = None
         self.stores: list[int] = []  # pids, oldest first
         self.store = self._new_store()
 
     def _new_store(self) -> tuple[str, int]:
-        """A store that no world has met in: scripts of others key nothing by attempt (pytorch#135712).
+        """A store without keys of an earlier attempt: users' scripts do not put the attempt in them (pytorch#135712).
 
-        The one before serves the running attempt and stays; older ones end.
+        The previous store serves the running attempt and stays; older ones end.
         """
-        inherited = [*self.children, *([self.line.sock.fileno()] if self.line else [])]
+        inherited = [*self.children, *([self.connection.sock.fileno()] if self.connection else [])]
         pid, address = _serve_store(self.bind, inherited)
         self.stores.append(pid)
         while len(self.stores) > 2:
@@ -160,24 +172,23 @@ class Server:
         import select
 
         while True:
-            if self.line is None:
+            if self.connection is None:
                 self._connect()
-            assert self.line is not None
-            watched: list[Any] = [self.line.sock, *self.children]
+            assert self.connection is not None
+            watched: list[Any] = [self.connection.sock, *self.children]
             ready, _, _ = select.select(watched, [], [])
             for fd in [fd for fd in ready if isinstance(fd, int)]:
                 self._reap(fd)
-            if self.line is not None and self.line.sock in ready:
-                self._obey()
+            if self.connection is not None and self.connection.sock in ready:
+                self._handle_messages()
 
     def _connect(self) -> None:
         deadline = time.monotonic() + self.orphan_s
         while True:
-            children = list(self.children.values())  # an agent that begins anew cannot know those that say nothing
             hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
-            hello["children"] = children
+            hello["children"] = list(self.children.values())  # a restarted agent cannot know those that do not register
             try:
-                self.line = AgentConnection(self.address, self.token, hello)
+                self.connection = AgentConnection(self.address, self.token, hello)
                 return
             except (OSError, AccessError, ValueError):
                 if time.monotonic() > deadline:
@@ -187,17 +198,17 @@ class Server:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            if self.line is not None:
-                self.line.send(message)
+            if self.connection is not None:
+                self.connection.send(message)
         except OSError:
-            self.line = None
+            self.connection = None
 
-    def _obey(self) -> None:
-        assert self.line is not None
+    def _handle_messages(self) -> None:
+        assert self.connection is not None
         try:
-            messages = self.line.wait(1.0)
+            messages = self.connection.wait(1.0)
         except (OSError, AccessError, ValueError):
-            self.line = None
+            self.connection = None
             return
         for message in messages:
             if message["t"] == "spawn":
@@ -211,7 +222,7 @@ class Server:
                 os._exit(0)
 
     def _fork(self, local_rank: int, *, context: bool) -> None:
-        _assert_alone()
+        _assert_single_threaded()
         pid = os.fork()
         if pid == 0:
             self._become_standby(local_rank, context=context)
@@ -223,14 +234,13 @@ class Server:
         """In the child; never returns."""
         code = 1
         try:
-            os.setsid()  # a Ctrl-C in the terminal reaches the supervisor alone
+            os.setsid()  # a Ctrl-C in the terminal then reaches only the supervisor
             for fd in self.children:
                 os.close(fd)
-            if self.line is not None:
-                self.line.sock.close()
+            if self.connection is not None:
+                self.connection.sock.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            ignored = os.environ.get("MUSTER_TERM") == "ignored"  # a scheduler that signals every process of a job
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.term_ignored else signal.SIG_DFL)
             code = standby(
                 self.address,
                 self.token,
@@ -239,8 +249,9 @@ class Server:
                 context=context,
                 orphan_s=self.orphan_s,
                 beat_every_s=self.beat_every_s,
+                inject_faults=self.inject_faults,
             )
-        except BaseException:  # noqa: BLE001 (a process's edge: nothing may unwind into the fork server)
+        except BaseException:  # noqa: BLE001 (process boundary: nothing may unwind into the fork server)
             traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
@@ -269,58 +280,62 @@ def standby(
     context: bool,
     orphan_s: float,
     beat_every_s: float,
+    inject_faults: bool = False,
 ) -> int:
     """Wait for a rank, run it, return its exit code.
 
-    ``local_rank``: the place that this one is meant for. ``context``: it may wait with a CUDA context on that GPU.
+    ``local_rank``: the expected one. ``context``: the standby may wait with a CUDA context on that GPU.
     """
     hello: dict[str, Any] = {"t": "hello", "role": "rank", "pid": os.getpid()}
     try:
-        line = AgentConnection(address, token, {**hello, "local_rank": local_rank, "bound": context})
-        message = _first(line, spec, local_rank=local_rank, context=context)
+        connection = AgentConnection(address, token, {**hello, "local_rank": local_rank, "bound": context})
+        message = _first_assignment(connection, spec, local_rank=local_rank, context=context)
     except ConnectionError:
-        # The agent died while we stood by: nobody's work is lost, its successor forks new ones.
+        # The agent died while this process was a standby: no work is lost, its successor forks new ones.
         return 0
     if message["t"] != "run":
         return 0
-    place = RankContext.from_json(message["context"])
+    rank_context = RankContext.from_json(message["context"])
     _redirect(message["log"])
-    _environment(place)
-    hello |= {"attempt": place.attempt, "rank": place.rank}
+    _set_environment(rank_context)
+    hello |= {"attempt": rank_context.attempt, "rank": rank_context.rank}
     agent = SocketAgentClient(
-        line,
+        connection,
         address=address,
         token=token,
         hello=hello,
-        attempt=place.attempt,
-        rank=place.rank,
+        attempt=rank_context.attempt,
+        rank=rank_context.rank,
         beat_every_s=beat_every_s,
         orphan_s=orphan_s,
     )
-    return _run(place, agent)
+    return _run(rank_context, agent, inject_faults=inject_faults)
 
 
-def _first(line: AgentConnection, spec: Mapping[str, Any], *, local_rank: int, context: bool) -> dict[str, Any]:
-    """The agent's first message that gives us work. Where it leaves us the time, or asks for it, pay for the first step
-    before."""
+def _first_assignment(
+    connection: AgentConnection, spec: Mapping[str, Any], *, local_rank: int, context: bool
+) -> dict[str, Any]:
+    """The agent's first message other than ``warm``; warms up if it asks for that, or is silent for a while."""
     with contextlib.suppress(TimeoutError):
-        for message in line.wait(WARM_AFTER_S):
+        for message in connection.wait(WARM_AFTER_S):
             if message["t"] != "warm":
                 return message
     from muster.rank import warmup
 
     fit = True
-    if warmup.wanted(spec, context=context):
+    if warmup.applies(spec, context=context):
         fit = warmup.warm_up(RunSpec.model_validate(spec), gpu=local_rank if context else None) or not context
-    # Where it did not fit the agent ends us, and starts no other like it. One that has been given a rank by then tries.
-    line.send({"t": "warm" if fit else "unfit"})
+    # On ``unfit`` the agent ends this process and starts no other like it, unless a rank was assigned meanwhile.
+    connection.send({"t": "warm" if fit else "unfit"})
     while True:
-        for message in line.wait(None):
+        for message in connection.wait(None):
             if message["t"] != "warm":
                 return message
 
 
-def _run(context: RankContext, agent: SocketAgentClient) -> int:
+def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:
+    from muster.train.optim.nonfinite import NotFinite
+
     try:
         command = json.loads((Path(context.run_dir) / "resolved.json").read_text()).get("command")
         if command:
@@ -330,24 +345,24 @@ def _run(context: RankContext, agent: SocketAgentClient) -> int:
         else:
             from muster.rank import worker
 
-            code = worker.run_rank(context, agent)
+            code = worker.run_rank(context, agent, store_hosted=True, inject_faults=inject_faults)
         if code in EXPECTED_EXIT_CODES:
-            agent.last_words({"left": code})
+            agent.report_exit({"left": code})
         return code
     except MusterError as error:
-        agent.last_words(
+        agent.report_exit(
             {
                 "exception": type(error).__name__,
                 "message": str(error),
                 "hint": error.hint,
                 "exit_code": error.exit_code,
-                "not_finite": bool(getattr(error, "not_finite", False)),
+                "not_finite": isinstance(error, NotFinite),
             }
         )
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BaseException as error:  # noqa: BLE001 (the process's edge: whatever it was, the agent must know)
-        agent.last_words(
+    except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
+        agent.report_exit(
             {"exception": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-4000:]}
         )
         traceback.print_exc()
@@ -363,26 +378,25 @@ def _redirect(path: str) -> None:
     os.close(fd)
 
 
-def _environment(context: RankContext) -> None:
-    """What torchrun would set, so that any script finds its place."""
+def _set_environment(context: RankContext) -> None:
+    """The variables that torchrun sets, for users' scripts."""
     os.environ.update(
         {
             "RANK": str(context.rank),
             "LOCAL_RANK": str(context.local_rank),
             "WORLD_SIZE": str(context.world_size),
             "LOCAL_WORLD_SIZE": str(context.local_world_size),
-            "GROUP_RANK": str(context.rank // context.local_world_size),  # hosts have equally many ranks
+            "GROUP_RANK": str(context.rank // context.local_world_size),  # every host has the same number of ranks
             "GROUP_WORLD_SIZE": str(context.world_size // context.local_world_size),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(context.rank),
             "ROLE_WORLD_SIZE": str(context.world_size),
-            "TORCHELASTIC_MAX_RESTARTS": "0",  # of a launcher's count there is none: the policy decides
+            "TORCHELASTIC_MAX_RESTARTS": "0",  # the policy decides on restarts, no count of a launcher
             "MASTER_ADDR": context.master_addr,
             "MASTER_PORT": str(context.master_port),
             "TORCHELASTIC_RUN_ID": context.run_id,
             "TORCHELASTIC_RESTART_COUNT": str(context.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "MUSTER_STORE_HOSTED": "1",
             "MUSTER_ATTEMPT": str(context.attempt),
         }
     )

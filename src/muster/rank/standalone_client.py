@@ -1,4 +1,4 @@
-"""A rank's line to the outside where no agent holds the other end: torchrun, a notebook, a test."""
+"""The agent client of a rank that has no agent: torchrun, a notebook, a test."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from muster.protocol.ranks import Command, RankContext
 
 
 class StandaloneClient:
-    """Rank 0 writes its host's event file itself; the other ranks are silent.
+    """Rank 0 writes its host's event file itself; the other ranks write nothing.
 
-    ``order`` answers what signals said: SIGTERM saves and leaves with 75, SIGINT with 130.
+    Commands come from signals: SIGTERM saves and exits with 75, SIGINT with 130.
     """
 
     def __init__(self, context: RankContext) -> None:
         self.rank = context.rank
-        self._order: Command | None = None
+        self._command: Command | None = None
         self._log: EventLog | None = None
         if context.rank == 0:
             self._log = EventLog(
@@ -35,20 +35,20 @@ class StandaloneClient:
             self._log.append(kind, rank=self.rank, step=step, phase=phase, detail=detail)
 
     def beat(self, step: int) -> None:
-        """Nobody watches."""
+        """No watchdog."""
 
     def progress(self, *, for_s: float = 0.0) -> None:
-        """Nobody watches."""
+        """No watchdog."""
 
     def order(self) -> Command | None:
-        taken, self._order = self._order, None
-        return taken
+        command, self._command = self._command, None
+        return command
 
     def pause_requested(self) -> bool:
         return False
 
     def on_pause(self, act: Callable[[], None]) -> None:
-        """Nobody asks."""
+        """No pause is ever requested."""
 
     def wait_for_assignment(self, step: int) -> None:
         return None
@@ -58,10 +58,10 @@ class StandaloneClient:
             self._log.close()
 
     def obey_signals(self) -> None:
-        """From here on a first SIGINT or SIGTERM asks for a save; a second one ends the process."""
-        signal.signal(signal.SIGINT, self._noted)
-        signal.signal(signal.SIGTERM, self._noted)
+        """From now on the first SIGINT or SIGTERM requests a save; the second one ends the process."""
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _noted(self, number: int, frame: FrameType | None) -> None:
-        self._order = Command(kind="stop", exit_code=130 if number == signal.SIGINT else 75)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._command = Command(kind="stop", exit_code=130 if number == signal.SIGINT else 75)
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Somebody else's training script as a rank: the environment that torchrun gives, under our agents."""
+"""A user's training script as a rank: the environment that torchrun gives, under Muster's agents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.protocol.ranks import AgentClient, RankContext
 def run_command(command: list[str], context: RankContext, agent: AgentClient) -> int:
     """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code.
 
-    ``env://`` finds the run's own rendezvous store, with keys of this attempt.
+    ``env://`` finds the run's rendezvous store, which is new for each attempt.
 
     Raises:
         UsageError: no such script.
@@ -29,11 +29,11 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
         else:
             if not os.path.isfile(script):
                 raise UsageError(
-                    f"command: no script {script!r} in {os.getcwd()}", hint="give a path that every host has"
+                    f"command: no script {script!r} in {os.getcwd()}", hint="give a path that exists on every host"
                 )
             sys.argv = [script, *arguments]
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else (0 if leaving.code is None else 1)
+    except SystemExit as exiting:
+        return exiting.code if isinstance(exiting.code, int) else (0 if exiting.code is None else 1)
     return 0

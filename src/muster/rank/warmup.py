@@ -1,8 +1,8 @@
-"""What a standby pays before it is a rank: everything that the first model and the first step of a process cost.
+"""A standby's warm-up: the one-time cost of a process's first model and first step, paid before it gets a rank.
 
-Lazy imports, dispatch tables, custom operators, the first group: a step of a tiny model of the run's own family, in a
-world of one, leaves them behind in the process, and nothing else. On a GPU there is more: the context, cuBLAS, kernels
-that are loaded when they are first used. Without it all that is paid between a failure and the first step after it.
+Lazy imports, dispatch tables, custom operators, the first process group: training a tiny model of the run's family in a
+world of one initializes them and leaves nothing else in the process. On a GPU also the context, cuBLAS and the kernels
+that are loaded on first use. Otherwise all this would be part of the time from a failure to the next step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from muster.train.optim.optimizer import clip_scale, make_optimizer
 from muster.train.state.snapshot import table_of
 from muster.train.state.training_state import TrainingState, named_without_wrappers
 
-#: Keys that transformers' decoders share; a family that knows other names keeps its own size, and is left out.
+#: Keys that transformers' decoders share; a family with other names keeps its own size and is not warmed up.
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -42,15 +42,15 @@ SMALL = {
 TOKENS = 16
 
 
-#: Side of the matrices that cuBLAS is opened with.
+#: Side of the square matrices of the first cuBLAS call.
 SQUARE = 256
-#: What must be left free on a GPU beside a standby's context: the ranks' own need grows with longer sequences and
-#: fragmentation, and a context (about 0.5 GB, an estimate) that makes them run out of memory is worth nothing.
+#: Free GPU memory required besides a standby's context (about 0.5 GB, an estimate): the ranks' use grows with longer
+#: sequences and fragmentation, and must not run out of memory because of a standby.
 SPARE_BYTES = 2 << 30
 CPU = torch.device("cpu")
 
 
-def wanted(spec: Mapping[str, Any], *, context: bool = False) -> bool:
+def applies(spec: Mapping[str, Any], *, context: bool = False) -> bool:
     """Whether a standby of this run warms up: Muster's own trainer, on the CPU or with a CUDA ``context``."""
     if not spec.get("model") or spec.get("command"):
         return False
@@ -61,27 +61,27 @@ def wanted(spec: Mapping[str, Any], *, context: bool = False) -> bool:
 
 
 def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
-    """Train a tiny model for two steps and forget it; whether that could be done. Never raises.
+    """Train a tiny model for two steps and discard it; whether that succeeded. Never raises.
 
-    Leaves torch without a process group, no socket open, and its threads set to one (a rank sets its own number).
-    ``gpu``: there, with a context, cuBLAS and the first kernels left behind. False then means that this process had
-    better not become a rank: it has no context (a GPU that takes one process only, too little memory), or a broken one.
+    Leaves torch without a process group, no open socket, and one thread (a rank sets its own number).
+    ``gpu``: warm up there, which leaves a context, cuBLAS and the first kernels. False then means that this process
+    should not become a rank: it has no context (an exclusive-process GPU, too little memory), or a broken one.
     """
     torch.set_num_threads(1)
     try:
         if gpu is not None:
             open_context(spec, gpu)
-        small = smaller(spec)
+        small = small_spec(spec)
         if small is None:
             return gpu is not None
-        if gpu is not None and small.training.compile:  # it would be busy for long with code that no rank uses
+        if gpu is not None and small.training.compile:  # slow, and no rank uses the code
             small = small.model_copy(update={"training": small.training.model_copy(update={"compile": False})})
         _join_alone()
         _train(small, CPU if gpu is None else device_of(gpu))
         if gpu is not None:
             torch.cuda.synchronize(gpu)
             torch.cuda.empty_cache()
-    except Exception as error:  # noqa: BLE001 (only a head start: the rank's own build says what is wrong)
+    except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False
     finally:
@@ -93,43 +93,43 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
 def open_context(spec: RunSpec, gpu: int) -> None:
     """A CUDA context on this GPU and a matmul in it, as a rank would make them. Raises RuntimeError.
 
-    Never run on a GPU here; the tests put a stand-in in the place of ``torch.cuda``.
+    Not yet run on a GPU; tests replace ``torch.cuda``.
     """
     assert spec.model is not None
-    fix_workspace(spec)  # cuBLAS reads it once
+    fix_workspace(spec)  # cuBLAS reads the variable once
     torch.cuda.set_device(gpu)
     square = torch.ones(SQUARE, SQUARE, device=device_of(gpu), dtype=getattr(torch, spec.model.dtype))
     (square @ square).sum().item()
     free, _ = torch.cuda.mem_get_info(gpu)
     if free < SPARE_BYTES:
-        raise RuntimeError(f"GPU {gpu} has {free / 1e9:.1f} GB left, which the ranks may need")
+        raise RuntimeError(f"GPU {gpu} has {free / 1e9:.1f} GB free, which the ranks may need")
 
 
 def device_of(gpu: int) -> torch.device:
     return torch.device("cuda", gpu)
 
 
-def smaller(spec: RunSpec) -> RunSpec | None:
-    """The run with a tiny model of the same family; None where the family's size cannot be set by these keys."""
+def small_spec(spec: RunSpec) -> RunSpec | None:
+    """The run with a tiny model of the same family; None if these keys do not set the family's size."""
     assert spec.model is not None
-    config = spec.model.config
-    family = config.get("model_type") if isinstance(config, dict) else None
-    family = family or worker.model_type_of(spec.model.source or config)
+    given = spec.model.config
+    family = given.get("model_type") if isinstance(given, dict) else None
+    family = family or worker.model_type_of(spec.model.source or given)
     if family is None:
         return None
     model = spec.model.model_copy(update={"source": None, "config": {"model_type": family, **SMALL}})
     small = spec.model_copy(update={"model": model})
     try:
-        held = read_config(small, None, SMALL["vocab_size"]).get_text_config()
+        config = read_config(small, None, SMALL["vocab_size"]).get_text_config()
     except Exception as error:  # noqa: BLE001 (as above)
         print(f"note: no small {family} to warm up with: {error}", file=sys.stderr, flush=True)
         return None
-    fits = held.hidden_size == SMALL["hidden_size"] and held.num_hidden_layers == SMALL["num_hidden_layers"]
+    fits = config.hidden_size == SMALL["hidden_size"] and config.num_hidden_layers == SMALL["num_hidden_layers"]
     return small if fits else None
 
 
 def _join_alone() -> None:
-    """A world of one that opens no socket: gloo's device keeps listening when its group is gone."""
+    """A world of one without sockets: gloo's device would keep listening after its group is destroyed."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -146,9 +146,11 @@ def _train(spec: RunSpec, device: torch.device) -> None:
         seed=0,
     )
     exact = spec.training.exact
-    reducer: GradientReducer = (
-        FixedPointReducer(built.module, ReduceGroups()) if exact else FloatReducer(built.module, ReduceGroups(), accumulate_locally=True)
-    )
+    reducer: GradientReducer
+    if exact:
+        reducer = FixedPointReducer(built.module, ReduceGroups())
+    else:
+        reducer = FloatReducer(built.module, ReduceGroups(), accumulate_locally=True)
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=exact)
     tokens = torch.arange(TOKENS).unsqueeze(0)

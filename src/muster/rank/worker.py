@@ -1,7 +1,7 @@
-"""A rank, from nothing to its exit code.
+"""A rank, from process start to exit code.
 
-``run_rank`` is what the fork server calls in each forked process. ``python -m muster.rank.worker --run-dir DIR``
-is the same under torchrun, where the rank writes its host's event file itself.
+The fork server calls ``run_rank`` in each forked process. ``python -m muster.rank.worker --run-dir DIR`` does the same
+under torchrun, where rank 0 writes its host's event file itself.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import MusterError, UsageError
 from muster.core.layout import layout_for
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
@@ -39,12 +40,19 @@ from muster.train.metrics import Phases
 from muster.train.training_run import Paused, TrainingRun
 
 
-def run_rank(context: RankContext, agent: AgentClient, *, store: dist.Store | None = None) -> int:
+def run_rank(
+    context: RankContext,
+    agent: AgentClient,
+    *,
+    store: Store | None = None,
+    store_hosted: bool = False,
+    inject_faults: bool = False,
+) -> int:
     """Train this rank's part of the run in ``context.run_dir`` and return the exit code.
 
-    0: done; 130 or 75: stopped by that order, saved where there was time. A failure is raised.
-    ``store``: where ranks meet, if open already; else at the context's address, served by rank 0 unless
-    ``MUSTER_STORE_HOSTED`` says that somebody does.
+    0: done; 130 or 75: stopped by a command with that code, saved if there was time. A failure is raised.
+    ``store``: the rendezvous store, if already open; otherwise it is at the context's address, served by rank 0 unless
+    another process does (``store_hosted``). ``inject_faults``: obey the requests of a drill.
     """
     spec = read_spec(Path(context.run_dir))
     phases = Phases(agent)
@@ -52,78 +60,80 @@ def run_rank(context: RankContext, agent: AgentClient, *, store: dist.Store | No
     device = choose_device(spec, context)
     set_numerics(spec, context, device)
     if store is None:
-        hosted = os.environ.get("MUSTER_STORE_HOSTED") == "1"
-        store = open_rendezvous(context.master_addr, context.master_port, serve=context.rank == 0 and not hosted)
+        serve = context.rank == 0 and not store_hosted
+        store = open_rendezvous(context.master_addr, context.master_port, serve=serve)
     world = join_world(context, device, store)
     components = make_components(spec, context, device=device, world=world)
     while True:
         agent.on_pause(world.aborter)
         run = assemble(components, context, agent, phases, world)
-        fault_injection.install(run)
+        if inject_faults:
+            fault_injection.install(run)
         try:
-            order = run_phases(run)
+            command = run_phases(run)
             break
         except (RuntimeError, Paused) as error:
-            place = try_reassign(run, error)
-            if place is None:
+            assignment = try_reassign(run, error)
+            if assignment is None:
                 raise
-        context = place
+        context = assignment
         phases.enter("start")
         world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
         components.move(context, world)
-    if order is None or order.exit_code != RESIZE_EXIT_CODE:  # the next world waits for this process's end
+    if command is None or command.exit_code != RESIZE_EXIT_CODE:  # the next world waits until this process exits
         leave_world()
-    return 0 if order is None else order.exit_code
+    return 0 if command is None else command.exit_code
 
 
 def try_reassign(run: TrainingRun, error: RuntimeError | Paused) -> RankContext | None:
-    """A replica beside this one was lost, or may have been: stand still, keep the state, wait for another place.
+    """Another replica was lost, or may have been: pause, keep the state, and wait for a place in the next attempt.
 
-    None: this rank's own failure, or nobody says that another attempt keeps it.
+    None: this rank failed itself, or it gets no place.
     """
     lost_peer = run.context.layout.dp_replicate > 1 and LOST_PEER.search(str(error)) is not None
-    told = isinstance(error, Paused) or run.agent.pause_requested()  # the replica's ranks may have agreed before we heard
-    if isinstance(error, MusterError) or not (lost_peer or told):
+    # The replica's ranks may have agreed on a pause before this one's request arrived.
+    paused = isinstance(error, Paused) or run.agent.pause_requested()
+    if isinstance(error, MusterError) or not (lost_peer or paused):
         return None
     run.pause()
-    place = run.agent.wait_for_assignment(run.state.step)
-    if place is not None:
+    assignment = run.agent.wait_for_assignment(run.state.step)
+    if assignment is not None:
         run.abandon()
-    return place
+    return assignment
 
 
 def run_phases(run: TrainingRun) -> Command | None:
-    """Evaluate, train, evaluate, save. The order that ended it early, if one did."""
+    """Evaluate, train, evaluate, save. Returns the command that ended the run early, if one did."""
     if run.state.step == 0 and run.spec.evaluation.at_start:
         run.evaluate(0)
     if run.state.step < run.last_step:
         run.phases.enter("warmup")
         run.log.restart()
-    order = train(run)
-    if order is not None and order.exit_code == RESIZE_EXIT_CODE:
+    command = train(run)
+    if command is not None and command.exit_code == RESIZE_EXIT_CODE:
         run.leave()
-        return order
-    if order is None:
+        return command
+    if command is None:
         run.evaluate(run.state.step, final=True)
-    run.save(run.state.step, order)
+    run.save(run.state.step, command)
     run.finish()
-    return order
+    return command
 
 
 def read_spec(run_dir: Path) -> RunSpec:
-    """The resolved run file. Raises UsageError where the folder holds none."""
+    """The resolved run file. Raises UsageError if the folder has none."""
     path = run_dir / "resolved.json"
     try:
         return RunSpec.model_validate_json(path.read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no resolved run file: {error}") from error
+        raise UsageError(f"{path} is not a resolved run file: {error}") from error
 
 
 def preload(spec: Mapping[str, Any]) -> None:
-    """Pay in advance for what the first model of a process costs: called before a fork.
+    """Do the one-time work of a process's first model, before a fork.
 
-    Imports the model's class and builds a small one on the meta device, which runs no tensor operation and starts
-    no thread, and touches no device.
+    Imports the model's class and builds a small one on the meta device, which runs no tensor operation, starts no
+    thread and touches no device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -136,34 +146,34 @@ def preload(spec: Mapping[str, Any]) -> None:
         small = AutoConfig.for_model(family or "llama", num_hidden_layers=1)
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(small)
-    except Exception as error:  # noqa: BLE001 (only a head start; the rank's own build says what is wrong)
+    except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: {family} could not be loaded in advance: {error}", file=sys.stderr)
     if model.get("lora"):
         import peft  # noqa: F401
 
 
 def model_type_of(folder: object) -> str | None:
-    """What a local model folder or config.json says it is; None for a hub id."""
+    """The ``model_type`` of a local model folder or config.json; None for a hub id."""
     if not isinstance(folder, str):
         return None
     path = Path(folder)
     try:
-        found = json.loads((path if path.is_file() else path / "config.json").read_text())
-        return str(found["model_type"])
+        config = json.loads((path if path.is_file() else path / "config.json").read_text())
+        return str(config["model_type"])
     except (OSError, ValueError, KeyError):
         return None
 
 
-def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpec) -> tuple[RankContext, dist.Store]:
-    """The place in the world that torchrun gave this process, and the store where its ranks meet.
+def torchrun_context(run_dir: Path, variables: Mapping[str, str], spec: RunSpec) -> tuple[RankContext, Store]:
+    """The place in the world that torchrun gave this process, and the rendezvous store.
 
     Raises:
         UsageError: not started by torchrun, or the layout does not fit the number of ranks.
     """
     try:
-        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank, local_world = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
-        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        local_rank, local_world = int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"])
+        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     except KeyError as error:
         raise UsageError(
             f"{error.args[0]} is not set", hint="start with `torchrun --nproc-per-node N -m muster.rank.worker ...`"
@@ -175,9 +185,9 @@ def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpe
             f"{axes or 'one rank'} does not fit {world} ranks",
             hint="set parallelism.dp_shard: -1 to use all ranks that remain",
         )
-    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_serves = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = open_rendezvous(address, port, serve=rank == 0 and not agent_serves)
-    key = f"muster/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"muster/attempt/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         store.set(key, str(next_attempt(run_dir)))
     context = RankContext(
@@ -197,9 +207,9 @@ def torchrun_context(run_dir: Path, environment: Mapping[str, str], spec: RunSpe
 
 
 def next_attempt(run_dir: Path) -> int:
-    """One more than any attempt that left an event file: an attempt's number is never used twice."""
-    found = [path.name.rsplit(".", 2)[1] for path in (run_dir / "events").glob("*.jsonl")]
-    return 1 + max((int(number) for number in found if number.isdigit()), default=0)
+    """One more than any attempt that left an event file: an attempt number is never reused."""
+    attempts = [path.name.rsplit(".", 2)[1] for path in (run_dir / "events").glob("*.jsonl")]
+    return 1 + max((int(number) for number in attempts if number.isdigit()), default=0)
 
 
 def main() -> int:
@@ -213,7 +223,7 @@ def main() -> int:
         context, store = torchrun_context(arguments.run_dir, os.environ, spec)
         agent = StandaloneClient(context)
         agent.obey_signals()
-        return run_rank(context, agent, store=store)
+        return run_rank(context, agent, store=store, inject_faults=environment.current().drill)
     except MusterError as error:
         hint = f" (hint: {error.hint})" if error.hint else ""
         print(f"error: {error}{hint}", file=sys.stderr)

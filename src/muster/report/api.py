@@ -1,4 +1,4 @@
-"""Reports of runs: the one module of this floor that reads files; the rest folds what it is given."""
+"""Reports of runs: the one module of this package that reads files; the rest folds what it is given."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Report:
 def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = None) -> Report:
     """Read a run's folder, its ``events`` folder, or a single ``.jsonl`` file; while it runs or years later.
 
-    An edited file does not stop the report: its lines are read, and ``log.problems`` says what is wrong.
+    An edited file does not stop the report: its lines are read, and ``log.problems`` lists what is wrong.
 
     Raises:
         UsageError: there is no event log at that place.
-        MusterError: an edited value makes the log unreadable (the message says which).
+        MusterError: an edited value makes the log unreadable (the message names it).
     """
     place = Path(run_dir_or_log)
     directory = place / "events" if (place / "events").is_dir() else place
@@ -61,7 +61,7 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
         result = fold(files, reference_tokens_per_s=reference_tokens_per_s)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise MusterError(
-            f"{directory}: an event holds a value that no writer of ours writes: {error}",
+            f"{directory}: an event holds a value that no version of Muster writes: {error}",
             hint="; ".join(f"{name}: {v.problem}" for name, v in verdicts.items() if v.problem) or None,
         ) from error
     for name, lines in unreadable.items():
@@ -127,7 +127,7 @@ def _check_cited_heads(
 
 
 def _events(path: Path, unreadable: dict[str, list[int]]) -> list[Event]:
-    """Whole lines only: a torn last one is left out; what is no event is counted."""
+    """Whole lines only: a torn last one is left out; lines that are not events are counted."""
     data = path.read_bytes()
     result = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):

@@ -44,7 +44,7 @@ def parse(lines: Sequence[str]) -> list[Entry]:
     """Entries in time order. A torn last line is left out.
 
     Raises:
-        UsageError: a line is no event of such a log, or there is none.
+        UsageError: a line is not an event of such a log, or there are no events.
     """
     result: list[tuple[datetime, Entry]] = []
     for number, line in enumerate(lines, start=1):
@@ -63,7 +63,7 @@ def parse(lines: Sequence[str]) -> list[Entry]:
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 break
-            raise UsageError(f"line {number} is no event of a google-resiliency log: {line[:80]!r}") from error
+            raise UsageError(f"line {number} is not an event of a google-resiliency log: {line[:80]!r}") from error
         result.append((at, entry))
     if not result:
         raise UsageError("the log holds no events")
@@ -219,7 +219,7 @@ def _reasons(ours: dict[str, Any], google: float, step_time_s: float, entries: S
         f"it counts steps: with {min(ours['nodes_seen'])} to {ours['nodes']} nodes a step of this weakly scaled job "
         f"does less work, which it credits in full; counted by nodes the figure is {ours['active']:.2%} of "
         f"{ours['nodes']} nodes",
-        f"it names no loss; the wall time went to {_listed(ours['wall_s'])}",
+        f"it names no losses; the wall time was spent on {_listed(ours['wall_s'])}",
         f"it looks at {_counted(entries)} of {len(entries):,} events (of neighbouring starts and ends one each): when "
         "which node started or ended changes nothing in it",
         "it starts at the first job_started (no user_scheduled in such logs) and ends at the last event: queueing "

@@ -1,6 +1,6 @@
-"""Where a run is, folded event by event while it goes on: for status, the live view and the end of ``train``.
+"""The current state of a run, folded event by event: for status, the live view and the end of ``train``.
 
-The ledger folds a whole log on one time axis; this fold needs one look at each event, in order. Speed and MFU are
+The ledger folds a whole log on one time axis; this fold takes each event once, in order. Speed and MFU are
 the ledger's: medians over the same clean steps of the same lineage (a test holds the two together).
 """
 
@@ -19,6 +19,7 @@ _HOST_STATES = {
     "host.allocated": "ready",
     "host.lost": "lost",
     "host.quarantined": "quarantined",
+    "host.readmitted": "ready",
     "host.released": "released",
 }
 
@@ -90,7 +91,7 @@ class RunView:
 
     @property
     def final_loss(self) -> float | None:
-        """Loss of the last step that says one."""
+        """Loss of the last step that has one."""
         losses = [step.detail["loss"] for _, step in sorted(self._final.items()) if step.detail["loss"] is not None]
         return float(losses[-1]) if losses else None
 
@@ -107,7 +108,7 @@ class RunView:
 
     @property
     def mfu(self) -> float | None:
-        """Median over clean steps that say one."""
+        """Median over clean steps that have one."""
         shares = [float(step.detail["mfu"]) for step in self._typical() if step.detail.get("mfu") is not None]
         return statistics.median(shares) if shares else None
 

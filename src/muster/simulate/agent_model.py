@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from muster.core.types import Layout
+from muster.core.layout import Layout
 from muster.simulate.host_time import VirtualHost
-
-if TYPE_CHECKING:
-    from muster.simulate.cluster import Cluster
+from muster.simulate.virtual_cluster import VirtualCluster
 
 
-def take(cluster: Cluster, name: str, message: Mapping[str, Any]) -> None:
+def take(cluster: VirtualCluster, name: str, message: Mapping[str, Any]) -> None:
     """A message of the machine reaches a host; one that is not up does not hear it."""
     host = cluster.hosts.get(name)
     if host is None or not host.up or not host.linked:
@@ -31,7 +29,7 @@ def take(cluster: Cluster, name: str, message: Mapping[str, Any]) -> None:
         flush_commit(cluster, host, message)
 
 
-def obey(cluster: Cluster, order: Mapping[str, Any]) -> None:
+def obey(cluster: VirtualCluster, order: Mapping[str, Any]) -> None:
     """Save and leave (or only leave) after the step under way; ranks that hang in their save do neither."""
     if not cluster.stepping:
         return
@@ -41,26 +39,28 @@ def obey(cluster: Cluster, order: Mapping[str, Any]) -> None:
     cluster.leave_after_step(int(order["exit_code"]), save=bool(order["save"]))
 
 
-def saved(cluster: Cluster, step: int, attempt: int) -> None:
+def saved(cluster: VirtualCluster, step: int, attempt: int) -> None:
     """The ranks' last save stands, and the one that puts markers says so."""
     cluster.disk_step = max(cluster.disk_step, step)
     detail = {"tier": "disk", "uri": "disk", "bytes": 1}
     event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
     first = cluster.running(0)
     if first is not None:
-        cluster.hear(first, {"t": "event", "event": event})
+        cluster.receive_from(first, {"t": "event", "event": event})
 
 
-def exit_all(cluster: Cluster, attempt: int, code: int) -> None:
+def exit_all(cluster: VirtualCluster, attempt: int, code: int) -> None:
     """Every rank leaves with ``code``."""
     for host in list(cluster.hosts.values()):
         for rank in list(host.ranks) if host.up else []:
             host.dead.add(rank)
-            cluster.hear(host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}})
+            cluster.receive_from(
+                host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}}
+            )
         host.ranks = []
 
 
-def flush(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
+def flush(cluster: VirtualCluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
     """Write the shards that this host was asked for, if it holds them."""
     step, attempt, layout = int(order["step"]), int(order["attempt"]), str(order["layout"])
     held = all(
@@ -75,7 +75,7 @@ def flush(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) -> None
     _later(cluster, host, answer)
 
 
-def flush_commit(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
+def flush_commit(cluster: VirtualCluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
     """Put the marker, if every rank's shard was written once."""
     step, attempt = int(order["step"]), int(order["attempt"])
     whole = sorted(item["rank"] for item in order["files"]) == list(range(Layout.from_key(order["layout"]).world_size))
@@ -85,13 +85,13 @@ def flush_commit(cluster: Cluster, host: VirtualHost, order: Mapping[str, Any]) 
         answer |= {"uri": order["uri"], "bytes": 1}
         detail = {"tier": "disk", "uri": order["uri"], "bytes": 1}
         event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
-        cluster.hear(host, {"t": "event", "event": event})
+        cluster.receive_from(host, {"t": "event", "event": event})
     else:
         answer["reason"] = "a shard is missing"
-    cluster.hear(host, answer)
+    cluster.receive_from(host, answer)
 
 
-def _later(cluster: Cluster, host: VirtualHost, answer: Mapping[str, Any]) -> None:
+def _later(cluster: VirtualCluster, host: VirtualHost, answer: Mapping[str, Any]) -> None:
     boots = host.boots
     seconds = cluster.draw("flush", cluster.stages.flush_s)
-    cluster.after(seconds, lambda: cluster.hear(host, answer) if host.boots == boots and host.up else None)
+    cluster.after(seconds, lambda: cluster.receive_from(host, answer) if host.boots == boots and host.up else None)

@@ -14,7 +14,7 @@ from typing import Any
 from muster.simulate import agent_model, connectivity
 from muster.simulate.event_queue import EventQueue
 from muster.simulate.host_time import HostTime, VirtualHost, hold_snapshots
-from muster.simulate.stage_arithmetic import BatchSegment, DiskTier, Pace, Stages
+from muster.simulate.stage_arithmetic import DiskTier, Pace, Stages, StepSegment
 from muster.supervise.recovery.state import SECOND_NS, Effect, End, HostDown, Input, Log, Send, Tick
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
@@ -50,7 +50,7 @@ class Cluster:
     hosts: dict[str, VirtualHost] = field(default_factory=dict)
     log: list[tuple[float, Log]] = field(default_factory=list)
     result: End | None = None
-    history: list[tuple[int, int, BatchSegment]] = field(default_factory=list)
+    history: list[tuple[int, int, StepSegment]] = field(default_factory=list)
     """(attempt, last applied step, the stretch) of every stretch that is over."""
     extra_start_s: float = 0.0
     """Of the next start alone: a device that is reset in place."""
@@ -63,10 +63,10 @@ class Cluster:
     """False: ranks that are asked to save hang."""
     disk_takes: bool = True
     """False: what memory holds cannot be written."""
-    _stretch: int = 0
+    _segment: int = 0
     """Changes whenever what was scheduled for the steps under way no longer holds."""
-    _run: BatchSegment | None = None
-    _stretch_began_ns: int | None = None
+    _run: StepSegment | None = None
+    _segment_began_ns: int | None = None
     _job: str = "start"
     _world: frozenset[str] = frozenset()
     _world_size: int = 0
@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def stepping(self) -> bool:
-        return self._stretch_began_ns is not None
+        return self._segment_began_ns is not None
 
     def at(self, seconds: float, act: Callable[[], None]) -> None:
         """Do ``act`` when the clock reads ``seconds``."""
@@ -162,10 +162,10 @@ class Cluster:
         self.slow = slow
         if self._run is not None and self.stepping:
             self._run.change(self._productive_s(), self.step_s, slow)
-            self._stretch += 1
+            self._segment += 1
             self._schedule_steps(self.machine.state.attempt)
 
-    def hear(self, host: VirtualHost, message: Mapping[str, Any]) -> None:
+    def receive_from(self, host: VirtualHost, message: Mapping[str, Any]) -> None:
         """A host's agent says something, now."""
         self._from(host.name, message, boots=host.boots)
 
@@ -173,7 +173,7 @@ class Cluster:
         """The supervisor died; another one takes over with what the log told it (``links`` has more of the kind)."""
         connectivity.replace_supervisor(self, machine)
 
-    def appoint(self, machine: RecoveryStateMachine) -> None:
+    def start_supervisor(self, machine: RecoveryStateMachine) -> None:
         """From now on this supervisor acts."""
         self.supervised, self.machine, self._tick_ns = True, machine, None
         self._effects(machine.start(self.now_ns))
@@ -184,7 +184,7 @@ class Cluster:
         for host in self.hosts.values():
             host.forget()
             host.attempt, host.joined, host.linked = 0, False, True
-        self.appoint(machine)
+        self.start_supervisor(machine)
         for name, host in self.hosts.items():
             if host.up:
                 self.after(self.draw("agent_start", self.stages.agent_start_s), lambda name=name: self.join(name))  # type: ignore[misc]
@@ -213,7 +213,7 @@ class Cluster:
             self._settle_steps()
             connectivity.greet(self, host, self._step)
             if 0 in host.ranks and self.stepping:  # whoever has just come to supervise hears of the next one
-                self.after(self.step_s, lambda stretch=self._stretch: self._tell_step(stretch, host.attempt))  # type: ignore[misc]
+                self.after(self.step_s, lambda segment=self._segment: self._tell_step(segment, host.attempt))  # type: ignore[misc]
 
     def give(self, given: Input) -> None:
         if self.result is None and self.supervised:
@@ -274,49 +274,49 @@ class Cluster:
         self._step = int(restore["step"]) if restore else self.disk_step
         wanted = self.machine.settings.wanted_hosts
         self.time.lose(max(0, before - self._step) * self.stages.step_s * wanted)
-        self._stretch += 1
+        self._segment += 1
         self._world = frozenset(host.name for host in active)
         self._begin(attempt, world, restore is None and self.disk is not None and self.disk_step > 0)
 
     def _begin(self, attempt: int, world: int, from_disk: bool) -> None:
         """Ranks start: in due time they step."""
-        stretch, first = self._stretch, self._world_size == 0
+        segment, first = self._segment, self._world_size == 0
         start_s, warmup_s = self.stages.starting(self.draw, first=first, other_size=world != self._world_size)
         start_s, self.extra_start_s = start_s + self.extra_start_s, 0.0
         restore_s = self.draw("restore", self.disk.restore_s) if self.disk and from_disk else 0.0
         self._world_size = world
         self._job = "start" if first else "restart"
         if not first:
-            self.after(start_s, lambda: self._now_doing(stretch, "restore"))
-            self.after(start_s + restore_s, lambda: self._now_doing(stretch, "warmup"))
-        self.after(start_s + restore_s + warmup_s, lambda: self._step_on(stretch, attempt))
+            self.after(start_s, lambda: self._now_doing(segment, "restore"))
+            self.after(start_s + restore_s, lambda: self._now_doing(segment, "warmup"))
+        self.after(start_s + restore_s + warmup_s, lambda: self._step_on(segment, attempt))
 
-    def _now_doing(self, stretch: int, job: str) -> None:
-        if stretch == self._stretch:
+    def _now_doing(self, segment: int, job: str) -> None:
+        if segment == self._segment:
             self._job = job
 
-    def _step_on(self, stretch: int, attempt: int) -> None:
+    def _step_on(self, segment: int, attempt: int) -> None:
         """Ranks step from now on: the first step is told, then the end of the stretch."""
-        if stretch != self._stretch:
+        if segment != self._segment:
             return
         pace = Pace(from_s=0.0, steps=0.0, step_s=self.step_s, slow=self.slow)
-        self._run = BatchSegment(began_ns=self.now_ns, first_step=self._step, hosts=len(self._world), paces=[pace])
-        self._stretch_began_ns = self.now_ns
+        self._run = StepSegment(began_ns=self.now_ns, first_step=self._step, hosts=len(self._world), paces=[pace])
+        self._segment_began_ns = self.now_ns
         self._job = "stepping"
         self._schedule_steps(attempt)
 
     def _schedule_steps(self, attempt: int) -> None:
         """What will be told of the steps under way: the first, the first new one, the last."""
-        stretch, run = self._stretch, self._run
+        segment, run = self._segment, self._run
         assert run is not None
         done = self._step - run.first_step
         new = max(self.machine.state.last_applied_step + 1 - run.first_step, done + 1)
         for steps in sorted({done + 1, new}):
-            self.at(run.when_s(steps, self.disk), lambda: self._tell_step(stretch, attempt))
-        self.at(run.when_s(self.total_steps - run.first_step, self.disk), lambda: self._leave(stretch, attempt, 0))
+            self.at(run.when_s(steps, self.disk), lambda: self._tell_step(segment, attempt))
+        self.at(run.when_s(self.total_steps - run.first_step, self.disk), lambda: self._leave(segment, attempt, 0))
 
-    def _tell_step(self, stretch: int, attempt: int) -> None:
-        if stretch == self._stretch:
+    def _tell_step(self, segment: int, attempt: int) -> None:
+        if segment == self._segment:
             self._settle_steps()
             self._report_step(attempt)
 
@@ -328,17 +328,17 @@ class Cluster:
 
     def _productive_s(self) -> float:
         """Training time of the stretch so far."""
-        elapsed_s = (self.now_ns - (self._stretch_began_ns or 0)) / SECOND_NS
+        elapsed_s = (self.now_ns - (self._segment_began_ns or 0)) / SECOND_NS
         return self.disk.productive_s(elapsed_s) if self.disk else elapsed_s
 
     def _settle_steps(self) -> None:
         """Bring the applied step, and the snapshots, up to now."""
         run = self._run
-        if run is None or self._stretch_began_ns is None:
+        if run is None or self._segment_began_ns is None:
             return
         self._step = min(self.total_steps, run.first_step + int(run.steps(self._productive_s()) + 1e-6))
         if self.disk is not None:
-            elapsed_s = (self.now_ns - self._stretch_began_ns) / SECOND_NS
+            elapsed_s = (self.now_ns - self._segment_began_ns) / SECOND_NS
             if usable_s := self.disk.usable_s(elapsed_s):
                 self.disk_step = max(self.disk_step, run.first_step + int(run.steps(usable_s) + 1e-6))
         held = self._step - self._step % max(1, self.snapshot_every_steps)
@@ -350,17 +350,17 @@ class Cluster:
 
     def halt(self, job: str) -> None:
         """No more steps: their time is classified, and the hosts are in ``job`` from here on."""
-        if self._stretch_began_ns is not None:
+        if self._segment_began_ns is not None:
             self._settle_steps()
             self._report_step(self.machine.state.attempt)
-        if self._stretch_began_ns is not None and self._run is not None:
+        if self._segment_began_ns is not None and self._run is not None:
             self.history.append((self.machine.state.attempt, self._step, self._run))
             steps, wanted = self._step - self._run.first_step, self.machine.settings.wanted_hosts
-            parts = self._run.parts((self.now_ns - self._stretch_began_ns) / SECOND_NS, self._productive_s(), steps)
+            parts = self._run.parts((self.now_ns - self._segment_began_ns) / SECOND_NS, self._productive_s(), steps)
             good_host_s = steps * self.stages.step_s * wanted
             self.time.classify(parts, self._run.hosts, good_host_s=good_host_s, tax=self.stages.tax)
-        self._stretch_began_ns = None
-        self._stretch += 1
+        self._segment_began_ns = None
+        self._segment += 1
         if self._job not in ("start", "stopped"):
             self._job = job
 
@@ -383,11 +383,11 @@ class Cluster:
 
     def leave_after_step(self, code: int, *, save: bool = False) -> None:
         """All ranks leave with ``code`` once the step under way is applied, and saved."""
-        stretch, attempt = self._stretch, self.machine.state.attempt
-        self.after(self.step_s, lambda: self._leave(stretch, attempt, code, save=save))
+        segment, attempt = self._segment, self.machine.state.attempt
+        self.after(self.step_s, lambda: self._leave(segment, attempt, code, save=save))
 
-    def _leave(self, stretch: int, attempt: int, code: int, *, save: bool = False) -> None:
-        if stretch == self._stretch:
+    def _leave(self, segment: int, attempt: int, code: int, *, save: bool = False) -> None:
+        if segment == self._segment:
             self._settle_steps()
             self.halt("restart")
             if save and self.disk_takes:

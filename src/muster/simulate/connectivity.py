@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.simulate import agent_model
 from muster.simulate.host_time import VirtualHost
+from muster.simulate.virtual_cluster import VirtualCluster
 from muster.supervise.recovery.state import FromHost, HostUp, Phase
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
-if TYPE_CHECKING:
-    from muster.simulate.cluster import Cluster
 
-
-def say(cluster: Cluster, host: VirtualHost, message: Mapping[str, Any]) -> None:
+def say(cluster: VirtualCluster, host: VirtualHost, message: Mapping[str, Any]) -> None:
     """An agent has something to say. Without a supervisor it keeps what was an end, and acts on a notice itself."""
     kind = message["t"]
     if kind == "event":
@@ -29,7 +27,7 @@ def say(cluster: Cluster, host: VirtualHost, message: Mapping[str, Any]) -> None
         cluster.kill_host(host.name)
 
 
-def greet(cluster: Cluster, host: VirtualHost, step: int) -> None:
+def greet(cluster: VirtualCluster, host: VirtualHost, step: int) -> None:
     """An agent has found the supervisor: its hello, then what ended before, and what stands still."""
     host.linked = cluster.supervised
     cluster.give(HostUp(host=host.name, hello=host.hello(step)))
@@ -37,10 +35,10 @@ def greet(cluster: Cluster, host: VirtualHost, step: int) -> None:
         cluster.give(FromHost(host=host.name, message=report))
     hung = host.hung
     if hung is not None:
-        cluster.after(cluster.stages.detect_exit_s, lambda: cluster.hear(host, hung))
+        cluster.after(cluster.stages.detect_exit_s, lambda: cluster.receive_from(host, hung))
 
 
-def restart_agent(cluster: Cluster, name: str) -> None:
+def restart_agent(cluster: VirtualCluster, name: str) -> None:
     """A host's agent is killed and started anew: what it alone knew is gone, living ranks come back to it."""
     host = cluster.hosts[name]
     if not host.up or not host.joined:
@@ -52,14 +50,14 @@ def restart_agent(cluster: Cluster, name: str) -> None:
     cluster.join(name)
 
 
-def lose_supervisor(cluster: Cluster) -> None:
+def lose_supervisor(cluster: VirtualCluster) -> None:
     """It is killed. Nobody hears the hosts until there is another; they go on with what they were told."""
     cluster.supervised = cluster.dies_at_send = False
     for host in cluster.hosts.values():
         host.linked = False
 
 
-def cut_off(cluster: Cluster) -> bool:
+def cut_off(cluster: VirtualCluster) -> bool:
     """Whether the supervisor is killed at this moment, between what it logged and what it was to send."""
     if cluster.dies_at_send and cluster.machine.state.phase is not Phase.ENDED:
         lose_supervisor(cluster)
@@ -67,10 +65,10 @@ def cut_off(cluster: Cluster) -> bool:
     return False
 
 
-def replace_supervisor(cluster: Cluster, machine: RecoveryStateMachine, *, apart_s: float = 0.0) -> None:
+def replace_supervisor(cluster: VirtualCluster, machine: RecoveryStateMachine, *, apart_s: float = 0.0) -> None:
     """It died; another one takes over with what the log told it. Hosts find it ``apart_s`` after each other."""
     lose_supervisor(cluster)
-    cluster.appoint(machine)
+    cluster.start_supervisor(machine)
     for index, host in enumerate(list(cluster.hosts.values())):
         if host.up and apart_s:
             cluster.after(index * apart_s, lambda name=host.name, boots=host.boots: cluster.join(name, boots=boots))  # type: ignore[misc]

@@ -110,7 +110,7 @@ def choice(name: str, about: str, found: Sequence[Outcome], base: Sequence[Outco
     )
 
 
-def without(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
+def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Technique -> (in words, the scenario without it); only those that the scenario uses."""
     found: dict[str, tuple[str, Scenario]] = {}
     if scenario.fast_detection and not scenario.profile.detect_s:
@@ -126,7 +126,10 @@ def without(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     if scenario.memory_tier:
         found["state in memory"] = ("every failure goes back to the last save", scenario.with_(memory_tier=False))
         if scenario.replicate_snapshots and scenario.replicas == 1:
-            found["copy on a peer"] = ("a lost host goes back to the last save", scenario.with_(replicate_snapshots=False))
+            found["copy on a peer"] = (
+                "a lost host goes back to the last save",
+                scenario.with_(replicate_snapshots=False),
+            )
     saves = scenario.saves
     if saves is not None:
         if saves.stall_s < SYNCHRONOUS_STALL_S / 2:
@@ -229,7 +232,7 @@ def study(
     groups: dict[str, dict[str, tuple[str, Scenario]]] = {}
     if paired:
         groups = {
-            "contributions": without(scenario),
+            "contributions": ablations(scenario),
             "spares": spares_around(scenario) if scenario.trace is None else {},
             "intervals": intervals_around(scenario),
             "policies": policies_around(scenario),

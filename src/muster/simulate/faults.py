@@ -23,14 +23,14 @@ def false_alarm(cluster: Cluster, rank: int) -> bool:
     if host is None:
         return False
     evidence = f"rank {rank}: no progress (a false alarm)"
-    cluster.hear(host, {"t": "rank_hang", "attempt": host.attempt, "rank": rank, "evidence": evidence})
+    cluster.receive_from(host, {"t": "rank_hang", "attempt": host.attempt, "rank": rank, "evidence": evidence})
     return True
 
 
 def notice(cluster: Cluster, name: str, *, grace_s: float, what: str = "maintenance") -> None:
     """A host is told that it will go away."""
     host = cluster.hosts[name]
-    cluster.hear(host, {"t": "notice", "notice": what, "source": "endpoint", "grace_s": grace_s})
+    cluster.receive_from(host, {"t": "notice", "notice": what, "source": "endpoint", "grace_s": grace_s})
 
 
 def release_host(cluster: Cluster, name: str) -> None:

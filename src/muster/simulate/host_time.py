@@ -145,7 +145,7 @@ class HostTime:
             if world is not None
             else set(state.active if state.phase in (Phase.RUN, Phase.FLUSH) else state.target)
         )
-        booting = state.phase in (Phase.BOOT, Phase.ENDED)
+        booting = state.phase in (Phase.STARTING, Phase.ENDED)
         counts = dict.fromkeys(("world", "joined", "provision", "out"), 0)
         for host in hosts:
             if host.held_since_ns is None:

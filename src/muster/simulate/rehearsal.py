@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.policy.builtin import ConservativePolicy, DefaultPolicy
-from muster.policy.cluster_state import Policy
 from muster.policy.load import load_policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
@@ -78,35 +76,16 @@ class Outcome:
 
 def rehearse(scenario: Scenario, seed: int) -> Outcome:
     """Play one seed. Pure: the same scenario and seed give the same outcome."""
-    return Play(scenario, seed).run()
-
-
-def policy_of(scenario: Scenario) -> Policy:
-    """The policy by name or file; a shipped one with the scenario's patience."""
-    found = load_policy(scenario.policy)
-    if scenario.max_wait_s is not None:
-        patient = DefaultPolicy(max_wait_s=scenario.max_wait_s)
-        if isinstance(found, ConservativePolicy):
-            return PatientConservative(inner=patient, max_wait_s=scenario.max_wait_s)
-        if isinstance(found, DefaultPolicy):
-            return patient
-    return found
-
-
-@dataclass(frozen=True)
-class PatientConservative(ConservativePolicy):
-    """``conservative`` with another patience, which the supervisor reads off the policy."""
-
-    max_wait_s: float = 3600.0
+    return Simulation(scenario, seed).run()
 
 
 @dataclass
-class Play:
+class Simulation:
     """A cluster with the scenario's faults in its queue."""
 
     scenario: Scenario
     seed: int
-    struck: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
     open: list[tuple[float, str]] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
     """When each fault that stopped training struck."""
@@ -121,7 +100,7 @@ class Play:
         self.rng = random.Random(f"{self.seed}:stages")
         names = [f"host-{index}" for index in range(scenario.hosts + scenario.spares)]
         self.spec = scenario.run_spec()
-        self.policy = policy_of(scenario)
+        self.policy = load_policy(scenario.policy, max_wait_s=scenario.max_wait_s)
         self.cluster = Cluster(
             machine=self.machine(State()),
             names=names,
@@ -138,7 +117,7 @@ class Play:
             on_end=self.ended,
         )
         for fault in schedule(scenario, self.seed):
-            self.cluster.at(fault.at_s, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+            self.cluster.at(fault.at_s, lambda fault=fault: self.inject(fault))  # type: ignore[misc]
         if scenario.trace is not None:
             self._capacity = len(names)
             for at_s, count in zip(scenario.trace.times_s, scenario.trace.counts, strict=True):
@@ -163,7 +142,7 @@ class Play:
             productive_s=cluster.time.credit_s / scenario.hosts,
             purchased_host_s=cluster.time.purchased_s,
             host_s=dict(cluster.time.by),
-            faults=dict(self.struck),
+            faults=dict(self.injected),
             interruptions=tuple(self.interruptions),
             redone_steps=round(redone),
             attempts=cluster.machine.state.attempt,
@@ -181,11 +160,11 @@ class Play:
 
     # ------------------------------------------------------------ faults
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """One blow, on hosts that run at this moment."""
         cluster = self.cluster
         if fault.kind == "slow":
-            self.struck["slow"] += 1
+            self.injected["slow"] += 1
             cluster.change_pace(fault.factor)
             cluster.after(fault.repair_s, lambda: cluster.change_pace(1.0))
             return
@@ -194,7 +173,7 @@ class Play:
                   if cluster.hosts[name].up]  # fmt: skip
         if not active:
             return
-        self.struck[fault.kind] += 1
+        self.injected[fault.kind] += 1
         stepping = cluster.stepping
         first = int(fault.where * len(active))
         if fault.kind == "maintenance":
@@ -214,7 +193,7 @@ class Play:
             self.open.append((cluster.now_s, fault.kind))
             self.began.append(cluster.now_s)
 
-    def struck_before(self, at_s: float) -> float | None:
+    def last_fault_before(self, at_s: float) -> float | None:
         """When the fault struck that stopped training last before ``at_s``; None: none has yet."""
         return max((began for began in self.began if began <= at_s), default=None)
 
@@ -294,7 +273,7 @@ class Play:
         for name in reversed(up[self._capacity :]):
             stepping = self.cluster.stepping
             faults.release_host(self.cluster, name)
-            self.struck["preempted"] += 1
+            self.injected["preempted"] += 1
             if stepping and not self.cluster.stepping:
                 self.open.append((self.cluster.now_s, "preempted"))
         missing = self._capacity - min(len(up), self._capacity)

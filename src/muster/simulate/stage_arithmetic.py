@@ -91,7 +91,7 @@ class Parts:
 
 
 @dataclass(kw_only=True)
-class BatchSegment:
+class StepSegment:
     """Steps without interruption: when they began, from which step, at which paces since."""
 
     began_ns: int

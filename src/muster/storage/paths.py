@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from muster.core import environment
 from muster.core.errors import UsageError
 
 #: Of a Unix socket's name, its closing zero left out (unix(7)).
@@ -18,8 +19,7 @@ def memory_dir(run_dir: str | Path, run_id: str, host: str) -> Path:
 
     The name is short (see ``check_memory_dir``) and found again by whoever cleans up.
     """
-    root = Path(os.environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"))
-    return root / f"{memory_prefix(run_dir, run_id)}-{host}"
+    return environment.current().memory_root / f"{memory_prefix(run_dir, run_id)}-{host}"
 
 
 def check_memory_dir(folder: Path) -> None:

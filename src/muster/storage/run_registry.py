@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.core import environment
 from muster.core.errors import AccessError, UsageError
 
 MAX_ID = 50
@@ -30,8 +31,7 @@ _ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
     """``$MUSTER_HOME`` or ``~/.muster``."""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
+    return (environment.current() if environ is None else environment.read(environ)).home
 
 
 def new_run_id(name: str, *, now_s: float | None = None, salt: str | None = None) -> str:

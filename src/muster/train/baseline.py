@@ -1,4 +1,4 @@
-"""The reference rate: some steps at the run's beginning without snapshots and saves, and what they come to."""
+"""The baseline rate: some steps near the run's start without snapshots and saves, and their throughput."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from muster.config.validation import REFERENCE_AFTER, REFERENCE_SETTLE
 
 @dataclass
 class BaselineWindow:
-    """The steps that run without fault tolerance. The same on every rank: it follows from the step numbers alone.
+    """The steps without fault tolerance. The same on every rank: it follows from the step numbers alone.
 
-    Steps count from the end of the step before, without the wait for data (which is no fault tolerance), after
-    the first few: by then copies of earlier snapshots are no longer on their way. What stays on, since it cannot be
-    taken off a rank that is to be watched: heartbeats, events, and the small sum in which orders are agreed upon.
+    A step's time counts from the end of the previous step, without the wait for data (which is not fault tolerance).
+    The first few steps are ignored: copies of earlier snapshots may still be in progress. Heartbeats, events and the
+    small all-reduce of commands stay on, because a supervised rank needs them.
     """
 
     first: int
     last: int
-    """Smaller than ``first``: there is none."""
+    """Smaller than ``first``: no window."""
     world_size: int
     _per_token_ns: list[float] = field(default_factory=list)
     _mfu: list[float] = field(default_factory=list)
 
     @classmethod
     def planned(cls, steps: int, *, resumed_at: int, world_size: int) -> BaselineWindow:
-        """The window of a run that wants ``steps`` (0: none), for an attempt that goes on after step ``resumed_at``.
+        """The window of ``steps`` (0: none), for an attempt that continues after step ``resumed_at``.
 
-        An attempt that begins later than the run's first steps has none: its own warm-up would be measured, and
-        snapshots that a failure has just proved to be needed would be missing.
+        An attempt that starts later than the run's first steps has none: its own warm-up would be measured, and it
+        would lack snapshots right after a failure.
         """
         first = REFERENCE_AFTER + 1
         if steps <= 0 or resumed_at + REFERENCE_SETTLE > REFERENCE_AFTER:
@@ -39,11 +39,11 @@ class BaselineWindow:
         return cls(first=first, last=REFERENCE_AFTER + steps, world_size=world_size)
 
     def covers(self, step: int) -> bool:
-        """Whether ``step`` is to be made without snapshots and saves."""
+        """Whether ``step`` runs without snapshots and saves."""
         return self.first <= step <= self.last
 
     def add(self, step: int, detail: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Take a ``step`` event's detail; after the last one the ``reference`` event's."""
+        """Add a ``step`` event's detail; after the last step, returns the ``baseline_rate`` event's."""
         if not self.covers(step):
             return None
         net_ns = int(detail["step_ns"]) - int(detail.get("data_wait_ns", 0))
@@ -53,12 +53,12 @@ class BaselineWindow:
                 self._mfu.append(float(detail["mfu"]))
         if step < self.last or not self._per_token_ns:
             return None
-        middle = median(self._per_token_ns)
-        found = {
-            "tokens_per_s": 1e9 / middle,
+        per_token_ns = median(self._per_token_ns)
+        rates = {
+            "tokens_per_s": 1e9 / per_token_ns,
             "world_size": self.world_size,
             "steps": len(self._per_token_ns),
-            "spread": 1.4826 * median(abs(each - middle) for each in self._per_token_ns) / middle,
+            "spread": 1.4826 * median(abs(value - per_token_ns) for value in self._per_token_ns) / per_token_ns,
             "first_step": self.first,
         }
-        return {**found, "mfu": median(self._mfu)} if self._mfu else found
+        return {**rates, "mfu": median(self._mfu)} if self._mfu else rates

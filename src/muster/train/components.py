@@ -1,7 +1,7 @@
-"""What one rank trains with, and how it becomes a run in one attempt's world.
+"""What one rank trains with, and how it becomes a run in the world of one attempt.
 
-A ``Learner`` (data, model, optimizer, state) is made once a process. ``assemble`` ties it to a world; where a
-rank outlives its world (another replica was lost), it is tied to the next one, and the model stays as it is.
+A ``Learner`` (data, model, optimizer, state) are made once a process. ``assemble`` connects them to a world; if a
+rank outlives its world (another replica was lost), they are connected to the next one, and the model stays as it is.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from muster.train.state.training_state import TrainingState, named_without_wrapp
 from muster.train.trackers import guarded, open_trackers
 from muster.train.training_run import TrainingRun
 
-#: Gradients of the whole model are kept on each rank between micro-batches when they take less than this share
+#: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share
 #: of its memory.
 LOCAL_GRADIENTS_SHARE = 0.1
 
 
 @dataclass
 class TrainerComponents:
-    """What a rank keeps when it goes from one world to another."""
+    """What a rank keeps when it moves from one world to another."""
 
     spec: RunSpec
     device: torch.device
@@ -57,30 +57,30 @@ class TrainerComponents:
     last_step: int
     batch_schedule: BatchSchedule
     meshes: Meshes
-    axes: ReduceGroups
+    groups: ReduceGroups
     built: BuiltModel
     reducer: GradientReducer
     optimizer: ShardOptimizer
     state: TrainingState
 
     def move(self, context: RankContext, world: World) -> None:
-        """Take another place: another number of replicas, the same shard of the model."""
+        """Move to another world: another number of replicas, the same shard of the model."""
         replica = context.rank // context.layout.ranks_per_replica
         self.batch_schedule = BatchSchedule.of(self.spec.training.global_batch_size, context.batch_schedule)
         self.last_step = last_step_of(self.spec, self.batch_schedule, len(self.prepared.train))
         self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
-        self.axes.groups.pop(REPLICATE, None)
+        self.groups.by_axis.pop(REPLICATE, None)
         if world.replicate is not None:
-            self.axes.groups[REPLICATE] = world.replicate
-        self.axes.aborter = world.aborter
+            self.groups.by_axis[REPLICATE] = world.replicate
+        self.groups.aborter = world.aborter
         forget_gradients(self.built.module)
         reshard(self.built.module)
 
 
 def make_components(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> TrainerComponents:
-    """Open the data and build the model, its weights as the seed or the pretrained files give them.
+    """Open the data and build the model, with weights from the seed or the pretrained files.
 
-    Where snapshots in memory are restored next (``context.restore``) trained weights stay undefined until then.
+    If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
     """
     prepared = open_data(spec, Path(context.run_dir))
     batch_schedule = BatchSchedule.of(spec.training.global_batch_size, context.batch_schedule)
@@ -88,7 +88,7 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
-    axes = reduce_groups_of(meshes, world)
+    groups = reduce_groups_of(meshes, world)
     built = build_model(
         spec,
         layout=layout,
@@ -99,7 +99,7 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
         proof=Path(context.run_dir) / "attention_proof.json",
         restored=context.restore is not None,
     )
-    reducer = choose_reducer(spec, built, axes, device, context)
+    reducer = choose_reducer(spec, built, groups, device, context)
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
     return TrainerComponents(
@@ -109,7 +109,7 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
         last_step=last_step,
         batch_schedule=batch_schedule,
         meshes=meshes,
-        axes=axes,
+        groups=groups,
         built=built,
         reducer=reducer,
         optimizer=optimizer,
@@ -117,8 +117,10 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
     )
 
 
-def assemble(components: TrainerComponents, context: RankContext, agent: AgentClient, phases: Phases, world: World) -> TrainingRun:
-    """Restore the state and open everything else the loop needs in this world."""
+def assemble(
+    components: TrainerComponents, context: RankContext, agent: AgentClient, phases: Phases, world: World
+) -> TrainingRun:
+    """Restore the state and open everything else that the loop needs in this world."""
     spec, device, prepared = components.spec, components.device, components.prepared
     run_dir = Path(context.run_dir)
     state = components.state
@@ -142,7 +144,7 @@ def assemble(components: TrainerComponents, context: RankContext, agent: AgentCl
         spec=spec,
         prepared=prepared,
         model=components.built.module,
-        axes=components.axes,
+        groups=components.groups,
         data_rank=components.meshes.data_rank,
         data_ranks=context.layout.data_ranks,
         world=world,
@@ -168,7 +170,7 @@ def assemble(components: TrainerComponents, context: RankContext, agent: AgentCl
         saves=saves,
         snapshots=open_snapshots(spec, context, state, world, agent, extra=saves.extra),
         hashes=hashes_of(components, world),
-        reference=BaselineWindow.planned(
+        baseline=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
         ),
         profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
@@ -180,14 +182,14 @@ def assemble(components: TrainerComponents, context: RankContext, agent: AgentCl
 
 
 def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | None:
-    """The ranks that would go on together where another replica is lost; None: this one is alone, or nobody would."""
+    """The ranks that continue together when another replica is lost; None: only this one, or none."""
     replicated = max(spec.parallelism.dp_replicate, context.layout.dp_replicate) > 1
     shared = replicated and context.layout.ranks_per_replica > 1 and context.snapshot_dir is not None
-    return dist.group.WORLD if shared else None  # torch's default group spans one replica (``setup.join_world``)
+    return dist.group.WORLD if shared else None  # torch's default group spans one replica (``join_world``)
 
 
 def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
-    """What takes the state's hash where the run file asks for it."""
+    """The hashes of the training state, if the run file requests them."""
     meshes = components.meshes
     return StateHashes(
         components.state,
@@ -201,13 +203,13 @@ def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
 
 
 def work_of(components: TrainerComponents, world: World) -> Callable[[int], StepWork]:
-    """Step -> this rank's part of it; called by the reader's thread."""
+    """Step -> this rank's work in it; called by the reader's thread."""
     device, meshes, batch_schedule = components.device, components.meshes, components.batch_schedule
     count_flops = flop_counter(components.built) if world.rank == 0 else None
 
     def make(step: int) -> StepWork:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins with GPU 0, where pinning would open a context
+            torch.cuda.set_device(device)  # a new thread uses GPU 0, where pinning would open a context
         return plan_work(
             components.prepared.train,
             components.spec.training,
@@ -235,7 +237,7 @@ def last_step_of(spec: RunSpec, batch_schedule: BatchSchedule, num_sequences: in
 
 
 def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
-    """The prepared data; made here where nobody did so before the ranks were started (torchrun)."""
+    """The prepared data; prepared here if that was not done before the ranks started (torchrun)."""
     try:
         return open_prepared(spec, run_dir)
     except MusterError:
@@ -243,30 +245,32 @@ def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
 
 
 def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:
-    """The process groups along which sums run; an axis of size 1 has none."""
-    groups = {}
+    """The process groups of the sums; an axis of size 1 has none."""
+    by_axis = {}
     if meshes.shard.size() > 1:
-        groups[SHARD] = meshes.shard.get_group()
+        by_axis[SHARD] = meshes.shard.get_group()
     if meshes.tp.size() > 1:
-        groups[TENSOR] = meshes.tp.get_group()
+        by_axis[TENSOR] = meshes.tp.get_group()
     if world.replicate is not None:
-        groups[REPLICATE] = world.replicate
-    return ReduceGroups(groups, world.aborter)
+        by_axis[REPLICATE] = world.replicate
+    return ReduceGroups(by_axis, world.aborter)
 
 
-def choose_reducer(spec: RunSpec, built: BuiltModel, axes: ReduceGroups, device: torch.device, context: RankContext) -> GradientReducer:
-    """Fixed point where asked for; otherwise floats, reduced once a step where whole gradients are small.
+def choose_reducer(
+    spec: RunSpec, built: BuiltModel, groups: ReduceGroups, device: torch.device, context: RankContext
+) -> GradientReducer:
+    """Fixed point for exact training; otherwise floats, reduced once a step if whole gradients are small.
 
-    The choice depends on the machine and the model alone, so that a restart makes the same one.
+    The choice depends only on the machine and the model, so that a restart makes the same one.
     """
     if spec.training.exact:
-        return FixedPointReducer(built.module, axes)
+        return FixedPointReducer(built.module, groups)
     room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
-    return FloatReducer(built.module, axes, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
+    return FloatReducer(built.module, groups, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
 
 
 def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
-    """Document lengths -> operations by the CAUSAL convention; None for a model whose shape is not known."""
+    """Document lengths -> operations by the CAUSAL convention; None for a model of unknown shape."""
     try:
         shape = ModelShape.from_config(built.config.to_dict())
     except UsageError:
@@ -275,8 +279,10 @@ def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     return lambda lengths: factor * step_flops(shape, lengths)
 
 
-def announce(agent: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str) -> None:
-    """Say what will be trained on what (rank 0)."""
+def announce(
+    agent: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str
+) -> None:
+    """Emit what will be trained, and on what data (rank 0)."""
     if world.rank != 0:
         return
     agent.emit(

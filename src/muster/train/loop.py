@@ -1,4 +1,4 @@
-"""The training loop, top to bottom on one screen. Everything it names is a value on ``Run`` or a plain function."""
+"""The training loop, on one screen. Everything it names is a value of ``TrainingRun`` or a plain function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.train.training_run import TrainingRun
 
 
 def train(run: TrainingRun) -> Command | None:
-    """Apply every step that is left; the order that ended it early, or None at the last step.
+    """Apply every remaining step; returns the command that ended training early, or None after the last step.
 
     Returns with ``run.state.step`` applied on every rank. Raises NotFinite with the bad update not applied.
     """
@@ -35,18 +35,18 @@ def train(run: TrainingRun) -> Command | None:
             update(run, work, rate)
         run.profiler.end(step)
         run.collector.step(step)
-        order = run.consensus.agreed()
+        command = run.consensus.command()
         if run.evaluation_is_due(step):
             run.evaluate(step)
-        if order is not None or run.checkpoint_is_due(step):
-            run.save(step, order)
-        if order is not None and order.kind == "stop":
-            return order
+        if command is not None or run.checkpoint_is_due(step):
+            run.save(step, command)
+        if command is not None and command.kind == "stop":
+            return command
     return None
 
 
 def update(run: TrainingRun, work: StepWork, rate: float) -> None:
-    """One step: every micro-batch forward and backward, the sums over all ranks, the optimizer."""
+    """One step: forward and backward of every micro-batch, the sums over all ranks, the optimizer."""
     training, step = run.spec.training, work.step
     run.reducer.begin(micro_batches=work.micro_batches)
     losses = []
@@ -54,22 +54,22 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
         seed_micro_batch(training.seed, step, part.index)
         run.reducer.before_forward(last=number == len(work.rounds))
         loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
-        run.pause_consensus.ask()
+        run.pause_consensus.start()
         loss.backward()
         run.reducer.add_loss(loss)
         losses.append(loss.detach())
         run.agent.beat(step)
-        run.flush_pending_metrics()  # the step before, where its numbers were left on the device
+        run.flush_pending_metrics()  # of the previous step, if they are still on the device
     run.start_consensus()
     total, norm, fault = run.reducer.finish()
     skip = must_skip(total, norm, fault)
     scale = clip_scale(norm, training.optimizer.max_grad_norm)
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
-    run.applied(work, losses, total, norm, fault, rate)
+    run.record_step(work, losses, total, norm, fault, rate)
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
-    """All randomness of a micro-batch (dropout) follows from its place: no generator state to save.
+    """All randomness of a micro-batch (dropout) follows from its position: there is no generator state to save.
 
     An odd multiplier keeps neighbouring steps apart; 2**63 - 1 is the largest seed torch takes.
     """

@@ -1,7 +1,7 @@
-"""A program: peak memory of one rank's tensors, from the real model, the real FSDP2 wrapping and the real optimizer.
+"""A program: peak memory of one rank's tensors, with the real model, FSDP2 wrapping and optimizer.
 
-Nothing is allocated and nothing is sent: tensors are PyTorch's fake ones, the process group is its fake one, so that
-a laptop answers for any number of ranks without the weights. Started as a process by the planner::
+Nothing is allocated or sent: tensors and the process group are PyTorch's fake ones, so that
+a laptop can answer for any number of ranks without the weights. Started as a process by the planner::
 
     python -m muster.train.memory_trace < request.json > answer.json
     request: {"spec": RunSpec, "layout": {...}, "vocab_size": V, "config": transformers config instead of the spec's}
@@ -45,13 +45,13 @@ from muster.train.model.sharding import shard
 from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
-#: Every so many operators all storages are looked at for a changed size; those found are looked at after each.
+#: Every this many operators all storages are checked for a changed size; those that changed, after each operator.
 LOOK_EVERY = 64
 
 
 @dataclass
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that are alive, and their peak with the moment it was reached.
+    """Bytes of live storages, and their peak with the stage in which it was reached.
 
     FSDP frees and refills whole parameters by resizing their storages, which no operator shows.
     """
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
     moment: str = "build"
     peak_moment: str = "build"
     _sizes: dict[int, int] = field(default_factory=dict)
-    """Storage -> the bytes it was last counted with."""
+    """Storage -> the bytes last counted."""
     _held: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     _resized: set[int] = field(default_factory=set)
     _operators: int = 0
@@ -148,7 +148,7 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
 
 
 def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> ModelWithLoss:
-    """``model.build_model`` as far as memory: laid out and cut, still on the meta device."""
+    """``build_model`` without values: laid out and sharded, still on the meta device."""
     assert spec.model is not None
     compute_dtype, master_dtype = causal_lm.DTYPES[spec.model.dtype], causal_lm.DTYPES[spec.model.master_dtype]
     mesh = make_meshes(layout, "cpu")
@@ -197,7 +197,7 @@ def _step(
 
 
 def _batch(tokens: Tensor, positions: Tensor) -> Batch:
-    """A batch in which every token has a target: which have one cannot be looked up in fake tensors."""
+    """A batch in which every token has a target: fake tensors have no values to look up."""
     count, length = tokens.shape
     return Batch(
         input_ids=tokens,
@@ -210,13 +210,13 @@ def _batch(tokens: Tensor, positions: Tensor) -> Batch:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the local parts, a storage once."""
-    found: dict[int, int] = {}
+    """Bytes of the local parts, each storage counted once."""
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = part.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A step's numbers: kept on the device until somebody may look at them, then one ``step`` event."""
+"""A step's numbers: kept on the device until the host reads them, then one ``step`` event."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from muster.train.trackers import Tracker
 
 @dataclass(frozen=True)
 class Peak:
-    """What MFU divides by."""
+    """The denominator of MFU."""
 
     flops: float | None
-    """Of one rank, per second; None: unknown, so no MFU."""
+    """Of one rank, per second; None: unknown, and MFU is not reported."""
     ranks: int
 
 
 class Pending:
-    """Scalars on their way to the host. ``values`` waits for the device; nothing before it does."""
+    """Scalars being copied to the host. Only ``values`` waits for the device."""
 
     def __init__(self, scalars: Sequence[Tensor]) -> None:
         stacked = torch.stack([scalar.double() for scalar in scalars])
@@ -34,7 +34,7 @@ class Pending:
         if stacked.is_cuda:
             self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             self._host.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
             self._host = stacked
@@ -48,7 +48,7 @@ class Pending:
 
 @dataclass
 class StepTimes:
-    """Where this rank's time of a step went beside computing, in nanoseconds."""
+    """This rank's time in a step besides computing, in nanoseconds."""
 
     data_wait_ns: int = 0
     stall_ns: int = 0
@@ -56,10 +56,10 @@ class StepTimes:
 
 @dataclass
 class StepLog:
-    """Rank 0's record of the steps; silent on the others.
+    """Rank 0's record of the steps; emits nothing on other ranks.
 
-    ``step_ns`` runs from the end of the step before (or from ``restart``, after something that is no step: an
-    evaluation, a save) to the moment this step's numbers are known.
+    ``step_ns`` runs from the end of the previous step (or from ``restart``, after an evaluation or a save) until this
+    step's numbers are known.
     """
 
     agent: AgentClient
@@ -71,7 +71,7 @@ class StepLog:
     _since_ns: int = field(default_factory=time.monotonic_ns)
 
     def restart(self) -> None:
-        """The next step's time begins now."""
+        """The next step's time starts now."""
         self._since_ns = time.monotonic_ns()
 
     def write(
@@ -82,18 +82,18 @@ class StepLog:
         norm: float | None,
         learning_rate: float,
         times: StepTimes,
-        more: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Emit the ``step`` event; its detail, or None on ranks that are silent. ``more``: goes in with it.
+        """Emit the ``step`` event, with ``extra`` in its detail; returns the detail, None on other ranks than 0.
 
-        No loss: the update was left out, so none of its tokens was trained on.
+        No loss: the update was skipped, so none of its tokens was trained on.
         """
         now = time.monotonic_ns()
         step_ns, self._since_ns = max(1, now - self._since_ns), now
         if self.rank != 0:
             return None
         if loss is None:
-            more = {**(more or {}), "skipped": True, "skipped_tokens": work.tokens}
+            extra = {**(extra or {}), "skipped": True, "skipped_tokens": work.tokens}
             work = replace(work, tokens=0, supervised_tokens=0, padding_tokens=0, padding_rounds=0, model_flops=0.0)
         detail: dict[str, Any] = {
             "loss": loss,
@@ -109,7 +109,7 @@ class StepLog:
             "memory_bytes": memory_bytes(self.device),
             "rows": work.rows,
             "padding_rounds": work.padding_rounds,
-            **(more or {}),
+            **(extra or {}),
         }
         if work.model_flops:
             detail["model_flops"] = work.model_flops
@@ -133,7 +133,7 @@ class StepLog:
 
 
 class Phases:
-    """Tells the link what this rank spends its time on, when that changes."""
+    """Reports to the agent what this rank spends its time on, when that changes."""
 
     def __init__(self, agent: AgentClient) -> None:
         self._link = agent

@@ -1,4 +1,4 @@
-"""What a rank can say about its own cost: a trace of one step, a memory snapshot, the peak of this machine's matmul."""
+"""A rank's profiling: a trace of one step, a memory snapshot, the peak rate of this machine's matmul."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PROBE_SIZE = 768
 
 
 class Profiler:
-    """Writes ``traces/step-K.rank-R.json`` (Chrome trace) and ``traces/memory-step-K.rank-R.json`` when asked to."""
+    """Writes ``traces/step-K.rank-R.json`` (Chrome trace) and ``traces/memory-step-K.rank-R.json`` on request."""
 
-    def __init__(self, wanted: Profile, *, directory: Path, rank: int, device: torch.device) -> None:
-        self.wanted, self.directory, self.rank, self.device = wanted, directory, rank, device
+    def __init__(self, profile: Profile, *, directory: Path, rank: int, device: torch.device) -> None:
+        self.profile, self.directory, self.rank, self.device = profile, directory, rank, device
         self._running: Any = None
-        if wanted.memory_step is not None and device.type == "cuda":
+        if profile.memory_step is not None and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     def begin(self, step: int) -> None:
-        """The step begins."""
-        if self.wanted.trace_step == step:
+        """The step starts."""
+        if self.profile.trace_step == step:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -37,25 +37,25 @@ class Profiler:
             self._running.start()
 
     def end(self, step: int) -> None:
-        """The step ends; write what was asked of it."""
+        """The step ends; write what was requested."""
         if self._running is not None:
             self._running.stop()
             self.directory.mkdir(parents=True, exist_ok=True)
             self._running.export_chrome_trace(str(self.directory / f"step-{step}.rank-{self.rank}.json"))
             self._running = None
-        if self.wanted.memory_step == step and self.device.type == "cuda":
+        if self.profile.memory_step == step and self.device.type == "cuda":
             self.directory.mkdir(parents=True, exist_ok=True)
-            found = torch.cuda.memory._snapshot()
+            memory = torch.cuda.memory._snapshot()
             path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
-            path.write_text(json.dumps(found, default=str))
+            path.write_text(json.dumps(memory, default=str))
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class Collector:
-    """Python's garbage collector, run by hand at the same step on all ranks: a pause of one is a pause of all.
+    """Python's garbage collector, run at the same step on all ranks, because a pause of one delays all.
 
-    ``every_steps`` 0 leaves it to Python. What exists at the start is frozen out of later collections, without one
-    before: it would take 0.3 s of every restart, and touch pages that a forked rank shares with its parent.
+    ``every_steps`` 0 leaves it to Python. Existing objects are frozen, without a collection
+    before: that would take 0.3 s of every restart, and touch pages that a forked rank shares with its parent.
     """
 
     def __init__(self, every_steps: int) -> None:
@@ -81,7 +81,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def memory_room_bytes(device: torch.device) -> float:
-    """Memory of the whole device, or of this machine: a constant of the machine, not what happens to be free."""
+    """Memory of the whole device, or of this machine: a constant, not the free memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -90,10 +90,10 @@ def memory_room_bytes(device: torch.device) -> float:
 def peak_flops(
     spec: RunSpec, *, device: torch.device, run_dir: Path, probe: bool, keep: bool
 ) -> tuple[float | None, str]:
-    """FLOP/s of one rank that MFU divides by, and where the figure comes from. None: unknown, so no MFU.
+    """Peak FLOP/s of one rank, for MFU, and the source of the figure. None: unknown, so no MFU.
 
-    On CPU a matmul of the compute type is timed once a run, on all ranks at once; the result lies in the run's
-    folder (written by the rank with ``keep``), so that a restarted rank (``probe`` false) does not stop to measure.
+    On CPU a matmul of the compute type is timed once per run, on all ranks at once; the result is in the run's
+    folder (written by the rank with ``keep``), so that a restarted rank (``probe`` false) need not measure.
     """
     if spec.output.peak_tflops is not None:
         return spec.output.peak_tflops * 1e12, "output.peak_tflops of the run file"
@@ -106,10 +106,10 @@ def peak_flops(
         if not probe:
             return None, "not measured after a restart"
     assert spec.model is not None
-    found = measured_matmul(getattr(torch, spec.model.dtype), device)
+    peak = measured_matmul(getattr(torch, spec.model.dtype), device)
     if keep:
-        path.write_text(json.dumps({"peak_flops": found}))
-    return found, "matmul measured at this run's start"
+        path.write_text(json.dumps({"peak_flops": peak}))
+    return peak, "matmul measured at this run's start"
 
 
 def measured_matmul(dtype: torch.dtype, device: torch.device, *, seconds: float = PROBE_S) -> float:

@@ -1,4 +1,4 @@
-"""Where else the numbers go: TensorBoard where it is installed, one tracking service by key. All lazy, rank 0 only."""
+"""Trackers: TensorBoard if it is installed, and one tracking service. Imported lazily, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.core.errors import UsageError
 
 
 class Tracker(Protocol):
-    """Takes scalars."""
+    """Records scalars."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Record one step's scalars."""
@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files under the run's ``tensorboard`` folder, made with the first numbers: the disk may be full."""
+    """Event files under the run's ``tensorboard`` folder, created with the first numbers: the disk may be full."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class Service:
-    """W&B, MLflow or trackio: three modules with the same three calls under different names."""
+    """W&B, MLflow or trackio: three modules with similar calls."""
 
     def __init__(self, name: str, *, run_id: str, project: str, directory: Path, config: Mapping[str, Any]) -> None:
         self.name = name
@@ -71,14 +71,15 @@ class Service:
 
 
 class Guarded:
-    """Another tracker, which ends no training: where it fails (a full disk, a service that is away) it is left out.
+    """Wraps a tracker so that its failure (a full disk, an unreachable service) does not end the training.
 
-    ``say`` hears why, once. TensorBoard raises from its writer's thread, at some later call.
+    A failed tracker gets no more numbers, and ``report`` gets the reason once. TensorBoard raises from its writer's
+    thread, at some later call.
     """
 
-    def __init__(self, inner: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, inner: Tracker, report: Callable[[str], None]) -> None:
         self._inner: Tracker | None = inner
-        self._say = say
+        self._report = report
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         if self._inner is not None:
@@ -92,31 +93,31 @@ class Guarded:
         assert self._inner is not None
         try:
             call(self._inner)
-        except Exception as error:  # noqa: BLE001 (somebody else's code, which the weights do not need)
+        except Exception as error:  # noqa: BLE001 (third-party code that training does not depend on)
             name = getattr(self._inner, "name", type(self._inner).__name__)
             self._inner = None
-            self._say(f"{name} failed and gets no more numbers: {error or type(error).__name__}")
+            self._report(f"{name} failed and gets no more numbers: {error or type(error).__name__}")
 
 
-def guarded(trackers: list[Tracker], say: Callable[[str], None]) -> list[Tracker]:
-    """Each of them, unable to end the training."""
-    return [Guarded(each, say) for each in trackers]
+def guarded(trackers: list[Tracker], report: Callable[[str], None]) -> list[Tracker]:
+    """The trackers, whose failures no longer end the training."""
+    return [Guarded(tracker, report) for tracker in trackers]
 
 
 def open_trackers(spec: RunSpec, *, run_id: str, run_dir: Path) -> list[Tracker]:
-    """The trackers that the run file asks for.
+    """The trackers that the run file requests.
 
     Raises:
-        UsageError: one is asked for and not installed.
+        UsageError: one of them is not installed.
     """
-    found: list[Tracker] = []
-    present = importlib.util.find_spec("tensorboard") is not None
-    if spec.output.tensorboard and not present:
+    trackers: list[Tracker] = []
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if spec.output.tensorboard and not installed:
         raise UsageError("output.tensorboard is true, but tensorboard is not installed", hint="pip install tensorboard")
-    if spec.output.tensorboard is not False and present:
-        found.append(TensorBoard(run_dir / "tensorboard"))
+    if spec.output.tensorboard is not False and installed:
+        trackers.append(TensorBoard(run_dir / "tensorboard"))
     if spec.output.tracker != "none":
-        found.append(
+        trackers.append(
             Service(
                 spec.output.tracker,
                 run_id=run_id,
@@ -125,7 +126,7 @@ def open_trackers(spec: RunSpec, *, run_id: str, run_dir: Path) -> list[Tracker]
                 config=spec.model_dump(mode="json"),
             )
         )
-    return found
+    return trackers
 
 
 def imported(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""The state of a loop of one's own as named tensors, and back again.
+"""The state of a user's own loop as named tensors, and back.
 
-A name that begins with ``rank<N>.`` is rank N's own. What any other name holds must be the same on every rank: a
-checkpoint has one value of it. (A DTensor's parts may differ, of course: they are parts of one value.)
+A name that begins with ``rank<N>.`` belongs to rank N. Any other value must be the same on every rank, because a
+checkpoint has one value per name. (The parts of a DTensor are parts of one value.)
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 PLAIN = "__plain__"
 PLAIN_BYTES = 64 * 1024
-"""Room for the values that are no tensors, as JSON in a tensor of bytes; for each rank's own ones as much again."""
+"""Size of the tensor with all other values, as JSON; each rank's own values have one more."""
 WHOLE_BYTES = 64 * 1024
-"""Tensors up to this size are compared whole; of larger ones as many values, evenly spread."""
+"""Larger tensors are compared by ``_SPREAD`` values only, evenly spaced."""
 _SPREAD = 2048
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What torch calls so: models, optimizers, schedulers, data loaders."""
+    """As in torch: models, optimizers, schedulers, data loaders."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -44,41 +44,41 @@ State = Mapping[str, "Stateful | Tensor | None"]
 
 
 def flatten(state: State) -> dict[str, Tensor]:
-    """Dotted name -> tensor that shares storage with the state, plus tensors of bytes for all the rest.
+    """Dotted name -> tensor that shares storage with the state, plus tensors of bytes for all other values.
 
     Raises:
-        UsageError: something in it could not be given back.
+        UsageError: a value could not be restored.
     """
     import torch
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     plain: dict[int | None, dict[str, Any]] = {None: {}}
     for name, part in state.items():
         values = plain.setdefault(owner_of(name), {})
         if isinstance(part, torch.Tensor):
-            found[name] = part.detach()
+            tensors[name] = part.detach()
         elif isinstance(part, Stateful):
-            _walk(name, part.state_dict(), found, values)
+            _walk(name, part.state_dict(), tensors, values)
         elif part is not None:
             raise UsageError(
-                f"state: {name!r} is a {type(part).__name__}, which could not be given back",
+                f"state: {name!r} is a {type(part).__name__}, which could not be restored",
                 hint="a tensor, or an object with state_dict and load_state_dict",
             )
     for owner, values in plain.items():
-        found[_plain_name(owner)] = _as_bytes(values)
-    return found
+        tensors[_plain_name(owner)] = _as_bytes(values)
+    return tensors
 
 
 def unflatten(state: State, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Hand each part of ``state`` what is its own; names of values that were saved and have no place in it."""
+    """Load each part of ``state``; returns the names of saved values that are not in it."""
     plain: dict[str, Any] = {}
     for owner in {None, *(owner_of(name) for name in state)}:
         plain |= json.loads(bytes(tensors[_plain_name(owner)].numpy()).decode())
-    taken: set[str] = set()
+    used: set[str] = set()
     for name, part in state.items():
         if isinstance(part, Stateful):
-            part.load_state_dict(_fill(name, part.state_dict(), tensors, plain, taken))
-    return sorted(plain.keys() - taken)
+            part.load_state_dict(_fill(name, part.state_dict(), tensors, plain, used))
+    return sorted(plain.keys() - used)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def fill_optimizers(state: State) -> None:
-    """Give a fresh optimizer the moments that its first step would make, so that there is a place to restore into.
+    """Create the moments of new optimizers, which the first step would create, so that they can be restored.
 
-    A step of learning rate 0 with gradients of 0 makes them and moves nothing; what it counts is restored over.
+    A step with learning rate 0 and gradients of 0 creates them and changes no parameter; its count is overwritten.
     """
     import torch
 
@@ -114,14 +114,14 @@ def _plain_name(owner: int | None) -> str:
     return PLAIN if owner is None else f"rank{owner}.{PLAIN}"
 
 
-def _walk(name: str, content: Any, found: dict[str, Tensor], plain: dict[str, Any]) -> None:
+def _walk(name: str, content: Any, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     import torch
 
     if isinstance(content, torch.Tensor):
-        found[name] = content.detach()
+        tensors[name] = content.detach()
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            _walk(f"{name}.{key}", value, found, plain)
+            _walk(f"{name}.{key}", value, tensors, plain)
     else:
         plain[name] = content
 
@@ -138,20 +138,20 @@ def _as_bytes(values: Mapping[str, Any]) -> Tensor:
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"state: {name} is neither a tensor nor JSON: {error}",
-                    hint="let its state_dict give numbers, texts, lists and tensors",
+                    hint="its state_dict may hold numbers, strings, lists and tensors",
                 ) from error
         raise
     if len(text) > PLAIN_BYTES:
-        raise UsageError(f"{len(text)} bytes of the state are no tensors; {PLAIN_BYTES} fit")
+        raise UsageError(f"{len(text)} bytes of the state are not tensors; the limit is {PLAIN_BYTES}")
     return torch.frombuffer(bytearray(text.ljust(PLAIN_BYTES)), dtype=torch.uint8)
 
 
-def _fill(name: str, content: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], taken: set[str]) -> Any:
+def _fill(name: str, content: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], used: set[str]) -> Any:
     if name in tensors:
         return tensors[name]
     if isinstance(content, Mapping):
-        return {key: _fill(f"{name}.{key}", value, tensors, plain, taken) for key, value in content.items()}
-    taken.add(name)
+        return {key: _fill(f"{name}.{key}", value, tensors, plain, used) for key, value in content.items()}
+    used.add(name)
     return plain.get(name, content)
 
 
@@ -159,25 +159,26 @@ def _fill(name: str, content: Any, tensors: Mapping[str, Tensor], plain: Mapping
 
 
 def first_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str | None:
-    """What ranks hold differently under one name, in words; None where nothing is. Collective over a gloo group.
+    """A message about the first value that differs between ranks; None: none does. Collective over a gloo group.
 
-    Every rank gets the same answer. Large tensors are compared by a sample of their values, DTensors by their shape.
+    Every rank gets the same answer. Large tensors are compared by samples, DTensors by their shape.
     """
     from muster.checkpoint.exchange import gather
 
     digests = _digests(tensors)
     shared = {name: digest for name, digest in sorted(digests.items()) if owner_of(name) is None}
     own = {name: digest for name, digest in digests.items() if owner_of(name) is not None}
-    told = gather({"shared": _crc(json.dumps(shared).encode()), "own": own}, group)
-    if len({each["shared"] for each in told}) > 1:
-        found = _first_of(gather(shared, group))
-        if found is not None and found[0] == PLAIN:
+    reports = gather({"shared": _crc(json.dumps(shared).encode()), "own": own}, group)
+    if len({report["shared"] for report in reports}) > 1:
+        difference = _first_of(gather(shared, group))
+        if difference is not None and difference[0] == PLAIN:
             values = json.loads(bytes(tensors[PLAIN].numpy()).decode())
-            found = _first_of(gather({key: _crc(json.dumps(value).encode()) for key, value in values.items()}, group))
-        return None if found is None else found[1]
+            checksums = {key: _crc(json.dumps(value).encode()) for key, value in values.items()}
+            difference = _first_of(gather(checksums, group))
+        return None if difference is None else difference[1]
     holders: dict[str, tuple[int, str]] = {}
-    for rank, each in enumerate(told):
-        for name, digest in each["own"].items():
+    for rank, report in enumerate(reports):
+        for name, digest in report["own"].items():
             first, known = holders.setdefault(name, (rank, digest))
             if known != digest:
                 return f"{name} differs between ranks {first} and {rank}"
@@ -185,45 +186,46 @@ def first_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | N
 
 
 def refuse_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raise UsageError, the same on every rank, where ``first_difference`` finds one. Collective."""
-    found = first_difference(tensors, group)
-    if found is not None:
+    """Raise UsageError, the same on every rank, if ``first_difference`` finds one. Collective."""
+    difference = first_difference(tensors, group)
+    if difference is not None:
         raise UsageError(
-            f"state: {found}, and a checkpoint holds one value under a name",
-            hint="give a rank's own things names of their own, as in "
+            f"state: {difference}, and a checkpoint holds one value under a name",
+            hint="give a rank's own values names of their own, as in "
             'state[f"rank{dist.get_rank()}.loader"] = loader; make everything else equal before save',
         )
 
 
-def _first_of(told: list[dict[str, str]]) -> tuple[str, str] | None:
-    """(name, in words what differs) of the first name that not all ranks hold alike."""
-    for rank, each in enumerate(told[1:], start=1):
-        for name in sorted({*told[0], *each}):
-            if name not in each or name not in told[0]:
-                holder, lacking = (rank, 0) if name in each else (0, rank)
+def _first_of(reports: list[dict[str, str]]) -> tuple[str, str] | None:
+    """(name, message) of the first value that is not the same on all ranks."""
+    first = reports[0]
+    for rank, report in enumerate(reports[1:], start=1):
+        for name in sorted({*first, *report}):
+            if name not in report or name not in first:
+                holder, lacking = (rank, 0) if name in report else (0, rank)
                 return name, f"rank {holder} holds {name} and rank {lacking} does not"
-            if told[0][name] != each[name]:
+            if first[name] != report[name]:
                 return name, f"{name} differs between ranks 0 and {rank}"
     return None
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> type, shape and checksum; made with one copy from each device."""
+    """Name -> type, shape and checksum; with one copy from each device."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     samples: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        found[name] = f"{tensor.dtype}{list(tensor.shape)}"
+        digests[name] = f"{tensor.dtype}{list(tensor.shape)}"
         if not isinstance(tensor, DTensor):
             samples[tensor.device][name] = _sample(tensor)
     for parts in samples.values():
         data, at = torch.cat(list(parts.values())).cpu().numpy(), 0
         for name, part in parts.items():
-            found[name] += f":{_crc(data[at : at + part.numel()])}"
+            digests[name] += f":{_crc(data[at : at + part.numel()])}"
             at += part.numel()
-    return found
+    return digests
 
 
 def _crc(data: Any) -> str:
@@ -231,7 +233,7 @@ def _crc(data: Any) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Its bytes, or those of values spread evenly over it."""
+    """Its bytes, or those of evenly spaced values."""
     import torch
 
     flat = tensor.detach().reshape(-1)
@@ -240,11 +242,11 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat.contiguous().view(torch.uint8)
 
 
-def take(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, step: int) -> None:
-    """Copy each of ``found`` into ``wanted``. Raises CheckpointError where one is not there or of another shape."""
-    for name, tensor in wanted.items():
-        here = local(tensor)
-        if name not in found or found[name].shape != here.shape:
-            what = f"{name} of shape {list(here.shape)}"
-            raise CheckpointError(f"the snapshots of step {step} do not fit this state: they hold no {what}")
-        here.copy_(found[name])
+def copy_tensors(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, step: int) -> None:
+    """Copy ``sources`` into ``targets``. Raises CheckpointError if one is missing or has another shape."""
+    for name, tensor in targets.items():
+        part = local(tensor)
+        if name not in sources or sources[name].shape != part.shape:
+            problem = f"they lack {name} of shape {list(part.shape)}"
+            raise CheckpointError(f"the snapshots of step {step} do not fit this state: {problem}")
+        part.copy_(sources[name])

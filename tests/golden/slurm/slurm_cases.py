@@ -61,9 +61,9 @@ def blueprints() -> dict[str, RunSpec]:
     """Name -> run file, for each machine and way of buying it."""
     google = {"project": "my-project", "locations": ["us-central1-b"], "spare_hosts": 1}
     return {
-        "toolkit-a3-mega-spot": spec(**google, machine="a3-megagpu-8g", mode="spot"),
-        "toolkit-a3-ultra-flex": spec(**google, machine="a3-ultragpu-8g", mode="flex_start"),
-        "toolkit-a4-reservation": spec(**google, machine="a4-highgpu-8g", mode="reservation", reservation="mine"),
+        "toolkit-a3-mega-spot": spec(**google, machine="a3-megagpu-8g", provisioning_model="spot"),
+        "toolkit-a3-ultra-flex": spec(**google, machine="a3-ultragpu-8g", provisioning_model="flex_start"),
+        "toolkit-a4-reservation": spec(**google, machine="a4-highgpu-8g", provisioning_model="reservation", reservation="mine"),
     }
 
 

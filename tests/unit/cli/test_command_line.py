@@ -188,8 +188,8 @@ def test_before_and_after():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["down", "one", "two"], "'two' goes with a run file alone"),
-        (["down", "one", "--keep-data"], "'--keep-data' goes with a run file alone"),
+        (["down", "one", "two"], "'two' needs a run file"),
+        (["down", "one", "--keep-data"], "'--keep-data' needs a run file"),
         (["report", "a", "--step-time", "8"], "--step-time goes with --from"),
         (["report", "a", "-o", "page.html"], "--output goes with --html"),
         (["report", "a", "b", "--html", "-o", "page.html"], "--output names one page"),
@@ -220,7 +220,7 @@ def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
         raise KeyboardInterrupt
 
     for verb, place in (("watch", "watch.watch"), ("logs", "logs.logs"), ("events", "logs.events")):
-        monkeypatch.setattr(f"muster.app.{place}", interrupted)
+        monkeypatch.setattr(f"muster.app.inspect.{place}", interrupted)
         code, out, err = run(capsys, verb, "x")
         assert (code, out) == (130, "") and "the run itself is left as it is" in err, verb
 

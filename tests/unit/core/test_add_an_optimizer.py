@@ -32,7 +32,7 @@ class Momentum:
     def moments(self):
         return {"velocity": self.velocity}
 
-    def take(self, moments):
+    def load_moments(self, moments):
         pass
 
     def step(self, *, step, learning_rate, scale, skip):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.config.spec import PromptTemplate
+from muster.config.sources import PromptTemplate
 from muster.core.errors import UsageError
 from muster.data.formats import Segment, choose_format, document, fill
 
@@ -86,7 +86,7 @@ def test_templates_take_columns_only():
     found = document(row, "prompt_completion", template, "completions", render)
     assert [each.text for each in found.segments] == ["{q}: how many {x}", " SELECT 1"]
     for bad in ("{missing}", "{question.__class__}", "{question!r}", "{question:>9}", "{0}", "{}"):
-        with pytest.raises(UsageError, match="is no column"):
+        with pytest.raises(UsageError, match="is not a column"):
             fill(bad, row)
     with pytest.raises(UsageError, match="template"):
         fill("{question", row)

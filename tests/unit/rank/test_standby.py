@@ -26,7 +26,7 @@ class AgentConnection:
 
 def first(line, *, context, **changes):
     spec = spec_of().model_dump(mode="json") | changes
-    return fork_server._first(line, spec, local_rank=1, context=context)
+    return fork_server._first_assignment(line, spec, local_rank=1, context=context)
 
 
 def test_one_that_gets_a_rank_at_once_does_nothing_before(monkeypatch):

@@ -36,7 +36,7 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
     assert not warmup.warm_up(spec_of())
     assert "could not warm up: division by zero" in capsys.readouterr().err
     assert not dist.is_initialized()
-    assert warmup.smaller(spec_of({"model_type": "no_such"})) is None
+    assert warmup.small_spec(spec_of({"model_type": "no_such"})) is None
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
 )
 def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):
     given = {"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}
-    assert warmup.wanted(given) is expected
+    assert warmup.applies(given) is expected
     if "resources" not in changes:
-        assert warmup.wanted({**given, "resources": {"device": "cuda"}}, context=True) is expected
+        assert warmup.applies({**given, "resources": {"device": "cuda"}}, context=True) is expected
 
 
 class Cuda:
@@ -109,7 +109,7 @@ def test_on_a_gpu_nothing_is_compiled(on_gpu, monkeypatch):
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [({"refuses": "CUDA-capable device(s) is/are busy or unavailable"}, "busy or unavailable"),
-     ({"free": warmup.SPARE_BYTES - 1}, "GPU 1 has 2.1 GB left")],
+     ({"free": warmup.SPARE_BYTES - 1}, "GPU 1 has 2.1 GB free")],
 )  # fmt: skip
 def test_where_there_is_no_context_or_no_room_for_one_it_is_not_fit(trouble, said, on_gpu, capsys, monkeypatch):
     on_gpu(**trouble)

@@ -165,7 +165,7 @@ def test_two_decisions_on_one_incident(book):
 
 def test_a_decision_on_nothing(book):
     book.boss(0.95, "incident.decided", incident_id="i9", action="ignore", reason="?")
-    expect(book, "I3", "no incident")
+    expect(book, "I3", "not an incident")
 
 
 def test_work_after_the_end(book):
@@ -279,7 +279,7 @@ def test_a_file_that_was_touched(book, how):
 
 def test_a_head_that_was_cited_and_is_gone(book):
     book.boss(2.1, "log.hash_heads", heads={"host-0.2.jsonl": "0" * 64})
-    expect(book, "log", "cited of host-0.2.jsonl")
+    expect(book, "log", "a cited head of host-0.2.jsonl")
 
 
 def test_a_torn_last_line_is_no_break(book):

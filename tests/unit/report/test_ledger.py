@@ -60,7 +60,7 @@ def test_incidents_say_what_it_cost(found):
     assert killed["lost_s"] == pytest.approx(112.5 - 106.5)
     assert lost["redone_steps"] == 5
     assert lost["lost_s"] == pytest.approx(177.5 - 156.0)
-    assert "swapped for host-2" in lost["sentence"] and "5 steps redone" in lost["sentence"]
+    assert "replaced by host-2" in lost["sentence"] and "5 steps redone" in lost["sentence"]
     assert found["incident_kinds"]["all"]["count"] == 2
 
 

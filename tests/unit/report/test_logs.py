@@ -81,7 +81,7 @@ def test_an_unreadable_line_is_left_out_and_said(run_dir):
 def test_an_edited_value_of_a_wrong_type_is_an_error_in_words(run_dir):
     path = run_dir / "events" / "supervisor.1.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"world_size":4', b'"world_size":"four"', 1))
-    with pytest.raises(MusterError, match="no writer of ours") as caught:
+    with pytest.raises(MusterError, match="no version of Muster writes") as caught:
         api.load(run_dir)
     assert "breaks the chain" in caught.value.hint
 

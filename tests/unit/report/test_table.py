@@ -22,7 +22,7 @@ def test_the_table_fits_its_width(report, width):
 
 def test_the_table_says_it_all(report):
     text = api.render_table(report, width=140)
-    for words in ("60.93%", "43.70%", "productive", "redone", "swapped for host-2", "p50 13.8 s", "$3.61", "0.8"):
+    for words in ("60.93%", "43.70%", "productive", "redone", "replaced by host-2", "p50 13.8 s", "$3.61", "0.8"):
         assert words in text
 
 

@@ -9,7 +9,7 @@ from rehearsing import MTBF_S, formula
 from muster.core import intervals
 from muster.simulate.cluster import Cluster, Stages
 from muster.simulate.ensembles import spares_for
-from muster.simulate.rehearsal import Play, rehearse, spec_for
+from muster.simulate.rehearsal import Simulation, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Saves, Scenario
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
@@ -103,7 +103,7 @@ def test_mean_hosts_out_is_rate_times_repair_time():
 
 
 def test_spares_run_out_as_often_as_the_poisson_tail_says():
-    plays = [Play(only_hosts(), seed) for seed in (0, 1)]
+    plays = [Simulation(only_hosts(), seed) for seed in (0, 1)]
     answers = []
     for play in plays:
         play.run()

@@ -14,7 +14,7 @@ from muster.core.errors import UsageError
 from muster.report.render.document import document
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate.fault_schedule import Fault, schedule
-from muster.simulate.rehearsal import Play, rehearse, spec_for
+from muster.simulate.rehearsal import Simulation, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Scenario
 from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 
@@ -79,8 +79,8 @@ def test_the_ledger_folds_a_rehearsals_log_to_the_same_account():
 
 def one_fault(scenario, fault):
     """A rehearsal in which only this happens."""
-    play = Play(scenario.with_(failures_per_day=0.0), 0)
-    play.cluster.at(fault.at_s, lambda: play.strike(fault))
+    play = Simulation(scenario.with_(failures_per_day=0.0), 0)
+    play.cluster.at(fault.at_s, lambda: play.inject(fault))
     return play, play.run()
 
 
@@ -170,7 +170,9 @@ def test_failures_during_recovery_start_it_again():
 def test_contributions_are_paired_and_leave_one_out():
     scenario = Scenario(spec=spec_for(), hosts=8, spares=1, min_hosts=4, hours=20.0, failures_per_day=24.0)
     told = []
-    found = ensembles.study(scenario, seeds=3, paired=2, workers=1, progress=lambda done, total: told.append((done, total)))
+    found = ensembles.study(
+        scenario, seeds=3, paired=2, workers=1, progress=lambda done, total: told.append((done, total))
+    )
     by_name = {each.name: each for each in found.contributions}
     assert {"state in memory", "warm standby", "spares", "copy on a peer"} <= set(by_name)
     assert by_name["state in memory"].change_active < -0.01

@@ -5,12 +5,12 @@ from test_judged import fails_at
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
 from muster.config.spec import RunSpec
-from muster.core.types import Action, Incident, IncidentKind
+from muster.core.types import Action, Incident
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import ClusterState
 from muster.protocol.ranks import RankContext
 from muster.simulate.agent_model import take
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def nan(step):
@@ -67,18 +67,18 @@ def test_a_bad_batch_stops_the_run_by_default(with_skips):
 def test_with_skip_its_update_is_left_out_and_a_new_supervisor_knows(with_skips):
     of = spec(hosts=1, recovery={"on_nonfinite_step": "skip"})
     found = with_skips(cluster(of), 20)
-    found.at(20.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(20.0, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     found.at(25.0, lambda: found.kill_rank(0))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart", "restart", "restart"]
     assert [log.detail.get("skip_steps") for _, log in kinds(found, "incident.decided")] == [None, [20], None]
     starts = [log.detail.get("skip_steps") for _, log in kinds(found, "attempt.started")]
     assert starts == [None, None, [20], [20]]
-    assert recover(events_of(found)).skip_steps == {20}, "also in the run's next life"
+    assert rebuild_state(events_of(found)).skip_steps == {20}, "also in the run's next life"
 
 
 def decide(step, skipped, repeats=2):
-    incident = Incident(incident_id="i1", kind=IncidentKind.NOT_FINITE, attempt=1, step=step, host="host-0")
+    incident = Incident(incident_id="i1", kind="not_finite", attempt=1, step=step, host="host-0")
     situation = ClusterState(
         active=("host-0",), spares=(), wanted_hosts=1, min_hosts=1, last_applied_step=step - 1,
         restarts_without_progress=1, max_restarts_without_progress=3, same_error_repeats=repeats,

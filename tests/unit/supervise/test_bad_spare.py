@@ -22,10 +22,12 @@ def test_a_spare_that_cannot_start_is_not_taken_until_it_can(comes_back, replace
     )
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     names = [f"host-{number}" for number in range(4)]
-    found = Cluster(machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=names, total_steps=300)
+    found = Cluster(
+        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=names, total_steps=300
+    )
 
     def say(**message):
-        found.hear(found.hosts["host-2"], message)
+        found.receive_from(found.hosts["host-2"], message)
 
     found.at(20.0, lambda: say(t="failed", reason="the fork server died with code -9", exit_code=1))
     if comes_back:

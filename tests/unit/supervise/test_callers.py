@@ -6,9 +6,9 @@ import pytest
 from test_machine import machine, spec
 
 from muster.core.event_log import EventLog, read
-from muster.supervise.process.clock_offsets import Clocks
+from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.limits import LimitsGuard
-from muster.supervise.process.liveness import Presence
+from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.server import Supervisor
 from muster.supervise.recovery.state import FromHost, StopRequest
 
@@ -30,10 +30,10 @@ class ConnectionPool:
 def supervisor(tmp_path):
     of = spec(hosts=1)
     found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.hub, found.agents, found.keepers, found.clocks = "r", ConnectionPool(), {}, {}, Clocks()
+    found.run_id, found.hub, found.agents, found.keepers, found.clocks = "r", ConnectionPool(), {}, {}, ClockOffsets()
     found.machine = machine(of)
     found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
-    found.presence = Presence(timeout_s=3.0)
+    found.presence = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
     found.lease = SimpleNamespace(hold=lambda: None)
     found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
@@ -77,7 +77,8 @@ def test_a_hello_that_cannot_be_used(supervisor, hello):
 
 def test_one_that_can(supervisor):
     say(
-        supervisor, {**HELLO, "snapshots": [{"step": 1, "attempt": 1, "rank": 0, "layout": "r1s1t1p1c1e1", "tier": "memory"}]}
+        supervisor,
+        {**HELLO, "snapshots": [{"step": 1, "attempt": 1, "rank": 0, "layout": "r1s1t1p1c1e1", "tier": "memory"}]},
     )
     assert supervisor.machine.state.hosts["host-0"].connected and not supervisor.hub.closed
 

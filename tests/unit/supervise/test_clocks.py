@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.supervise.process.clock_offsets import AGAIN_S, Clocks
+from muster.supervise.process.clock_offsets import AGAIN_S, ClockOffsets
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -15,12 +15,12 @@ def answer(clocks, now_ns, *, ahead_ns=0, half_ns=MS, host="a"):
 
 
 def test_the_first_one_is_said():
-    host, found = answer(Clocks(), 100 * S, ahead_ns=7 * S)
+    host, found = answer(ClockOffsets(), 100 * S, ahead_ns=7 * S)
     assert (host, found.offset_ns, found.error_ns) == ("a", 7 * S, MS)
 
 
 def test_a_day_of_measurements_leaves_a_line_every_ten_minutes_and_nothing_in_memory():
-    clocks, said = Clocks(), 0
+    clocks, said = ClockOffsets(), 0
     for number in range(2880):
         said += answer(clocks, number * 30 * S + S, half_ns=MS + number % 7) is not None
     assert said == 86400 / AGAIN_S
@@ -31,13 +31,13 @@ def test_a_day_of_measurements_leaves_a_line_every_ten_minutes_and_nothing_in_me
     ("ahead_ns", "half_ns", "news"), [(1.9, 1.0, False), (2.1, 1.0, True), (0, 0.4, True), (0, 0.6, False)]
 )
 def test_one_that_moved_for_certain_or_is_much_better_known_is_said(ahead_ns, half_ns, news):
-    clocks = Clocks()
+    clocks = ClockOffsets()
     answer(clocks, 100 * S)
     assert (answer(clocks, 130 * S, ahead_ns=int(ahead_ns * MS), half_ns=int(half_ns * MS)) is not None) == news
 
 
 def test_a_host_that_went_owes_no_answer_and_is_measured_anew():
-    clocks = Clocks()
+    clocks = ClockOffsets()
     answer(clocks, 100 * S)
     asked = [clocks.ping("a", 130 * S) for _ in range(3)]
     clocks.ping("b", 130 * S)
@@ -48,7 +48,7 @@ def test_a_host_that_went_owes_no_answer_and_is_measured_anew():
 
 
 def test_an_answer_that_comes_twice_counts_once():
-    clocks = Clocks()
+    clocks = ClockOffsets()
     ping = clocks.ping("a", S)
     pong = {"id": ping["id"], "mono_ns": 0}
     assert clocks.pong(pong, 2 * S) is not None and clocks.pong(pong, 2000 * S) is None

@@ -4,7 +4,7 @@ from muster.config.spec import RunSpec
 from muster.policy.builtin import SHIPPED
 from muster.protocol.ranks import RankContext
 from muster.simulate.cluster import Cluster
-from muster.supervise.recovery.attempts import start_message
+from muster.supervise.recovery.start_message import start_message
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
@@ -22,12 +22,14 @@ def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():
     )
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     found = Cluster(
-        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=["host-0", "host-1"], total_steps=200
+        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]),
+        names=["host-0", "host-1"],
+        total_steps=200,
     )
     told = []
 
     def look():
-        told.append(RankContext.from_json(start_message(found.machine._c, "host-0", None)["contexts"][0]))
+        told.append(RankContext.from_json(start_message(found.machine._ctx, "host-0", None)["contexts"][0]))
 
     for at_s, act in ((8.0, look), (10.0, lambda: found.kill_rank(1)), (20.0, look), (30.0, lambda: found.kill_rank(0)),
                       (40.0, look)):  # fmt: skip
@@ -50,14 +52,18 @@ def test_a_step_that_was_heard_of_late_and_is_taken_again_counts_as_redone():
     )
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     found = Cluster(
-        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]), names=["host-0", "host-1"], total_steps=200
+        machine=RecoveryStateMachine(settings=settings, policy=SHIPPED["default"]),
+        names=["host-0", "host-1"],
+        total_steps=200,
     )
 
     def heard_late(log):
-        if log.kind == "incident.detected":  # the survivor's word on its last step was on the way when its peer's end was heard
+        if (
+            log.kind == "incident.detected"
+        ):  # the survivor's word on its last step was on the way when its peer's end was heard
             late = found.machine.state.last_applied_step + 1
             event = {"kind": "step", "attempt": found.machine.state.attempt, "step": late}
-            found.after(0.0, lambda: found.hear(found.hosts["host-0"], {"t": "event", "event": event}))
+            found.after(0.0, lambda: found.receive_from(found.hosts["host-0"], {"t": "event", "event": event}))
 
     found.on_log = heard_late
     found.at(10.0, lambda: found.kill_rank(1))

@@ -7,7 +7,7 @@ from muster.core.events import Event, check
 from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Stages
 from muster.supervise.recovery.state import FromHost, Phase, StopRequest
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def ended(found, until_s=10_000):
@@ -61,7 +61,7 @@ def test_a_stop_while_recovering_writes_first_and_one_without_a_save_does_not():
         found.at(10.0, lambda found=found: found.kill_rank(0))
         found.at(11.0, lambda found=found, save=save: stop(found, save=save))
         end = ended(found)
-        assert end.exit_code == 130 and "before training went on" in end.reason
+        assert end.exit_code == 130 and "before training continued" in end.reason
         assert (committed(found) > 10) is written
 
 
@@ -79,7 +79,7 @@ def test_what_is_committed_already_is_not_written_again():
         found._settle_steps()
         found._report_step(1)
         event = {"kind": "checkpoint.committed", "attempt": 1, "step": found._step, "detail": {"tier": "disk"}}
-        found.hear(found.hosts["host-0"], {"t": "event", "event": event})
+        found.receive_from(found.hosts["host-0"], {"t": "event", "event": event})
         found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"})
 
     found.at(10.0, commit)
@@ -177,7 +177,7 @@ def test_a_supervisor_killed_meanwhile_is_followed_by_one_that_ends_the_run_alik
     of = spec(hosts=2)
     found = cluster(of, policy=SHIPPED["none"], stages=Stages(flush_s=2.0, end_ranks_s=2.0))
     found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "bad row 17"}))
-    found.at(at, lambda: found.replace_supervisor(machine(of, SHIPPED["none"], recover(events_of(found)))))
+    found.at(at, lambda: found.replace_supervisor(machine(of, SHIPPED["none"], rebuild_state(events_of(found)))))
     end = ended(found)
     assert (end.exit_code, end.outcome) == (1, "failed") and "bad row 17" in end.reason
     assert committed(found) > 10
@@ -193,7 +193,7 @@ def test_a_run_that_was_ending_and_lost_all_its_hosts_is_resumed_where_it_is_sta
         host = found.hosts["host-0"]
         host.forget()
         host.attempt, host.boots = 0, host.boots + 1
-        found.replace_supervisor(machine(of, state=recover(events_of(found))))
+        found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
 
     found.at(12.0, all_gone)
     assert ended(found).exit_code == 0
@@ -224,7 +224,7 @@ def test_a_held_run_writes_at_once_when_its_last_host_is_told_to_go():
     found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
     for second, name in ((20.0, "host-0"), (25.0, "host-1")):
         message = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
-        found.at(second, lambda name=name, message=message: found.hear(found.hosts[name], message))
+        found.at(second, lambda name=name, message=message: found.receive_from(found.hosts[name], message))
     end = ended(found)
     assert end.exit_code == 1 and committed(found) > 10 and 25.0 < found.now_s < 30.0
 
@@ -234,7 +234,7 @@ def test_a_stop_is_not_forgotten_by_the_next_supervisor_though_ranks_hang_in_the
     found = cluster(of)
     found.ranks_obey = False
     found.at(10.0, lambda: stop(found))
-    found.at(12.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(12.0, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     end = ended(found)
     assert end.exit_code == 130 and committed(found) > 10 and found.now_s < 30.0
 
@@ -249,7 +249,7 @@ def test_a_run_that_is_started_again_forgets_the_stop_that_ended_it_badly():
         host = found.hosts["host-0"]
         host.forget()
         host.attempt, host.boots = 0, host.boots + 1
-        found.replace_supervisor(machine(of, state=recover(events_of(found))))
+        found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
 
     found.at(12.0, all_gone)
     assert ended(found).exit_code == 0

@@ -3,11 +3,13 @@
 import pytest
 from test_machine import actions, cluster, events_of, kinds, machine, spec
 
-from muster.core.types import Action, Decision, IncidentKind
+from muster.core.incidents import HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
+from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
+from muster.policy.load import complete
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.state import Phase, RestartRequest
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def worlds(found):
@@ -48,17 +50,17 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
     message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
-    assert classify.rank_exit("host-1", message)[0] is IncidentKind.HOST_UNHEALTHY
+    assert classify.rank_exit("host-1", message)[0] is HOST_UNHEALTHY
 
 
 @pytest.mark.parametrize(
     "text, kind",
     [
-        ("NCCL error: unhandled system error, Connection reset by peer", IncidentKind.RANK_EXIT),
-        ("CUDA out of memory", IncidentKind.RANK_OOM),
-        ("CUDA error: device-side assert triggered", IncidentKind.RANK_EXCEPTION),
-        ("CUDA error: an illegal memory access was encountered", IncidentKind.RANK_EXCEPTION),
-        ("no column Xidentity", IncidentKind.RANK_EXCEPTION),
+        ("NCCL error: unhandled system error, Connection reset by peer", RANK_EXIT),
+        ("CUDA out of memory", RANK_OOM),
+        ("CUDA error: device-side assert triggered", RANK_EXCEPTION),
+        ("CUDA error: an illegal memory access was encountered", RANK_EXCEPTION),
+        ("no column Xidentity", RANK_EXCEPTION),
     ],
 )
 def test_words_that_only_look_so_are_not(text, kind):
@@ -77,7 +79,7 @@ def test_no_room_for_snapshots_distrusts_none_of_them():
     ):
         message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
         kind, evidence, detail = classify.rank_exit("host-1", message)
-        assert kind is IncidentKind.RANK_EXCEPTION and "unreadable" not in detail
+        assert kind is RANK_EXCEPTION and "unreadable" not in detail
         assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
 
 
@@ -101,8 +103,10 @@ def test_hardwares_words_that_follow_the_ranks_are_the_programs():
     end = found.run()
     assert end.exit_code == 1 and "followed the ranks" in end.reason
     assert actions(found) == ["swap", "stop"]
-    (note,) = [log for _, log in kinds(found, "run.message") if log.detail.get("cleared")]
-    assert note.detail["cleared"] == "host-1" and not found.machine.state.hosts["host-1"].quarantined
+    ((_, readmitted),) = kinds(found, "host.readmitted")
+    assert readmitted.host == "host-1" and not found.machine.state.hosts["host-1"].quarantined
+    logged = [event for event in events_of(found) if event.kind != "run.finished"]
+    assert not rebuild_state(logged).hosts["host-1"].quarantined, "a takeover reads it from its own event"
 
 
 OWN = {"exception": "ValueError", "message": "bad row 17"}
@@ -134,7 +138,7 @@ def test_a_new_supervisor_remembers_errors_hosts_and_budgets():
     for second in (20.0, 24.0):
         found.at(second, lambda: found.kill_rank(0))
     found.run(24.04)
-    old, new = found.machine.state, recover(events_of(found))
+    old, new = found.machine.state, rebuild_state(events_of(found))
     assert new.error_counts == old.error_counts == {"20:ValueError:bad row #": 1}
     assert new.error_hosts == old.error_hosts
     assert new.restarts_without_progress == old.restarts_without_progress
@@ -153,7 +157,7 @@ def test_errors_are_counted_over_takeovers():
 
     def replace():
         if found.result is None:
-            found.replace_supervisor(machine(of, state=recover(events_of(found))))
+            found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
             found.after(0.3, replace)
 
     found.at(9.0, replace)
@@ -168,7 +172,7 @@ def test_growing_is_no_restart_without_progress():
     found.at(20.0, lambda: found.return_host("host-2"))
     found.run()
     events = [event for event in events_of(found) if event.kind != "run.finished"]
-    assert recover(events).restarts_without_progress == found.machine.state.restarts_without_progress == 0
+    assert rebuild_state(events).restarts_without_progress == found.machine.state.restarts_without_progress == 0
 
 
 # ---------------------------------------------------------------- the user's policy
@@ -211,7 +215,7 @@ def leaving(seen, found):
     ],
 )
 def test_a_policy_without_a_decision_is_replaced_by_the_default_once(decide):
-    found = cluster(spec(hosts=2), policy=Policy(decide))
+    found = cluster(spec(hosts=2), policy=complete(Policy(decide)))
     found.at(10.0, lambda: found.kill_rank(1))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart"]
@@ -224,8 +228,12 @@ def test_a_corrected_run_file_brings_its_policy():
     found.at(10.0, lambda: found.kill_rank(0, code=1, last=OWN))
     request = RestartRequest(settings=found.machine.settings, policy=SHIPPED["default"])
     found.at(20.0, lambda: found._give(request))
+    counts = []
+    for second in (15.0, 30.0):
+        found.at(second, lambda: counts.append(len(rebuild_state(events_of(found)).error_counts)))
     found.at(40.0, lambda: found.kill_rank(0))
     assert found.run().exit_code == 0
+    assert counts == [1, 0], "a takeover reads the restart from its own event"
     assert actions(found) == ["stop", "restart"]
 
 
@@ -249,16 +257,16 @@ def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor
         found.after(0.02, spoil)
 
     found.at(10.0, spoil)
-    found.at(10.4, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(10.4, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     assert found.run().exit_code == 0
     starts = [log.detail for _, log in kinds(found, "attempt.started")]
     assert starts[1]["resume_step"] == hit[0][0] and starts[2]["resume_step"] != hit[0][0]
-    assert found.machine.state.distrusted == {hit[0]}
+    assert found.machine.state.unreadable_snapshots == {hit[0]}
 
 
 def sent(found, message, host="host-0"):
     taken = []
-    found.machine._c.now_ns = found.now_ns
+    found.machine._ctx.now_ns = found.now_ns
     from muster.supervise.recovery.state import FromHost, Send
 
     for effect in found.machine.handle(FromHost(host=host, message=message), found.now_ns):
@@ -280,5 +288,5 @@ def test_progress_before_the_first_step_renews_the_time_to_it():
 
     found = cluster(spec(hosts=1), stages=Stages(start_s=150.0))
     for second in range(10, 150, 30):
-        found.at(float(second), lambda: found.hear(found.hosts["host-0"], {"t": "progress", "attempt": 1}))
+        found.at(float(second), lambda: found.receive_from(found.hosts["host-0"], {"t": "progress", "attempt": 1}))
     assert found.run().exit_code == 0 and actions(found) == []

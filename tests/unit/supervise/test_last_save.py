@@ -5,7 +5,7 @@ from test_flush import committed, ended
 from test_machine import cluster, events_of, kinds, machine, spec
 
 from muster.core.events import Event
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 FULL = "rank 0: No space left on device"
 
@@ -21,7 +21,7 @@ def a_run(*, disk_takes=True, said=("failed",), **checkpoint):
         for what in said:
             detail = {"tier": "disk", "uri": "x", **({"reason": FULL} if what == "failed" else {})}
             event = {"kind": f"checkpoint.{what}", "attempt": 1, "step": 50, "detail": detail}
-            found.hear(found.hosts["host-0"], {"t": "event", "event": event})
+            found.receive_from(found.hosts["host-0"], {"t": "event", "event": event})
 
     leave = found._leave
 
@@ -67,6 +67,6 @@ def test_a_new_supervisor_knows_that_it_failed():
     events = events_of(found)
     begun = Event(run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=1, host="host-0", kind="checkpoint.failed", step=50,
                   detail={"tier": "disk", "uri": "x", "reason": FULL})  # fmt: skip
-    assert recover([*events[:3], begun]).save_failed == FULL
-    assert recover(events[:3]).save_failed is None
+    assert rebuild_state([*events[:3], begun]).save_failed == FULL
+    assert rebuild_state(events[:3]).save_failed is None
     assert machine(spec()).state.save_failed is None

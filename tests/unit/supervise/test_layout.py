@@ -116,6 +116,9 @@ def test_a_host_takes_what_a_peers_copy_in_its_own_memory_holds_before_anybody_e
     assert choice.nearest(0, "host-1").tier == "peer" and choice.nearest(0, "host-0").tier == "memory"
     assert choice.nearest(0, "host-2").host == "host-0" and choice.nearest(1, "host-0").host == "host-1"
     twins = newest_complete(
-        [Snapshot(step=7, attempt=1, rank=rank, layout="r2s1t1p1c1e1", host=f"host-{rank}", tier="memory") for rank in (0, 1)]
+        [
+            Snapshot(step=7, attempt=1, rank=rank, layout="r2s1t1p1c1e1", host=f"host-{rank}", tier="memory")
+            for rank in (0, 1)
+        ]
     )
     assert twins.nearest(0, "host-1").rank == 1, "a replica's twin that lies here serves as well"

@@ -32,7 +32,12 @@ def test_no_limit_is_never_reached():
 
 def test_hours_count_while_hosts_are_held():
     """An hour, a pause without hosts, and what is left of two; the save is done before."""
-    spans = [(0, "host.allocated", "a"), (0.5, "host.allocated", "b"), (1, "host.released", "a"), (1, "host.released", "b")]
+    spans = [
+        (0, "host.allocated", "a"),
+        (0.5, "host.allocated", "b"),
+        (1, "host.released", "a"),
+        (1, "host.released", "b"),
+    ]
     assert due_h(guard(*spans, max_hours=2)) is None, "nothing is held"
     again = guard(*spans, (5, "host.allocated", "a"), max_hours=2)
     assert due_h(again) == pytest.approx(6 - 30 / 3600)

@@ -12,7 +12,7 @@ from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.state import Phase, Settings, StopRequest
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def spec(**resources):
@@ -137,7 +137,7 @@ def test_the_same_error_at_the_same_step_stops_after_the_second_time():
     def fail():
         if found.now_s > 9 and found.running(0):
             found._step = 20
-            found._stretch_began_ns = None
+            found._segment_began_ns = None
             found.kill_rank(0, code=1, last=last)
 
     found.at(11.0, fail)
@@ -246,7 +246,7 @@ def number_of_attempt(found, index):
 def test_a_new_supervisor_adopts_stepping_ranks():
     of = spec(hosts=2)
     found = cluster(of)
-    found.at(10.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(10.0, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     assert found.run().exit_code == 0
     assert len(kinds(found, "attempt.started")) == 1, "training went on"
 
@@ -260,7 +260,9 @@ def test_a_supervisor_killed_at_random_moments_of_a_faulty_run(seed):
         found.at(rng.uniform(6, 80), lambda: found.kill_rank(rng.randrange(3)))
     found.at(rng.uniform(6, 80), lambda: found.kill_host(f"host-{rng.randrange(4)}"))
     for _ in range(20):
-        found.at(rng.uniform(5.1, 90), lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+        found.at(
+            rng.uniform(5.1, 90), lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
+        )
     end = found.run(until_s=5000)
     assert end is not None and end.exit_code == 0, (end, found.machine.state.phase)
     check_invariants(found)
@@ -306,7 +308,7 @@ def test_random_fault_sequences_end_and_keep_the_invariants(faults, hosts, spare
                 lambda: (
                     found.machine.state.phase is not Phase.ENDED
                     and found.hosts
-                    and found.replace_supervisor(machine(of, SHIPPED[policy], recover(events_of(found))))
+                    and found.replace_supervisor(machine(of, SHIPPED[policy], rebuild_state(events_of(found))))
                 ),
             )
     end = found.run(until_s=20_000)
@@ -370,7 +372,7 @@ def test_a_committed_checkpoint_beats_an_older_version_in_memory():
         "step": 9,
         "detail": {"tier": "disk", "uri": "u", "bytes": 1},
     }
-    found.at(6.0, lambda: found.hear(found.hosts["host-0"], {"t": "event", "event": committed}))
+    found.at(6.0, lambda: found.receive_from(found.hosts["host-0"], {"t": "event", "event": committed}))
     found.at(8.0, lambda: (setattr(found, "disk_step", 9), found.kill_rank(0)))
     assert found.run().exit_code == 0
     assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1, "the ranks read the checkpoint"

@@ -5,12 +5,12 @@ from test_machine import actions, cluster, events_of, kinds, machine, spec
 
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Stages
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def notice(found, name, grace_s=30.0):
     message = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": grace_s}
-    found.hear(found.hosts[name], message)
+    found.receive_from(found.hosts[name], message)
 
 
 def worlds(found):
@@ -65,9 +65,9 @@ def test_a_new_supervisor_knows_who_was_told_to_go_and_who_came_back():
     of = spec(hosts=3, min_hosts=2)
     found = cluster(of, steps=400)
     found.at(10.0, lambda: notice(found, "host-1"))
-    found.at(20.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(20.0, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     usable = []
-    found.at(30.0, lambda: usable.extend(found.machine._c.usable()))
+    found.at(30.0, lambda: usable.extend(found.machine._ctx.usable()))
     found.at(40.0, lambda: found.kill_host("host-1"))
     found.at(50.0, lambda: found.return_host("host-1"))
     assert found.run().exit_code == 0
@@ -105,7 +105,7 @@ def slow(found, name, by_s):
             found.halt("restart")
             host.ranks = []
             message = {"t": "collected", "attempt": attempt, "snapshots": host.list_snapshots(), "kept": {}}
-            found.after(by_s, lambda: found.hear(host, message))
+            found.after(by_s, lambda: found.receive_from(host, message))
 
     found.end_ranks = end_ranks
 
@@ -138,20 +138,24 @@ def test_a_flapping_host_is_looked_at_again_after_its_hold_off():
     assert 3600 < at < 3700
 
 
-def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor():
-    from muster.core.types import IncidentKind
-    from muster.supervise.recovery.incidents import incident
+def test_a_link_verdict_holds_a_host_off_and_ends_also_under_a_new_supervisor(tmp_path, monkeypatch):
+    from fakes import incident_kinds
 
+    from muster.supervise.recovery.incidents import report_incident
+
+    incident_kinds.install(tmp_path, monkeypatch, link_flap="fakes.incident_kinds:LINK_FLAP")
     of = spec(hosts=3, min_hosts=2)
     found = cluster(of, steps=30_000)
 
     def verdict():
-        found.machine._c.now_ns = found.now_ns
-        incident(found.machine._c, IncidentKind.LINK_FLAP, host="host-1", evidence="30 % of packets are lost")
+        found.machine._ctx.now_ns = found.now_ns
+        report_incident(
+            found.machine._ctx, incident_kinds.LINK_FLAP, host="host-1", evidence="30 % of packets are lost"
+        )
         found._effects(found.machine._taken())
 
     found.at(10.0, verdict)
-    found.at(1000.0, lambda: found.replace_supervisor(machine(of, state=recover(events_of(found)))))
+    found.at(1000.0, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     assert found.run().exit_code == 0
     assert actions(found) == ["shrink", "grow"]
     assert 4600 < kinds(found, "attempt.started")[-1][0] < 4700, "from the takeover on"

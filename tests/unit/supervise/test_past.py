@@ -1,7 +1,7 @@
 """What a supervisor reads before it holds the lease, and what its predecessor still writes until then."""
 
 from muster.core.event_log import EventLog, check_directory, heads
-from muster.supervise.replay.event_files import Past
+from muster.supervise.replay.event_files import EventReplay
 
 
 def note(log, text):
@@ -16,19 +16,19 @@ def test_what_was_written_meanwhile_is_read_once(tmp_path):
     boss, host = EventLog("r", tmp_path, "supervisor", 1), EventLog("r", tmp_path, "host-0", 0)
     note(boss, "one")
     note(host, "two")
-    past = Past(tmp_path)
-    past.read_on()
+    past = EventReplay(tmp_path)
+    past.read_new_events()
     note(boss, "three")
     late = EventLog("r", tmp_path, "host-1", 0)
     note(late, "four")
-    past.read_on()
-    past.read_on()
+    past.read_new_events()
+    past.read_new_events()
     assert texts(past) == ["one", "two", "three", "four"]
 
 
 def test_a_run_without_events(tmp_path):
-    past = Past(tmp_path / "events")
-    past.read_on()
+    past = EventReplay(tmp_path / "events")
+    past.read_new_events()
     assert past.in_order() == []
 
 

@@ -1,12 +1,12 @@
 """Which signs mean that a host is gone, and when."""
 
-from muster.supervise.process.liveness import AGENT_RETURN_S, Presence
+from muster.supervise.process.liveness import AGENT_RETURN_S, HostLiveness
 
 S = 1_000_000_000
 
 
 def host(timeout_s=3.0):
-    found = Presence(timeout_s=timeout_s)
+    found = HostLiveness(timeout_s=timeout_s)
     found.agent_came("a", 1 * S)
     found.keeper_came("a", 1 * S)
     return found
@@ -63,7 +63,7 @@ def test_a_supervisor_that_was_not_run_does_not_blame_the_hosts():
     found = host()
     found.beat("a", 2 * S)
     limit = int(found.timeout_s * S)
-    found.excuse(3 * S, 2 * S + limit + 3 * S)
+    found.discount_pause(3 * S, 2 * S + limit + 3 * S)
     assert found.down(2 * S + limit + 3 * S - 1) == []
     assert len(found.down(2 * S + limit + 3 * S)) == 1, "and real silence is still seen, as much later"
 
@@ -71,13 +71,13 @@ def test_a_supervisor_that_was_not_run_does_not_blame_the_hosts():
 def test_being_late_never_makes_a_host_seen_in_the_future():
     found = host()
     found.beat("a", 5 * S)
-    found.excuse(3 * S, 5 * S)
+    found.discount_pause(3 * S, 5 * S)
     assert len(found.down(5 * S + int(found.timeout_s * S))) == 1
 
 
 def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
     """It beats as it was started: with a sixth of another limit."""
-    found = Presence(timeout_s=0.3)
+    found = HostLiveness(timeout_s=0.3)
     found.agent_came("a", 1 * S)
     found.keeper_came("a", 1 * S, every_s=0.5)
     for tenths in range(15, 60, 5):

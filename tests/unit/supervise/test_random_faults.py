@@ -12,7 +12,7 @@ from muster.simulate import faults as broken
 from muster.simulate.cluster import Stages
 from muster.supervise.recovery.layout import Snapshot, newest_complete
 from muster.supervise.recovery.state import Phase, StopRequest
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 WORDS = {
     "own": {"exception": "ValueError", "message": "bad row 17"},
@@ -31,7 +31,9 @@ FAULTS = st.lists(
 
 def replace(found, of, policy, apart_s=0.0):
     if found.machine.state.phase is not Phase.ENDED:
-        connectivity.replace_supervisor(found, machine(of, SHIPPED[policy], recover(events_of(found))), apart_s=apart_s)
+        connectivity.replace_supervisor(
+            found, machine(of, SHIPPED[policy], rebuild_state(events_of(found))), apart_s=apart_s
+        )
 
 
 def do(found, of, policy, deed, index):
@@ -50,10 +52,10 @@ def do(found, of, policy, deed, index):
     elif deed == "return":
         found.return_host(name)
     elif deed == "notice":
-        found.hear(host, notice)
+        found.receive_from(host, notice)
     elif deed == "everybody":
         for each in list(found.hosts.values()):
-            found.hear(each, notice)
+            found.receive_from(each, notice)
     elif deed == "stop":
         found._give(StopRequest(source="SIGTERM", exit_code=75))
     elif deed == "supervisor":
@@ -84,8 +86,15 @@ def do(found, of, policy, deed, index):
     end_ranks_s=st.sampled_from([0.03, 1.5]),
     steps=st.sampled_from([20, 200]),
 )
-def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy, keep_hosts_after_failure_s, every, end_ranks_s, steps):
-    of = spec(hosts=hosts, spare_hosts=spares, min_hosts=1, recovery={"keep_hosts_after_failure_s": keep_hosts_after_failure_s, "on_nonfinite_step": "skip"})
+def test_a_run_ends_once_and_takes_nothing_with_it(
+    faults, hosts, spares, policy, keep_hosts_after_failure_s, every, end_ranks_s, steps
+):
+    of = spec(
+        hosts=hosts,
+        spare_hosts=spares,
+        min_hosts=1,
+        recovery={"keep_hosts_after_failure_s": keep_hosts_after_failure_s, "on_nonfinite_step": "skip"},
+    )
     found = cluster(of, steps=steps, policy=SHIPPED[policy], stages=Stages(end_ranks_s=end_ranks_s))
     found.snapshot_every_steps = every
     for deed, at, index in faults:
@@ -110,7 +119,7 @@ def test_a_run_ends_once_and_takes_nothing_with_it(faults, hosts, spares, policy
             for host in found.hosts.values()
             if host.up and host.joined and state.hosts[host.name].connected
             for item in host.list_snapshots()
-            if (item["step"], item["attempt"]) not in state.distrusted
+            if (item["step"], item["attempt"]) not in state.unreadable_snapshots
         ]
     )
     assert held is None or held.step <= state.committed_step, (end, held, [log.kind for _, log in found.log[-20:]])

@@ -9,7 +9,7 @@ from test_machine import machine, spec
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventLog, check_directory, read
 from muster.supervise.process.limits import LimitsGuard
-from muster.supervise.process.liveness import Presence
+from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.server import Supervisor
 from muster.supervise.recovery.state import Phase, RestartRequest, Tick
 
@@ -29,7 +29,7 @@ def supervisor(tmp_path):
     found.run_id, found.hub, found.agents = "r", ConnectionPool(), {}
     found.machine = machine(of)
     found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
-    found.presence = Presence(timeout_s=3.0)
+    found.presence = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
     found.lease = SimpleNamespace(hold=lambda: None)
     found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
@@ -104,7 +104,7 @@ def corrected(supervisor, **recovery):
 
 
 def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
-    supervisor.machine.state.phase = Phase.HOLD
+    supervisor.machine.state.phase = Phase.HELD_AFTER_FAILURE
     supervisor._limited = True
     corrected(supervisor, policy="none")
     supervisor._from_client(None, {"t": "restart"})
@@ -115,7 +115,7 @@ def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
 
 
 def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, tmp_path):
-    supervisor.machine.state.phase = Phase.HOLD
+    supervisor.machine.state.phase = Phase.HELD_AFTER_FAILURE
     policy = tmp_path / "mine.py"
     policy.write_text("raise RuntimeError('oops')\n")
     corrected(supervisor, policy=str(policy))

@@ -3,13 +3,13 @@
 from muster.config.spec import RunSpec
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster
-from muster.supervise.process.liveness import SECOND_NS, Presence
+from muster.supervise.process.liveness import SECOND_NS, HostLiveness
 from muster.supervise.recovery.state import HostDown, Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
 def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing():
-    presence = Presence(timeout_s=1.0)
+    presence = HostLiveness(timeout_s=1.0)
     presence.agent_came("a", 0)
     presence.keeper_came("a", 1 * SECOND_NS)
     presence.beat("a", 2 * SECOND_NS)
@@ -21,7 +21,7 @@ def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing(
 
 def test_a_host_that_comes_back_after_silence_is_given_time_for_its_first_beat():
     """After a cut its agent is back before its keeper's connection: that is no silence yet."""
-    presence = Presence(timeout_s=1.0)
+    presence = HostLiveness(timeout_s=1.0)
     presence.keeper_came("a", 1)
     presence.agent_came("a", 1)
     assert presence.down(2 * SECOND_NS) == [("a", "silent for 2.00 s (limit 1 s)")]

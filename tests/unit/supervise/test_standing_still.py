@@ -6,11 +6,11 @@ from test_survivors import attempts, replicated
 from muster.core.events import Event
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.recovery.context import Context
+from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.retained_ranks import PAUSE_S, pause_s
 from muster.supervise.recovery.state import Settings, State
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 STEP_S = 20.0
 #: Of steps of 20 s: half as much again, and a second. Then a host has 3 s to say so.
@@ -43,10 +43,16 @@ class Standing(Cluster):
 
 def two_by_two(stand_s=0.0, *, of=None, step_s=STEP_S, **resources):
     of = of or replicated(4, 2, 2, **resources)
-    machine = RecoveryStateMachine(settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"])
+    machine = RecoveryStateMachine(
+        settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1), policy=SHIPPED["default"]
+    )
     names = [f"host-{number}" for number in range(4)]
     found = Standing(
-        machine=machine, names=names, total_steps=int(1200 / step_s), stages=Stages(step_s=step_s), replicate_snapshots=True
+        machine=machine,
+        names=names,
+        total_steps=int(1200 / step_s),
+        stages=Stages(step_s=step_s),
+        replicate_snapshots=True,
     )
     found.stand_s = stand_s
     found.at(BLOW_S, lambda: found.kill_rank(0))
@@ -119,7 +125,7 @@ def test_a_steps_limit_is_the_limit_here_too_but_for_the_floor(limit, expected):
         state.took({"step_ns": int(seconds * 1e9)})
     of = limited(step_timeout_s=limit)
     made = Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1)
-    assert pause_s(Context(settings=made, policy=SHIPPED["default"], state=state)) == expected
+    assert pause_s(SupervisorContext(settings=made, policy=SHIPPED["default"], state=state)) == expected
 
 
 def test_the_first_step_of_an_attempt_counts_until_there_is_another():
@@ -139,7 +145,7 @@ def test_a_new_supervisor_knows_the_steps_from_the_log():
               step=number, detail={"step_ns": 9 * 10**9})
         for number in (1, 2)
     ]  # fmt: skip
-    assert list(recover(steps).recent_step_s) == [9.0, 9.0]
+    assert list(rebuild_state(steps).recent_step_s) == [9.0, 9.0]
 
 
 def test_8_bit_moments_keep_nobody():

@@ -11,7 +11,7 @@ from muster.core.types import Layout
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster, Stages
 from muster.supervise.recovery.layout import Snapshot, has_replica_on_other_host, newest_complete
-from muster.supervise.recovery.retained_ranks import hosts_first, kept_as, whole_replicas
+from muster.supervise.recovery.retained_ranks import prefer_hosts_of_whole_replicas, rank_mapping, whole_replicas
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
@@ -25,16 +25,16 @@ def test_a_replica_counts_only_when_every_rank_of_it_stands_still():
 
 
 def test_a_smaller_world_is_made_of_the_hosts_of_the_living_replica():
-    assert hosts_first(["b", "c", "d"], ON_FOUR, [(2, 3)]) == ["c", "d", "b"]
+    assert prefer_hosts_of_whole_replicas(["b", "c", "d"], ON_FOUR, [(2, 3)]) == ["c", "d", "b"]
 
 
 def test_ranks_that_go_on_keep_their_shard_and_if_they_can_their_number():
     one_host = dict.fromkeys(range(4), "a")
-    assert kept_as(TWO_BY_TWO, one_host, TWO_BY_TWO, one_host, [(2, 3)]) == {2: 2, 3: 3}
+    assert rank_mapping(TWO_BY_TWO, one_host, TWO_BY_TWO, one_host, [(2, 3)]) == {2: 2, 3: 3}
     alone = Layout(dp_shard=2)
-    assert kept_as(TWO_BY_TWO, ON_FOUR, alone, {0: "c", 1: "d"}, [(2, 3)]) == {0: 2, 1: 3}
-    assert kept_as(TWO_BY_TWO, ON_FOUR, alone, {0: "d", 1: "c"}, [(2, 3)]) == {}, "the shards would be exchanged"
-    assert kept_as(TWO_BY_TWO, ON_FOUR, Layout(dp_shard=3), {0: "b", 1: "c", 2: "d"}, [(2, 3)]) == {}
+    assert rank_mapping(TWO_BY_TWO, ON_FOUR, alone, {0: "c", 1: "d"}, [(2, 3)]) == {0: 2, 1: 3}
+    assert rank_mapping(TWO_BY_TWO, ON_FOUR, alone, {0: "d", 1: "c"}, [(2, 3)]) == {}, "the shards would be exchanged"
+    assert rank_mapping(TWO_BY_TWO, ON_FOUR, Layout(dp_shard=3), {0: "b", 1: "c", 2: "d"}, [(2, 3)]) == {}
 
 
 def test_a_twin_gives_its_own_file_under_its_own_rank():

@@ -9,14 +9,14 @@ from muster.simulate import connectivity, faults
 from muster.simulate.cluster import Stages
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.state import Phase
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 OWN = {"exception": "ValueError", "message": "bad row 17"}
 
 
 def replaced(found, of, apart_s=0.5):
     """A new supervisor, which the hosts find one after the other."""
-    connectivity.replace_supervisor(found, machine(of, state=recover(events_of(found))), apart_s=apart_s)
+    connectivity.replace_supervisor(found, machine(of, state=rebuild_state(events_of(found))), apart_s=apart_s)
 
 
 def without_supervisor(found, of, at, until):
@@ -63,7 +63,7 @@ def test_a_notice_that_comes_while_hosts_are_awaited_counts():
     found = cluster(of)
     notice = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
     found.at(10.0, lambda: replaced(found, of))
-    found.at(10.2, lambda: found.hear(found.hosts["host-0"], notice))
+    found.at(10.2, lambda: found.receive_from(found.hosts["host-0"], notice))
     assert found.run(until_s=1000.0).exit_code == 0
     assert actions(found) == ["shrink"] and 11.0 < kinds(found, "incident.decided")[0][0] < 12.0
 
@@ -138,12 +138,12 @@ def test_a_script_that_never_speaks_is_not_ended_for_a_slow_start():
     found.at(900.0, lambda: [rank_done(found, rank) for rank in (0, 1)])
     assert found.run(until_s=10_000.0).exit_code == 0
     assert actions(found) == [] and found.now_s == pytest.approx(900.0)
-    assert any("start_timeout_s does not count" in log.detail["text"] for _, log in kinds(found, "run.message"))
+    assert any("start_timeout_s applies from then on" in log.detail["text"] for _, log in kinds(found, "run.message"))
 
 
 def rank_done(found, rank):
     host = found.running(rank)
-    found.hear(host, {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": 0, "last": {}})
+    found.receive_from(host, {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": 0, "last": {}})
 
 
 @pytest.mark.parametrize("how", ["it stepped before", "it says that it is at something long"])
@@ -151,7 +151,7 @@ def test_one_that_speaks_is(how):
     found = cluster(script())
 
     def speak():
-        found.hear(found.hosts["host-0"], {"t": "progress", "attempt": found.machine.state.attempt})
+        found.receive_from(found.hosts["host-0"], {"t": "progress", "attempt": found.machine.state.attempt})
 
     if how == "it stepped before":
         found.at(10.0, lambda: (setattr(found, "stages", Stages(start_s=10**6)), found.kill_rank(0)))
@@ -170,7 +170,7 @@ def test_what_was_deferred_says_nothing_once_the_run_is_over():
     found = cluster(of)
     without_supervisor(found, of, 10.0, 60.0)
     notice = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
-    found.at(60.2, lambda: found.hear(found.hosts["host-0"], notice))
+    found.at(60.2, lambda: found.receive_from(found.hosts["host-0"], notice))
     assert found.run(until_s=1000.0).outcome == "succeeded"
     assert found.log[-1][1].kind == "host.released"
 

@@ -18,11 +18,11 @@ from muster.protocol.ranks import RESIZE_EXIT_CODE, Command, RankContext
 from muster.rank.standalone_client import StandaloneClient
 from muster.rank.worker import next_attempt, read_spec, torchrun_context
 from muster.train.data_feed.batch_reader import ReadAhead
-from muster.train.distributed import step_consensus as orders_module
+from muster.train.distributed import step_consensus
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.loop import seed_micro_batch, update
 from muster.train.optim.adamw import AdamW
-from muster.train.optim.nonfinite import failure, find_bad_micro_batch, must_skip
+from muster.train.optim.nonfinite import find_bad_micro_batch, must_skip, not_finite_error
 from muster.train.state.saving import Saves
 from muster.train.state.training_state import TrainingState, named_without_wrappers
 from muster.train.training_run import TrainingRun
@@ -48,7 +48,7 @@ def test_blame_names_the_micro_batch() -> None:
     blame = find_bad_micro_batch(losses, [(1, 2), (7,), (9, 8)], rank=3, micro_batch_size=2, group=None)
     assert blame is not None
     assert (blame.rank, blame.micro_batch, blame.sequences) == (3, 1, (7,))
-    error = failure(step=12, loss=math.inf, norm=1.0, fault=0.0, blame=blame, everything=[1, 2, 7])
+    error = not_finite_error(step=12, loss=math.inf, norm=1.0, fault=0.0, culprit=blame, sequences=[1, 2, 7])
     assert str(error).startswith("step 12: loss is inf on rank 3, micro-batch 1 (sequences 7)")
     assert error.not_finite and (error.step, error.rank, error.sequences) == (12, 3, (7,))
 
@@ -56,7 +56,7 @@ def test_blame_names_the_micro_batch() -> None:
 def test_a_bad_norm_without_a_bad_loss_says_so() -> None:
     losses = [torch.tensor(1.0)]
     assert find_bad_micro_batch(losses, [(4,)], rank=0, micro_batch_size=1, group=None) is None
-    error = failure(step=2, loss=1.0, norm=math.nan, fault=0.0, blame=None, everything=[4, 9])
+    error = not_finite_error(step=2, loss=1.0, norm=math.nan, fault=0.0, culprit=None, sequences=[4, 9])
     assert "gradient norm is nan" in str(error) and "4 to 9" in str(error)
 
 
@@ -64,24 +64,24 @@ def test_a_bad_norm_without_a_bad_loss_says_so() -> None:
 
 
 class Quiet:
-    def __init__(self, *consensus: Command) -> None:
-        self.consensus = list(consensus)
+    def __init__(self, *commands: Command) -> None:
+        self.commands = list(commands)
 
     def order(self) -> Command | None:
-        return self.consensus.pop(0) if self.consensus else None
+        return self.commands.pop(0) if self.commands else None
 
 
-def agreed(*consensus: Command, save_now: bool = False) -> Command | None:
-    found = StepConsensus(Quiet(*consensus), None)  # type: ignore[arg-type]
-    found.begin(save_now=save_now)
-    return found.agreed()
+def agreed(*commands: Command, save_now: bool = False) -> Command | None:
+    found = StepConsensus(Quiet(*commands), None)  # type: ignore[arg-type]
+    found.start(save_now=save_now)
+    return found.command()
 
 
 def test_a_larger_world_waits_for_a_save_under_way_and_nobody_else_does() -> None:
     def asked(code: int, *, saving: bool) -> Command | None:
         found = StepConsensus(Quiet(Command(kind="stop", save=False, exit_code=code)), None)  # type: ignore[arg-type]
-        found.begin(saving=saving)
-        return found.agreed()
+        found.start(saving=saving)
+        return found.command()
 
     assert asked(RESIZE_EXIT_CODE, saving=True) is None
     left = asked(RESIZE_EXIT_CODE, saving=False)
@@ -98,8 +98,8 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
         found = StepConsensus(agent, None)  # type: ignore[arg-type]
         codes = []
         for busy in saving:
-            found.begin(saving=busy)
-            told = found.agreed()
+            found.start(saving=busy)
+            told = found.command()
             codes.append(None if told is None else told.exit_code)
         return codes
 
@@ -107,20 +107,20 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
     assert rounds(Quiet(growth, Command(kind="stop", exit_code=75)), True, True) == [None, 75]
     # The other rank has heard of the growth alone.
     both = StepConsensus(Quiet(Command(kind="stop", exit_code=75)), None)  # type: ignore[arg-type]
-    both.begin()
+    both.start()
     both._flags = both._flags.maximum(torch.tensor([1, 0, 1, -(1 << 40), 0, 0]))
-    told = both.agreed()
+    told = both.command()
     assert told is not None and (told.exit_code, told.save) == (75, True)
 
 
 def test_a_deadline_ages_until_it_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(orders_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(step_consensus.time, "monotonic", lambda: now)
     found = StepConsensus(Quiet(Command(kind="stop", exit_code=75, deadline_s=15.0, heard_s=1000.0)), None)  # type: ignore[arg-type]
     now += 12.0  # the step that was under way when it came
-    found.begin()
+    found.start()
     now += 1.0
-    told = found.agreed()
+    told = found.command()
     assert told is not None and told.deadline_s == pytest.approx(2.0)
 
 
@@ -323,7 +323,8 @@ def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
 
 def test_places_of_torchrun() -> None:
     spec = RunSpec.model_validate({"name": "x", "parallelism": {"dp_replicate": 2}})
-    place = {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5", "MASTER_ADDR": "", "MASTER_PORT": "1"}
+    place = {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5"}
+    place |= {"MASTER_ADDR": "", "MASTER_PORT": "1"}
     with pytest.raises(UsageError, match="dp_replicate 2 x dp_shard -1 does not fit 5 ranks"):
         torchrun_context(Path("/nowhere"), place, spec)
     with pytest.raises(UsageError, match="RANK is not set"):
@@ -343,18 +344,18 @@ def test_dropout_follows_from_the_place_of_a_micro_batch() -> None:
     assert len(seen) == 4
 
 
-def test_a_step_asks_every_rank_whether_a_copy_is_behind_before_it_sums() -> None:
+def test_a_step_asks_every_rank_whether_a_copy_is_pending_before_it_sums() -> None:
     """Without the question the snapshots run away from the copies, and a lost host leaves no common step."""
     said: list[Any] = []
     run = SimpleNamespace(
         spec=SimpleNamespace(training=SimpleNamespace(seed=1, loss_chunk_tokens=0, optimizer=None)),
         reducer=SimpleNamespace(begin=lambda **_: None, finish=lambda: said.append("finish") or 1 / 0),
-        consensus=SimpleNamespace(begin=lambda **words: said.append(words)),
+        consensus=SimpleNamespace(start=lambda **words: said.append(words)),
         wants_save=lambda: False,
-        copy_is_behind=lambda: True,
+        copy_is_pending=lambda: True,
         saves=SimpleNamespace(saver=SimpleNamespace(busy=False)),
     )
     run.start_consensus = lambda: TrainingRun.start_consensus(run)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
         update(run, SimpleNamespace(step=3, rounds=(), micro_batches=0), 0.1)  # type: ignore[arg-type]
-    assert said == [{"save_now": False, "copy_is_behind": True, "saving": False}, "finish"]
+    assert said == [{"save_now": False, "copy_is_pending": True, "saving": False}, "finish"]

@@ -46,7 +46,9 @@ WORK = StepWork(
 
 def written(rank: int, peak: float | None) -> tuple[Recorder, Tracked]:
     agent, tracker = Recorder(), Tracked()
-    log = StepLog(agent=agent, rank=rank, device=torch.device("cpu"), peak=Peak(flops=peak, ranks=2), trackers=[tracker])  # type: ignore[arg-type,list-item]
+    log = StepLog(  # type: ignore[arg-type,list-item]
+        agent=agent, rank=rank, device=torch.device("cpu"), peak=Peak(flops=peak, ranks=2), trackers=[tracker]
+    )
     log._since_ns -= 10**9  # the step took a second
     log.write(WORK, loss=1.5, norm=2.5, learning_rate=1e-3, times=StepTimes(data_wait_ns=5, stall_ns=7))
     return agent, tracker

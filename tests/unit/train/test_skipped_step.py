@@ -82,8 +82,9 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
     optimizer = AdamW(named, SPEC.training.optimizer)
     state = TrainingState(named, optimizer)
     quiet: Any = SimpleNamespace(
-        begin=nothing, end=nothing, step=nothing, poll=nothing, prepare=nothing, close=nothing, agreed=nothing,
-        due=lambda step: False, due_by_clock=lambda: False, copies_arrived=lambda: True, owed=False,
+        begin=nothing, end=nothing, step=nothing, poll=nothing, prepare=nothing, close=nothing, start=nothing,
+        command=nothing,
+        due=lambda step: False, due_by_clock=lambda: False, copies_arrived=lambda: True, deferred=False,
         any_rank_saving=lambda: False, saver=SimpleNamespace(busy=False),
     )  # fmt: skip
     hashes = StateHashes(state, every_steps=1, replica=0, shard_rank=0, tp_rank=0, group=None)
@@ -94,7 +95,7 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
         reducer=FloatReducer(model, ReduceGroups(), accumulate_locally=False), reader=reader, consensus=quiet,
         log=StepLog(agent=agent, rank=0, device=cpu, peak=Peak(flops=None, ranks=1)),  # type: ignore[arg-type]
         phases=Phases(agent), evaluator=quiet, saves=quiet, snapshots=None, hashes=hashes,  # type: ignore[arg-type]
-        reference=BaselineWindow.planned(0, resumed_at=0, world_size=1), profiler=quiet, collector=quiet,
+        baseline=BaselineWindow.planned(0, resumed_at=0, world_size=1), profiler=quiet, collector=quiet,
         last_step=STEPS, batch_schedule=BatchSchedule.of(2),
     )  # fmt: skip
     return run, agent

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from muster.checkpoint import exchange  # noqa: E402
 from muster.core.errors import CheckpointError, UsageError  # noqa: E402
 from muster.train import user_state  # noqa: E402
-from muster.train.user_state import PLAIN, first_difference, flatten, refuse_difference, take, unflatten  # noqa: E402
+from muster.train.user_state import PLAIN, copy_tensors, first_difference, flatten, refuse_difference, unflatten  # noqa: E402
 
 
 class Loader:
@@ -44,7 +44,7 @@ def test_everything_comes_back_and_a_ranks_own_stands_under_its_name():
     assert {"rank2.loader.generator", f"rank2.{PLAIN}", PLAIN, "model.weight"} <= set(saved)
     assert b"loader" not in bytes(saved[PLAIN].numpy())
     tensors = flatten(after)
-    take(saved, tensors, step=4)
+    copy_tensors(saved, tensors, step=4)
     assert unflatten(after, tensors) == []
     assert torch.equal(before["model"].weight, after["model"].weight)
     assert after["rank2.loader"].place == 4 and after["schedule"].last_epoch == 4
@@ -75,8 +75,8 @@ def test_a_saved_value_without_a_place_is_named():
 
 
 def test_a_snapshot_that_does_not_fit_is_one_line():
-    with pytest.raises(CheckpointError, match=r"step 7 do not fit this state: they hold no b of shape \[2\]"):
-        take({"a": torch.zeros(1), "b": torch.zeros(3)}, {"a": torch.zeros(1), "b": torch.zeros(2)}, step=7)
+    with pytest.raises(CheckpointError, match=r"step 7 do not fit this state: they lack b of shape \[2\]"):
+        copy_tensors({"a": torch.zeros(1), "b": torch.zeros(3)}, {"a": torch.zeros(1), "b": torch.zeros(2)}, step=7)
 
 
 # ---------------------------------------------------------------- the same on every rank

@@ -1,4 +1,4 @@
-"""What the fork server, and so every rank, finds in its environment."""
+"""The environment variables of the fork server, and so of every rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from muster.config.spec import RunSpec
 
-#: Lets a rank of a healthy replica live through the abort of the groups that cross replicas. Names and meanings from
-#: ProcessGroupNCCL.hpp of torch 2.13 and the watchdog's run loop beside it; never run on a GPU.
+#: Lets a rank of a healthy replica survive the abort of the groups that cross replicas. Names and meanings from
+#: ProcessGroupNCCL.hpp of torch 2.13 and its watchdog's run loop; never run on a GPU.
 SURVIVE_ABORTS = {
     # 0: the watchdog notes an error and leaves it. Its default (3) takes the process down; 2 would abort by itself,
     # before the breaker is asked.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # The watchdog throws CUDA errors again, in a thread where nobody catches them: the process would end.
+    # The watchdog rethrows CUDA errors in a thread that catches nothing: the process would end.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # A thread that ends the process where the watchdog is stuck. The agent's step watchdog sees to hangs.
+    # A thread that ends the process where the watchdog is stuck. The agent detects hangs itself.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # On an error the watchdog asks every group of the process for a dump, and then sleeps four times the wait below,
     # holding what the next collective needs.
@@ -24,9 +24,11 @@ SURVIVE_ABORTS = {
 }
 
 
-def fork_server_environment(spec: RunSpec, given: Mapping[str, str], *, cores: int) -> dict[str, str]:
-    """``given``, with what ranks need; what the user set for NCCL stays as it is. Pure."""
-    ranks_here = (spec.resources.ranks_per_host or 1) * (spec.resources.hosts if spec.backend == "local" else 1)
+def fork_server_environment(
+    spec: RunSpec, given: Mapping[str, str], *, cores: int, hosts_here: int = 1
+) -> dict[str, str]:
+    """``given`` plus what ranks need; this machine's hosts share its cores, and the user's NCCL settings stay."""
+    ranks_here = (spec.resources.ranks_per_host or 1) * hosts_here
     threads = spec.resources.threads_per_rank or max(1, cores // ranks_here)
     return {
         **survive_aborts(spec, given),
@@ -38,9 +40,9 @@ def fork_server_environment(spec: RunSpec, given: Mapping[str, str], *, cores: i
 
 
 def opens_contexts(spec: RunSpec) -> bool:
-    """Whether standbys are to wait with a CUDA context on the GPU of their place: Muster's own trainer, on GPUs.
+    """Whether standbys are to hold a CUDA context on their local rank's GPU: Muster's own trainer, on GPUs.
 
-    Asked of the device files: neither torch nor the driver is touched here.
+    By the device files: neither torch nor the driver is touched here.
     """
     device = spec.resources.device
     on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
@@ -48,9 +50,9 @@ def opens_contexts(spec: RunSpec) -> bool:
 
 
 def survive_aborts(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
-    """Settings of NCCL for ranks that outlive another replica; empty where nobody does.
+    """NCCL settings for ranks that outlive another replica; empty where there is one replica.
 
-    Elsewhere NCCL's own handling stays: a rank that shares everything with a lost one is replaced anyway.
+    Elsewhere NCCL's own handling stays: a rank that shares a group with a lost one is replaced anyway.
     """
     if spec.command is not None or spec.parallelism.dp_replicate < 2:
         return {}

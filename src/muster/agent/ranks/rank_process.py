@@ -1,4 +1,4 @@
-"""What an agent knows of the processes on its host."""
+"""What an agent records of the rank processes on its host."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Standby:
     pid: int
     peer: Connection
     local_rank: int = 0
-    """The place that it was forked for."""
+    """The rank of the host that it was forked for."""
     bound: bool = False
-    """It was to open a CUDA context on that place's GPU, so that it can take no other."""
+    """It holds a CUDA context on that local rank's GPU, so that it can take no other."""
     warm: bool = False
-    """It has paid for what a first step costs, or cannot do so in advance."""
+    """It has run the work of a first step in advance, or cannot."""
 
 
 def standby_for(local_rank: int, standbys: Iterable[Standby]) -> Standby | None:
-    """The one that was forked for this place, else one that fits any; None where neither is there.
+    """The one that was forked for this local rank, else one that fits any; None where there is neither.
 
     One that holds a context on another GPU would keep that memory for as long as it lives.
     """
-    mine = [standby for standby in standbys if standby.local_rank == local_rank or not standby.bound]
-    return min(mine, key=lambda standby: standby.local_rank != local_rank, default=None)
+    usable = [standby for standby in standbys if standby.local_rank == local_rank or not standby.bound]
+    return min(usable, key=lambda standby: standby.local_rank != local_rank, default=None)
 
 
 @dataclass(kw_only=True)
@@ -43,29 +43,29 @@ class Worker:
     peer: Connection | None
     pidfd: int
     parent: int = 0
-    """The fork server that forked it: it alone can tell the exit code."""
+    """The fork server that forked it: only its parent learns the exit code."""
     step: int = -1
     micro: int = 0
     first_step: int | None = None
     stepped: bool = False
     progress_s: float = 0.0
-    """Monotonic moment of the last progress (step or micro-batch)."""
+    """Monotonic time of the last progress (step or micro-batch)."""
     seen_s: float = 0.0
-    """Monotonic moment of the last sign of life."""
+    """Monotonic time of the last message."""
     last: Mapping[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     orphaned: bool = False
-    """Its parent died before it: its exit code is a guess."""
+    """Its parent died first: its exit code is a guess."""
     reported_hang: bool = False
-    kept: bool = False
-    """Its attempt ends, and it is to go on in the next one."""
+    retained: bool = False
+    """Its attempt ends, and it is to continue in the next one."""
     paused: int | None = None
-    """It stands still after this step, and waits for its next place."""
+    """It has paused after this step, and waits for its next rank."""
 
     def begin(self, rank: int, attempt: int, *, now_s: float) -> None:
-        """Count from here as ``rank`` of ``attempt``."""
+        """Become ``rank`` of ``attempt``."""
         self.rank, self.attempt = rank, attempt
-        self.kept, self.paused, self.reported_hang, self.last = False, None, False, {}
+        self.retained, self.paused, self.reported_hang, self.last = False, None, False, {}
         self.first_step, self.stepped = None, False
         self.progress_s = self.seen_s = now_s
 

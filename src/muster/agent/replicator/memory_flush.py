@@ -1,8 +1,8 @@
 """Snapshots in memory as a checkpoint on the disk or in the bucket, without any rank: it may be dead or stopped.
 
-Each host's mover writes what its host holds of one version (``flush``); when all have, one mover writes the index
-and the marker (``commit_flushed``). The files lie under the version's prefix, with names of their own: a save of the
-same step that a rank left half done is never mixed with them.
+Each host's replicator writes what its host holds of one version (``flush``); when all have, one replicator writes the
+index and the marker (``commit_flushed``). The files are under the version's prefix, with names of their own: they never
+mix with a save of the same step that a rank left incomplete.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from muster.storage import uris
 from muster.storage.store import blobs, open_store
 
 _FLUSHED = "flushed-"
-_AT_A_TIME = 4
-"""Shards that one host writes side by side: a bucket gives more to several streams, a disk suffers little."""
+_PARALLEL_SHARDS = 4
+"""Shards that one host writes in parallel: faster on a bucket, little slower on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share:
-    """One rank's part of the version: what of it this host writes, and from where."""
+class _Shard:
+    """One rank's part of the version: what this host writes of it, and from where."""
 
     rank: int
     ring: Ring
     version: Version
-    there: tuple[Chunk, ...]
+    in_slot: tuple[Chunk, ...]
     """The boxes in the ring's slot."""
-    here: tuple[Chunk, ...]
+    in_file: tuple[Chunk, ...]
     """The same boxes as the file will have them."""
     extra: Mapping[str, Any]
 
@@ -55,51 +55,51 @@ def flush(order: Mapping[str, Any], memory: Path) -> dict[str, Any]:
     several of the ranks hold is written once. A version that is committed already is not written again.
 
     Raises:
-        CheckpointError: a version is not there, is not what was sealed, or was overwritten meanwhile (ranks train).
+        CheckpointError: a version is missing, fails its checksum, or was overwritten meanwhile (ranks train).
         AccessError, BackendError: it cannot be written.
     """
     step, attempt, layout = int(order["step"]), int(order["attempt"]), Layout.from_key(str(order["layout"]))
-    shares = _shares(order, memory, step, attempt)
+    ours = _shards(order, memory, step, attempt)
     if _committed(str(order["uri"]), step, attempt) is not None:
         return {"files": []}
     folder = uris.join(str(order["uri"]), manifests.step_prefix(step, attempt))
 
-    def write(share: _Share) -> dict[str, Any]:
-        verify_checksum(share.ring, share.version)  # memory is read far faster than any disk or bucket is written
-        name = f"{_FLUSHED}{shard_file(share.rank)}"
+    def write(shard: _Shard) -> dict[str, Any]:
+        verify_checksum(shard.ring, shard.version)  # memory is read far faster than any disk or bucket is written
+        name = f"{_FLUSHED}{shard_file(shard.rank)}"
         preamble = shards.preamble(
             shards.ShardHeader(
-                run_id=str(order["run_id"]), attempt=attempt, step=step, rank=share.rank, layout=layout,
-                extra=share.extra, tensors=share.here,
+                run_id=str(order["run_id"]), attempt=attempt, step=step, rank=shard.rank, layout=layout,
+                extra=shard.extra, tensors=shard.in_file,
             )
         )  # fmt: skip
-        count, crc = write_shard(uris.join(folder, name), _parts(preamble, share))
-        if share.ring.find(step, attempt) != share.version:
-            raise CheckpointError(f"the snapshot of step {step} of rank {share.rank} was overwritten meanwhile")
-        # What the tensors are stands in the file's own header: too much for a message where models are large.
-        return {"rank": share.rank, "name": name, "bytes": count, "crc32": crc, "table": {"begin": len(preamble)}}
+        count, crc = write_shard(uris.join(folder, name), _parts(preamble, shard))
+        if shard.ring.find(step, attempt) != shard.version:
+            raise CheckpointError(f"the snapshot of step {step} of rank {shard.rank} was overwritten meanwhile")
+        # The tensors' table is in the file's own header: too large for a message where models are large.
+        return {"rank": shard.rank, "name": name, "bytes": count, "crc32": crc, "table": {"begin": len(preamble)}}
 
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        return {"files": list(pool.map(write, shares))}
+    with ThreadPoolExecutor(_PARALLEL_SHARDS) as pool:
+        return {"files": list(pool.map(write, ours))}
 
 
 def commit_flushed(order: Mapping[str, Any], _memory: Path) -> dict[str, Any]:
     """Make a checkpoint of what all hosts have flushed: {uri, bytes}. The same order twice makes one.
 
     ``order``: step, attempt, layout, uri, run_id, ``files`` (of all hosts) and ``fence``: the attempt in whose name it
-    is committed, the newest that this host knows. An attempt begins where an older one's snapshots ended, so it
-    may hold the folder already while the newest version is still its predecessor's.
+    is committed, the newest that this host knows. An attempt starts from an older one's snapshots, so it may
+    hold the folder while the newest version is still its predecessor's.
 
     Raises:
-        CheckpointError: a file is missing or short (hosts without a common folder), or tensors are not whole.
+        CheckpointError: a file is missing or short (hosts without a common folder), or tensors are incomplete.
         ConflictError: a newer attempt holds the folder.
     """
     store, directory, run_id = open_store(), str(order["uri"]), str(order["run_id"])
     step, attempt = int(order["step"]), int(order["attempt"])
     prefix = manifests.step_prefix(step, attempt)
-    there = _committed(directory, step, attempt)
-    if there is not None:
-        return {"uri": there.uri, "bytes": there.bytes}
+    existing = _committed(directory, step, attempt)
+    if existing is not None:
+        return {"uri": existing.uri, "bytes": existing.bytes}
     files = sorted(order["files"], key=lambda item: int(item["rank"]))
     headers = [_header(uris.join(directory, prefix, str(item["name"]))) for item in files]
     gap = incomplete(header.tensors for header in headers)
@@ -117,7 +117,7 @@ def commit_flushed(order: Mapping[str, Any], _memory: Path) -> dict[str, Any]:
     store.put(uris.join(directory, prefix, name), index)
     stored = [StoredFile(name=str(item["name"]), bytes=int(item["bytes"]), crc32=int(item["crc32"])) for item in files]
     stored.append(StoredFile(name=name, bytes=len(index), crc32=manifests.crc32(index)))
-    found = Manifest(
+    manifest = Manifest(
         run_id=run_id,
         attempt=fence,
         step=step,
@@ -130,11 +130,11 @@ def commit_flushed(order: Mapping[str, Any], _memory: Path) -> dict[str, Any]:
         extra=headers[0].extra,
         directory=directory,
     )
-    problem = manifests.missing(found)
+    problem = manifests.missing(manifest)
     if problem is not None:
-        raise CheckpointError(f"{found.uri}: {problem}")
-    manifests.commit(store, found)
-    return {"uri": found.uri, "bytes": found.bytes}
+        raise CheckpointError(f"{manifest.uri}: {problem}")
+    manifests.commit(store, manifest)
+    return {"uri": manifest.uri, "bytes": manifest.bytes}
 
 
 def _header(uri: str) -> shards.ShardHeader:
@@ -147,7 +147,7 @@ def _header(uri: str) -> shards.ShardHeader:
 
 
 def _committed(directory: str, step: int, attempt: int) -> Manifest | None:
-    """The checkpoint of this very version, by a rank's save or an earlier flush, where it stands."""
+    """The checkpoint of this version, by a rank's save or an earlier flush; None: there is none."""
     prefix = manifests.step_prefix(step, attempt)
     for manifest in manifests.committed(open_store(), directory):
         if (manifest.step, manifest.prefix) == (step, prefix) and manifests.missing(manifest) is None:
@@ -155,10 +155,10 @@ def _committed(directory: str, step: int, attempt: int) -> Manifest | None:
     return None
 
 
-def _shares(order: Mapping[str, Any], memory: Path, step: int, attempt: int) -> list[_Share]:
-    """What is to be written: per rank the boxes that no rank before it has."""
+def _shards(order: Mapping[str, Any], memory: Path, step: int, attempt: int) -> list[_Shard]:
+    """What to write: per rank the boxes that no earlier rank has."""
     written: set[tuple[str, tuple[int, ...]]] = set()
-    found = []
+    result = []
     for item in order["ranks"]:
         rank, tier = int(item["rank"]), "own" if item["tier"] == "memory" else "peer"
         ring = Ring.open(memory / file_name(tier, str(order["layout"]), int(item.get("held_as", rank))))
@@ -167,19 +167,19 @@ def _shares(order: Mapping[str, Any], memory: Path, step: int, attempt: int) -> 
             raise CheckpointError(f"the snapshot of step {step} of rank {rank} is no longer there")
         header = json.loads(ring.header)
         boxes = boxes_of_table(header["tensors"])
-        there = tuple(box for box in boxes if (box.name, box.offsets) not in written)
-        written |= {(box.name, box.offsets) for box in there}
-        packed = shards.pack((box.name, box.dtype, box.global_shape, box.offsets, box.shape) for box in there)
+        in_slot = tuple(box for box in boxes if (box.name, box.offsets) not in written)
+        written |= {(box.name, box.offsets) for box in in_slot}
+        in_file = shards.pack((box.name, box.dtype, box.global_shape, box.offsets, box.shape) for box in in_slot)
         extra = header.get("extra", {})
-        found.append(_Share(rank=rank, ring=ring, version=version, there=there, here=packed, extra=extra))
-    return found
+        result.append(_Shard(rank=rank, ring=ring, version=version, in_slot=in_slot, in_file=in_file, extra=extra))
+    return result
 
 
-def _parts(preamble: bytes, share: _Share) -> Iterator[bytes | memoryview]:
-    """The file's bytes, piece by piece: the slot's boxes where ``pack`` put them."""
+def _parts(preamble: bytes, shard: _Shard) -> Iterator[bytes | memoryview]:
+    """The file's bytes in pieces: the slot's boxes where ``pack`` placed them."""
     yield preamble
-    slot, at = share.ring.slot(share.version.slot), 0
-    for there, here in zip(share.there, share.here, strict=True):
-        yield bytes(here.byte_offset - at)
-        yield slot[there.byte_offset : there.byte_offset + there.bytes]
-        at = here.byte_offset + here.bytes
+    slot, at = shard.ring.slot(shard.version.slot), 0
+    for source, target in zip(shard.in_slot, shard.in_file, strict=True):
+        yield bytes(target.byte_offset - at)
+        yield slot[source.byte_offset : source.byte_offset + source.bytes]
+        at = target.byte_offset + target.bytes

@@ -1,6 +1,6 @@
-"""The mover as the agent's child: started, told what to do, started again when it dies.
+"""The replicator as the agent's child: started, given orders, restarted when it dies.
 
-The agent never waits for it: orders go through a pipe that does not block, answers come through the agent's selector.
+The agent never waits for it: orders go through a non-blocking pipe, answers come through the agent's selector.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import IO, Any
 
+from muster.agent.host_state import HostState
 from muster.agent.ranks.rank_process import is_stopped, open_pidfd
 
-if TYPE_CHECKING:
-    from muster.agent.host_agent import Agent
-
-#: The agent's first word to the supervisor names the mover's address: it waits so long for it, once.
+#: The agent's first message to the supervisor names the replicator's address: it waits this long for it, once.
 FIRST_WAIT_S = 20.0
-#: A mover that died so soon so often will die again: the host goes on without (no copies, ranks write themselves).
+#: A replicator that died this early this often will die again: the host continues without (no copies, ranks write
+#: checkpoints themselves).
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
-_NOTES = "mover.json"
-_ASKED = {"flushed": "flush", "flush_committed": "flush_commit"}
+_STATE = "replicator.json"
+_ORDER_OF = {"flushed": "flush", "flush_committed": "flush_commit"}
 
 
 class ReplicatorProcess:
-    """One at a time. What it must know (where copies go, what is being fetched) is said again to a successor.
+    """One at a time. A successor is told again where copies go and what is being fetched.
 
-    Where copies go, and the port, also lie in the host's memory folder: an agent that is begun anew starts a mover too,
-    while the ranks train on and nobody else tells it.
+    Where copies go, and the port, are also in the host's memory folder: a restarted agent starts a replicator too,
+    while the ranks train on, and the supervisor does not repeat it.
     """
 
-    def __init__(self, *, agent: Agent) -> None:
-        self.agent = agent
+    def __init__(self, *, host: HostState, on_flush: Callable[[dict[str, Any], Mapping[str, Any]], None]) -> None:
+        """``on_flush(answer, order)`` is called once for each flush, always."""
+        self._host, self._on_flush = host, on_flush
         self.address: list[Any] | None = None
-        """Where other hosts' movers reach it."""
+        """Where other hosts' replicators connect."""
         self._child: subprocess.Popen[bytes] | None = None
-        self._began_s = 0.0
-        self._young = 0
+        self._started_s = 0.0
+        self._young_deaths = 0
         self._port = 0
-        self._heard = b""
-        self._unsaid = bytearray()
-        self._peers: dict[str, Any] | None = None
+        self._incoming = b""
+        self._outgoing = bytearray()
+        self._peer_order: dict[str, Any] | None = None
         self._fetches: list[dict[str, Any]] = []
         self._flushes: list[dict[str, Any]] = []
         """Without an answer yet, oldest first."""
@@ -54,211 +54,203 @@ class ReplicatorProcess:
 
     def start(self) -> None:
         """Start the first one and wait for its address."""
-        self._recall()
+        self._load_state()
         child = self._start()
         until = time.monotonic() + FIRST_WAIT_S
         assert child.stdout is not None
         while self.address is None and self._child is child and time.monotonic() < until:
-            if select.select([child.stdout], [], [], 0.1)[0] and not self._hear(child):
+            if select.select([child.stdout], [], [], 0.1)[0] and not self._read(child):
                 return
 
-    def _recall(self) -> None:
+    def _load_state(self) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            known = json.loads((self.agent.memory / _NOTES).read_text())
-            self._port, self._peers = int(known["port"]), known["peers"]
+            state = json.loads((self._host.memory / _STATE).read_text())
+            self._port, self._peer_order = int(state["port"]), state["peers"]
 
-    def _note(self) -> None:
+    def _save_state(self) -> None:
         with contextlib.suppress(OSError):
-            path = self.agent.memory / _NOTES
-            path.with_suffix(".part").write_text(json.dumps({"port": self._port, "peers": self._peers}))
+            path = self._host.memory / _STATE
+            path.with_suffix(".part").write_text(json.dumps({"port": self._port, "peers": self._peer_order}))
             path.with_suffix(".part").rename(path)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        log = self._log()
+        host, log = self._host, self._log()
         child = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "muster.agent.replicator.main",
-                "--run-dir",
-                str(self.agent.run_dir),
-                "--memory",
-                str(self.agent.memory),
-                "--bind",
-                self.agent.bind,
-                "--port",
-                str(self._port),
+                sys.executable, "-m", "muster.agent.replicator.main", "--run-dir", str(host.run_dir),
+                "--memory", str(host.memory), "--bind", host.bind, "--port", str(self._port),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
-        )
+        )  # fmt: skip
         log.close()
         assert child.stdin is not None and child.stdout is not None
         os.set_blocking(child.stdin.fileno(), False)
         os.set_blocking(child.stdout.fileno(), False)
-        self._child, self._began_s = child, time.monotonic()
-        self._heard, self._stopped_since = b"", None
-        self._unsaid.clear()
-        self.agent.hub.watch(child.stdout.fileno(), lambda: self._heard_of(child))
+        self._child, self._started_s = child, time.monotonic()
+        self._incoming, self._stopped_since = b"", None
+        self._outgoing.clear()
+        host.hub.watch(child.stdout.fileno(), lambda: self._on_output(child))
         fd = open_pidfd(child.pid)
         assert fd is not None  # not reaped yet
-        self.agent.hub.watch(fd, lambda: self._died(fd, child))
+        host.hub.watch(fd, lambda: self._on_exit(fd, child))
         return child
 
     def _log(self) -> IO[bytes]:
-        path = self.agent.run_dir / "logs" / f"mover-{self.agent.host}.log"
+        path = self._host.run_dir / "logs" / f"replicator-{self._host.host}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return open(path, "ab")
-        except OSError:  # a full disk must not keep the mover from starting again
+        except OSError:  # a full disk must not prevent a restart
             return open(os.devnull, "ab")
 
     # ------------------------------------------------------------ orders
 
-    def peers(self, *, peer: list[Any] | None, layout: str, ranks: list[int], world: int) -> None:
-        """In attempt ``world`` these ranks' snapshots are copied to ``peer``; what was fetched before is forgotten."""
-        self._peers = {"do": "peers", "peer": peer, "layout": layout, "ranks": ranks, "world": world}
+    def set_peer(self, *, peer: list[Any] | None, layout: str, ranks: list[int], attempt: int) -> None:
+        """In ``attempt`` these ranks' snapshots are copied to ``peer``; earlier fetches are forgotten."""
+        self._peer_order = {"do": "peers", "peer": peer, "layout": layout, "ranks": ranks, "world": attempt}
         self._fetches.clear()
-        self._note()
-        self._tell(self._peers)
+        self._save_state()
+        self._send(self._peer_order)
 
-    def peer_moved(self, peer: list[Any] | None) -> None:
-        """The peer's mover was started again elsewhere."""
-        if self._peers is not None and self._peers["peer"] != peer:
-            self._peers = {**self._peers, "peer": peer}
-            self._note()
-            self._tell(self._peers)
+    def on_peer_moved(self, peer: list[Any] | None) -> None:
+        """The peer's replicator was restarted at another address."""
+        if self._peer_order is not None and self._peer_order["peer"] != peer:
+            self._peer_order = {**self._peer_order, "peer": peer}
+            self._save_state()
+            self._send(self._peer_order)
 
     def copy(self, step: int) -> None:
-        """A snapshot lies ready. Left out where the mover does not keep up: the next one comes soon."""
-        if not self._unsaid:
-            self._tell({"do": "copy", "step": step})
+        """A snapshot is ready. Omitted where the replicator does not keep up: the next one comes soon."""
+        if not self._outgoing:
+            self._send({"do": "copy", "step": step})
 
-    def served(self) -> None:
-        """The world steps: what was fetched for its start has served, and is not fetched again."""
+    def forget_fetches(self) -> None:
+        """The attempt takes steps: what was fetched for its start is not needed again."""
         self._fetches.clear()
 
     def fetch(self, order: dict[str, Any]) -> None:
         """Get one version from another host."""
         self._fetches.append(order)
-        self._tell(order)
+        self._send(order)
 
-    def flush(self, message: Mapping[str, Any], *, fence: int) -> None:
-        """Hand on a supervisor's ``flush`` or ``flush_commit``; ``Agent.flushed`` gets one answer to each, always."""
-        order = {**message, "do": message["t"], "run_id": self.agent.run_id}
+    def flush(self, message: Mapping[str, Any], fence: int) -> None:
+        """Forward a ``flush`` or ``flush_commit``; ``on_flush`` gets one answer to each, always."""
+        order = {**message, "do": message["t"], "run_id": self._host.run_id}
         order["fence"] = max(fence, int(message.get("fence", 0)))
         self._flushes.append(order)
         if self._child is None:
-            self._give_up_flushes("no mover runs on this host")
+            self._fail_flushes("no replicator runs on this host")
         else:
-            self._tell(order)
+            self._send(order)
 
-    def _tell(self, order: Mapping[str, Any]) -> None:
-        self._unsaid += json.dumps(order).encode() + b"\n"
-        self._say()
+    def _send(self, order: Mapping[str, Any]) -> None:
+        self._outgoing += json.dumps(order).encode() + b"\n"
+        self._write()
 
-    def _say(self) -> None:
-        """Write what the pipe takes now; a mover that stands still must not hold the agent."""
+    def _write(self) -> None:
+        """Write what the pipe takes now; a stopped replicator must not block the agent."""
         if self._child is None or self._child.stdin is None:
-            self._unsaid.clear()
+            self._outgoing.clear()
             return
         with contextlib.suppress(OSError):
-            while self._unsaid:
-                del self._unsaid[: os.write(self._child.stdin.fileno(), self._unsaid[:4096])]
+            while self._outgoing:
+                del self._outgoing[: os.write(self._child.stdin.fileno(), self._outgoing[:4096])]
 
-    # ------------------------------------------------------------ hearing and watching
+    # ------------------------------------------------------------ answers, and the process itself
 
-    def _heard_of(self, child: subprocess.Popen[bytes]) -> None:
-        self._hear(child)
+    def _on_output(self, child: subprocess.Popen[bytes]) -> None:
+        self._read(child)
 
-    def _hear(self, child: subprocess.Popen[bytes]) -> bool:
-        """Take what it says; False at its end."""
+    def _read(self, child: subprocess.Popen[bytes]) -> bool:
+        """Handle its output; False at its end."""
         assert child.stdout is not None
         try:
             data = os.read(child.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return True
         if not data:
-            self.agent.hub.unwatch(child.stdout.fileno())
+            self._host.hub.unwatch(child.stdout.fileno())
             return False
-        *lines, self._heard = (self._heard + data).split(b"\n")
+        *lines, self._incoming = (self._incoming + data).split(b"\n")
         for line in lines:
-            found = json.loads(line)
-            if found["t"] == "address":
-                self._came(found["address"])
-            elif found["t"] == "note":
-                self.agent.log_event("run.message", {"text": found["text"]})
+            message = json.loads(line)
+            if message["t"] == "address":
+                self._on_address(message["address"])
+            elif message["t"] == "note":
+                self._host.note(message["text"])
             else:
-                self._answer(found)
+                self._on_answer(message)
         return True
 
-    def _came(self, address: list[Any]) -> None:
-        again = self._port != 0
+    def _on_address(self, address: list[Any]) -> None:
+        is_restart = self._port != 0
         self.address, self._port = address, int(address[1])
-        self._note()
-        if not again:
+        self._save_state()
+        if not is_restart:
             return
-        for order in [self._peers, *self._fetches, *self._flushes]:
-            if order is not None and not (self.agent.memory / str(order.get("target", ""))).is_file():
-                self._tell(order)
-        if self.agent.spec.checkpoint.snapshot_every_steps:
-            self.agent.tell({"t": "memory", "memory": address})
+        for order in [self._peer_order, *self._fetches, *self._flushes]:
+            if order is not None and not (self._host.memory / str(order.get("target", ""))).is_file():
+                self._send(order)
+        if self._host.spec.checkpoint.snapshot_every_steps:
+            self._host.send({"t": "memory", "memory": address})
 
-    def _answer(self, found: dict[str, Any]) -> None:
-        asked = (_ASKED[found["t"]], found["step"], found["attempt"])
+    def _on_answer(self, answer: dict[str, Any]) -> None:
+        answered = (_ORDER_OF[answer["t"]], answer["step"], answer["attempt"])
         for order in self._flushes:
-            if (order["do"], order["step"], order["attempt"]) == asked:
+            if (order["do"], order["step"], order["attempt"]) == answered:
                 self._flushes.remove(order)
-                self.agent.flushed(found, order)
+                self._on_flush(answer, order)
                 return
 
-    def _give_up_flushes(self, reason: str) -> None:
+    def _fail_flushes(self, reason: str) -> None:
         for order in list(self._flushes):
-            said = next(answer for answer, asked in _ASKED.items() if asked == order["do"])
-            found = {"t": said, "step": order["step"], "attempt": order["attempt"]}
-            self._answer({**found, "ok": False, "reason": reason})
+            kind = next(answer for answer, answered in _ORDER_OF.items() if answered == order["do"])
+            answer = {"t": kind, "step": order["step"], "attempt": order["attempt"]}
+            self._on_answer({**answer, "ok": False, "reason": reason})
 
     def watch(self) -> None:
-        """End a mover that somebody stopped: its successor goes on. Write what the pipe did not take before."""
+        """Kill a replicator that is stopped: its successor continues. Write what the pipe did not take before."""
         if self._child is None:
             return
-        if self._unsaid:
-            self._say()
+        if self._outgoing:
+            self._write()
         if not is_stopped(self._child.pid):
             self._stopped_since = None
             return
         now = time.monotonic()
         self._stopped_since = self._stopped_since or now
-        if now - self._stopped_since > self.agent.spec.recovery.heartbeat_timeout_s:
+        if now - self._stopped_since > self._host.spec.recovery.heartbeat_timeout_s:
             self._child.kill()
 
-    def _died(self, fd: int, child: subprocess.Popen[bytes]) -> None:
-        """The pidfd fired: start the next one; training went on meanwhile."""
-        self.agent.hub.unwatch(fd)
+    def _on_exit(self, fd: int, child: subprocess.Popen[bytes]) -> None:
+        """The pidfd fired: start the next one; training continued meanwhile."""
+        host = self._host
+        host.hub.unwatch(fd)
         os.close(fd)
         code = child.wait()
-        self._hear(child)  # its last words; a pipe holds no more than one read takes
+        self._read(child)  # its last output; a pipe holds no more than one read takes
         assert child.stdin is not None and child.stdout is not None
-        self.agent.hub.unwatch(child.stdout.fileno())
+        host.hub.unwatch(child.stdout.fileno())
         with contextlib.suppress(OSError):
             child.stdin.close()
         child.stdout.close()
-        if self._child is not child or self.agent.leaving is not None:
+        if self._child is not child or host.exit_reason is not None:
             return
         self._child = None
-        self._young = self._young + 1 if time.monotonic() - self._began_s < YOUNG_S else 1
-        again = self._young < YOUNG_DEATHS
-        text = f"the mover on {self.agent.host} died with code {code}"
-        text += " and was started again" if again else f" {YOUNG_DEATHS} times: no more copies to other hosts"
-        self.agent.log_event("run.message", {"text": text})
-        if again:
+        self._young_deaths = self._young_deaths + 1 if time.monotonic() - self._started_s < YOUNG_S else 1
+        restart = self._young_deaths < YOUNG_DEATHS
+        text = f"the replicator on {host.host} died with code {code}"
+        text += " and was restarted" if restart else f" {YOUNG_DEATHS} times: no more copies to other hosts"
+        host.note(text)
+        if restart:
             self._start()
         else:
-            self._give_up_flushes(text)
+            self._fail_flushes(text)
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """End it; never waits long."""
         child, self._child = self._child, None
         if child is not None:

@@ -1,4 +1,4 @@
-"""What lies in a host's memory folder, and when it has served: an old copy goes only once a new one stands."""
+"""Which snapshots in a host's memory folder are no longer needed: an old one is dropped only once a new one exists."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.core.errors import CheckpointError
 
 
-def begin_course(memory: Path, *, layout: str, origin: str | None, step: int, attempt: int) -> None:
-    """A world of ``layout`` begins after ``step`` of ``attempt``, which lies in rings of ``origin`` (None: nowhere).
+def begin_layout(memory: Path, *, layout: str, origin: str | None, step: int, attempt: int) -> None:
+    """Ranks of ``layout`` start after ``step`` of ``attempt``, which is in rings of layout ``origin`` (None: in none).
 
-    Newer versions in those were given up; what any third layout left is older, and its room is needed. (Versions of its
-    own layout its ranks forget, when they open their rings.)
+    Newer versions in those rings were abandoned; any third layout's are older, and their memory is needed. (Ranks drop
+    abandoned versions of their own layout when they open their rings.)
     """
     drop_other_layouts(memory, keep={layout, origin})
     for path in memory.glob("*.ring"):
@@ -26,9 +26,9 @@ def begin_course(memory: Path, *, layout: str, origin: str | None, step: int, at
             ring.close()
 
 
-def stands(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, replicate_snapshots: bool) -> bool:
-    """Whether every one of this host's ranks has a version of ``attempt`` in memory and, where copies are made, its
-    peer one too."""
+def has_snapshots(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, replicate_snapshots: bool) -> bool:
+    """Whether each of this host's ranks has a version of ``attempt`` in memory and, where copies are made, its peer
+    one too."""
     for rank in ranks:
         try:
             ring = Ring.open(memory / file_name("own", layout, rank))
@@ -43,13 +43,13 @@ def stands(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, rep
 
 
 def drop_other_layouts(memory: Path, *, keep: Collection[str | None]) -> None:
-    """Snapshots of other layouts than these, own and peers', have served."""
+    """Delete snapshots of other layouts than these, own and peers'."""
     for path in memory.glob("*.ring"):
         if not path.name.startswith("fetched.") and path.name.split(".")[1] not in keep:
             path.unlink(missing_ok=True)
 
 
 def drop_fetched(memory: Path) -> None:
-    """What was fetched for the start of a world that steps has served."""
+    """Delete what was fetched for the start of an attempt."""
     for path in memory.glob("fetched.*"):
         path.unlink(missing_ok=True)

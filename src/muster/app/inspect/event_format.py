@@ -1,4 +1,4 @@
-"""Events as plain lines: one a step, in the terms of the field; None for what nobody wants to read."""
+"""Events as plain lines: one per step, in the terms of the field; None for events that are not printed."""
 
 from __future__ import annotations
 
@@ -94,8 +94,13 @@ _RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
     "data.prepared": _data,
     "attempt.started": _attempt,
     "run.message": lambda _, detail: f"note: {detail['text']}",
-    "incident.detected": lambda _, detail: f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}",
-    "incident.decided": lambda _, detail: f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}",
+    "run.restarted": lambda _, detail: detail["reason"],
+    "incident.detected": lambda _, detail: (
+        f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}"
+    ),
+    "incident.decided": lambda _, detail: (
+        f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}"
+    ),
     "incident.resolved": lambda _, detail: f"recovered from {detail['incident_id']} in {detail['lost_ns'] / 1e9:.2f} s",
     "termination.notice": lambda _, detail: f"notice: {detail['notice']} ({detail['source']})",
     "checkpoint.committed": lambda event, detail: f"checkpoint of step {event.step} in {detail['uri']}",
@@ -105,5 +110,6 @@ _RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
         f"restored step {event.step} from {detail['tier']} on rank {event.rank}"
     ),
     "host.lost": lambda event, detail: f"{event.host} is lost: {detail['evidence']}",
+    "host.readmitted": lambda event, detail: f"{event.host} may be used again: {detail['reason']}",
     "run.finished": lambda _, detail: f"{detail['outcome']}: {detail['reason']}",
 }

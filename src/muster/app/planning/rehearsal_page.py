@@ -13,7 +13,7 @@ from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import page
 from muster.report.render.document import document
 from muster.simulate.ensembles import Study
-from muster.simulate.rehearsal import Play
+from muster.simulate.rehearsal import Simulation
 from muster.simulate.scenario import Scenario
 from muster.supervise.recovery.state import SECOND_NS
 
@@ -21,7 +21,7 @@ RUN_ID = "rehearsal"
 
 
 def write_page(study: Study, target: str) -> Path:
-    """Write the rehearsal whose goodput is the median of the study's as the report's page; where it stands.
+    """Write the rehearsal whose goodput is the median of the study's as the report's page; return its path.
 
     Raises:
         UsageError: the file cannot be written.
@@ -29,11 +29,11 @@ def write_page(study: Study, target: str) -> Path:
     ordered = sorted(study.outcomes, key=lambda one: one.goodput_active)
     seed = ordered[len(ordered) // 2].seed
     ledger = ledger_of(study.scenario, seed)
-    found = document(ledger, {})
-    found["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
+    result = document(ledger, {})
+    result["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
     path = Path(os.path.expanduser(target))
     try:
-        path.write_text(page.render(ledger, found), encoding="utf-8")
+        path.write_text(page.render(ledger, result), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     return path.absolute()
@@ -41,7 +41,7 @@ def write_page(study: Study, target: str) -> Path:
 
 def ledger_of(scenario: Scenario, seed: int) -> Ledger:
     """The ledger's own account of one rehearsal, against the scenario's step time as reference."""
-    play = Play(scenario, seed)
+    play = Simulation(scenario, seed)
     play.run()
     training = scenario.spec.training
     tokens = training.global_batch_size * training.sequence_length
@@ -50,34 +50,34 @@ def ledger_of(scenario: Scenario, seed: int) -> Ledger:
     return fold(events, reference_tokens_per_s=tokens / step_s)
 
 
-def _supervisor(play: Play) -> Iterator[Event]:
+def _supervisor(play: Simulation) -> Iterator[Event]:
     attempt = 0
     for seq, (at_s, log) in enumerate(play.cluster.log):
         if log.kind == "attempt.started":
             attempt += 1
         detail = dict(log.detail)
         if log.kind == "incident.detected":
-            fault = play.struck_before(at_s)
+            fault = play.last_fault_before(at_s)
             detail |= {} if fault is None else {"since_ns": round(fault * SECOND_NS)}
         yield _event(seq, at_s, log.kind, attempt, log.host or "supervisor", detail, rank=log.rank, step=log.step,
                      phase=log.phase)  # fmt: skip
 
 
-def _ranks(play: Play, tokens: int) -> Iterator[Event]:
+def _ranks(play: Simulation, tokens: int) -> Iterator[Event]:
     """Phases of every host's rank, and the steps; in order of time within each attempt."""
     cluster, seq = play.cluster, 0
     worlds = {
         number + 1: (at_s, dict(log.detail["hosts"]))
         for number, (at_s, log) in enumerate(each for each in cluster.log if each[1].kind == "attempt.started")
     }
-    stretches = {attempt: (last, run) for attempt, last, run in cluster.history}
+    segments = {attempt: (last, run) for attempt, last, run in cluster.history}
     for attempt, (at_s, hosts) in worlds.items():
         for host, ranks in hosts.items():
             yield _event(seq, at_s, "phase.changed", attempt, host, {}, rank=ranks[0], phase="start")
             seq += 1
-        if attempt not in stretches:
+        if attempt not in segments:
             continue
-        last, run = stretches[attempt]
+        last, run = segments[attempt]
         began_s = run.began_ns / SECOND_NS
         for host, ranks in hosts.items():
             yield _event(seq, began_s, "phase.changed", attempt, host, {}, rank=ranks[0], phase="train")

@@ -12,6 +12,7 @@ from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import UsageError
+from muster.core.incidents import KINDS, traits_of
 from muster.report import api
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate import stage_times as profiles
@@ -20,9 +21,6 @@ from muster.simulate.host_time import CATEGORIES
 from muster.simulate.scenario import Saves, Scenario
 from muster.simulate.stage_times import Profile, Recovery
 
-#: What the supervisor calls an incident -> the mix's kind.
-KINDS = {"rank_exit": "process", "rank_exception": "process", "rank_oom": "process", "rank_hang": "hang",
-         "host_lost": "host", "host_unhealthy": "host"}  # fmt: skip
 #: Below these a rehearsal at another scale says so.
 MODELLED = (
     "Faults, hosts and clock are virtual: stage times come from the profile, only the supervisor and the policy are "
@@ -71,7 +69,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     spares = spec.resources.spare_hosts if asked.spares is None else asked.spares
     quantum, replicas, per_host = _groups(spec, hosts)
     batch = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
-    found = Scenario(
+    result = Scenario(
         spec=spec,
         hosts=hosts,
         spares=spares,
@@ -102,10 +100,10 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     )
     from muster.policy.load import load_policy
 
-    load_policy(found.policy)
-    if found.min_hosts is not None and found.min_hosts > hosts:
-        raise UsageError(f"--min-hosts {found.min_hosts} is more than {hosts} hosts")
-    return found
+    load_policy(result.policy)
+    if result.min_hosts is not None and result.min_hosts > hosts:
+        raise UsageError(f"--min-hosts {result.min_hosts} is more than {hosts} hosts")
+    return result
 
 
 def _check(asked: Asked) -> None:
@@ -127,7 +125,7 @@ def _check(asked: Asked) -> None:
 
 
 def _groups(spec: RunSpec, hosts: int) -> tuple[int | None, int, int]:
-    """(hosts of a sharded group, replicas, data ranks of a host): one rank stands for a host in rehearsals."""
+    """(hosts of a sharded group, replicas, data ranks of a host): one rank represents a host in rehearsals."""
     per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else 8)
     axes = spec.parallelism
     data_ranks = max(1, per_host // axes.tp)
@@ -172,9 +170,10 @@ def profile_of(name: str | None, *, cpu: bool = False) -> Profile:
 def measure(run_dir: Path) -> Profile:
     """Stage times of a run's own log: steps, start, and each healed incident."""
     document = api.load(run_dir).to_json()
+    simulated_as = {kind: traits_of(kind).simulated_as for kind in KINDS.names()}
     recoveries = [
         Recovery(
-            kind=KINDS[each["kind"]],
+            kind=fault,
             detect_s=each["detect_s"],
             collected_s=each["stages_s"]["collected"],
             started_s=each["stages_s"]["started"],
@@ -182,7 +181,7 @@ def measure(run_dir: Path) -> Profile:
             swapped=each["action"] == "swap",
         )
         for each in document["incidents"]
-        if each["kind"] in KINDS and {"collected", "started", "first_step"} <= set(each["stages_s"])
+        if (fault := simulated_as.get(each["kind"])) and {"collected", "started", "first_step"} <= set(each["stages_s"])
     ]
     events = event_log.merged(run_dir / "events" if (run_dir / "events").is_dir() else run_dir)
     taken = [event for event in events if event.kind == "step"]
@@ -251,7 +250,11 @@ def to_json(study: Study) -> dict[str, Any]:
         "purchased_host_s": purchased,
         "identity_error": max(one.identity_error for one in study.outcomes),
         "lost_s": {
-            kind: {"count": len(values), "p50": ensembles.percentile(values, 0.5), "p95": ensembles.percentile(values, 0.95)}
+            kind: {
+                "count": len(values),
+                "p50": ensembles.percentile(values, 0.5),
+                "p95": ensembles.percentile(values, 0.95),
+            }
             for kind, values in study.lost_s.items()
         },
         "redone_steps": sum(one.redone_steps for one in study.outcomes) / len(study.outcomes),
@@ -263,7 +266,7 @@ def to_json(study: Study) -> dict[str, Any]:
         "intervals": [_choice(each, scenario) for each in study.intervals],
         "policies": [_choice(each, scenario) for each in study.policies],
         "best": {
-            name: found.name if (found := ensembles.best(group)) else None
+            name: result.name if (result := ensembles.best(group)) else None
             for name, group in (("spares", study.spares), ("interval", study.intervals), ("policy", study.policies))
         },
         "note": MODELLED,
@@ -271,9 +274,9 @@ def to_json(study: Study) -> dict[str, Any]:
 
 
 def _choice(each: Choice, scenario: Scenario) -> dict[str, Any]:
-    found = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(each).items()}
-    price, ratio = scenario.usd_per_host_hour, found["cost_ratio"]
-    return {**found, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
+    result = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(each).items()}
+    price, ratio = scenario.usd_per_host_hour, result["cost_ratio"]
+    return {**result, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
 
 
 def _finite(value: float) -> float | None:

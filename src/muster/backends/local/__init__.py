@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from muster.backends.backend import Backend, Capabilities
+from muster.backends.local import run_file_rules
 from muster.backends.protocols import Launcher
 
 
@@ -17,4 +18,7 @@ BACKEND = Backend(
     name="local",
     launcher=_launcher,
     capabilities=Capabilities(uses_this_machine=True, supervised_in_terminal=True),
+    rules=run_file_rules.rules,
+    host_checks=run_file_rules.host_checks,
+    unused_settings=run_file_rules.unused_settings,
 )

@@ -1,4 +1,4 @@
-"""What this machine has: its GPUs, by ``nvidia-smi``."""
+"""This machine's GPUs, by ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def gpus(shell: Shell, environ: Mapping[str, str]) -> list[Gpu]:
         )
     except BackendError:
         return []
-    found = [_gpu(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return _visible([gpu for gpu in found if gpu is not None], environ.get("CUDA_VISIBLE_DEVICES"))
+    all_gpus = [_gpu(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return _visible([gpu for gpu in all_gpus if gpu is not None], environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _gpu(line: str) -> Gpu | None:
@@ -42,13 +42,13 @@ def _gpu(line: str) -> Gpu | None:
     return Gpu(index=int(words[0]), uuid=words[1], name=words[2], memory_bytes=mebibytes << 20)
 
 
-def _visible(found: list[Gpu], wanted: str | None) -> list[Gpu]:
-    """CUDA's own rule: in the order given, up to the first name that is none."""
-    if wanted is None:
-        return found
+def _visible(all_gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    """CUDA's own rule: in the order given, up to the first invalid name."""
+    if visible is None:
+        return all_gpus
     chosen: list[Gpu] = []
-    for word in (word.strip() for word in wanted.split(",")):
-        match = [gpu for gpu in found if word and (str(gpu.index) == word or gpu.uuid.startswith(word))]
+    for word in (word.strip() for word in visible.split(",")):
+        match = [gpu for gpu in all_gpus if word and (str(gpu.index) == word or gpu.uuid.startswith(word))]
         if len(match) != 1:
             break
         chosen.append(match[0])

@@ -1,7 +1,7 @@
 """The ``Launcher`` of this machine. One job is a few detached processes and a record, ``job.json``.
 
-The record is written under a lock that dies with its holder, one process at a time, so that a submit that
-was killed half-way is completed by running it again: what lives is adopted, what is missing is started.
+The record is written after each process, under a lock that is released when its holder dies. An interrupted
+submit is completed by repeating it: living processes are adopted, missing ones are started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import muster.backends.local.hardware as machine
 from muster.backends.local.resolve import resolve
 from muster.config.spec import RunSpec
-from muster.core import processes
+from muster.core import environment, processes
 from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.processes import Process
@@ -40,7 +40,7 @@ class LocalLauncher:
     name: str = "local"
     clock: Clock = field(default_factory=SystemClock)
     shell: Shell = field(default_factory=SystemShell)
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    environ: Mapping[str, str] = field(default_factory=environment.inherited)
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL in ``cancel``."""
 
@@ -79,7 +79,10 @@ class LocalLauncher:
         supervisor = TaskSpec(name="supervisor", argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
-            argv=(sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+            argv=(
+                *(sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+                *("--hosts-here", str(spec.resources.hosts), "--no-metadata-server"),
+            ),
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(
@@ -97,7 +100,7 @@ class LocalLauncher:
 
         Raises:
             BackendError: a process cannot be started.
-            ConflictError: the folder is another run's.
+            ConflictError: the folder belongs to another run.
         """
         run_dir = Path(request.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -114,17 +117,17 @@ class LocalLauncher:
         return _handle(record, run_dir)
 
     def attach(self, handle: JobHandle, *, task: str, pid: int) -> None:
-        """Record a process that runs ``task`` without having been started here (a supervisor in the foreground)."""
+        """Record a process that runs ``task`` but was not started here (a supervisor in the foreground)."""
         run_dir = Path(handle.run_dir)
-        found = processes.look(pid)
+        process = processes.look(pid)
         with job_record.locked(run_dir):
             record = job_record.read(run_dir, mark="tasks")
-            if record and found:
-                record["tasks"][task] = {"pid": pid, "start_ticks": found.start_ticks, "foreground": True}
+            if record and process:
+                record["tasks"][task] = {"pid": pid, "start_ticks": process.start_ticks, "foreground": True}
                 job_record.write(run_dir, record)
 
     def find(self, run_id: str) -> JobHandle | None:
-        """By the registry; failing that, by the label of a living process."""
+        """By the registry; else by the label of a living process."""
         with contextlib.suppress(UsageError, BackendError):
             run = run_registry.find(run_id)
             record = job_record.read(run.path, mark="tasks")
@@ -169,25 +172,25 @@ class LocalLauncher:
     # ------------------------------------------------------------ watch
 
     def poll(self, handle: JobHandle) -> JobStatus:
-        """Look once: at the record, at ``/proc``, and for a verdict at the end of the supervisor's log."""
+        """Look once: at the record, at ``/proc``, and for a result at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
         try:
             record = job_record.read(run_dir, mark="tasks")
-        except BackendError as error:  # damaged: what runs is known by its label all the same
+        except BackendError as error:  # damaged: living processes are still found by their label
             state = JobState.RUNNING if processes.labelled(handle.run_id) else JobState.FAILED
             return JobStatus(state=state, reason=f"{error}; muster down ends what runs")
         if not record:
             return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
-        living = {name: processes.lives(each["pid"], each["start_ticks"]) for name, each in record["tasks"].items()}
+        tasks = record["tasks"]
+        living = {name: processes.lives(task["pid"], task["start_ticks"]) for name, task in tasks.items()}
         words = {
-            name: f"running (pid {record['tasks'][name]['pid']})" if alive else "ended"
-            for name, alive in sorted(living.items())
+            name: f"running (pid {tasks[name]['pid']})" if alive else "ended" for name, alive in sorted(living.items())
         }
         state, reason, code = _judge(record, living, run_output.verdict(run_dir, record["submitted_wall_ns"]))
         return JobStatus(state=state, reason=reason, exit_code=code, tasks=words)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
-        """What each file in the run's ``logs`` holds beyond ``after``; a half character waits for its rest."""
+        """What each file in the run's ``logs`` holds beyond ``after``; the rest of a split character follows later."""
         yield from run_output.chunks(Path(handle.run_dir), after or {})
 
     # ------------------------------------------------------------ end
@@ -199,7 +202,7 @@ class LocalLauncher:
             BackendError: something could not be ended.
         """
         run_dir = Path(handle.run_dir)
-        mine: list[Process] = []
+        recorded: list[Process] = []
         if run_dir.is_dir():
             with job_record.locked(run_dir):
                 record = None
@@ -208,36 +211,37 @@ class LocalLauncher:
                 if record:
                     record["state"] = "cancelled"
                     job_record.write(run_dir, record)
-                    mine = [
-                        Process(pid=each["pid"], start_ticks=each["start_ticks"]) for each in record["tasks"].values()
+                    recorded = [
+                        Process(pid=task["pid"], start_ticks=task["start_ticks"]) for task in record["tasks"].values()
                     ]
         spared = processes.ancestors()
-        processes.send([each for each in mine if each.pid not in spared], signal.SIGTERM)
-        self._wait_until_gone(handle.run_id, mine, spared, self.grace_s if mine else 0.0)
+        processes.send([process for process in recorded if process.pid not in spared], signal.SIGTERM)
+        self._wait_until_gone(handle.run_id, recorded, spared, self.grace_s if recorded else 0.0)
         for _ in range(20):  # a process can fork between the look and the kill
-            left = _remaining(handle.run_id, mine, spared)
+            left = _remaining(handle.run_id, recorded, spared)
             if not left:
                 break
             processes.send(left, signal.SIGKILL)
-            self._wait_until_gone(handle.run_id, mine, spared, 1.0)
-        left = _remaining(handle.run_id, mine, spared)
+            self._wait_until_gone(handle.run_id, recorded, spared, 1.0)
+        left = _remaining(handle.run_id, recorded, spared)
         if left:
+            pids = ", ".join(str(process.pid) for process in left[:5])
             raise BackendError(
-                f"{len(left)} processes of {handle.run_id} do not end: {', '.join(str(each.pid) for each in left[:5])}",
-                hint="run muster down again, or look at them with ps",
+                f"{len(left)} processes of {handle.run_id} do not end: {pids}",
+                hint="run `muster down` again, or inspect them with `ps`",
             )
         _remove_memory(run_dir, handle.run_id)
 
     def remaining(self, handle: JobHandle) -> list[str]:
-        """What still exists of the run, in words: the proof of a tear-down."""
+        """What still exists of the run: the proof of a tear-down."""
         left = _remaining(handle.run_id, [], processes.ancestors())
-        found = [f"process {each.pid}: {' '.join(each.argv)[:80]}" for each in left]
+        found = [f"process {process.pid}: {' '.join(process.argv)[:80]}" for process in left]
         prefix = Path(memory_prefix(handle.run_dir, handle.run_id)).name
         return found + [f"memory {path}" for path in _memory(prefix)]
 
-    def _wait_until_gone(self, run_id: str, mine: Sequence[Process], spared: set[int], seconds: float) -> None:
+    def _wait_until_gone(self, run_id: str, recorded: Sequence[Process], spared: set[int], seconds: float) -> None:
         until = self.clock.monotonic_ns() + int(seconds * 1e9)
-        while self.clock.monotonic_ns() < until and _remaining(run_id, mine, spared):
+        while self.clock.monotonic_ns() < until and _remaining(run_id, recorded, spared):
             self.clock.sleep(0.05)
 
 
@@ -273,28 +277,27 @@ def _judge(
         reason = f"{alive} processes started; the submit was interrupted" if alive else "being started"
         return JobState.WAITING, reason, None
     if alive == 0:
-        return JobState.FAILED, "its processes ended without a verdict; the logs say why", None
+        return JobState.FAILED, "its processes ended without a result; see the logs", None
     if living.get("supervisor") is False:
         left = f"{alive} agents are" if alive != 1 else "1 agent is"
-        return JobState.RUNNING, f"the supervisor is gone, {left} left; muster recover takes over", None
+        return JobState.RUNNING, f"the supervisor is gone, {left} left; `muster recover` takes over", None
     return JobState.RUNNING, f"{alive} of {len(living)} processes run", None
 
 
 # ---------------------------------------------------------------- leftovers
 
 
-def _remaining(run_id: str, mine: Sequence[Process], spared: set[int]) -> list[Process]:
-    found = {each.pid: each for each in processes.labelled(run_id)}
-    found |= {each.pid: each for each in mine if processes.lives(each.pid, each.start_ticks)}
-    return [each for pid, each in sorted(found.items()) if pid not in spared]
+def _remaining(run_id: str, recorded: Sequence[Process], spared: set[int]) -> list[Process]:
+    living = {process.pid: process for process in processes.labelled(run_id)}
+    living |= {process.pid: process for process in recorded if processes.lives(process.pid, process.start_ticks)}
+    return [process for pid, process in sorted(living.items()) if pid not in spared]
 
 
 def _memory(prefix: str) -> list[Path]:
-    root = Path(os.environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"))
-    return sorted(root.glob(f"{prefix}-*"))
+    return sorted(environment.current().memory_root.glob(f"{prefix}-*"))
 
 
 def _remove_memory(run_dir: Path, run_id: str) -> None:
-    """Snapshots in memory that killed agents left."""
+    """Delete the snapshots in memory that killed agents left."""
     for path in _memory(memory_prefix(run_dir, run_id)):
         shutil.rmtree(path, ignore_errors=True)

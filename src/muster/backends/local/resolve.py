@@ -1,4 +1,4 @@
-"""What this machine decides of a run file: device, ranks per host, and the peak that MFU divides by."""
+"""What this machine decides of a run file: device, ranks per host, price, and the peak that MFU divides by."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
         device = "cuda" if offer.gpus_per_node else "cpu"
     gpus_each = max(1, offer.gpus_per_node // resources.hosts)
     ranks = resources.ranks_per_host or (gpus_each if device == "cuda" else 1)
-    resources = resources.model_copy(update={"device": device, "ranks_per_host": ranks})
+    usd = resources.usd_per_host_hour or 0.0  # the user's own machine
+    resources = resources.model_copy(update={"device": device, "ranks_per_host": ranks, "usd_per_host_hour": usd})
     spec = spec.model_copy(update={"resources": resources})
     if device == "cuda" and spec.output.peak_tflops is None and spec.model is not None:
         chip = accelerator_of(offer.accelerator)
         peak = chip.peak_flops.get("bf16") if chip is not None else None
-        if peak:  # vendor's dense bf16; float32 runs are measured against it too, and look as slow as they are
+        if peak:  # the vendor's dense bf16 peak; float32 runs are measured against it too
             spec = spec.model_copy(update={"output": spec.output.model_copy(update={"peak_tflops": peak / 1e12})})
     problems = validation.problems(spec)
     if device == "cuda" and ranks * resources.hosts > offer.gpus_per_node:

@@ -1,7 +1,7 @@
-"""``python -m muster.backends.slurm.batch``: what the job's script becomes on the first node.
+"""``python -m muster.backends.slurm.batch``: the program that the job's script executes on the first node.
 
-One step a node, so that each is lost, ended and started again by itself; then it waits. It holds nothing that the run
-needs: when its node is lost the steps on the others live on (measured: with --no-kill Slurm takes the node out of the
+One step per node, so that each is lost, ended and restarted separately; then it waits. The run does not depend on it:
+when its node is lost the steps on the others survive (measured: with --no-kill Slurm removes the node from the
 allocation and leaves the rest alone, the batch node too), and another node takes the supervisor's lease.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import select
 import signal
 import socket
@@ -25,27 +24,28 @@ from typing import Any
 
 from muster.backends.slurm import locate
 from muster.backends.slurm.commands import Slurm, joined
-from muster.backends.slurm.resubmit import go_on
+from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import MusterError
 from muster.storage import run_output, run_registry
 from muster.transport.secure_session import read_token
 
-#: Where the controllers listen, for nodes that must know whether they are cut off.
+#: Where the controllers listen, for nodes that need to know whether they are cut off.
 CONTROLLERS = "controllers.json"
-#: After the run's verdict: steps of nodes that are cut off do not end by themselves.
+#: Wait after the run's result: steps of nodes that are cut off do not end by themselves.
 LINGER_S = 5.0
-#: The order before the time limit: save, leave, want to run again.
-TIME_IS_UP: Mapping[str, object] = {"t": "stop", "save": True, "again": True, "source": "Slurm's time limit"}
-#: A step that ended although the run goes on is started again, so often at most.
+#: The request before the time limit: save, exit, run again.
+TIME_LIMIT_STOP: Mapping[str, object] = {"t": "stop", "save": True, "again": True, "source": "Slurm's time limit"}
+#: A step that ended although the run continues is started this often at most.
 STEP_STARTS = 4
 STEP_PAUSE_S = 10.0
 
 
 @dataclass(kw_only=True)
 class Step:
-    """One node's step, and the ``srun`` that stands for it here."""
+    """One node's step, and its ``srun`` process."""
 
     host: str
     node: str
@@ -63,7 +63,8 @@ class Batch:
     environ: Mapping[str, str]
     slurm: Slurm = field(default_factory=Slurm)
     notice: bool = False
-    told: bool = False
+    """The notice before the time limit has come."""
+    stop_sent: bool = False
 
     def __post_init__(self) -> None:
         self.spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
@@ -82,12 +83,13 @@ class Batch:
                 self._start(step)
             verdict = self._wait(steps, wake)
         if verdict is None:
-            _say("the run left no verdict; logs/ and events/ say how far it came")
+            _log("the run recorded no result; see logs/ and events/")
             return 1
         code = int(verdict.get("exit_code", 1))
-        _say(f"{verdict.get('outcome')}: {verdict.get('reason', '')}")
-        if self.notice and code == 75 and go_on(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _say):
-            return 0  # for Slurm this job did what it was to do
+        _log(f"{verdict.get('outcome')}: {verdict.get('reason', '')}")
+        to_resubmit = self.notice and code == 75
+        if to_resubmit and resubmit(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _log):
+            return 0  # for Slurm this job succeeded
         return code
 
     # ------------------------------------------------------------ steps
@@ -100,9 +102,9 @@ class Batch:
         argv = [*srun(self.spec, str(self.run_dir), step.node), *self._node_program(step)]
         step.starts += 1
         if step.starts == 1:
-            _say(f"{step.host} on {step.node}: {joined(argv)}")
+            _log(f"{step.host} on {step.node}: {joined(argv)}")
         else:
-            _say(f"{step.host} on {step.node}: its step ended, starting it again")
+            _log(f"{step.host} on {step.node}: its step ended, restarting it")
         step.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
 
     def _node_program(self, step: Step) -> list[str]:
@@ -120,20 +122,20 @@ class Batch:
         return ["apptainer", "exec", *gpus, *mounts, container.image, *argv]
 
     def _wait(self, steps: list[Step], wake: socket.socket) -> Mapping[str, Any] | None:
-        """Until the run has a verdict and the steps have ended (or linger), or until no step is left."""
+        """Wait until the run has a result and the steps have ended (or linger), or until no step is left."""
         seen_s: float | None = None
         while True:
             select.select([wake], [], [], 1.0)
             with contextlib.suppress(BlockingIOError):
                 wake.recv(256)
-            if self.notice and not self.told:
-                self.told = self._tell()
+            if self.notice and not self.stop_sent:
+                self.stop_sent = self._send_stop()
             for step in steps:
                 self._reap(step)
             living = [step for step in steps if step.process is not None]
             verdict = run_output.verdict(self.run_dir, self.began_wall_ns) if len(living) < len(steps) else None
             if verdict is None:
-                if not self._again(steps) and not living:
+                if not self._restart(steps) and not living:
                     return None
                 continue
             seen_s = seen_s if seen_s is not None else time.monotonic()
@@ -142,27 +144,27 @@ class Batch:
 
     def _reap(self, step: Step) -> None:
         if step.process is not None and step.process.poll() is not None:
-            _say(f"{step.host} on {step.node}: its step ended with code {step.process.returncode}")
+            _log(f"{step.host} on {step.node}: its step ended with code {step.process.returncode}")
             step.process, step.ended_s = None, time.monotonic()
 
-    def _again(self, steps: list[Step]) -> bool:
-        """Start steps that ended too early; whether any may still be started."""
-        hopeful = [step for step in steps if step.process is None and step.starts < STEP_STARTS]
-        for step in hopeful:
+    def _restart(self, steps: list[Step]) -> bool:
+        """Restart steps that ended too early; False where none may be restarted any more."""
+        restartable = [step for step in steps if step.process is None and step.starts < STEP_STARTS]
+        for step in restartable:
             if time.monotonic() - step.ended_s > STEP_PAUSE_S * step.starts:
                 self._start(step)
-        return bool(hopeful)
+        return bool(restartable)
 
     # ------------------------------------------------------------ the time limit
 
     @contextlib.contextmanager
     def _signals(self) -> Any:
-        """USR1 is the notice before the time limit. TERM goes to every node, where the supervisor answers it."""
+        """USR1 is the notice before the time limit. TERM goes to every node, where the supervisor handles it."""
         wake_r, wake_w = socket.socketpair()
         wake_r.setblocking(False)
         wake_w.setblocking(False)
         signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGUSR1, self._noticed)
+        signal.signal(signal.SIGUSR1, self._on_notice)
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # wakes us
         try:
@@ -170,17 +172,17 @@ class Batch:
         finally:
             signal.set_wakeup_fd(-1)
 
-    def _noticed(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_notice(self, _number: int, _frame: FrameType | None) -> None:
         self.notice = True
 
-    def _tell(self) -> bool:
-        """Ask the supervisor to save and leave with 75; False: it could not be reached, ask again."""
-        _say("the time limit is near: asking the run to save and leave")
-        return tell_supervisor(self.run_dir, TIME_IS_UP)
+    def _send_stop(self) -> bool:
+        """Ask the supervisor to save and exit with 75; False: it could not be reached, ask again."""
+        _log("the time limit is near: asking the run to save and exit")
+        return send_to_supervisor(self.run_dir, TIME_LIMIT_STOP)
 
 
 def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:
-    """The step of one node: all that the job has there."""
+    """The command of one node's step."""
     slurm = spec.slurm
     argv = [
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--no-kill", "--kill-on-bad-exit=0",
@@ -194,40 +196,40 @@ def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:
     return argv
 
 
-def tell_supervisor(run_dir: Path, order: Mapping[str, object]) -> bool:
-    """Give the supervisor an order, unless it is leaving already; False: it did not answer."""
+def send_to_supervisor(run_dir: Path, request: Mapping[str, object]) -> bool:
+    """Send the supervisor a stop request, unless it is stopping already; False: it did not answer."""
     try:
         host, port = json.loads((run_dir / "lease.json").read_text())["address"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     address, token = (str(host), int(port)), read_token(str(run_dir / "token"))
-    status = locate.tell(address, token, {"t": "status"})
+    status = locate.request(address, token, {"t": "status"})
     if status is None:
         return False
-    if status.get("phase") in ("stopping", "ended"):  # a second stop would make it leave without saving
+    if status.get("phase") in ("stopping", "ended"):  # a second stop would make it exit without saving
         return True
-    return locate.tell(address, token, order) is not None
+    return locate.request(address, token, request) is not None
 
 
 def _mounts(spec: RunSpec, run_dir: str) -> list[str]:
-    """The run's folder where it lies, then the user's."""
+    """The run's folder at its own path, then the user's mounts."""
     own = [f"{run_dir}:{run_dir}"] + ([f"{spec.slurm.scratch}:{spec.slurm.scratch}"] if spec.slurm.scratch else [])
     return [*own, *(spec.slurm.container.mounts if spec.slurm.container is not None else [])]
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} muster: {text}", flush=True)
 
 
 def main() -> None:
-    """Run one job; exit with the run's code (0 where a further job goes on)."""
+    """Run one job; exit with the run's code (0 where a further job continues the run)."""
     parser = argparse.ArgumentParser(description="one Slurm job of a Muster run, on its first node")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--run-id", required=True)
     arguments = parser.parse_args()
-    environ = dict(os.environ)
+    environ = environment.inherited()
     if "SLURM_JOB_ID" not in environ:
-        print("error: not inside a Slurm job\nhint: sbatch job.sh, or muster submit", file=sys.stderr)
+        print("error: not inside a Slurm job\nhint: run `sbatch job.sh` or `muster submit`", file=sys.stderr)
         sys.exit(2)
     try:
         sys.exit(Batch(arguments.run_dir, arguments.run_id, environ).run())

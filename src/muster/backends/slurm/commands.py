@@ -1,4 +1,4 @@
-"""Slurm's programs, asked by argument list; what they refuse becomes an error of ours, once."""
+"""Slurm's programs, run by argument list; their refusals become our errors, once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from muster.core.clock import SystemShell
 from muster.core.errors import BackendError
 from muster.core.protocols import Completed, Shell
 
-#: What every job's name begins with; the run's id and the submission's number follow.
+#: Prefix of every job's name; the run's id and the submission's number follow.
 PREFIX = "muster-"
-#: A controller under load answers late; sbatch gives up by itself after MessageTimeout.
-PATIENCE_S = 60.0
+#: A controller under load answers late; sbatch itself gives up after MessageTimeout.
+TIMEOUT_S = 60.0
 _JOB_FIELDS = {
     "id": "%A", "name": "%j", "state": "%T", "reason": "%r", "nodes": "%N", "count": "%D", "start_s": "%S",
     "end_s": "%e", "folder": "%Z", "partition": "%P", "batch_host": "%B",
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Slurm:
-    """The commands. Each call asks once; nothing is tried again."""
+    """The commands. Each is called once; nothing is retried."""
 
     shell: Shell = field(default_factory=SystemShell)
     user: str = field(default_factory=lambda: str(os.getuid()))
@@ -59,34 +59,34 @@ class Slurm:
     def nodes(self) -> list[dict[str, str]]:
         """A row per node and partition: node, partition, state, gres, cpus, memory, features, limit, up, size."""
         done = self._ask(
-            "sinfo", "--noheader", "--Node", "--exact", f"--format={parse.asked([*_NODE_FIELDS.values()])}"
+            "sinfo", "--noheader", "--Node", "--exact", f"--format={parse.format_of([*_NODE_FIELDS.values()])}"
         )
         return list(parse.records(done.stdout, [*_NODE_FIELDS]))
 
     def jobs(self, run_id: str, submission: int | None = None) -> list[Job]:
         """This user's jobs of the run that Slurm still knows (ended ones for some minutes), oldest first."""
-        fields = parse.asked([*_JOB_FIELDS.values()])
+        fields = parse.format_of([*_JOB_FIELDS.values()])
         done = self._ask("squeue", "--noheader", "--states=all", f"--user={self.user}", f"--format={fields}")
-        found = [_job(row) for row in parse.records(done.stdout, [*_JOB_FIELDS])]
-        return sorted((job for job in found if is_of(job.name, run_id, submission)), key=lambda job: int(job.id))
+        jobs = [_job(row) for row in parse.records(done.stdout, [*_JOB_FIELDS])]
+        return sorted((job for job in jobs if is_of(job.name, run_id, submission)), key=lambda job: int(job.id))
 
     def submit(self, script: str, *, name: str, variables: Mapping[str, str] | None = None) -> str:
-        """Hand in a script under ``name``; return the job's id.
+        """Submit a script under ``name``; return the job's id.
 
         Raises:
             UsageError, AccessError, CapacityError: refused.
-            Unsure: no answer; the job may exist all the same.
+            NoAnswer: the job may exist nevertheless.
         """
         done = self._run("sbatch", "--parsable", f"--job-name={name}", script, env=variables)
-        found = parse.job_id(done.stdout) if done.returncode == 0 else None
-        if found is not None:
-            return found
-        if reason_text.UNSURE.search(done.stderr) or done.returncode == 0:
-            raise Unsure(str(reason_text.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
+        job_id = parse.job_id(done.stdout) if done.returncode == 0 else None
+        if job_id is not None:
+            return job_id
+        if reason_text.NO_ANSWER.search(done.stderr) or done.returncode == 0:
+            raise NoAnswer(str(reason_text.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
         raise reason_text.refusal("sbatch", done.stderr)
 
     def cancel(self, job_id: str) -> None:
-        """End a job; one that is gone already is success."""
+        """End a job; gone is success."""
         done = self._run("scancel", job_id)
         if done.returncode and not reason_text.is_gone(done.stderr):
             raise reason_text.refusal("scancel", done.stderr)
@@ -119,11 +119,11 @@ class Slurm:
 
     def kill_wait_s(self) -> int:
         """From SIGTERM to SIGKILL when a job is ended; Slurm's default where it does not say."""
-        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config").stdout, re.M)
-        return int(found[1]) if found else 30
+        match = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config").stdout, re.M)
+        return int(match[1]) if match else 30
 
     def controllers(self) -> list[tuple[str, int]]:
-        """Where the controllers listen: for whoever has no Slurm commands (a container)."""
+        """Where the controllers listen: for programs without Slurm commands (in a container)."""
         text = self._run("scontrol", "show", "config").stdout
         port = re.search(r"^SlurmctldPort\s*=\s*(\d+)", text, re.M)
         hosts = re.findall(r"^SlurmctldHost\[\d+\]\s*=\s*([^\s(]+)(?:\(([^)]+)\))?", text, re.M)
@@ -135,9 +135,9 @@ class Slurm:
             raise reason_text.refusal(argv[0], done.stderr)
         return done
 
-    def _run(self, *argv: str, env: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S) -> Completed:
+    def _run(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> Completed:
         try:
-            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=patience_s)
+            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=timeout_s)
         except BackendError as error:
             if "not found" in str(error):
                 raise BackendError(
@@ -146,17 +146,17 @@ class Slurm:
             raise
 
 
-class Unsure(BackendError):
-    """No answer came to a submission: it may have been taken."""
+class NoAnswer(BackendError):
+    """No answer came to a submission: it may have been accepted."""
 
 
 def name_of(run_id: str, submission: int | None = None) -> str:
-    """A job's name: by it a run is found again. The number is given at submission, beside the script."""
+    """A job's name, by which a run is found. The number is given at submission, not in the script."""
     return f"{PREFIX}{run_id}" + (f".{submission}" if submission is not None else "")
 
 
 def is_of(name: str, run_id: str, submission: int | None = None) -> bool:
-    """Is a job of this name one of the run's (of this submission)?"""
+    """Whether a job of this name is one of the run (of this submission)."""
     if submission is not None:
         return name == name_of(run_id, submission)
     head, _, number = name.rpartition(".")
@@ -183,7 +183,7 @@ def _job(row: Mapping[str, str]) -> Job:
 
 
 def joined(argv: Sequence[str]) -> str:
-    """An argument list for a person to read and paste."""
+    """An argument list to read and paste."""
     import shlex
 
     return shlex.join(argv)

@@ -1,4 +1,4 @@
-"""A command in a run's allocation, beside its steps, with somebody's terminal at its ends."""
+"""A command in a run's allocation, in a step of its own, connected to a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def execute(argv: Sequence[str], terminal: Terminal) -> int:
     try:
         return _on_a_terminal(argv, terminal) if terminal.tty else _over_pipes(argv, terminal)
     except FileNotFoundError as error:
-        raise BackendError(f"no {argv[0]} on this machine", hint="call it on a login node of the cluster") from error
+        raise BackendError(f"no {argv[0]} on this machine", hint="run it on a login node of the cluster") from error
 
 
 def _over_pipes(argv: Sequence[str], terminal: Terminal) -> int:
@@ -45,7 +45,7 @@ def _over_pipes(argv: Sequence[str], terminal: Terminal) -> int:
 
 
 def _on_a_terminal(argv: Sequence[str], terminal: Terminal) -> int:
-    """With a pseudo-terminal between, so that keys such as Ctrl-C go to the command."""
+    """Through a pseudo-terminal, so that keys such as Ctrl-C go to the command."""
     ours, theirs = pty.openpty()
     if terminal.size is not None:
         columns, lines = terminal.size
@@ -69,7 +69,7 @@ def _thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
 
 
 def _read(descriptor: int) -> Iterator[bytes]:
-    with contextlib.suppress(OSError):  # a terminal whose other end is closed says EIO
+    with contextlib.suppress(OSError):  # reading a terminal whose other end is closed raises EIO
         while data := os.read(descriptor, 1 << 16):
             yield data
 

@@ -1,4 +1,4 @@
-"""From what Slurm and the run's own log say to where the run is, in one sentence. Pure."""
+"""The run's state in one sentence, from what Slurm and the run's own log report. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def judge(
     """``jobs``: this submission's, oldest first; ``accounted``: the last one's row in the accounting, if any."""
     living = [job for job in jobs if not job.ended]
     if record is None and not jobs:
-        return JobStatus(state=JobState.ABSENT, reason="Slurm knows no job of this run")
+        return JobStatus(state=JobState.ABSENT, reason="Slurm has no job of this run")
     if record is not None and record["state"] == "cancelled" and (verdict is None or _preempted(verdict)):
         ending = f", job {living[-1].id} is ending" if living else ""
         return JobStatus(state=JobState.STOPPED, reason=f"cancelled{ending}", tasks=_tasks(living))
-    if verdict is not None and not _goes_on(verdict, living):
+    if verdict is not None and not _continues(verdict, living):
         code = int(verdict.get("exit_code", 1))
         return JobStatus(
             state=JobState(verdict["outcome"]), reason=str(verdict.get("reason", "")), exit_code=code,
@@ -41,13 +41,13 @@ def judge(
     if accounted and accounted.get("State"):
         return _ended(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir)
     if record is not None and record["state"] == "interrupted":
-        return JobStatus(state=JobState.FAILED, reason="its submit was interrupted, and Slurm knows no job of it")
+        return JobStatus(state=JobState.FAILED, reason="its submission was interrupted, and Slurm has no job of it")
     if record is not None and record["job_id"] is None:
         return JobStatus(state=JobState.WAITING, reason="being submitted")
     job_id = record["job_id"] if record else ""
     log = f"{run_dir}/logs/slurm-{job_id}.log"
     return JobStatus(
-        state=JobState.FAILED, reason=f"Slurm no longer knows job {job_id}, and it left no verdict; its log is {log}"
+        state=JobState.FAILED, reason=f"Slurm no longer knows job {job_id}, and it recorded no result; its log is {log}"
     )
 
 
@@ -65,21 +65,21 @@ def _living(job: Job, nth: int) -> JobStatus:
 
 
 def _ended(state: str, job_id: str, run_dir: Path) -> JobStatus:
-    found = reason_text.STATES.get(state, JobState.FAILED)
+    job_state = reason_text.STATES.get(state, JobState.FAILED)
     if state == "COMPLETED":
-        found = JobState.FAILED  # a run that is done says so itself
+        job_state = JobState.FAILED  # a run that is done records it itself
     text = reason_text.ENDINGS.get(state, f"the job ended as {state}")
-    return JobStatus(state=found, reason=f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)")
+    return JobStatus(state=job_state, reason=f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)")
 
 
 def _tasks(living: Sequence[Job]) -> dict[str, str]:
-    """``supervisor`` is where a lease says; that its job runs is what is known from here."""
+    """The lease tells where the supervisor is; from here only the state of its job is known."""
     running = [job for job in living if job.state not in _WAITING and job.state != "COMPLETING"]
     return {"supervisor": f"running (job {running[-1].id})"} if running else {}
 
 
-def _goes_on(verdict: Mapping[str, Any], living: Sequence[Job]) -> bool:
-    """A run that saved on notice, and whose next job (or the same one, requeued) waits or has begun."""
+def _continues(verdict: Mapping[str, Any], living: Sequence[Job]) -> bool:
+    """Whether the run saved on notice, and its next job (or the same one, requeued) waits or has begun."""
     return _preempted(verdict) and any(
         job.state in _WAITING or (job.start_s or 0) * 1_000_000_000 > int(verdict.get("wall_ns", 0)) for job in living
     )

@@ -1,6 +1,6 @@
-"""The ``Launcher`` for Slurm: a run is a job, found by its name; the run's folder lies in a shared home.
+"""The ``Launcher`` for Slurm: a run is a job, found by its name; the run's folder is in a shared home.
 
-A run may be several jobs, one after another (a time limit, a requeue): all of one submission bear one name.
+A run may be several jobs, one after another (a time limit, a requeue): all of one submission have one name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from muster.backends.protocols import Terminal
-from muster.backends.slurm.commands import Job, Slurm, Unsure, name_of
+from muster.backends.slurm.commands import Job, NoAnswer, Slurm, name_of
 from muster.backends.slurm.job_exec import execute
 from muster.backends.slurm.job_outcome import judge
-from muster.backends.slurm.offers import offers, settled
+from muster.backends.slurm.offers import offers, resolved_spec
 from muster.backends.slurm.script import SCRIPT, python_of, script
 from muster.config import validation
 from muster.config.spec import RunSpec
@@ -28,6 +28,8 @@ from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChu
 from muster.storage import job_record, run_output, run_registry
 
 SUBMISSION = "submission"
+#: Of the agent's program: nodes need not look for a cloud's metadata server, Slurm announces the end of a job.
+NO_METADATA_SERVER = "--no-metadata-server"
 #: KillWait is 30 s where a site has not changed it, and the controller adds to that.
 GONE_WITHIN_S = 90.0
 COMPLETING = "COMPLETING"
@@ -55,10 +57,10 @@ class SlurmLauncher:
 
     def resolve(self, spec: RunSpec) -> RunSpec:
         """The spec with device, ranks a host and GPU type as the partition's nodes have them."""
-        found = settled(spec, self.slurm.nodes())
-        if problems := validation.problems(found):
+        resolved = resolved_spec(spec, self.slurm.nodes())
+        if problems := validation.problems(resolved):
             raise RunFileError(problems)
-        return found
+        return resolved
 
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
         """The script, and what runs in the allocation: a supervisor under a lease, an agent a node."""
@@ -67,7 +69,7 @@ class SlurmLauncher:
         supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
-            argv=(python, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+            argv=(python, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}", NO_METADATA_SERVER),
             count=spec.resources.hosts + spec.resources.spare_hosts,
         )
         return JobRequest(
@@ -82,13 +84,13 @@ class SlurmLauncher:
     # ------------------------------------------------------------ submit and find
 
     def submit(self, request: JobRequest) -> JobHandle:
-        """Look for the job by its name, hand the script in where there is none, and return.
+        """Find the job by its name, submit the script where there is none, and return.
 
         Raises:
-            CapacityError: no nodes of this kind, or a limit of the site's.
+            CapacityError: no nodes of this kind, or a limit of the site.
             AccessError: account, QOS, partition or credentials do not allow it.
             BackendError: Slurm does not answer, or refused.
-            ConflictError: the folder is another run's.
+            ConflictError: the folder belongs to another run.
         """
         run_dir = Path(request.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -103,23 +105,24 @@ class SlurmLauncher:
                 record = self._new_record(request, number)
                 job_record.write(run_dir, record)
             if record["job_id"] is None and record["state"] != "cancelled":
-                record["job_id"] = self._hand_in(request, run_dir, number)
+                record["job_id"] = self._submit_script(request, run_dir, number)
                 record["state"] = "submitted"
                 job_record.write(run_dir, record)
         return _handle(record, run_dir)
 
     def _refuse_second(self, record: Mapping[str, Any], run_dir: Path) -> None:
-        """Two jobs of one run at once would both be its hosts."""
+        """Refuse a second job: both would act as the run's hosts."""
         if record["job_id"] is None and not self.slurm.jobs(record["run_id"]):
             return  # its submit was interrupted before there was a job
         status = self.poll(_handle(record, run_dir))
         if not status.state.ended and status.state is not JobState.ABSENT:
             raise ConflictError(
-                f"{record['run_id']} goes on by itself: {status.reason}", hint=f"muster down {record['run_id']} ends it"
+                f"{record['run_id']} continues by itself: {status.reason}",
+                hint=f"muster down {record['run_id']} ends it",
             )
 
-    def _hand_in(self, request: JobRequest, run_dir: Path, number: int) -> str:
-        """The id of this submission's job, which is made unless it exists."""
+    def _submit_script(self, request: JobRequest, run_dir: Path, number: int) -> str:
+        """The id of this submission's job, which is created unless it exists."""
         name = name_of(request.run_id, number)
         existing = self.slurm.jobs(request.run_id, number)
         if existing:
@@ -129,11 +132,11 @@ class SlurmLauncher:
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         try:
             return self.slurm.submit(str(path), name=name)
-        except Unsure as error:
-            existing = self.slurm.jobs(request.run_id, number)  # the answer may have been lost, not the request
+        except NoAnswer as error:
+            existing = self.slurm.jobs(request.run_id, number)  # only the answer may have been lost
             if existing:
                 return existing[-1].id
-            raise BackendError(str(error), hint="scontrol ping asks whether the controller answers") from error
+            raise BackendError(str(error), hint="run `scontrol ping` to check the controller") from error
 
     def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
         return {
@@ -161,11 +164,12 @@ class SlurmLauncher:
     # ------------------------------------------------------------ watch
 
     def poll(self, handle: JobHandle) -> JobStatus:
-        """Look once: at the queue, and for a verdict at the end of the supervisor's log."""
+        """Look once: at the queue, and for a result at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
         record = job_record.read(run_dir, mark="job_id")
         jobs = self.slurm.jobs(handle.run_id, record[SUBMISSION] if record else None)
-        if record and record["job_id"] is None and record["state"] == "submitting" and not job_record.is_locked(run_dir):
+        submitting = record and record["job_id"] is None and record["state"] == "submitting"
+        if record and submitting and not job_record.is_locked(run_dir):
             record["state"] = "interrupted"
         since = record["submitted_wall_ns"] if record else 0
         last = None
@@ -192,31 +196,31 @@ class SlurmLauncher:
                 if record:
                     record["state"] = "cancelled"
                     job_record.write(run_dir, record)
-        asked: set[str] = set()
+        cancelled: set[str] = set()
         began_ns = self.clock.monotonic_ns()
         while living := self._living(handle.run_id):
             for job in living:
-                if job.id not in asked:  # a job that is just ending may bring forth the next one
-                    asked.add(job.id)
+                if job.id not in cancelled:  # a job that is ending may submit the next one
+                    cancelled.add(job.id)
                     self.slurm.cancel(job.id)
             waited_s = (self.clock.monotonic_ns() - began_ns) / 1e9
             if waited_s > 2.0 and all(job.state == COMPLETING for job in living):
                 if waited_s > self.slurm.kill_wait_s() + COMPLETES_S:
-                    return  # only nodes that do not answer are left of it: Slurm takes them back when they do
+                    return  # only nodes that do not answer are left: Slurm reclaims them when they do
             elif waited_s > GONE_WITHIN_S:
                 names = ", ".join(f"{job.id} ({job.state})" for job in living)
                 raise BackendError(f"jobs of {handle.run_id} do not end: {names}", hint="run muster down again")
             self.clock.sleep(0.2)
 
     def remaining(self, handle: JobHandle) -> list[str]:
-        """What still exists of the run, in words: the proof of a tear-down.
+        """What still exists of the run: the proof of a tear-down.
 
-        A job that has been ended and whose nodes do not all answer is no longer ours to end.
+        A job that was cancelled and whose nodes do not all answer cannot be ended from here.
         """
         return [f"job {job.id} ({job.state})" for job in self._living(handle.run_id) if job.state != COMPLETING]
 
     def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
-        """Run a command on a node of the run's allocation, beside what runs there; returns its exit code.
+        """Run a command on a node of the run's allocation, in a step of its own; returns its exit code.
 
         Raises:
             UsageError: nothing of the run is running, or it has no such host.
@@ -224,12 +228,12 @@ class SlurmLauncher:
         handle = self.find(run_id)
         running = [job for job in self.slurm.jobs(run_id) if job.state == "RUNNING"]
         if handle is None or not running:
-            raise UsageError(f"{run_id} has no job that runs", hint=f"muster status {run_id}")
+            raise UsageError(f"{run_id} has no running job", hint=f"muster status {run_id}")
         job, run_dir = running[-1], handle.run_dir
         nodes = hosts_of(Path(run_dir), job.id)
         name = f"host-{host or 0}"
         if name not in nodes:
-            raise UsageError(f"{run_id} has no {name}", hint=f"there are: {', '.join(nodes) or 'none yet'}")
+            raise UsageError(f"{run_id} has no {name}", hint=f"hosts: {', '.join(nodes) or 'none yet'}")
         step = [
             "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--no-kill",
             f"--nodelist={nodes[name]}", f"--chdir={run_dir}",
@@ -241,12 +245,11 @@ class SlurmLauncher:
 
 
 def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
-    """Host -> node, as the job's batch program wrote it down; empty where it has not yet."""
+    """Host -> node, as recorded by the job's batch program; empty where it has not yet."""
     try:
-        found: dict[str, str] = json.loads((run_dir / f"hosts-{job_id}.json").read_text())
+        return dict(json.loads((run_dir / f"hosts-{job_id}.json").read_text()))
     except (OSError, ValueError):
         return {}
-    return found
 
 
 def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:

@@ -1,4 +1,4 @@
-"""Which address a node is reached at, and who can be reached from it."""
+"""The address of a node, and what can be reached from it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from muster.transport.connections import ConnectionPool
 
 
 def address_of_this_node(peers: Iterable[str], *, interface: str | None = None) -> str:
-    """The address that other nodes reach us at: of ``interface``, else of the way that leads to the first peer known.
+    """The address at which other nodes reach this one: of ``interface``, else of the route to the first known peer.
 
-    ``peers``: names or addresses, nearest first. A host's own name is asked last, since ``/etc/hosts`` often says
-    127.0.1.1 for it.
+    ``peers``: names or addresses, nearest first. The host's own name is tried last, since ``/etc/hosts`` often maps it
+    to 127.0.1.1.
 
     Raises:
         UsageError: the interface has no IPv4 address.
@@ -26,17 +26,17 @@ def address_of_this_node(peers: Iterable[str], *, interface: str | None = None) 
     for peer in [*peers, socket.gethostname()]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((peer, 9))  # of a datagram socket: chooses a way, sends nothing
+                probe.connect((peer, 9))  # a datagram socket: selects a route, sends nothing
             except OSError:
                 continue
-            found = str(probe.getsockname()[0])
-        if not ipaddress.ip_address(found).is_loopback:
-            return found
+            address = str(probe.getsockname()[0])
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
     return "127.0.0.1"
 
 
 def connects(address: tuple[str, int], *, timeout_s: float = 1.0) -> bool:
-    """Does somebody answer there?"""
+    """Whether the address accepts connections."""
     try:
         socket.create_connection(address, timeout=timeout_s).close()
     except OSError:
@@ -44,13 +44,15 @@ def connects(address: tuple[str, int], *, timeout_s: float = 1.0) -> bool:
     return True
 
 
-def tell(
+def request(
     address: tuple[str, int], token: bytes, message: Mapping[str, object], *, timeout_s: float = 5.0
 ) -> Mapping[str, object] | None:
-    """Say one thing to the supervisor and return its answer; None when none comes."""
+    """Send the supervisor one message and return its answer; None when none comes."""
     answers: list[Mapping[str, object]] = []
     lost: list[str] = []
-    hub = ConnectionPool(token=token, on_message=lambda _, answer: answers.append(answer), on_gone=lambda _, why: lost.append(why))
+    hub = ConnectionPool(
+        token=token, on_message=lambda _, answer: answers.append(answer), on_gone=lambda _, reason: lost.append(reason)
+    )
     try:
         peer = hub.connect(*address, timeout_s=timeout_s)
         hub.send(peer, {"t": "hello", "role": "client"})
@@ -69,11 +71,11 @@ def tell(
 def _address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+            result = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
         except OSError as error:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(
                 f"slurm.interface: {socket.gethostname()} has no IPv4 address on {interface!r}",
                 hint=f"its interfaces: {names}",
             ) from error
-    return socket.inet_ntoa(found[20:24])
+    return socket.inet_ntoa(result[20:24])

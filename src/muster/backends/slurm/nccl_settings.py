@@ -1,4 +1,4 @@
-"""NCCL's settings on a Slurm node, from the catalogue that GKE uses too."""
+"""NCCL settings on a Slurm node, from the catalogue that GKE uses too."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from muster.catalog import gke as catalogue
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 
-# A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
+# A constant program: everything variable is passed as "$0" and "$@", so nothing is ever quoted into it.
 SOURCE_AND_RUN = 'source "$0" && exec "$@"'
-#: Where Google's images for Slurm keep the script that sets NCCL's environment, besides the catalogue's own place.
+#: Other paths of the script that sets NCCL's environment, in Google's images for Slurm.
 ELSEWHERE = {
     "/usr/local/nvidia/lib64/nccl-env-profile.sh": ("/var/lib/tcpxo/lib64/nccl-env-profile.sh",),
 }
-#: Values that name interfaces (eth0) or folders as GKE's pods see them: on a machine they are others, so not guessed.
+#: Values that name interfaces (eth0) or folders of GKE's pods: they differ on a machine, so they are not guessed.
 _OF_PODS = re.compile(r"\beth[0-9]|^/usr/local/nvidia|^/dev/")
 
 
-def wrapped(spec: RunSpec, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The agent's argument list and variables with the fabric's settings; as they are where there are none.
+def with_nccl_settings(spec: RunSpec, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The agent's argument list and variables with the fabric's settings; unchanged where there are none.
 
-    Google's script on the node decides where it exists; else the catalogue's values that hold on any machine.
+    Google's script on the node decides where it exists; else the catalogue's values that are valid on any machine.
     """
     if spec.slurm.nccl == "none" or spec.resources.device == "cpu" or spec.resources.machine is None:
         return list(argv), {}
@@ -40,7 +40,8 @@ def wrapped(spec: RunSpec, argv: Sequence[str]) -> tuple[list[str], dict[str, st
 
 
 def settings(machine: str) -> dict[str, str]:
-    """The catalogue's NCCL variables for a machine, without those that hold in GKE's pods alone."""
-    _, found = catalogue.find(machine, None)
-    values: Mapping[str, str] = {**found.fabric.env, **found.fabric.env_when_not_sourced}
+    """The catalogue's NCCL variables for a machine type, without those that are valid in GKE's pods only."""
+    _, machine_type = catalogue.find(machine, None)
+    fabric = machine_type.fabric
+    values: Mapping[str, str] = {**fabric.env, **fabric.env_when_not_sourced}
     return {name: value for name, value in values.items() if name.startswith("NCCL_") and not _OF_PODS.search(value)}

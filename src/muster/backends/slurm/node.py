@@ -1,9 +1,9 @@
 """``python -m muster.backends.slurm.node``: a node's step: its agent, and the supervisor where the lease is ours.
 
 Every node is a candidate. The first one starts the supervisor at once; the others watch its lease, and one takes over
-when the holder is silent for longer than its patience, which grows with the node's number. A holder that cannot be
-reached while Slurm's controller can be is deposed by a conditional write to the lease: it ends at its next renewal,
-wherever it is. A node that reaches neither is cut off: it ends its own ranks, which could only hang.
+when the holder is silent for longer than a limit that grows with the node's number. A holder that cannot be reached
+while Slurm's controller can is deposed by a conditional write to the lease: it exits at its next renewal, wherever it
+runs. A node that reaches neither is cut off: it ends its own ranks, which could only hang.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from types import FrameType
 from typing import Any
 
 from muster.backends.slurm import locate
-from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_IS_UP, tell_supervisor
+from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_LIMIT_STOP, send_to_supervisor
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.nccl_settings import wrapped
-from muster.backends.slurm.resubmit import go_on
+from muster.backends.slurm.nccl_settings import with_nccl_settings
+from muster.backends.slurm.resubmit import resubmit
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.errors import ConflictError, MusterError
 from muster.storage import run_output
 from muster.storage.store import open_store
 
-#: A holder of the lease is looked at so often; beyond the first few nodes less often, so that it is not asked much.
-LOOK_EVERY_S = 1.0
-FAR_LOOK_EVERY_S = 5.0
-#: The second node's patience with a silent holder, and how much more each further node has.
-PATIENCE_S = 4.0
+#: How often the lease's holder is checked; less often beyond the first few nodes, to limit the load on it.
+CHECK_EVERY_S = 1.0
+FAR_CHECK_EVERY_S = 5.0
+#: How long the second node waits for a silent holder, and how much longer each further node does.
+SILENCE_S = 4.0
 STAGGER_S = 3.0
-#: Time that the first node gets to start the first supervisor.
+#: Time for the first node to start the first supervisor.
 FIRST_START_S = 60.0
-#: A supervisor that ends without a verdict is started again, with a pause that doubles; so often within this time.
+#: A supervisor that exits without a result is restarted after a pause that doubles, this often within LIVED_S.
 SUPERVISOR_FAILURES = 6
 LIVED_S = 600.0
-#: After the verdict the agent gets so long to leave.
+#: Time for the agent to exit after the result.
 LEAVE_S = 10.0
-#: After that a living batch program has ended the job.
+#: By then a living batch program has ended the job.
 BATCH_LEAVES_S = LINGER_S + 3.0
 
 
@@ -73,17 +74,15 @@ class Node:
         self.not_before_s = 0.0
         self.term = self.noticed = self.cut_off = False
         self.ends_s: float | None = None
-        """Where this node stands in for the batch node: when the notice before the time limit is due."""
-        self.heard_s = time.monotonic()
+        """Where this node replaces the batch node: when the notice before the time limit is due."""
+        self.reached_s = time.monotonic()
         """When the holder of the lease was last reached."""
-        self.looked_s = 0.0
-        self.lease = (0, 0)
-        """Term and expiry of the lease as it was last seen."""
+        self.checked_s = 0.0
         self.agent_ended_s = 0.0
 
     @property
-    def patience_s(self) -> float:
-        return PATIENCE_S + STAGGER_S * max(0, self.index - 1)
+    def silence_limit_s(self) -> float:
+        return SILENCE_S + STAGGER_S * max(0, self.index - 1)
 
     def run(self) -> int:
         """Serve until the run has ended; return the agent's or the supervisor's code."""
@@ -95,10 +94,10 @@ class Node:
                 select.select([wake], [], [], 0.5)
                 with contextlib.suppress(BlockingIOError):
                     wake.recv(256)
-                self._look_after_children()
+                self._check_children()
                 self._watch_lease()
                 if self.term and self.supervisor is not None:
-                    self._pass_on_term()
+                    self._forward_term()
                 elif self.term and not (_lease(self.run_dir) or {}).get("address"):
                     return self._give_up()
                 if self.ends_s is not None and time.time() > self.ends_s and not self.noticed:
@@ -107,24 +106,24 @@ class Node:
         verdict = self._verdict() or {}
         code = int(verdict.get("exit_code", 1))
         if self.starts and self.index:
-            self._stand_in(code)
-        _say("left")
+            self._replace_batch(code)
+        _log("exited")
         return code if self.starts else 0
 
     def _give_up(self) -> int:
-        """Slurm ends the job and nobody supervises it (yet): there is nothing to save, so nothing to wait for."""
-        _say("ended by Slurm before anybody supervised the run")
+        """Slurm ends the job and there is no supervisor (yet): there is nothing to save, so nothing to wait for."""
+        _log("ended by Slurm before the run had a supervisor")
         if self.agent is not None:
             self.agent.kill()
         end_labelled(self.run_id, self.host, spared={os.getpid()})
         return 128 + signal.SIGTERM
 
-    def _stand_in(self, code: int) -> None:
-        """The batch node was lost, most likely: do what its program would have done at the end of the run."""
+    def _replace_batch(self, code: int) -> None:
+        """The batch node was probably lost: do what its program would have done at the end of the run."""
         if self.noticed and code == 75:
-            go_on(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _say)
-        time.sleep(BATCH_LEAVES_S)  # it ends the job, and with it this step, where it lives after all
-        _say("nobody ends the job: ending it, so that its nodes are free")
+            resubmit(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _log)
+        time.sleep(BATCH_LEAVES_S)  # where it lives after all, it ends the job and with it this step
+        _log("the job has not been ended: ending it to release its nodes")
         with contextlib.suppress(MusterError):
             self.slurm.cancel(self.environ["SLURM_JOB_ID"])
 
@@ -132,22 +131,22 @@ class Node:
 
     def _start_agent(self) -> None:
         argv = [
-            sys.executable, "-P", "-m", "muster.agent.watchdog", "--run-dir", str(self.run_dir), "--run-id", self.run_id,
-            "--host", self.host,
+            sys.executable, "-P", "-m", "muster.agent.watchdog",
+            "--run-dir", str(self.run_dir), "--run-id", self.run_id, "--host", self.host, "--no-metadata-server",
         ]  # fmt: skip
-        argv, variables = wrapped(self.spec, argv)
+        argv, variables = with_nccl_settings(self.spec, argv)
         self.agent = self._start(f"agent-{self.host}", argv, variables)
 
     def _take_over(self, why: str) -> None:
-        """Start a supervisor; it takes the lease, or ends because somebody else has it."""
+        """Start a supervisor; it takes the lease, or exits because another one holds it."""
         self.starts += 1
         self.took_over_s = time.monotonic()
         self.not_before_s = self.took_over_s + 2.0 ** min(self.failures + 1, 5)
-        _say(f"starting the supervisor here: {why}")
+        _log(f"starting the supervisor here: {why}")
         argv = [sys.executable, "-P", "-m", "muster.app.supervisor"]
         argv += ["--run-dir", str(self.run_dir), "--run-id", self.run_id]
         self.supervisor = self._start("supervisor", argv, {})
-        self.heard_s = time.monotonic()
+        self.reached_s = time.monotonic()
 
     def _start(self, name: str, argv: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with open(self.run_dir / "logs" / f"{name}.log", "ab") as output:
@@ -156,19 +155,19 @@ class Node:
                 env={**self.environ, **variables},
             )  # fmt: skip
 
-    def _look_after_children(self) -> None:
+    def _check_children(self) -> None:
         now = time.monotonic()
         if self.agent is not None and self.agent.poll() is not None:
-            _say(f"the agent ended with code {self.agent.returncode}")
+            _log(f"the agent ended with code {self.agent.returncode}")
             self.agent, self.agent_ended_s = None, now
         elif self.agent is None and now - self.agent_ended_s > 3.0 and self._in_touch() and self._verdict() is None:
-            self._start_agent()  # it left for want of a supervisor, or was cut off: as a spare it is welcome
+            self._start_agent()  # it exited without a supervisor, or was cut off: it can be a spare
         if self.supervisor is not None and self.supervisor.poll() is not None:
-            code, self.supervisor, self.heard_s = self.supervisor.returncode, None, now
-            _say(f"the supervisor ended with code {code}")
+            code, self.supervisor, self.reached_s = self.supervisor.returncode, None, now
+            _log(f"the supervisor ended with code {code}")
             self.failures = self.failures + 1 if now - self.took_over_s < LIVED_S else 1
             if code < 0 and self.failures < SUPERVISOR_FAILURES and self._verdict() is None:
-                self._take_over("the one before was killed")  # its lease is vacant at once: it was of this machine
+                self._take_over("the previous one was killed")  # its lease is free at once: it was on this machine
 
     def _end_children(self) -> None:
         until = time.monotonic() + LEAVE_S
@@ -180,12 +179,12 @@ class Node:
             child.kill()
 
     def _in_touch(self) -> bool:
-        return time.monotonic() - self.heard_s < 2 * FAR_LOOK_EVERY_S or self.supervisor is not None
+        return time.monotonic() - self.reached_s < 2 * FAR_CHECK_EVERY_S or self.supervisor is not None
 
     def _done(self) -> bool:
         if self.supervisor is not None:
             return False
-        if self.agent is not None and time.monotonic() - self.looked_s < LOOK_EVERY_S:
+        if self.agent is not None and time.monotonic() - self.checked_s < CHECK_EVERY_S:
             return False
         return self._verdict() is not None
 
@@ -196,37 +195,37 @@ class Node:
 
     def _watch_lease(self) -> None:
         now = time.monotonic()
-        every_s = LOOK_EVERY_S if self.index <= 3 else FAR_LOOK_EVERY_S
-        if self.supervisor is not None or now - self.looked_s < every_s or now < self.not_before_s:
+        every_s = CHECK_EVERY_S if self.index <= 3 else FAR_CHECK_EVERY_S
+        if self.supervisor is not None or now - self.checked_s < every_s or now < self.not_before_s:
             return
-        self.looked_s = now
+        self.checked_s = now
         if self._verdict() is not None or self.failures >= SUPERVISOR_FAILURES:
             return
         record = _lease(self.run_dir)
         if record is None or not record.get("address"):
-            # Nobody has it yet, or the job before this one gave it back.
-            if self.index == 0 or now - self.began_s > FIRST_START_S + self.patience_s:
-                self._take_over("nobody holds the run's lease")
+            # It was not taken yet, or the previous job released it.
+            if self.index == 0 or now - self.began_s > FIRST_START_S + self.silence_limit_s:
+                self._take_over("the run's lease is free")
             return
         address = (str(record["address"][0]), int(record["address"][1]))
         if locate.connects(address):
-            self.heard_s, self.cut_off = time.monotonic(), False
+            self.reached_s, self.cut_off = time.monotonic(), False
             return
-        silent_s = time.monotonic() - self.heard_s
-        if silent_s < self.patience_s:
+        silent_s = time.monotonic() - self.reached_s
+        if silent_s < self.silence_limit_s:
             return
         if not self._reaches_a_controller():
             if silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
                 self._cut_off(silent_s)
             self.cut_off = True
-        elif self.cut_off:  # back again: the holder may well live, so patience begins anew
-            self.cut_off, self.heard_s = False, time.monotonic()
+        elif self.cut_off:  # reachable again: the holder may well live, so wait again from now
+            self.cut_off, self.reached_s = False, time.monotonic()
         elif not locate.connects(address) and self._vacate(record):
             self._take_over(f"its holder at {address[0]} has been silent for {silent_s:.1f} s")
             self.ends_s = self._notice_due()
 
     def _reaches_a_controller(self) -> bool:
-        """Are we on the side of a cut on which Slurm is? Where nobody knows its controllers: yes, the lease decides."""
+        """Whether this node is on Slurm's side of a network cut; True where no controller is known."""
         try:
             known = json.loads((self.run_dir / CONTROLLERS).read_text())
         except (OSError, ValueError):
@@ -234,23 +233,23 @@ class Node:
         return not known or any(locate.connects((str(host), int(port))) for host, port in known)
 
     def _vacate(self, record: Mapping[str, Any]) -> bool:
-        """Take the lease from a holder that nobody reaches: from then on its renewals fail and it ends."""
+        """Expire the lease of a holder that cannot be reached: its renewals fail from then on, and it exits."""
         store, uri = open_store(), str(self.run_dir / "lease.json")
         try:
             stored = store.get(uri)
-            found = json.loads(stored.data)
-            if found.get("term") != record.get("term"):
-                return False  # somebody was faster
-            store.put_if(uri, json.dumps({**found, "expires_wall_ns": 0}).encode(), stored.generation)
+            current = json.loads(stored.data)
+            if current.get("term") != record.get("term"):
+                return False  # another node was faster
+            store.put_if(uri, json.dumps({**current, "expires_wall_ns": 0}).encode(), stored.generation)
         except (ConflictError, FileNotFoundError, ValueError):
-            return False  # it was renewed this moment: look again
+            return False  # it was just renewed: check again
         return True
 
     def _cut_off(self, silent_s: float) -> None:
-        """Neither supervisor nor controller answers: whatever runs here is of an attempt that goes on without us."""
+        """Neither supervisor nor controller answers: the ranks here are of an attempt that continues without them."""
         if self.agent is None:
             return
-        _say(f"cut off for {silent_s:.1f} s: ending this node's ranks")
+        _log(f"cut off for {silent_s:.1f} s: ending this node's ranks")
         self.agent.kill()
         end_labelled(self.run_id, self.host, spared={os.getpid()})
         self.agent.wait()
@@ -259,7 +258,7 @@ class Node:
 
     @contextlib.contextmanager
     def _signals(self) -> Any:
-        """TERM: Slurm ends the job in earnest (scancel, requeue, preemption, time limit). USR1 is the batch's."""
+        """TERM: Slurm ends the job (scancel, requeue, preemption, time limit). USR1 is for the batch program."""
         wake_r, wake_w = socket.socketpair()
         wake_r.setblocking(False)
         wake_w.setblocking(False)
@@ -276,59 +275,60 @@ class Node:
         self.term = True
 
     def _notice_due(self) -> float | None:
-        """The batch node's notice is lost with it: be on time ourselves."""
+        """When the batch node's notice would have come, since that is lost with it."""
+        before_s = self.spec.slurm.signal_before_timeout_s
         with contextlib.suppress(MusterError):
             for job in self.slurm.jobs(self.run_id):
-                if job.id == self.environ["SLURM_JOB_ID"] and job.end_s is not None and self.spec.slurm.signal_before_timeout_s:
-                    return job.end_s - self.spec.slurm.signal_before_timeout_s
+                if job.id == self.environ["SLURM_JOB_ID"] and job.end_s is not None and before_s:
+                    return job.end_s - before_s
         return None
 
     def _notice(self) -> None:
-        self.noticed = tell_supervisor(self.run_dir, TIME_IS_UP)
+        self.noticed = send_to_supervisor(self.run_dir, TIME_LIMIT_STOP)
 
-    def _pass_on_term(self) -> None:
-        """The supervisor does not hear SIGTERM itself: on some sites it reaches every process, on some the step's own.
+    def _forward_term(self) -> None:
+        """The supervisor ignores SIGTERM itself: on some sites it reaches every process, on others only the step's own.
 
-        One that is saving already (the notice before the limit came first) is left to it: a second stop would end it.
+        One that is saving already (the notice before the limit came first) is left alone: a second stop would end it.
         """
-        order = {"t": "stop", "save": True, "again": True, "source": "SIGTERM from Slurm"}
-        if tell_supervisor(self.run_dir, order):
+        request = {"t": "stop", "save": True, "again": True, "source": "SIGTERM from Slurm"}
+        if send_to_supervisor(self.run_dir, request):
             self.term = False
 
 
 def end_labelled(run_id: str, host: str, *, spared: set[int]) -> None:
     """SIGKILL to every process of this host of the run, whatever its session."""
-    wanted = {f"MUSTER_RUN_ID={run_id}".encode(), f"MUSTER_HOST={host}".encode()}
+    labels = {f"MUSTER_RUN_ID={run_id}".encode(), f"MUSTER_HOST={host}".encode()}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) in spared:
             continue
         with contextlib.suppress(OSError):
-            if wanted <= set(Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")):
+            if labels <= set(Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")):
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _lease(run_dir: Path) -> Mapping[str, Any] | None:
     try:
-        found = json.loads((run_dir / "lease.json").read_text())
+        record = json.loads((run_dir / "lease.json").read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _job_began_wall_ns(run_dir: Path, job_id: str) -> int:
-    """When this job's batch program began: what ended before it is an older job's verdict."""
+    """When this job's batch program began: an earlier result is an older job's."""
     try:
         return int((run_dir / f"hosts-{job_id}.json").stat().st_mtime_ns)
     except OSError:
         return time.time_ns()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} node: {text}", flush=True)
 
 
 def _peers(run_dir: Path, environ: Mapping[str, str]) -> list[str]:
-    """Whom a way must lead to: the other nodes, then whoever started the step, then where the job came from."""
+    """What a route must lead to: the other nodes, then the node that started the step, then the submit host."""
     names: list[str] = []
     with contextlib.suppress(OSError, ValueError):
         nodes = json.loads((run_dir / f"hosts-{environ['SLURM_JOB_ID']}.json").read_text()).values()
@@ -337,13 +337,13 @@ def _peers(run_dir: Path, environ: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
-    """Serve one node; the output goes to the run's own logs, since the batch node may be lost."""
+    """Serve one node; its output goes to the run's own logs, since the batch node may be lost."""
     parser = argparse.ArgumentParser(description="one node of a Muster run in a Slurm job")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
-    environ = dict(os.environ)
+    environ = environment.inherited()
     log = os.open(arguments.run_dir / "logs" / f"node-{arguments.host}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -351,10 +351,10 @@ def main() -> None:
         spec = RunSpec.model_validate_json((arguments.run_dir / "resolved.json").read_text())
         address = locate.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)
         environ |= {"MUSTER_BIND": address, "MUSTER_HOST": arguments.host}
-        _say(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")
+        _log(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")
         sys.exit(Node(arguments.run_dir, arguments.run_id, arguments.host, environ).run())
     except MusterError as error:
-        _say(f"error: {error}" + (f" (hint: {error.hint})" if error.hint else ""))
+        _log(f"error: {error}" + (f" (hint: {error.hint})" if error.hint else ""))
         sys.exit(error.exit_code)
 
 

@@ -15,32 +15,32 @@ from muster.core.types import Offer
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Nodes of a partition that are alike."""
+    """Identical nodes of a partition."""
 
     partition: str
     gpus: parse.Gpus
     about: str
     """Features, cores and memory."""
     nodes: int
-    """That one job could get."""
+    """The most that one job could get."""
 
 
 def kinds(rows: Iterable[Mapping[str, str]], spec: RunSpec) -> list[Kind]:
-    """The nodes that could take a job of this run, now or after others, by partition and kind.
+    """The nodes that could run a job of this run, now or after others, by partition and kind.
 
-    What the run file names (partition, accelerator, features) is kept to.
+    The run file's partition, accelerator and features are respected.
     """
-    found: dict[tuple[str, str, int, str, str], set[str]] = {}
+    nodes_of: dict[tuple[str, str, int, str, str], set[str]] = {}
     for row in rows:
         if row["up"] != "up" or not parse.node_usable(row["state"]):
             continue
         if spec.resources.queue is not None and row["partition"] != spec.resources.queue:
             continue
         for gpus in parse.gpus(row["gres"]) or [parse.Gpus(type="", count=0)]:
-            if _wanted(gpus, row, spec):
+            if _matches(gpus, row, spec):
                 about = f"{row['features']} {row['cpus']} cpus {row['memory']} MiB".removeprefix("(null) ")
                 key = (row["partition"], gpus.type, gpus.count, about, row["size"])
-                found.setdefault(key, set()).add(row["node"])
+                nodes_of.setdefault(key, set()).add(row["node"])
     return [
         Kind(
             partition=partition,
@@ -48,56 +48,56 @@ def kinds(rows: Iterable[Mapping[str, str]], spec: RunSpec) -> list[Kind]:
             about=about,
             nodes=min(len(nodes), _most(size)),
         )
-        for (partition, kind, count, about, size), nodes in sorted(found.items(), key=lambda item: item[0])
+        for (partition, kind, count, about, size), nodes in sorted(nodes_of.items(), key=lambda item: item[0])
     ]
 
 
 def offers(rows: Iterable[Mapping[str, str]], spec: RunSpec) -> list[Offer]:
-    """An offer per kind. The machine's name is the run file's where it gives one, since Slurm knows none."""
+    """An offer per kind. The machine type is the run file's where it gives one, since Slurm knows none."""
     return [_offer(kind, spec) for kind in kinds(rows, spec)]
 
 
-def settled(spec: RunSpec, rows: Iterable[Mapping[str, str]]) -> RunSpec:
-    """Device, ranks a host and GPU type where the run file leaves them open, as the best fitting nodes have them.
+def resolved_spec(spec: RunSpec, rows: Iterable[Mapping[str, str]]) -> RunSpec:
+    """Device, ranks per host and GPU type where the run file leaves them open, as the best fitting nodes have them.
 
     Raises:
         CapacityError: no partition has nodes of the kind and number asked for.
-        RunFileError: more ranks a host than its GPUs.
+        RunFileError: more ranks per host than GPUs.
     """
-    wanted = spec.resources
-    needed = wanted.hosts + wanted.spare_hosts
-    found = kinds(rows, spec)
-    fitting = [kind for kind in found if kind.nodes >= needed and (wanted.device != "cuda" or kind.gpus.count)]
+    resources = spec.resources
+    needed = resources.hosts + resources.spare_hosts
+    available = kinds(rows, spec)
+    fitting = [kind for kind in available if kind.nodes >= needed and (resources.device != "cuda" or kind.gpus.count)]
     if not fitting:
-        there = ", ".join(sorted({f"{kind.nodes} in {kind.partition}" for kind in found})) or "there is none"
-        what = f"{needed} nodes" + (" with GPUs" if wanted.device == "cuda" or wanted.accelerator else "")
+        largest = ", ".join(sorted({f"{kind.nodes} in {kind.partition}" for kind in available})) or "there is none"
+        nodes = f"{needed} nodes" + (" with GPUs" if resources.device == "cuda" or resources.accelerator else "")
         raise CapacityError(
-            f"no partition has {what} that could take this run: {there}",
+            f"no partition has {nodes} that could take this run: {largest}",
             hint="sinfo -o '%P %D %G %t' shows what there is; resources.queue names a partition",
         )
-    best = max(fitting, key=lambda kind: (kind.gpus.count if wanted.device != "cpu" else 0, kind.nodes))
-    device = wanted.device if wanted.device != "auto" else ("cuda" if best.gpus.count else "cpu")
-    ranks = wanted.ranks_per_host or (best.gpus.count if device == "cuda" else 1)
+    best = max(fitting, key=lambda kind: (kind.gpus.count if resources.device != "cpu" else 0, kind.nodes))
+    device = resources.device if resources.device != "auto" else ("cuda" if best.gpus.count else "cpu")
+    ranks = resources.ranks_per_host or (best.gpus.count if device == "cuda" else 1)
     if device == "cuda" and ranks > best.gpus.count:
         raise RunFileError(
             [Problem(key="resources.ranks_per_host", message=f"{ranks} ranks; a node has {best.gpus.count} GPUs")]
         )
     slurm = spec.slurm
-    if device == "cuda" and slurm.gres is None and wanted.accelerator is not None and best.gpus.type:
+    if device == "cuda" and slurm.gres is None and resources.accelerator is not None and best.gpus.type:
         slurm = slurm.model_copy(update={"gres": f"gpu:{best.gpus.type}:{ranks}"})
-    resources = wanted.model_copy(update={"device": device, "ranks_per_host": ranks})
+    resources = resources.model_copy(update={"device": device, "ranks_per_host": ranks})
     return spec.model_copy(update={"resources": resources, "slurm": slurm})
 
 
-def _wanted(gpus: parse.Gpus, row: Mapping[str, str], spec: RunSpec) -> bool:
+def _matches(gpus: parse.Gpus, row: Mapping[str, str], spec: RunSpec) -> bool:
     if spec.resources.accelerator is not None:
-        chip, asked = accelerator_of(gpus.type), accelerator_of(spec.resources.accelerator)
+        chip, requested = accelerator_of(gpus.type), accelerator_of(spec.resources.accelerator)
         same = gpus.type.lower() == spec.resources.accelerator.lower()
-        if not same and (chip is None or asked is None or chip.name != asked.name):
+        if not same and (chip is None or requested is None or chip.name != requested.name):
             return False
     constraint = spec.slurm.constraint or ""
     if re.search(r"[^\w.,&-]", constraint):
-        return True  # alternatives and counts are Slurm's to judge
+        return True  # alternatives and counts are left to Slurm
     return set(re.findall(r"[\w.-]+", constraint)) <= set(row["features"].split(","))
 
 

@@ -1,8 +1,8 @@
-"""What Slurm's commands print, as values. Pure, and proof against whatever stands in a field.
+"""The output of Slurm's commands as values. Pure, and robust against any content of a field.
 
-Asked for with separators of our own (ASCII record and unit separator), because job names, comments and reasons may
-hold blanks, bars and line breaks. Not ``--json``: its shape has changed with nearly every release since 21.08, needs
-a plug-in that many builds lack, and holds nothing more that is used here.
+Requested with separators of our own (ASCII record and unit separator), because job names, comments and reasons may
+contain blanks, bars and line breaks. Not ``--json``: its structure has changed with nearly every release since 21.08,
+it needs a plug-in that many builds lack, and contains nothing more that is used here.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass
 
 RECORD, UNIT = "\x1e", "\x1f"
 
-#: Job states that are final; every other one (pending, running, completing, requeued, suspended...) is not.
+#: Job states that are final; all others (pending, running, completing, requeued, suspended...) are not.
 ENDED = frozenset(
     {
         "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
         "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
     }
 )  # fmt: skip
-#: Node states in which a job may be on the node or come to it.
+#: Node states in which a job may run on the node, now or later.
 USABLE = frozenset({"IDLE", "ALLOCATED", "ALLOC", "MIXED", "MIX", "COMPLETING", "COMP", "PLANNED", "PLND"})
 #: Flags behind a node's state: ``*`` does not answer, ``~`` powered down, ``#`` powering up, ``!`` ``%`` powering down,
 #: ``$`` reserved for maintenance, ``@`` ``^`` reboots, ``-`` planned, ``+`` several.
 _FLAGS = "*~#!%$@^-+"
 
 
-def asked(fields: Sequence[str]) -> str:
-    """The ``-o`` argument that ``records`` reads back."""
+def format_of(fields: Sequence[str]) -> str:
+    """The ``-o`` argument for output that ``records`` reads."""
     return RECORD + UNIT.join(fields)
 
 
 def records(text: str, fields: Sequence[str]) -> Iterator[dict[str, str]]:
-    """A row per record as ``fields`` name them; what has another number of fields is no record of ours."""
+    """A row per record, with ``fields`` as keys; records with another number of fields are skipped."""
     for piece in text.split(RECORD)[1:]:
         values = piece.removesuffix("\n").split(UNIT)
         if len(values) == len(fields):
@@ -41,9 +41,9 @@ def records(text: str, fields: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def pairs(text: str) -> Iterator[dict[str, str]]:
-    """``Key=Value`` words of ``scontrol show ... --oneliner``, an object a line.
+    """``Key=Value`` words of ``scontrol show ... --oneliner``, one object per line.
 
-    A value goes on to the next word that looks like ``Key=``: values may hold blanks.
+    A value ends at the next word that looks like ``Key=``: values may contain blanks.
     """
     for line in text.splitlines():
         marks = list(re.finditer(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9:/_()]*)=", line))
@@ -53,22 +53,22 @@ def pairs(text: str) -> Iterator[dict[str, str]]:
 
 
 def seconds(text: str) -> int | None:
-    """``3-00:00:00``, ``12:00:00``, ``5:00``, ``30``; None for no limit and for what is no duration."""
+    """``3-00:00:00``, ``12:00:00``, ``5:00``, ``30``; None for no limit and for anything else."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)(?:\.\d+)?", text.strip())
     if match is None:
         return None
-    days, first, second, last = (int(each) if each else None for each in match.groups())
-    clock = [each for each in (first, second, last) if each is not None]
+    days, first, second, last = (int(group) if group else None for group in match.groups())
+    clock = [part for part in (first, second, last) if part is not None]
     if days is not None and len(clock) < 3:  # 2-12 and 2-12:30 count from the hours
         clock += [0] * (3 - len(clock))
     total = 0
-    for each in clock:
-        total = total * 60 + each
+    for part in clock:
+        total = total * 60 + part
     return total + 86_400 * (days or 0)
 
 
 def mebibytes(text: str) -> int | None:
-    """``500000`` and ``64G``, ``10.50G``, ``1T``, ``500000+``; None for what is no size."""
+    """``500000`` and ``64G``, ``10.50G``, ``1T``, ``500000+``; None for anything else."""
     match = re.fullmatch(r"([0-9.]+)([KMGT]?)[nc]?\+?", text.strip())
     try:
         number = float(match[1]) if match else None
@@ -89,12 +89,12 @@ class Gpus:
 
 def gpus(gres: str) -> list[Gpus]:
     """``gpu:h100:8(S:0-1),nvme:1`` -> [h100 x 8]; a count may have a suffix (``2K``)."""
-    found = []
+    result = []
     for word in re.split(r",(?![^(\[]*[)\]])", gres):
         match = re.fullmatch(r"gpu(?::([^:()]+))?:(\d+)(K?)(?:\(.*\))?", word.strip())
         if match:
-            found.append(Gpus(type=match[1] or "", count=int(match[2]) * (1024 if match[3] else 1)))
-    return found
+            result.append(Gpus(type=match[1] or "", count=int(match[2]) * (1024 if match[3] else 1)))
+    return result
 
 
 def node_state(text: str) -> tuple[str, str]:
@@ -104,7 +104,7 @@ def node_state(text: str) -> tuple[str, str]:
 
 
 def node_usable(text: str) -> bool:
-    """Could a job run on a node in this state, now or after others?"""
+    """Whether a job could run on a node in this state, now or after others."""
     word, flags = node_state(text)
     return word in USABLE and "*" not in flags and "$" not in flags
 
@@ -116,7 +116,7 @@ def job_id(text: str) -> str | None:
 
 
 def exit_code(text: str) -> int | None:
-    """``0:0``, ``75:0``, ``0:9``: code and signal, as a shell would say it."""
+    """``0:0``, ``75:0``, ``0:9``: code and signal, as a shell's exit code."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if match is None:
         return None
@@ -124,7 +124,7 @@ def exit_code(text: str) -> int | None:
 
 
 def accounting(text: str, separator: str = "|") -> list[Mapping[str, str]]:
-    """``sacct --parsable2`` with its header; a value with a line break in it makes a record of several lines."""
+    """``sacct --parsable2`` with its header; a value that contains a line break spans several lines."""
     lines = text.splitlines()
     if not lines:
         return []

@@ -1,4 +1,4 @@
-"""Slurm's codes in plain words: why a job waits, how one ended, what a refused command means."""
+"""Slurm's codes as text: why a job waits, how one ended, what a refused command means."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from muster.core.types import JobState
 #: Pending reasons (``squeue --Format=reason``; slurm_protocol_defs.h of 22.05 and 24.11).
 REASONS = {
     "None": "Slurm has not looked at it yet",
-    "Priority": "jobs with a higher priority are before it",
+    "Priority": "jobs with a higher priority are ahead of it",
     "Resources": "it is next, and waits for nodes to become free",
     "Dependency": "it waits for another job to end",
-    "DependencyNeverSatisfied": "the job it depends on did not end as it should: it will never start",
-    "BeginTime": "Slurm holds it back for a while (after a requeue), or its start time has not come",
-    "JobHeldUser": "it is held; scontrol release lets it go",
+    "DependencyNeverSatisfied": "the job it depends on failed: it will never start",
+    "BeginTime": "Slurm delays it (after a requeue), or its start time has not come",
+    "JobHeldUser": "it is held; `scontrol release` releases it",
     "JobHeldAdmin": "an administrator holds it",
-    "JobHoldMaxRequeue": "it was requeued too often and is held; scontrol release lets it go",
-    "job_requeued_in_held_state": "it was requeued and is held; scontrol release lets it go",
-    "launch_failed_requeued_held": "a node could not start it; it is held until scontrol release",
+    "JobHoldMaxRequeue": "it was requeued too often and is held; `scontrol release` releases it",
+    "job_requeued_in_held_state": "it was requeued and is held; `scontrol release` releases it",
+    "launch_failed_requeued_held": "a node could not start it; it is held until `scontrol release`",
     "ReqNodeNotAvail": "a node it needs is down, drained or reserved",
     "NodeDown": "a node it needs is down",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition does not start jobs now",
-    "PartitionNodeLimit": "it asks for more nodes than its partition gives one job",
+    "PartitionNodeLimit": "it requests more nodes than its partition allows per job",
     "PartitionTimeLimit": "its time limit is above its partition's",
     "Licenses": "it waits for a licence",
     "Reservation": "its reservation has not begun",
     "ReservationDeleted": "its reservation is gone",
     "Cleaning": "its last start is still being cleaned up",
-    "Prolog": "the nodes' prolog runs",
-    "BadConstraints": "no node has the features it asks for",
+    "Prolog": "the nodes' prolog is running",
+    "BadConstraints": "no node has the features it requests",
     "InvalidAccount": "its account is not known or not yours",
     "InvalidQOS": "its QOS is not known or not yours",
     "AccountNotAllowed": "its account may not use this partition",
     "QOSNotAllowed": "its QOS may not use this partition",
-    "AssociationJobLimit": "your account runs as many jobs as it may",
-    "JobArrayTaskLimit": "its array runs as many tasks as it may",
+    "AssociationJobLimit": "your account has reached its limit of jobs",
+    "JobArrayTaskLimit": "its array has reached its limit of running tasks",
     "NonZeroExitCode": "it ended with an error",
     "RaisedSignal": "it was ended by a signal",
     "NodeFail": "a node failed",
     "TimeLimit": "its time limit was reached",
-    "OutOfMemory": "a node had no memory left",
+    "OutOfMemory": "a node ran out of memory",
     "SystemFailure": "Slurm itself failed",
-    "FrontEndDown": "no front end node is up",
+    "FrontEndDown": "no front-end node is up",
     "InactiveLimit": "it was inactive for too long",
     "BurstBufferResources": "it waits for the burst buffer",
     "DeadLine": "it can no longer end before its deadline",
@@ -60,17 +60,17 @@ STATES = {
     "DEADLINE": JobState.PREEMPTED,
 }
 
-#: How a job ended, where the run itself left no verdict.
+#: How a job ended, where the run itself recorded no result.
 ENDINGS = {
-    "COMPLETED": "the job is done, but the run left no verdict",
+    "COMPLETED": "the job completed, but the run recorded no result",
     "CANCELLED": "the job was cancelled",
-    "TIMEOUT": "the job's time limit was reached before the run could save and leave",
+    "TIMEOUT": "the job's time limit was reached before the run could save and exit",
     "DEADLINE": "the job's deadline was reached",
     "PREEMPTED": "the job was preempted",
     "NODE_FAIL": "Slurm ended the job after a node failed",
-    "OUT_OF_MEMORY": "a process of the job had no memory left",
+    "OUT_OF_MEMORY": "a process of the job ran out of memory",
     "BOOT_FAIL": "the job's nodes did not boot",
-    "FAILED": "the job failed before the run could say why; its log does",
+    "FAILED": "the job failed before the run could record why; see its log",
 }
 
 _REFUSED: tuple[tuple[str, type[MusterError], str | None], ...] = (
@@ -92,41 +92,41 @@ _REFUSED: tuple[tuple[str, type[MusterError], str | None], ...] = (
     ),
     (r"invalid node name|Invalid node", UsageError, "slurm.exclude"),
 )
-#: The controller may have taken the request although no answer came.
-UNSURE = re.compile(
+#: The controller may have accepted the request although no answer came.
+NO_ANSWER = re.compile(
     r"timed out|[Cc]onnection (reset|refused|closed)|Unable to contact|Zero Bytes|[Cc]ommunication", re.I
 )
 _GONE = re.compile(r"Invalid job id|already completing|already completed|not found", re.I)
 
 
 def waits(reason: str) -> str:
-    """A pending reason as half a sentence, with Slurm's own word where it says more."""
+    """A pending reason as a clause, with Slurm's own text where it is more specific."""
     reason = reason.strip().strip("()")
     word = re.split(r"[,(:\s]", reason)[0] or "None"
     if word in REASONS:
         rest = reason[len(word) :].strip(" ,:()")
         return REASONS[word] + (f" ({rest})" if rest else "")
-    for start, what in (("QOS", "your QOS"), ("Assoc", "your account"), ("MaxJobs", "your account")):
+    for start, owner in (("QOS", "your QOS"), ("Assoc", "your account"), ("MaxJobs", "your account")):
         if word.startswith(start):
-            return f"{what} has reached a limit ({reason})"
-    return f"Slurm says {reason}"
+            return f"{owner} has reached a limit ({reason})"
+    return f"Slurm reports {reason}"
 
 
 def refusal(program: str, stderr: str) -> MusterError:
-    """A command's complaint as the error that a user meets."""
+    """A command's error output as the error shown to the user."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["no reason given"]
-    said = next((line for line in reversed(lines) if re.search(r"error|fatal", line)), lines[-1])
-    said = re.sub(rf"^{program}: (error|fatal): ", "", said)
+    text = next((line for line in reversed(lines) if re.search(r"error|fatal", line)), lines[-1])
+    text = re.sub(rf"^{program}: (error|fatal): ", "", text)
     for pattern, kind, hint in _REFUSED:
         if re.search(pattern, stderr):
-            return kind(f"{program}: {said}", hint=hint)
-    if UNSURE.search(stderr):
-        return BackendError(f"{program}: {said}", hint="scontrol ping asks whether the controller answers")
+            return kind(f"{program}: {text}", hint=hint)
+    if NO_ANSWER.search(stderr):
+        return BackendError(f"{program}: {text}", hint="run `scontrol ping` to check the controller")
     if program == "sbatch":
-        return BackendError(f"{program}: {said}", hint="muster render shows the script that was sent")
-    return BackendError(f"{program}: {said}", hint="is this a login node of the cluster? scontrol ping asks it")
+        return BackendError(f"{program}: {text}", hint="`muster render` shows the submitted script")
+    return BackendError(f"{program}: {text}", hint="run `scontrol ping` to check that this is a login node")
 
 
 def is_gone(stderr: str) -> bool:
-    """The job that a command named has ended already, or was never there."""
+    """Whether the job that a command named has ended already, or never existed."""
     return bool(_GONE.search(stderr))

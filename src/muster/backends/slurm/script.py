@@ -1,7 +1,7 @@
-"""The sbatch script: a pure function of the run file. It prints as what will run.
+"""The sbatch script: a pure function of the run file. What is printed is what runs.
 
-Its body is one ``exec``: everything with a decision in it is Python (``batch``), so that no value of a run file is ever
-quoted into a shell program, except as whole words by ``shlex``.
+Its body is one ``exec``: all decisions are made in Python (``batch``), so that no value of a run file is ever quoted
+into a shell program, except as whole words by ``shlex``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def script(spec: RunSpec, *, run_id: str, run_dir: str) -> str:
 
 
 def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
-    """sbatch's options, one a line."""
-    slurm, wanted = spec.slurm, spec.resources
+    """sbatch's options, one per line."""
+    slurm, resources = spec.slurm, spec.resources
     yield f"--job-name={name_of(run_id)}"
     yield f"--comment=muster run {run_id}"
     yield f"--chdir={run_dir}"
     yield "--output=logs/slurm-%j.log"
     yield "--open-mode=append"
-    yield f"--nodes={wanted.hosts + wanted.spare_hosts}"
+    yield f"--nodes={resources.hosts + resources.spare_hosts}"
     yield "--ntasks-per-node=1"
     if slurm.exclusive:
         yield "--exclusive"
@@ -48,18 +48,18 @@ def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
         yield f"--gres={gres}"
     if limit := time_limit(spec):
         yield f"--time={limit}"
-    # A lost node takes neither the job nor the steps on other nodes with it: its work moves to a spare.
+    # A lost node ends neither the job nor the steps on other nodes: its work moves to a spare.
     yield "--no-kill"
     yield "--requeue" if slurm.requeue else "--no-requeue"
-    if slurm.signal_before_timeout_s:  # before the partition's own limit too
+    if slurm.signal_before_timeout_s:  # also before the partition's own limit
         yield f"--signal=B:USR1@{slurm.signal_before_timeout_s}"
     for name, value in (
-        ("partition", wanted.queue),
+        ("partition", resources.queue),
         ("account", slurm.account),
         ("qos", slurm.qos),
         ("constraint", slurm.constraint),
         ("exclude", slurm.exclude),
-        ("reservation", wanted.reservation),
+        ("reservation", resources.reservation),
     ):
         if value is not None:
             yield f"--{name}={value}"
@@ -67,12 +67,12 @@ def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
 
 
 def environment(spec: RunSpec, run_id: str, run_dir: str) -> dict[str, str]:
-    """What every process of the run gets besides the submitter's environment."""
-    found = {"MUSTER_RUN_ID": run_id, "MUSTER_RUN_DIR": run_dir}
+    """Variables of every process of the run, in addition to the submitter's environment."""
+    variables = {"MUSTER_RUN_ID": run_id, "MUSTER_RUN_DIR": run_dir}
     if spec.slurm.scratch is not None:
-        found |= {"TMPDIR": spec.slurm.scratch, "MUSTER_MEMORY_DIR": spec.slurm.scratch}
-    # Slurm ends a job by SIGTERM to every process; the supervisor alone answers it, by saving (see `node`).
-    return {**found, "MUSTER_TERM": "ignored", **spec.slurm.environment}
+        variables |= {"TMPDIR": spec.slurm.scratch, "MUSTER_MEMORY_DIR": spec.slurm.scratch}
+    # Slurm ends a job by SIGTERM to every process; only the supervisor reacts, by saving (see `node`).
+    return {**variables, "MUSTER_TERM": "ignored", **spec.slurm.environment}
 
 
 def program(name: str, spec: RunSpec, *, run_id: str, run_dir: str, python: str | None = None) -> list[str]:
@@ -87,7 +87,7 @@ def python_of(spec: RunSpec) -> str:
 
 
 def gres_of(spec: RunSpec) -> str | None:
-    """Generic resources a node; none for a run on CPUs."""
+    """Generic resources per node; none for a run on CPUs."""
     if spec.slurm.gres is not None:
         return spec.slurm.gres
     if spec.resources.device == "cuda":
@@ -107,7 +107,7 @@ def time_limit(spec: RunSpec) -> str | None:
 
 
 def _quoted(option: str) -> str:
-    """An option as sbatch's own reader of #SBATCH lines takes it: unlike a shell's, its backslash escapes in quotes."""
+    """An option as sbatch's parser of #SBATCH lines reads it: unlike in a shell, backslash escapes inside quotes."""
     name, equals, value = option.partition("=")
     if not equals or shlex.quote(value) == value:
         return option

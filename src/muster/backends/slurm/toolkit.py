@@ -1,4 +1,4 @@
-"""A Cluster Toolkit blueprint for a run file: the Slurm cluster on Google Cloud that the run wants. Pure.
+"""A Cluster Toolkit blueprint for a run file: the Slurm cluster on Google Cloud that the run needs. Pure.
 
 Module names and settings are those of the Toolkit's own examples (see ``catalog/toolkit.yaml`` for commit and date).
 """
@@ -31,7 +31,7 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
     """``blueprint.yaml`` and ``deployment.yaml``, with the commands that deploy and destroy them.
 
     Raises:
-        RunFileError: a machine that has no blueprint, no project or zone, or a way of buying it that is not sold.
+        RunFileError: a machine without blueprint, no project or zone, or a provisioning model that is not offered.
     """
     _refuse(spec)
     table = _table()
@@ -49,10 +49,10 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
             "region": zone.rpartition("-")[0],
             "zone": zone,
             "cluster_size": spec.resources.hosts + spec.resources.spare_hosts,
-            **_bought(spec),
+            **_provisioning(spec),
         },
     }
-    built = {
+    blueprint_yaml = {
         "blueprint_name": f"muster-{family['partition']}",
         "vars": _variables(table, family),
         "deployment_groups": [
@@ -71,39 +71,43 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
         "# It bills from its deployment until it is destroyed. The home (Filestore) is protected against deletion:\n"
         "# set its deletion_protection.enabled to false and deploy again before you destroy it.\n"
     )
-    return {"blueprint.yaml": heading + _dump(built), "deployment.yaml": _dump(deployment)}
+    return {"blueprint.yaml": heading + _dump(blueprint_yaml), "deployment.yaml": _dump(deployment)}
 
 
 def _refuse(spec: RunSpec) -> None:
-    wanted, problems = spec.resources, []
-    family = _table()["families"].get(wanted.machine)
+    resources, problems = spec.resources, []
+    family = _table()["families"].get(resources.machine)
     if family is None:
         problems.append(
             Problem(
-                key="resources.machine", message="has no Cluster Toolkit blueprint here", value=wanted.machine,
+                key="resources.machine", message="has no Cluster Toolkit blueprint here", value=resources.machine,
                 hint="one of " + ", ".join(_table()["families"]),
             )
         )  # fmt: skip
-    if wanted.project is None:
+    if resources.project is None:
         problems.append(Problem(key="resources.project", message="is missing: the Google Cloud project to deploy to"))
-    if not wanted.locations or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", wanted.locations[0]):
+    if not resources.locations or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", resources.locations[0]):
         problems.append(
-            Problem(key="resources.locations", message="must name a zone", value=wanted.locations, hint="us-central1-b")
+            Problem(
+                key="resources.locations", message="must name a zone", value=resources.locations, hint="us-central1-b"
+            )
         )
-    mode = wanted.provisioning_model or ""
+    mode = resources.provisioning_model or ""
     if family is not None and mode not in family["modes"]:
         problems.append(
             Problem(
-                key="resources.provisioning_model", message=f"{wanted.machine} is sold as {', '.join(family['modes'])}", value=mode
+                key="resources.provisioning_model",
+                message=f"{resources.machine} is offered as {', '.join(family['modes'])}",
+                value=mode,
             )
         )
-    if mode in ("reservation", "calendar") and wanted.reservation is None:
+    if mode in ("reservation", "calendar") and resources.reservation is None:
         problems.append(Problem(key="resources.reservation", message="is missing: its name"))
     if problems:
         raise RunFileError(problems)
 
 
-def _bought(spec: RunSpec) -> dict[str, Any]:
+def _provisioning(spec: RunSpec) -> dict[str, Any]:
     mode = spec.resources.provisioning_model
     return {
         "reservation_name": spec.resources.reservation or "",
@@ -135,7 +139,7 @@ def _variables(table: Module, family: Module) -> Module:
 
 
 def _networks(family: Module) -> list[Module]:
-    found = [_vpc("system-net", "sys", "$(vars.system_range)", family["mtu"])]
+    networks = [_vpc("system-net", "sys", "$(vars.system_range)", family["mtu"])]
     if family["fabric"] == "tcpxo":
         settings = {
             "network_name_prefix": "$(vars.deployment_name)-data",
@@ -144,7 +148,7 @@ def _networks(family: Module) -> list[Module]:
             "subnetwork_cidr_suffix": 20,
             "mtu": family["mtu"],
         }
-        return [*found, {"id": "data-nets", "source": "modules/network/multivpc", "settings": settings}]
+        return [*networks, {"id": "data-nets", "source": "modules/network/multivpc", "settings": settings}]
     profile = "https://www.googleapis.com/compute/beta/projects/$(vars.project_id)/global/networkProfiles/$(vars.zone)-vpc-roce"
     rdma = {
         "network_name": "$(vars.deployment_name)-rdma",
@@ -158,7 +162,7 @@ def _networks(family: Module) -> list[Module]:
         },
     }
     return [
-        *found,
+        *networks,
         _vpc("second-net", "second", "$(vars.second_range)", family["mtu"]),
         {"id": "rdma-net", "source": "modules/network/gpu-rdma-vpc", "settings": rdma},
     ]
@@ -230,7 +234,7 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
             "local_mount": "/home",
             "mount_options": "defaults,hard",
             "reserved_ip_range": "$(vars.filestore_range)",
-            "deletion_protection": {"enabled": True, "reason": "checkpoints and runs lie here"},
+            "deletion_protection": {"enabled": True, "reason": "holds checkpoints and runs"},
         },
         "outputs": ["network_storage"],
     }
@@ -256,7 +260,7 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
         "partition_name": spec.resources.queue or family["partition"],
         "is_default": True,
         "exclusive": False,
-        # Whole nodes; a node that is slow to come up is not given up while a job waits for it.
+        # Whole nodes; a node that boots slowly is not abandoned while a job waits for it.
         "partition_conf": {"OverSubscribe": "EXCLUSIVE", "ResumeTimeout": 1200, "SuspendTimeout": 1200},
     }
     name = str(partition["partition_name"])
@@ -293,9 +297,9 @@ def _nodeset(family: Module, image: Module) -> Module:
         "enable_spot_vm": "$(vars.enable_spot_vm)",
         "dws_flex": {"enabled": "$(vars.dws_flex_enabled)"},
     }
-    used = ["system-net", "node-startup"]
+    uses = ["system-net", "node-startup"]
     if family["fabric"] == "tcpxo":
-        used.append("data-nets")
+        uses.append("data-nets")
     else:
         second = (
             "{network=null, subnetwork=second-net.subnetwork_self_link, subnetwork_project=vars.project_id,"
@@ -304,7 +308,7 @@ def _nodeset(family: Module, image: Module) -> Module:
         )
         settings["additional_networks"] = f"$(concat([{second}], rdma-net.subnetwork_interfaces))"
     settings["machine_type"] = next(name for name, row in _table()["families"].items() if row is family)
-    return {"id": "nodeset", "source": NODESET, "use": used, "settings": settings}
+    return {"id": "nodeset", "source": NODESET, "use": uses, "settings": settings}
 
 
 def _dump(value: Module) -> str:
@@ -313,9 +317,9 @@ def _dump(value: Module) -> str:
 
     def literal(node: Any) -> Any:
         if isinstance(node, dict):
-            return {key: literal(each) for key, each in node.items()}
+            return {key: literal(item) for key, item in node.items()}
         if isinstance(node, list):
-            return [literal(each) for each in node]
+            return [literal(item) for item in node]
         return LiteralScalarString(node) if isinstance(node, str) and "\n" in node else node
 
     yaml, out = YAML(), io.StringIO()

@@ -1,4 +1,4 @@
-"""What the machines of a blueprint run when they are built and when they start. Texts alone."""
+"""Scripts that a blueprint's machines run when their image is built and when they start. Texts only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 Runner = dict[str, Any]
 
 LIMITS = "* - memlock unlimited\n* - nproc unlimited\n* - stack unlimited\n* - nofile 1048576\n"
-#: slurm-gcp's own playbook, without what a training node does not need.
+#: slurm-gcp's own playbook, without the parts that a training node does not need.
 SLURM_VARIABLES = """\
 {
   "reboot": false,
@@ -76,7 +76,7 @@ NOTHING = "#!/bin/bash\ntrue\n"
 
 def build_runners(table: Runner, family: Runner) -> list[Runner]:
     """While the image is built."""
-    found = [
+    runners = [
         {"type": "shell", "destination": "hold-driver.sh", "content": HOLD_DRIVER},
         {"type": "data", "destination": "/var/tmp/slurm_vars.json", "content": SLURM_VARIABLES},
         {"type": "shell", "destination": "install-slurm.sh", "content": INSTALL_SLURM},
@@ -84,8 +84,8 @@ def build_runners(table: Runner, family: Runner) -> list[Runner]:
         {"type": "shell", "destination": "install-python.sh", "content": PYTHON},
     ]
     if family["fabric"] == "tcpxo":
-        found.append({"type": "shell", "destination": "install-tcpxo.sh", "content": TCPXO})
-    return found
+        runners.append({"type": "shell", "destination": "install-tcpxo.sh", "content": TCPXO})
+    return runners
 
 
 def node_runners(table: Runner, family: Runner) -> list[Runner]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from muster.config.sources import RandomSource
 from muster.data.source_type import OpenedSource, SourceType, TokenRows
 
@@ -26,6 +24,8 @@ def _open(section: RandomSource) -> OpenedSource:
 
 def _token_rows(section: RandomSource, length: int, vocab_size: int) -> TokenRows:
     """Rows from a counter-based generator."""
+    import numpy as np  # here: a machine that only submits has none
+
     tokens = min(section.row_length or length, length) + 1
 
     def blocks() -> Iterator[Any]:

@@ -86,7 +86,7 @@
     return el("section", { class: "figures", "aria-label": "Headline figures" },
       figure("Goodput, active hosts", percent(g.active), rate, true),
       figure("Goodput, purchased hosts", percent(g.purchased), "spares in the denominator"),
-      known(g.fault_tolerance_overhead) ? figure("Tax of fault tolerance", percent(g.fault_tolerance_overhead), "of a step, against R* measured without it") : null,
+      known(g.fault_tolerance_overhead) ? figure("Fault-tolerance overhead", percent(g.fault_tolerance_overhead), "of a step, against R* measured without it") : null,
       figure("Host-time productive", percent(g.time), `of ${span(report.host_time.purchased_host_s)} host-time`),
       figure("Tokens", report.tokens >= 1e10 ? `${number(report.tokens / 1e9, 2)} B` : number(report.tokens), `${number(report.steps)} steps, each counted once`),
       figure("Tokens/s", number(report.tokens_per_s), known(report.speed.step_s) ? `step ${span(report.speed.step_s)}` : null),

@@ -1,6 +1,6 @@
 """A run's recorded history, read a second time: own parsing, own chain check, the standard library alone.
 
-For ``report.invariants``; everything else reads events through ``core.eventlog``.
+For ``report.audit.invariants``; everything else reads events through ``core.event_log``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 #: Machines keep their clocks closer together than this; a clock that is off by more was stepped.
 STEP_NS = 1_000_000_000
-#: A supervisor that begins so long before its predecessor's last word has a clock that was set back. (One that was
-#: deposed may act on for a while: that is for I3 to see.)
+#: A supervisor that begins this long before its predecessor's last event has a clock that was set back. (One that
+#: lost the lease may act for a while: I3 reports that.)
 BACK_NS = 300 * STEP_NS
 
 #: By which ranks share a model: layouts are equal when all of them are. An axis that is not named is 1.
@@ -23,7 +23,7 @@ AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 Line = dict[str, Any]
 LayoutHistory = tuple[tuple[int, str], ...]
-"""(first step, layout) of each stretch that computed a state, in order."""
+"""(first step, layout) of each range of steps that computed a state, in order."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class History:
     files: dict[str, list[Line]]
     """File name -> lines, in the file's order."""
     lines: list[Line]
-    """All of them by wall time, as if nobody had ever stepped a clock."""
+    """All of them by wall time, with stepped clocks corrected."""
 
     def of(self, *kinds: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] in kinds]
@@ -61,19 +61,19 @@ def load(run_dir: Path, log: Finding) -> History:
     try:
         spec = json.loads((run_dir / "resolved.json").read_text())
     except (OSError, ValueError):
-        log.problems.append("resolved.json is absent or no JSON")
+        log.problems.append("resolved.json is missing or not JSON")
     files: dict[str, list[Line]] = {}
     heads: dict[str, set[str]] = {}
     for path in sorted((run_dir / "events").glob("*.jsonl")):
         files[path.name], heads[path.name] = _chain(path, log)
     log.expect(bool(files), f"no events in {run_dir / 'events'}")
     _undo_clock_steps(files)
-    lines = [line for each in files.values() for line in each]
+    lines = [line for file_lines in files.values() for line in file_lines]
     lines.sort(key=lambda line: line["wall_ns"])
     history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
     for line in history.of("log.hash_heads", "supervisor.started"):
         for name, head in (line.get("detail", {}).get("heads") or {}).items():
-            log.expect(head in heads.get(name, set()), f"a head cited of {name} is not in that file: cut or changed")
+            log.expect(head in heads.get(name, set()), f"a cited head of {name} is not in that file: cut or changed")
     return history
 
 
@@ -85,8 +85,8 @@ def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
     """
     measured: dict[str, list[int]] = {}
     ended = None
-    bosses = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
-    for name in bosses:
+    supervisors = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
+    for name in supervisors:
         for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
             if ended is not None and part[0]["wall_ns"] < ended - BACK_NS:
@@ -96,11 +96,11 @@ def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
             for line in part:
                 if line["kind"] == "clock.offset":
                     measured.setdefault(line["host"], []).append(ahead + int(line["detail"]["offset_ns"]))
-    for name in files.keys() - set(bosses):
+    for name in files.keys() - set(supervisors):
         for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
-            said = sorted(measured.get(part[0]["host"], [ahead]), key=lambda each: abs(each - ahead))[0]
-            _by_monotonic(part, said if abs(said - ahead) >= STEP_NS else ahead)
+            nearest = min(measured.get(part[0]["host"], [ahead]), key=lambda offset: abs(offset - ahead))
+            _by_monotonic(part, nearest if abs(nearest - ahead) >= STEP_NS else ahead)
 
 
 def _by_process(lines: list[Line]) -> list[list[Line]]:
@@ -116,12 +116,12 @@ def _by_monotonic(lines: list[Line], ahead: int) -> None:
 
 
 def layout_histories(history: History) -> dict[int, LayoutHistory]:
-    """Attempt -> by which layouts the states that its steps built on were computed, step by step.
+    """Attempt -> the layouts that computed the states which its steps built on.
 
-    Two results of one step have the same bits where their courses up to it are the same, in a deterministic run. An
+    Two results of one step have the same bits where their layout histories are the same, in a deterministic run. An
     attempt that no supervisor began (plain processes, torchrun) has the run file's layout.
     """
-    said = history.spec.get("parallelism", {})
+    in_run_file = history.spec.get("parallelism", {})
     layouts = {int(line["attempt"]): line["detail"].get("layout") or {} for line in history.of("attempt.started")}
     first: dict[int, int] = {}
     for line in history.of("step"):
@@ -130,7 +130,7 @@ def layout_histories(history: History) -> dict[int, LayoutHistory]:
     result: dict[int, LayoutHistory] = {}
     layout_history: LayoutHistory = ()
     for attempt in sorted(first):
-        layout = json.dumps([layouts.get(attempt, said).get(axis, 1) for axis in AXES])
+        layout = json.dumps([layouts.get(attempt, in_run_file).get(axis, 1) for axis in AXES])
         layout_history = up_to(layout_history, first[attempt] - 1)
         if not layout_history or layout_history[-1][1] != layout:
             layout_history = (*layout_history, (first[attempt] if layout_history else 0, layout))
@@ -139,12 +139,12 @@ def layout_histories(history: History) -> dict[int, LayoutHistory]:
 
 
 def up_to(layout_history: LayoutHistory, step: int) -> LayoutHistory:
-    """The part of a course that led to ``step``."""
-    return tuple(stretch for stretch in layout_history if stretch[0] <= step)
+    """The part of a layout history that led to ``step``."""
+    return tuple(segment for segment in layout_history if segment[0] <= step)
 
 
 def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
-    """(events, hash of every line) up to the first break; a torn last line is no break."""
+    """(events, hash of every line) up to the first break; a torn last line does not count."""
     data = path.read_bytes()
     result: list[Line] = []
     hashes: set[str] = set()

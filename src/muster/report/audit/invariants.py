@@ -1,17 +1,16 @@
 """Whether a run's recorded history keeps the invariants I1-I8. Shares no code with what wrote the history.
 
 Lines, chains, markers and checksums are read here a second time, from their description (docs/events.md)
-and with the standard library alone (but for the table of optimizers), so that a mistake in the writer is not repeated
-by its judge.
+and with the standard library alone, so that a mistake in the writer is not repeated in its check.
 
     I1  applied steps form one chain: no step is missing, none has two results; replicas hold one state
     I2  every step took the same samples each time it was taken, and the batch that the run file names
     I3  attempts and terms rise, one leader a term, one decision an incident, nothing after the end
-    I4  the course equals a reference run's, step by step (only with a reference)
-    I5  every committed checkpoint is whole; none was passed over in favour of an older state
+    I4  losses and states equal a reference run's, step by step (only with a reference)
+    I5  every committed checkpoint is whole; none was ignored in favour of an older state
     I6  nothing is applied or committed by an attempt after its successor began
-    I7  times add up: the steps of an attempt fill no more time than they span; a host is let go once
-    I8  every incident that was acted upon came to an end, within the bound
+    I7  times add up: the steps of an attempt fill no more time than they span; a host is released once
+    I8  every incident that was acted upon ended, within the bound
     log every file's chain holds, and the heads that were cited are in the files
 """
 
@@ -25,18 +24,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.core.optimizers import repeats_exactly
 from muster.report.audit.history import Finding, History, LayoutHistory, Line, layout_histories, load, up_to
 
+#: Optimizers whose state comes back from a snapshot to the bit: with others a repeated step may differ slightly.
+EXACT_OPTIMIZERS = frozenset({"adamw"})
 INVARIANTS = ("log", "I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
 #: A float sum taken in another order, relative; docs/recovery.md has the measured figure.
 REORDERED = 1e-4
-#: A rank is told to leave after the end is written (``stop --force``): its steps of so long are no offence.
+#: Ranks are ended after the run's end is written (``stop --force``): steps until then are accepted.
 LEAVE_NS = 2_000_000_000
 
 
 def check(run_dir: str | Path, *, reference: str | Path | None = None, bound_s: float = 60.0) -> dict[str, Finding]:
-    """Judge the history in ``run_dir``: invariant -> finding. Never raises for what a history may hold."""
+    """Check the history in ``run_dir``: invariant -> finding. Never raises for what a history contains."""
     findings = {name: Finding() for name in INVARIANTS}
     history = load(Path(run_dir), findings["log"])
     unreported = _step_chain(history, findings["I1"], findings["I2"])
@@ -62,7 +62,7 @@ def _steps(history: History) -> dict[int, list[Line]]:
 
 
 def _step_chain(history: History, one_chain: Finding, samples: Finding) -> set[int]:
-    """Returns the steps whose state lives although nobody heard their numbers."""
+    """Returns the steps whose state survived although their events were lost."""
     runs = _steps(history)
     started = {int(line["attempt"]): line["detail"] for line in history.of("attempt.started")}
     reached = 0
@@ -79,7 +79,7 @@ def _step_chain(history: History, one_chain: Finding, samples: Finding) -> set[i
             one_chain.expect(
                 numbers[0] == resumed + 1, f"attempt {attempt} resumed from step {resumed} and first took {numbers[0]}"
             )
-        # A rank killed between its snapshot and its event: the state of that step lives, its numbers do not.
+        # A rank killed between its snapshot and its event: the state of that step survives, its numbers do not.
         if resumed == reached + 1 and numbers[0] == resumed + 1 and _tier(started, attempt) == "memory":
             unreported.add(resumed)
         one_chain.expect(
@@ -94,9 +94,9 @@ def _step_chain(history: History, one_chain: Finding, samples: Finding) -> set[i
     batch = history.spec.get("training", {}).get("global_batch_size")
     for step, lines in results.items():
         for number, other in enumerate(lines[1:], 1):
-            ways = [(line, histories[int(line["attempt"])]) for line in lines[:number]]
             own = histories[int(other["attempt"])]
-            comparable = [line for line, layout_history in ways if _same_bits(history, step, layout_history, own)]
+            earlier = [(line, histories[int(line["attempt"])]) for line in lines[:number]]
+            comparable = [line for line, layout_history in earlier if _same_bits(history, step, layout_history, own)]
             one_chain.expect(*_same_result(step, (comparable or lines)[0], other, exact=bool(comparable)))
             skipped = lines[0]["detail"].get("skipped") or other["detail"].get("skipped")
             for key in ("rows",) if skipped else ("rows", "tokens", "supervised_tokens"):
@@ -105,16 +105,16 @@ def _step_chain(history: History, one_chain: Finding, samples: Finding) -> set[i
         rows = lines[-1]["detail"].get("rows")
         if rows is not None and batch is not None:
             expected, source = _batch_of(step, batch, started)
-            samples.expect(rows == expected, f"step {step} took {rows} sequences, {source} says {expected}")
+            samples.expect(rows == expected, f"step {step} took {rows} sequences, {source} sets {expected}")
     return unreported
 
 
 def _one_state(attempt: int, lines: list[Line]) -> tuple[bool, str]:
-    """Whether the replicas held one state after each step, as far as it was hashed: what sets them apart stays."""
+    """Whether the replicas held one state after each step that was hashed: a difference persists."""
     apart = [line for line in lines if len(set(line["detail"].get("replica_hashes") or ())) > 1]
     if not apart:
         return True, ""
-    hashes = ", ".join(f"{replica}: {each}" for replica, each in enumerate(apart[0]["detail"]["replica_hashes"]))
+    hashes = ", ".join(f"{replica}: {digest}" for replica, digest in enumerate(apart[0]["detail"]["replica_hashes"]))
     many = f" (and after {len(apart) - 1} more)" if len(apart) > 1 else ""
     return False, f"attempt {attempt}: after step {apart[0]['step']}{many} the replicas hold two states ({hashes})"
 
@@ -125,7 +125,7 @@ def _gaps(numbers: list[int]) -> str:
 
 
 def _resume_step(history: History, attempt: int, started: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The step whose state the attempt began with; None where the history does not say."""
+    """The step whose state the attempt began with; None where the history does not contain it."""
     restored = [int(line["step"]) for line in history.of("checkpoint.restored") if line["attempt"] == attempt]
     if restored:
         return restored[-1]
@@ -138,7 +138,7 @@ def _tier(started: Mapping[int, Mapping[str, Any]], attempt: int) -> Any:
 
 
 def _batch_of(step: int, batch: int, started: Mapping[int, Mapping[str, Any]]) -> tuple[int, str]:
-    """(sequences that ``step`` takes, who says so): the run file, or the policy's newest change before the step."""
+    """(sequences that ``step`` takes, what sets them): the run file, or the policy's newest change before the step."""
     newest = max(started, default=0)
     for change in reversed(started[newest].get("batch_schedule", []) if newest else []):
         if change["first_step"] <= step:
@@ -147,14 +147,14 @@ def _batch_of(step: int, batch: int, started: Mapping[int, Mapping[str, Any]]) -
 
 
 def _same_bits(history: History, step: int, first: LayoutHistory, other: LayoutHistory) -> bool:
-    """Whether ``step`` must give the same bits at the end of two courses: exact sums, or the same layouts all along.
+    """Whether ``step`` must give the same bits at the end of two layout histories: exact sums, or equal ones.
 
     Some optimizers' state does not come back from a restore to the bit.
     """
     training = history.spec.get("training", {})
     if training.get("exact"):
         return True
-    repeats = training.get("deterministic") and repeats_exactly(training.get("optimizer", {}).get("name", "adamw"))
+    repeats = training.get("deterministic") and training.get("optimizer", {}).get("name", "adamw") in EXACT_OPTIMIZERS
     return bool(repeats) and up_to(first, step) == up_to(other, step)
 
 
@@ -187,7 +187,8 @@ def _leadership(history: History, finding: Finding) -> None:
     acts = history.of("incident.decided", "attempt.started", "attempt.ended", "run.finished")
     for (term, line), (_, successor) in itertools.pairwise(terms):
         late = [act for act in acts if act["file"] == line["file"] and act["wall_ns"] > successor["wall_ns"]]
-        finding.expect(not late, f"the supervisor of term {term} acted after its successor had the lease: {_names(late)}")
+        problem = f"the supervisor of term {term} acted after its successor had the lease: {_names(late)}"
+        finding.expect(not late, problem)
     for kind in ("incident.detected", "incident.decided"):
         _each_once(finding, [str(line["detail"]["incident_id"]) for line in history.of(kind)], f"{kind} of")
     causes = [str(line["detail"]["cause"]) for line in history.of("attempt.started") if line["detail"].get("cause")]
@@ -196,7 +197,7 @@ def _leadership(history: History, finding: Finding) -> None:
     for line in history.of("incident.decided"):
         finding.expect(
             str(line["detail"]["incident_id"]) in known,
-            f"a decision on {line['detail']['incident_id']}, which is no incident",
+            f"a decision on {line['detail']['incident_id']}, which is not an incident",
         )
     ended: Line | None = None
     for line in history.of("run.finished", "supervisor.started", "attempt.started", "step"):
@@ -223,20 +224,20 @@ def _names(lines: list[Line]) -> str:
 
 
 def _same_as_reference(history: History, reference: History, finding: Finding, unreported: set[int]) -> None:
-    """The last word on each step against the reference's; bit for bit where layouts and settings promise it.
+    """The last result of each step against the reference's; bit for bit where layouts and settings guarantee it.
 
     A run that did not succeed need not have the reference's last steps.
     """
-    own, theirs = ({int(line["step"]): line for line in each.of("step")} for each in (history, reference))
+    own, theirs = ({int(line["step"]): line for line in run.of("step")} for run in (history, reference))
     ended = history.of("run.finished")
     if not ended or ended[-1]["detail"]["outcome"] != "succeeded":
         theirs = {step: line for step, line in theirs.items() if step <= max(own, default=0)}
-    histories, well = layout_histories(history), layout_histories(reference)
+    own_layouts, their_layouts = layout_histories(history), layout_histories(reference)
     missing = sorted(set(own) ^ set(theirs) - unreported)
     finding.expect(not missing, f"{len(own)} steps here, {len(theirs)} in the reference: {missing[:5]} in one alone")
     for step in sorted(set(own) & set(theirs)):
-        ways = histories[int(own[step]["attempt"])], well[int(theirs[step]["attempt"])]
-        finding.expect(*_same_result(step, theirs[step], own[step], exact=_same_bits(history, step, *ways)))
+        layouts = own_layouts[int(own[step]["attempt"])], their_layouts[int(theirs[step]["attempt"])]
+        finding.expect(*_same_result(step, theirs[step], own[step], exact=_same_bits(history, step, *layouts)))
 
 
 # ---------------------------------------------------------------- I5
@@ -248,7 +249,7 @@ def _checkpoints(history: History, finding: Finding) -> None:
     for marker in sorted((directory / "commits").glob("step-*.json")) if directory.is_dir() else []:
         problem = _damage(marker, directory)
         name = marker.name
-        if problem is not None and not any(each.startswith(marker.stem) for each in skipped):
+        if problem is not None and not any(uri.startswith(marker.stem) for uri in skipped):
             finding.expect(False, f"{name}: {problem}")
         else:
             finding.expect(True, "")
@@ -271,12 +272,12 @@ def _damage(marker: Path, directory: Path) -> str | None:
         for item in promised["files"]:
             path = folder / str(item["name"])
             if not path.is_file():
-                return f"{path.name} is absent"
+                return f"{path.name} is missing"
             data = path.read_bytes()
             if len(data) != item["bytes"]:
                 return f"{path.name} has {len(data)} bytes, promised {item['bytes']}"
             if zlib.crc32(data) != item["crc32"]:
-                return f"{path.name} is rotten: its checksum is not the promised one"
+                return f"{path.name} is corrupt: its checksum is not the promised one"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"not a marker ({type(error).__name__}: {error})"
     return None
@@ -291,10 +292,10 @@ def _fences(history: History, finding: Finding) -> None:
         if line["kind"] == "attempt.started":
             newest = max(newest, int(line["attempt"]))
             continue
-        what = "applied step" if line["kind"] == "step" else "committed step"
+        action = "applied step" if line["kind"] == "step" else "committed step"
         finding.expect(
             int(line["attempt"]) >= newest,
-            f"attempt {line['attempt']} {what} {line.get('step')} on {line['host']} after attempt {newest} had begun",
+            f"attempt {line['attempt']} {action} {line.get('step')} on {line['host']} after attempt {newest} had begun",
         )
 
 
@@ -314,7 +315,7 @@ def _times(history: History, finding: Finding) -> None:
     for line in history.of("host.allocated", "host.released"):
         name = str(line["host"])
         held[name] += 1 if line["kind"] == "host.allocated" else -1
-        finding.expect(held[name] in (0, 1), f"{name} was granted or released twice in a row")
+        finding.expect(held[name] in (0, 1), f"{name} was allocated or released twice in a row")
     if history.of("run.finished"):
         for name, count in held.items():
             finding.expect(count == 0, f"{name} was never released, and the run is over")
@@ -333,15 +334,15 @@ def _incident_ends(history: History, finding: Finding, bound_s: float) -> None:
     recovered = history.of("incident.resolved")
     for line in recovered:
         name, lost_s = str(line["detail"]["incident_id"]), line["detail"]["lost_ns"] / 1e9
-        finding.expect(name in acted, f"recovered from {name}, on which nobody had decided")
+        finding.expect(name in acted, f"recovered from {name}, on which there was no decision")
         if name not in waited:
             finding.expect(lost_s <= bound_s, f"{name} cost {lost_s:.2f} s, the bound is {bound_s:g} s")
     # What may follow a decision: its recovery, another incident, the run's end, or a supervisor that takes over.
     for name, line in acted.items():
         settled = any(
-            each["wall_ns"] > line["wall_ns"]
-            and (each["kind"] != "incident.resolved" or str(each["detail"]["incident_id"]) == name)
-            for each in history.of("incident.resolved", "run.finished", "incident.detected", "supervisor.started")
+            later["wall_ns"] > line["wall_ns"]
+            and (later["kind"] != "incident.resolved" or str(later["detail"]["incident_id"]) == name)
+            for later in history.of("incident.resolved", "run.finished", "incident.detected", "supervisor.started")
         )
         finding.expect(settled, f"nothing followed the decision on {name} ({line['detail']['action']})")
 
@@ -351,7 +352,7 @@ def _incident_ends(history: History, finding: Finding, bound_s: float) -> None:
 
 def broken(findings: Mapping[str, Finding]) -> list[str]:
     """``I3: ...`` for each problem."""
-    return [f"{name}: {problem}" for name, each in findings.items() for problem in each.problems]
+    return [f"{name}: {problem}" for name, finding in findings.items() for problem in finding.problems]
 
 
 def to_json(findings: Mapping[str, Finding]) -> dict[str, Any]:
@@ -359,15 +360,15 @@ def to_json(findings: Mapping[str, Finding]) -> dict[str, Any]:
     return {
         "holds": not broken(findings),
         "invariants": {
-            name: {"holds": not each.problems, "checked": each.checked, "problems": each.problems}
-            for name, each in findings.items()
+            name: {"holds": not finding.problems, "checked": finding.checked, "problems": finding.problems}
+            for name, finding in findings.items()
         },
     }
 
 
 def report_lines(findings: Mapping[str, Finding]) -> Iterator[str]:
     """One line an invariant, and one a problem."""
-    for name, each in findings.items():
-        verdict = "BROKEN" if each.problems else "holds" if each.checked else "not carried by this history"
-        yield f"{name:<4}{verdict}" + (f" ({each.checked} facts)" if each.checked else "")
-        yield from (f"      {problem}" for problem in each.problems)
+    for name, finding in findings.items():
+        verdict = "BROKEN" if finding.problems else "holds" if finding.checked else "not recorded in this history"
+        yield f"{name:<4}{verdict}" + (f" ({finding.checked} facts)" if finding.checked else "")
+        yield from (f"      {problem}" for problem in finding.problems)

@@ -1,4 +1,4 @@
-"""How one attempt's steps cover time, and what each nanosecond of a step went to."""
+"""How one attempt's steps cover time, and which category each nanosecond of a step belongs to."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Coverage:
             yield at, end_ns, None
 
     def spent(self, begin_ns: int, end_ns: int) -> dict[str, int]:
-        """What a span that steps cover without a gap went to; sums to its length."""
+        """A span that steps cover without a gap, by category; sums to its length."""
         result = dict.fromkeys(_PARTS, 0)
         first = bisect_left(self._begins, begin_ns)
         last = bisect_right(self._ends, end_ns)
@@ -112,7 +112,7 @@ class Coverage:
 
 
 def _runs(steps: Sequence[Step]) -> list[tuple[int, int, bool]]:
-    """(begin, end, final) of steps that follow each other without a gap and share their fate."""
+    """(begin, end, final) of steps that follow each other without a gap, all kept or all lost."""
     result: list[tuple[int, int, bool]] = []
     for step in steps:
         if result and result[-1][1] == step.begin_ns and result[-1][2] == step.final:

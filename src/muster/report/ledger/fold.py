@@ -98,7 +98,7 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
 
 
 def _finished(events: Sequence[Timed]) -> Event | None:
-    """The run's end, unless it was taken up again."""
+    """The run's end, unless it was continued."""
     for timed in reversed(events):
         if timed.event.kind == "run.finished":
             return timed.event
@@ -148,15 +148,15 @@ def _charge_redone(lineage: Lineage, result: Mapping[str, IncidentRecord]) -> No
 
 
 def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:
-    """Wall time in which hosts were wanted and none was held."""
-    wanted = next(
+    """Wall time in which hosts were requested and none was held."""
+    requested = next(
         (timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")),
         None,
     )
-    if wanted is None:
+    if requested is None:
         return 0
     begins = [begin for lane in lanes.values() for begin, _ in lane.held]
-    return max(0, min(begins, default=end_ns) - wanted)
+    return max(0, min(begins, default=end_ns) - requested)
 
 
 def _notes(lineage: Lineage, lanes: Mapping[str, HostLane]) -> list[str]:

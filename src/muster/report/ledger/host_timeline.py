@@ -12,7 +12,7 @@ from muster.report.ledger.incident_record import IncidentRecord, ended_by
 from muster.report.ledger.lineage import Attempt
 from muster.report.ledger.time_axis import Timed, writer_of
 
-#: A host is as far as its least advanced rank: earlier in this list wins.
+#: A host's state is that of its least advanced rank: earlier in this list wins.
 _RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")
 
 _HOST_CHANGES = ("host.lost", "host.quarantined", "host.allocated")
@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass
 class HostLane:
-    """One host: what it cost, when it was ours, and what it did."""
+    """One host: what it cost, when it was held, and what it did."""
 
     host: str
     gpus: int = 1
@@ -54,12 +54,12 @@ class HostLane:
 
 @dataclass
 class EventIndex:
-    """What lanes are cut from."""
+    """What lanes are made from."""
 
     by_host: Mapping[str, Sequence[Timed]]
     """Each host's events in time order, steps left out."""
     host_changes: Mapping[str, Sequence[tuple[int, str]]]
-    """Host -> when it was granted, lost or quarantined."""
+    """Host -> when it was allocated, lost or quarantined."""
     run_states: Sequence[tuple[int, str]]
     """The supervisor's own phases (hold, wait): the whole run's, not a rank's."""
     attempts: Sequence[Attempt]
@@ -99,7 +99,7 @@ def index_events(
 
 
 def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
-    """Hosts and when they were ours. Still held at ``end_ns``: closed there."""
+    """Hosts and when they were held. Still held at ``end_ns``: closed there."""
     lanes: dict[str, HostLane] = {}
     since: dict[str, int] = {}
     for timed in events:
@@ -219,7 +219,7 @@ def _between(
 
 
 def _is_new(lane: HostLane, attempt: Attempt) -> bool:
-    """Whether the host joins from the bench."""
+    """Whether the host was a spare before."""
     return lane.role == "spare"
 
 
@@ -304,7 +304,13 @@ def _classified(
 
 
 def _gap(
-    index: EventIndex, attempt: Attempt, incident: IncidentRecord | None, coverage: Coverage, begin: int, end: int, phase: str
+    index: EventIndex,
+    attempt: Attempt,
+    incident: IncidentRecord | None,
+    coverage: Coverage,
+    begin: int,
+    end: int,
+    phase: str,
 ) -> str:
     """Time in training that no applied step covers."""
     tail = coverage.last_end_ns is None or begin >= coverage.last_end_ns
@@ -321,8 +327,10 @@ def _gap(
     return "warmup" if phase == "warmup" else "other"
 
 
-def _tagged(begin: int, end: int, state: str, attempt: Attempt, incident: IncidentRecord | None, coverage: Coverage) -> Segment:
-    """Name the incident that this loss belongs to: the one that broke the attempt, or the one it recovers from."""
+def _tagged(
+    begin: int, end: int, state: str, attempt: Attempt, incident: IncidentRecord | None, coverage: Coverage
+) -> Segment:
+    """Name the incident that this loss belongs to: the one that ended the attempt, or the one it recovers from."""
     name = None
     if state in ("detect", "restart", "restore", "warmup", "wait", "unfinished", "start"):
         first = coverage.first_begin_ns
@@ -333,7 +341,9 @@ def _tagged(begin: int, end: int, state: str, attempt: Attempt, incident: Incide
     return Segment(begin, end, state, attempt.number, name)
 
 
-def _phases(lane: HostLane, index: EventIndex, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+def _phases(
+    lane: HostLane, index: EventIndex, attempt: Attempt, begin: int, end: int
+) -> Iterator[tuple[int, int, str]]:
     """(begin, end, phase) of the host in this attempt: that of its least advanced rank."""
     ranks = attempt.hosts[lane.host]
     changes = list(_changes(index, lane.host, attempt))
@@ -385,7 +395,7 @@ def _worst(states: Iterable[str]) -> str:
 
 
 def _ready(lane: HostLane, index: EventIndex, at: int) -> int | None:
-    """When the agent was up in the purchase that holds ``at``; it may say so just before the purchase is logged."""
+    """When the agent was up in the purchase that holds ``at``; its event may precede the purchase's."""
     since = max((end for _, end in lane.held if end <= at), default=None)
     return next(
         (

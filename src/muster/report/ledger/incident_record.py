@@ -1,4 +1,4 @@
-"""Incidents: what broke, when it was noticed, what was done, and when training was beyond it again."""
+"""Incidents: what broke, when it was noticed, what was done, and when training was past it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class IncidentRecord:
     attempt: int
     evidence: str
     fault_ns: int
-    """Earliest moment it can have begun, as far as the log tells; at the latest the detection."""
+    """Earliest moment it can have begun, according to the log; at the latest the detection."""
     detected_ns: int
     action: str | None = None
     reason: str | None = None
@@ -43,7 +43,7 @@ class IncidentRecord:
     host_ns: dict[str, int] = field(default_factory=dict)
     """Category -> host-nanoseconds that this incident cost."""
     hosts: int = 0
-    """Hosts that were training when it struck."""
+    """Hosts that were training when it happened."""
 
     @property
     def stopped_training(self) -> bool:
@@ -57,17 +57,17 @@ class IncidentRecord:
 
 def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[str, int]) -> dict[str, IncidentRecord]:
     """Fold incidents by id. ``shifts``: supervisor file -> what its monotonic times move by (``since_ns``)."""
-    result: dict[str, IncidentRecord] = {}
+    records: dict[str, IncidentRecord] = {}
     for timed in events:
         event = timed.event
         if event.kind == "incident.detected":
             detail = event.detail
-            if detail["incident_id"] in result:
+            if detail["incident_id"] in records:
                 continue
             fault = timed.t_ns
             if detail.get("since_ns") is not None:
                 fault = min(fault, int(detail["since_ns"]) + shifts.get(timed.file, 0))
-            result[detail["incident_id"]] = IncidentRecord(
+            records[detail["incident_id"]] = IncidentRecord(
                 incident_id=detail["incident_id"],
                 kind=str(detail["incident"]),
                 host=event.host if event.host != "supervisor" else None,
@@ -79,11 +79,11 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
                 detected_ns=timed.t_ns,
             )
         elif event.kind in ("incident.decided", "incident.resolved"):
-            _add_outcome(result.get(str(event.detail.get("incident_id"))), timed)
+            _add_outcome(records.get(str(event.detail.get("incident_id"))), timed)
     exits = [t for t in events if t.event.kind == "rank.exited" and t.event.detail.get("exit_code") not in (0, None)]
-    for incident in result.values():
+    for incident in records.values():
         _add_surroundings(incident, exits, lineage)
-    return result
+    return records
 
 
 def _add_outcome(incident: IncidentRecord | None, timed: Timed) -> None:
@@ -103,7 +103,7 @@ def _add_outcome(incident: IncidentRecord | None, timed: Timed) -> None:
 
 
 def _add_surroundings(incident: IncidentRecord, exits: Sequence[Timed], lineage: Lineage) -> None:
-    """Fill in what the attempts and steps around it tell."""
+    """Fill in what the attempts and steps around it show."""
     attempt = attempt_at(lineage.attempts, incident.detected_ns)
     if attempt is not None:
         incident.hosts = len(attempt.hosts)
@@ -125,13 +125,12 @@ def _add_surroundings(incident: IncidentRecord, exits: Sequence[Timed], lineage:
             (resumed.resume_step for resumed in lineage.resumed_ranges if resumed.attempt == following.number), None
         )
         if incident.resume_step is not None:
-            # As the supervisor counts: all that earlier attempts applied, though it was heard of later.
+            # As the supervisor counts: all that earlier attempts applied, even if reported later.
             applied = max((step for attempt, step in lineage.reached.items() if attempt < following.number), default=0)
             incident.redone_steps = max(0, applied - incident.resume_step)
-    incident.resumed_ns = next(
-        (step.end_ns for step in lineage.steps if step.end_ns > incident.detected_ns and step.step > incident.last_step),
-        None,
-    )
+    later = (step for step in lineage.steps if step.end_ns > incident.detected_ns and step.step > incident.last_step)
+    resuming = next(later, None)
+    incident.resumed_ns = resuming.end_ns if resuming else None
 
 
 def attempt_at(attempts: Sequence[Attempt], t_ns: int) -> Attempt | None:
@@ -140,15 +139,17 @@ def attempt_at(attempts: Sequence[Attempt], t_ns: int) -> Attempt | None:
     return attempts[position] if position >= 0 else None
 
 
-def ended_by(attempt: Attempt, following: Attempt | None, result: Mapping[str, IncidentRecord]) -> IncidentRecord | None:
+def ended_by(
+    attempt: Attempt, following: Attempt | None, records: Mapping[str, IncidentRecord]
+) -> IncidentRecord | None:
     """The incident that ended this attempt; None: it ended by itself or still runs."""
     for name in (attempt.end_reason, following.cause if following else None):
-        if name is not None and name in result:
-            return result[name]
+        if name is not None and name in records:
+            return records[name]
     until = following.start_ns if following else None
     inside = [
         incident
-        for incident in result.values()
+        for incident in records.values()
         if incident.stopped_training
         and incident.detected_ns >= attempt.start_ns
         and (until is None or incident.detected_ns < until)

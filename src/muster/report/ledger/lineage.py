@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.report.ledger.time_axis import Timed
 
-#: Between a step's end and its event's own time stamp lie microseconds: a smaller gap is no gap.
+#: A step's event is stamped microseconds after the step's end: a smaller gap is ignored.
 _SEAM_NS = 1_000_000
 
 
@@ -42,7 +42,7 @@ class Step:
     detail: dict[str, Any]
     final: bool = False
     lost_to: str | None = None
-    """The incident whose recovery threw this step away."""
+    """The incident whose recovery discarded this step."""
 
     @property
     def tokens(self) -> int:
@@ -79,7 +79,7 @@ class Lineage:
 
     attempts: list[Attempt]
     steps: list[Step]
-    """Every applied step, in time order; ``final`` tells which count."""
+    """Every applied step, in time order; ``final``: those that count."""
     resumed_ranges: list[ResumedRange]
     fenced: int = 0
     """Step events of an attempt that had already been replaced: they changed nothing."""
@@ -167,7 +167,7 @@ def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
 
 
 def _attempts_of_ranks(events: Sequence[Timed], end_ns: int, result: dict[int, Attempt]) -> None:
-    """A log without a supervisor (a lone trainer): its ranks' own events say what attempts there were."""
+    """A log without a supervisor (a lone trainer): attempts are read from its ranks' events."""
     for timed in events:
         event = timed.event
         if event.rank is None:
@@ -183,7 +183,7 @@ def _attempts_of_ranks(events: Sequence[Timed], end_ns: int, result: dict[int, A
 
 
 def _restored(events: Sequence[Timed]) -> dict[int, int]:
-    """Attempt -> the step its ranks say they restored."""
+    """Attempt -> the step that its ranks restored."""
     return {
         timed.event.attempt: timed.event.step
         for timed in events
@@ -192,7 +192,7 @@ def _restored(events: Sequence[Timed]) -> dict[int, int]:
 
 
 def _durable_limit(events: Sequence[Timed], outcome: str | None) -> int | None:
-    """Newest restorable step of a run that failed or was broken off; None: no limit."""
+    """Newest restorable step of a run that failed or was stopped; None: no limit."""
     if outcome in (None, "succeeded"):
         return None
     return max(
@@ -210,10 +210,10 @@ def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored
     result: list[ResumedRange] = []
     for attempt in attempts:
         own = [step for step in steps if step.attempt == attempt.number]
-        told = attempt.resume_step if attempt.resume_step is not None and attempt.resume_step >= 0 else None
-        resume = own[0].step - 1 if own else restored.get(attempt.number, told)
+        planned = attempt.resume_step if attempt.resume_step is not None and attempt.resume_step >= 0 else None
+        resume = own[0].step - 1 if own else restored.get(attempt.number, planned)
         if resume is None:
-            continue  # it never came to hold a state
+            continue  # it never held a state
         resumed = ResumedRange(attempt=attempt.number, resume_step=max(0, resume))
         for step in own:
             if step.step <= resumed.last_step and resumed.steps:
@@ -225,10 +225,10 @@ def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored
 
 
 def _mark_final(resumed_ranges: Sequence[ResumedRange], attempts: dict[int, Attempt], limit: int | None) -> None:
-    """Walk back from the last state; what is not on the way was lost to the recovery that left it behind.
+    """Walk back from the last state; what is not on that path was lost to the recovery that discarded it.
 
-    A stint rests on the newest earlier one that held its first state: a restart that stepped back and was
-    itself replaced by one that stepped back less throws nothing away.
+    A range rests on the newest earlier one that held its first state: a restart that stepped back and was
+    itself replaced by one that stepped back less discards nothing.
     """
     position = len(resumed_ranges) - 1
     while position >= 0:

@@ -68,7 +68,7 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
     """R*: the one given by hand, else the one measured into the log, else the median of clean steps.
 
     The median's own steps ran with fault tolerance on, so it cannot show what fault tolerance itself costs;
-    ``source`` says which it is. None: too few clean steps to say.
+    ``source`` names which it is. None: too few clean steps.
     """
     clean = clean_steps(steps)
     worlds: dict[int, list[float]] = defaultdict(list)
@@ -115,7 +115,7 @@ def fault_tolerance_overhead(events: Sequence[Timed], steps: Sequence[Step]) -> 
     """What fault tolerance costs a step, as a share of the measured reference rate: stalls for snapshots, and what
     their copies slow down. None: no reference was measured, or too few clean steps of its world follow.
 
-    Saves and recoveries are not in it: they stand in categories of their own. Slightly negative is noise.
+    Saves and recoveries are not in it: they have categories of their own. Slightly negative is noise.
     """
     measured = [timed.event for timed in events if timed.event.kind == "baseline_rate"]
     if not measured:

@@ -1,4 +1,4 @@
-"""When which state could be restored from where: saves from their commit events, memory from the steps' own word."""
+"""When which state could be restored from where: saves from their commit events, memory from the step events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Version:
 
 
 def versions(events: Sequence[Timed], steps: Sequence[Step]) -> dict[str, list[Version]]:
-    """Tier -> its versions in the order in which they came to stand; tiers that never held one do not appear."""
+    """Tier -> its versions in the order in which they became restorable; tiers that never held one do not appear."""
     ends = {step.step: step.end_ns for step in steps}
     result: dict[str, list[Version]] = defaultdict(list)
     for timed in events:

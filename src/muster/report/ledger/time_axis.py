@@ -1,8 +1,8 @@
 """Puts the events of every writer on one time axis: the first supervisor's monotonic clock.
 
 A host's events move by the offset that the supervisor measured (``clock.offset``); a later supervisor's
-by the offsets that both measured to the same host. Where nothing was measured, wall clocks stand in, and
-the report says so.
+by the offsets that both measured to the same host. Where nothing was measured, wall clocks are used, and
+the report notes it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _offsets(
 def _agent_times(
     name: str, events: Sequence[Event], offsets: Mapping[str, list[_Offset]], wall_at_zero: int
 ) -> tuple[list[Timed], int | None]:
-    """A file that is no supervisor's: one boot, so one cluster of offsets, the nearest in time for each event."""
+    """A host's file: one boot, so one cluster of offsets, the nearest in time for each event."""
     by_wall = _by_wall(events[0], wall_at_zero)
     measured = next((offsets[event.host] for event in events if event.host in offsets), [])
     if not measured:

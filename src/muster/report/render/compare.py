@@ -36,16 +36,17 @@ def compare(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": "muster.report.render.compare",
-        "runs": [result["run_id"] for result in documents],
-        "figures": {path: _row([_at(result, path) for result in documents]) for path in FIGURES},
-        "categories": {name: _row([result["categories"][name]["share"] for result in documents]) for name in CATEGORIES},
+        "runs": [doc["run_id"] for doc in documents],
+        "figures": {path: _row([_at(doc, path) for doc in documents]) for path in FIGURES},
+        "categories": {name: _row([doc["categories"][name]["share"] for doc in documents]) for name in CATEGORIES},
     }
 
 
-def _at(result: Any, path: str) -> float | None:
+def _at(document: Any, path: str) -> float | None:
+    value = document
     for key in path.split("."):
-        result = result.get(key) if isinstance(result, dict) else None
-    return result
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, int | float) else None
 
 
 def _row(values: list[float | None]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _newest(evals: list[dict[str, Any]], key: str) -> Any:
 
 
 def _evals(ledger: Ledger) -> list[dict[str, Any]]:
-    """Evaluations of the final lineage, one per step (the latest stands), in step order."""
+    """Evaluations of the final lineage, one per step (the latest), in step order."""
     reached = {step.step for step in ledger.lineage.final} | {0}
     result: dict[int, dict[str, Any]] = {}
     for timed in ledger.events:
@@ -147,7 +147,7 @@ def _model(ledger: Ledger) -> dict[str, Any] | None:
 
 
 def _log(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
-    """What the chains say of the log itself."""
+    """What the check of the log's chains found."""
     problems = [f"{name}: {verdict.problem}" for name, verdict in verdicts.items() if verdict.problem]
     return {
         "verified": bool(verdicts) and not problems,

@@ -15,12 +15,13 @@ from muster.report.render.series import series
 
 
 def render(ledger: Ledger, document: dict[str, Any]) -> str:
-    """The page of one run. ``found``: the document of the same ledger."""
-    return fill({"report": document, "series": series(ledger)}, title=f"{document['name'] or document['run_id']} · Muster")
+    """The page of one run. ``document``: that of the same ledger."""
+    title = f"{document['name'] or document['run_id']} · Muster"
+    return fill({"report": document, "series": series(ledger)}, title=title)
 
 
 def fill(data: dict[str, Any], *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:
-    """The page around ``data``, drawn by ``script``; ``plain``: the command that says the same without JavaScript.
+    """The page around ``data``, drawn by ``script``; ``plain``: the command that prints the same without JavaScript.
 
     Text from a run never becomes markup: the script writes it as text alone.
     """

@@ -10,12 +10,12 @@ from muster.report.ledger.incident_record import IncidentRecord
 _ACTIONS = {
     "restart": "the ranks were restarted",
     "reset": "the hardware was reset and the ranks restarted",
-    "swap": "the host was swapped for {replacement}",
-    "shrink": "training went on without the host",
-    "grow": "the host was taken back in",
+    "swap": "the host was replaced by {replacement}",
+    "shrink": "training continued without the host",
+    "grow": "the host was added back",
     "wait": "training waited for capacity",
     "stop": "the run was stopped",
-    "ignore": "nothing needed doing",
+    "ignore": "no action was needed",
 }
 
 
@@ -36,7 +36,7 @@ def format_duration(value_s: float | None) -> str:
 
 
 def sentence(incident: IncidentRecord, usd: float | None, *, finished: bool) -> str:
-    """Two or three sentences for a person. Unknown things are said to be unknown, or left out."""
+    """Two or three sentences for a person. Unknown values are named as unknown, or left out."""
     parts = [_sentence_case(incident.evidence)]
     waited = (incident.detected_ns - incident.fault_ns) / 1e9
     if incident.stopped_training:
@@ -59,7 +59,7 @@ def _sentence_case(text: str) -> str:
 
 def _cost_sentence(incident: IncidentRecord, usd: float | None, finished: bool) -> str:
     if incident.lost_ns is None:
-        return "Training never got beyond it" if finished else "Training is not beyond it yet"
+        return "Training never resumed" if finished else "Training has not resumed yet"
     count = incident.redone_steps
     redone = f", {count} step{'s' * (count != 1)} redone" if count else ", no step redone"
     money = f", ${usd:,.2f}" if usd is not None and usd > 0 else ""

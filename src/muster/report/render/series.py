@@ -202,5 +202,6 @@ def _cost(ledger: Ledger) -> dict[str, list[Any]] | None:
     result: dict[str, list[Any]] = {"t": [], "usd": []}
     for t in [span[0], *_moments(*span)]:
         result["t"].append(_at(ledger, t))
-        result["usd"].append(round(sum(_held_until(lane, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes), 6))
+        usd = sum(_held_until(lane, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes)
+        result["usd"].append(round(usd, 6))
     return result

@@ -63,6 +63,7 @@ def _figures(document: dict[str, Any]) -> Table:
     table.add_column(style=_DIM)
     table.add_column(justify="right")
     accuracy, baseline = document["execution_accuracy"], document["baseline_accuracy"]
+    overhead, usd_per_million = goodput["fault_tolerance_overhead"], cost["usd_per_million_tokens"]
     rows = [
         ("steps", figure(document["steps"]), "goodput, active hosts", figure(goodput["active"], "{:.2%}")),
         ("tokens", figure(document["tokens"]), "goodput, purchased hosts", figure(goodput["purchased"], "{:.2%}")),
@@ -73,9 +74,9 @@ def _figures(document: dict[str, Any]) -> Table:
             "reference tokens/s",
             _UNKNOWN if reference is None else f"{reference['tokens_per_s']:,.0f}",
         ),
-        ("step", format_duration(document["speed"]["step_s"]), "tax of fault tolerance", figure(goodput["fault_tolerance_overhead"], "{:.2%}")),
+        ("step", format_duration(document["speed"]["step_s"]), "fault-tolerance overhead", figure(overhead, "{:.2%}")),
         ("final loss", figure(document["final_loss"], "{:.4f}"), "cost", money(cost["usd"])),
-        ("held-out loss", figure(document["heldout_loss"], "{:.4f}"), "$/M tokens", money(cost["usd_per_million_tokens"])),
+        ("held-out loss", figure(document["heldout_loss"], "{:.4f}"), "$/M tokens", money(usd_per_million)),
         (
             "execution accuracy",
             figure(accuracy, "{:.1%}") + (f" (baseline {baseline:.1%})" if baseline is not None else ""),
@@ -106,7 +107,7 @@ def _categories(document: dict[str, Any]) -> Table:
         pad_edge=False,
         expand=True,
     )
-    table.add_column("went to", min_width=12)
+    table.add_column("category", min_width=12)
     table.add_column("host-s", justify="right", min_width=7)
     table.add_column("share", justify="right", min_width=7)
     table.add_column("", min_width=_BAR)
@@ -130,13 +131,12 @@ def _incidents(document: dict[str, Any]) -> list[RenderableType]:
         parts.append(Padding(Text(incident["sentence"], style="default"), (0, 0, 0, 14)))
     total = document["incident_kinds"].get("all")
     if total:
-        parts.append(
-            Text(
-                f"lost per incident: p50 {format_duration(total['lost_s_p50'])}, p95 {format_duration(total['lost_s_p95'])} "
-                f"({total['recovered']} of {total['count']} recovered); "
-                f"noticed after p50 {format_duration(total['detect_s_p50'])}, p95 {format_duration(total['detect_s_p95'])}"
-            )
+        lost, detect = (
+            f"p50 {format_duration(total[f'{name}_s_p50'])}, p95 {format_duration(total[f'{name}_s_p95'])}"
+            for name in ("lost", "detect")
         )
+        recovered = f"({total['recovered']} of {total['count']} recovered)"
+        parts.append(Text(f"lost per incident: {lost} {recovered}; noticed after {detect}"))
     return parts
 
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
+from muster.core import environment
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.storage import uris
 from muster.storage.store.local import sync_directory, translated
@@ -118,7 +119,7 @@ def filesystem(uri: str) -> Any:
     scheme = uris.scheme(uri)
     extra = {"gs": "gcs", "s3": "s3"}.get(scheme)
     try:
-        if scheme == "gs" and os.environ.get("STORAGE_EMULATOR_HOST"):
+        if scheme == "gs" and environment.current().storage_emulator:
             return fsspec.filesystem(scheme, token="anon")
         return fsspec.filesystem(scheme)
     except ImportError as error:

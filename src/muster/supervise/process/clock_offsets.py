@@ -22,7 +22,7 @@ class Offset:
 
 
 @dataclass
-class Clocks:
+class ClockOffsets:
     """What was asked and not yet answered, and what was last said of each host."""
 
     _asked: dict[int, tuple[str, int]] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from muster.core.incidents import HOST_UNHEALTHY, KINDS
 from muster.supervise.recovery.state import FromHost, StopRequest
 
 #: What a message that cannot be used raises, here and where its fields are read.
@@ -13,7 +14,7 @@ UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
-class Who:
+class ClientIdentity:
     """Who is at the other end of a connection."""
 
     role: str
@@ -21,9 +22,9 @@ class Who:
     host: str = ""
 
 
-def introduced(hello: Mapping[str, Any]) -> Who:
+def parse_hello(hello: Mapping[str, Any]) -> ClientIdentity:
     """Who says so. Raises one of ``UNUSABLE`` where it cannot be used; nothing was done with it then."""
-    who = Who(role=str(hello["role"]), host=str(hello.get("host", "")))
+    who = ClientIdentity(role=str(hello["role"]), host=str(hello.get("host", "")))
     if who.role not in ("agent", "beat", "client"):
         raise ValueError(f"role {who.role[:40]!r}")
     if who.role != "client" and not who.host:
@@ -59,7 +60,10 @@ def stop_of(message: Mapping[str, Any]) -> StopRequest:
 
 
 def health_of(message: Mapping[str, Any]) -> FromHost:
-    """A check's verdict on a host; the check itself runs wherever it likes. Raises one of ``UNUSABLE``."""
+    """What a health check or another detector reports for a host. Raises one of ``UNUSABLE``."""
     gpus = [int(gpu) for gpu in message.get("resettable", ())]
-    verdict = {"t": "health", "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
+    kind = str(message.get("kind", HOST_UNHEALTHY.kind))
+    if kind not in KINDS.names():
+        raise ValueError(f"no incident kind {kind[:40]!r}")
+    verdict = {"t": "health", "kind": kind, "evidence": str(message.get("evidence", ""))[:500], "resettable": gpus}
     return FromHost(host=str(message.get("host", "")), message=verdict)

@@ -17,7 +17,7 @@ BEATS = 3
 
 
 @dataclass
-class Signs:
+class HostSignals:
     """What is known of one host."""
 
     agent: bool = False
@@ -31,14 +31,14 @@ class Signs:
 
 
 @dataclass
-class Presence:
+class HostLiveness:
     """Folds connections and beats; ``down`` names hosts that count as lost, and why."""
 
     timeout_s: float
-    hosts: dict[str, Signs] = field(default_factory=dict)
+    hosts: dict[str, HostSignals] = field(default_factory=dict)
 
     def agent_came(self, host: str, now_ns: int) -> None:
-        signs = self.hosts.setdefault(host, Signs())
+        signs = self.hosts.setdefault(host, HostSignals())
         signs.agent, signs.up, signs.agent_gone_ns = True, True, None
         signs.keeper_seen_ns = max(signs.keeper_seen_ns, now_ns)
 
@@ -47,7 +47,7 @@ class Presence:
         signs.agent, signs.agent_gone_ns = False, now_ns
 
     def keeper_came(self, host: str, now_ns: int, *, every_s: float = 0.0) -> None:
-        signs = self.hosts.setdefault(host, Signs())
+        signs = self.hosts.setdefault(host, HostSignals())
         signs.every_s = every_s
         signs.keeper, signs.keeper_seen_ns, signs.keeper_gone_ns = True, now_ns, None
 
@@ -63,7 +63,7 @@ class Presence:
         """No limit below it can be kept for every host."""
         return max((BEATS * signs.every_s for signs in self.hosts.values()), default=0.0)
 
-    def excuse(self, late_ns: int, now_ns: int) -> None:
+    def discount_pause(self, late_ns: int, now_ns: int) -> None:
         """The supervisor itself was not run for so long after it should have been: silence in that time says nothing.
 
         Where a whole machine stands still for a moment (a paused virtual machine, cores taken by others), the
@@ -86,7 +86,7 @@ class Presence:
 
     def forget(self, host: str) -> None:
         """Both connections were closed by us: whoever comes again is looked at as for the first time."""
-        self.hosts[host] = Signs()
+        self.hosts[host] = HostSignals()
 
     def silent_s(self, host: str, now_ns: int) -> float:
         """Since it last beat; 0 where that says nothing: a fault showed at once by a closed connection."""
@@ -100,7 +100,7 @@ class Presence:
         times = [at for signs in self.hosts.values() if signs.up for at in self._limits(signs)]
         return min(times, default=None)
 
-    def _limits(self, signs: Signs) -> list[int]:
+    def _limits(self, signs: HostSignals) -> list[int]:
         found = []
         if signs.keeper or signs.agent:
             found.append(signs.keeper_seen_ns + int(self._limit_s(signs) * SECOND_NS))
@@ -108,10 +108,10 @@ class Presence:
             found.append(signs.agent_gone_ns + int(AGENT_RETURN_S * SECOND_NS))
         return found
 
-    def _limit_s(self, signs: Signs) -> float:
+    def _limit_s(self, signs: HostSignals) -> float:
         return max(self.timeout_s, BEATS * signs.every_s)
 
-    def _why_down(self, signs: Signs, now_ns: int) -> str | None:
+    def _why_down(self, signs: HostSignals, now_ns: int) -> str | None:
         limit_s = self._limit_s(signs)
         silent_s = (now_ns - signs.keeper_seen_ns) / SECOND_NS
         if not signs.agent and not signs.keeper:

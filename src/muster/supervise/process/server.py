@@ -24,11 +24,11 @@ from muster.core.event_log import EventLog
 from muster.core.events import Event
 from muster.policy.load import load_policy
 from muster.storage.store import open_store
-from muster.supervise.process.clock_offsets import Clocks
-from muster.supervise.process.handshake import UNUSABLE, health_of, introduced, stop_of
+from muster.supervise.process.clock_offsets import ClockOffsets
+from muster.supervise.process.handshake import UNUSABLE, health_of, parse_hello, stop_of
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 from muster.supervise.process.limits import LimitsGuard
-from muster.supervise.process.liveness import Presence
+from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.signals import caught
 from muster.supervise.recovery.state import (
     Effect,
@@ -47,8 +47,8 @@ from muster.supervise.recovery.state import (
 )
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
-from muster.supervise.replay.event_files import Past
-from muster.supervise.replay.rebuild_state import recover
+from muster.supervise.replay.event_files import EventReplay
+from muster.supervise.replay.rebuild_state import rebuild_state
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import read_token
 
@@ -87,25 +87,29 @@ class Supervisor:
         job = json.loads((self.run_dir / "job.json").read_text())
         self.run_id = str(job["run_id"])
         self.clock = SystemClock()
-        self.hub = ConnectionPool(token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone)
+        self.hub = ConnectionPool(
+            token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone
+        )
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.hub.listen(self.bind)
-        past = Past(self.run_dir / "events")
-        past.read_on()
+        past = EventReplay(self.run_dir / "events")
+        past.read_new_events()
         term = self.lease.take((address[0], int(address[1])))
-        past.read_on()
+        past.read_new_events()
         before = past.in_order()
-        state = recover(before)
+        state = rebuild_state(before)
         self.guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
         for event in before:
             self.guard.add(event)
         del past, before  # the events of weeks
         self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
-        self.presence = Presence(timeout_s=spec.recovery.heartbeat_timeout_s)
+        self.presence = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
         self.agents: dict[str, Connection] = {}
         self.keepers: dict[str, Connection] = {}
-        self.clocks = Clocks()
-        self.machine = RecoveryStateMachine(settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state)
+        self.clocks = ClockOffsets()
+        self.machine = RecoveryStateMachine(
+            settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state
+        )
         self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
         try:
             with caught(self.hub, self._on_signal, leaving=self._leaving):
@@ -127,7 +131,6 @@ class Supervisor:
             run_dir=str(self.run_dir),
             ranks_per_host=spec.resources.ranks_per_host or 1,
             usd_per_host_hour=spec.resources.usd_per_host_hour,
-            free_hosts=spec.backend == "local",
         )
 
     # ------------------------------------------------------------ the loop
@@ -153,7 +156,7 @@ class Supervisor:
             awake = self.clock.monotonic_ns()
             if awake > due:
                 self.hub.run_once(0.0)  # a stopped process wakes up with "nothing came", whatever lies in its sockets
-            self.presence.excuse(awake - max(due, asleep_from), awake)
+            self.presence.discount_pause(awake - max(due, asleep_from), awake)
             self._judge_presence()
             while self._orders:
                 self._give(self._orders.pop(0))
@@ -249,7 +252,7 @@ class Supervisor:
             self.hub.close(peer)
             return
         try:
-            peer.who = introduced(message)
+            peer.who = parse_hello(message)
         except UNUSABLE as error:
             self._refuse(peer, error)
             return
@@ -304,7 +307,7 @@ class Supervisor:
 
     def _restart(self) -> None:
         """The run file was corrected: its policy, limits and times count too; one with a mistake changes nothing."""
-        if self.machine.state.phase is not Phase.HOLD:
+        if self.machine.state.phase is not Phase.HELD_AFTER_FAILURE:
             return
         try:
             spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())

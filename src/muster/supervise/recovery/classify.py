@@ -7,8 +7,8 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
+from muster.core.incidents import HOST_UNHEALTHY, NOT_FINITE, RANK_EXCEPTION, RANK_EXIT, RANK_OOM, IncidentTraits
 from muster.core.layout import KEY_PATTERN
-from muster.core.types import IncidentKind
 from muster.protocol.ranks import LOST_PEER
 
 #: What allocators say (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
@@ -38,7 +38,7 @@ _NO_ROOM = re.compile(r"\bno room for snapshots\b")
 _STEP = re.compile(r"step (\d+):")
 
 
-def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str, dict[str, Any]]:
+def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentTraits, str, dict[str, Any]]:
     """(kind, evidence, detail) for a rank that left without being asked to."""
     rank, code = message["rank"], int(message["code"])
     last = message.get("last") or {}
@@ -47,7 +47,7 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str,
     first_line = text.splitlines()[0] if text else ""
     if code < 0:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-        return IncidentKind.RANK_EXIT, f"{where} was killed by {name}", {"signal": -code}
+        return RANK_EXIT, f"{where} was killed by {name}", {"signal": -code}
     kind = str(last.get("exception", ""))
     detail: dict[str, Any] = {
         "exception": kind,
@@ -59,26 +59,26 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentKind, str,
     if last.get("hint"):
         detail["hint"] = last["hint"]
     if not last:
-        return IncidentKind.RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
+        return RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
     if last.get("not_finite"):
         named = _STEP.match(first_line)  # the rank may be at the next one by the time it looks at the numbers
         if named:
             detail["step"] = int(named[1])
-        return IncidentKind.NOT_FINITE, f"{where}: {first_line}", detail
+        return NOT_FINITE, f"{where}: {first_line}", detail
     if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
-        return IncidentKind.RANK_OOM, f"{where} ran out of memory: {first_line}", detail
+        return RANK_OOM, f"{where} ran out of memory: {first_line}", detail
     if _DEVICE.search(text):
-        return IncidentKind.HOST_UNHEALTHY, f"{where}, its device: {first_line}", detail
+        return HOST_UNHEALTHY, f"{where}, its device: {first_line}", detail
     if LOST_PEER.search(text):
-        return IncidentKind.RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
+        return RANK_EXIT, f"{where} lost a peer: {first_line}", {"secondary": True}
     if _NCCL_SYSTEM.search(text):
-        return IncidentKind.HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
+        return HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
     if _NO_ROOM.search(text):
-        return IncidentKind.RANK_EXCEPTION, f"{where}, its host's memory: {first_line}", detail
+        return RANK_EXCEPTION, f"{where}, its host's memory: {first_line}", detail
     if kind == "CheckpointError" and _SNAPSHOT.search(text):
-        return IncidentKind.RANK_EXIT, f"{where} could not read its snapshot: {first_line}", {"unreadable": True}
+        return RANK_EXIT, f"{where} could not read its snapshot: {first_line}", {"unreadable": True}
     name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
-    return IncidentKind.RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
+    return RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
 
 
 def natural_key(name: str) -> tuple[Any, ...]:

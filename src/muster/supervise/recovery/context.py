@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.core.layout import Layout, layout_for
 from muster.policy.cluster_state import Policy
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 
 #: Exit codes of ranks that left when told to.
-LEFT = (130, 75, RESIZE_EXIT_CODE)
+REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
 
 
 @dataclass
-class Context:
+class SupervisorContext:
     """One run's supervisor, between two inputs. The functions beside it fold one thing each."""
 
     settings: Settings
@@ -55,6 +56,16 @@ class Context:
         """Hosts that could run ranks now, in natural order."""
         return sorted((host.name for host in self.state.hosts.values() if usable(host)), key=natural_key)
 
+    def ranks_on(self, host: str) -> list[int]:
+        """Ranks of the current attempt on ``host``."""
+        return [rank for rank, name in self.state.ranks.items() if name == host]
+
+    def largest_layout(self, num_hosts: int) -> Layout | None:
+        """The layout of the most hosts, of ``num_hosts``, that can form one; None: no number of them can."""
+        axes, per_host = self.settings.spec.parallelism.axes, self.settings.ranks_per_host
+        layouts = (layout_for(axes, hosts * per_host, resize=True) for hosts in range(num_hosts, 0, -1))
+        return next((layout for layout in layouts if layout is not None), None)
+
     def needed(self) -> int:
         """With fewer hosts the next attempt is not begun."""
         return max(1, self.settings.min_hosts, self.state.needed_hosts)
@@ -62,5 +73,5 @@ class Context:
 
 def usable(host: Host) -> bool:
     """Whether it could run ranks now, and for longer than a moment."""
-    there = host.connected and host.ready and not host.cannot_start
-    return there and not host.quarantined and host.going_s is None
+    there = host.connected and host.ready and not host.start_failed
+    return there and not host.quarantined and host.preemption_grace_s is None

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.incidents import IncidentTraits, Repeats
 from muster.supervise.recovery.state import State
 
-#: The same again at the same step: the program's own doing, not the machine's.
-OWN = (IncidentKind.RANK_EXCEPTION, IncidentKind.START_UP, IncidentKind.RANK_OOM)
 
-
-def key_of(state: State, kind: IncidentKind, step: int | None, detail: Mapping[str, Any], evidence: str) -> str | None:
-    """What is the same about two incidents; None: of this kind none is the other's repeat."""
-    by_words = kind is IncidentKind.HOST_UNHEALTHY and "signature" in detail
-    if kind not in OWN and kind is not IncidentKind.NOT_FINITE and not by_words:
+def key_of(
+    state: State, traits: IncidentTraits, step: int | None, detail: Mapping[str, Any], evidence: str
+) -> str | None:
+    """What is the same about two incidents that are the same error; None: this one cannot be recognised again."""
+    if traits.repeats is Repeats.NEVER or (traits.repeats is Repeats.BY_SIGNATURE and "signature" not in detail):
         return None
-    # A rank that fails at once in its attempt has not told its step yet: it was at the next one.
+    # A rank that fails right at its start has not reported a step yet: it was at the next one.
     at = step if step is not None and step >= 0 else state.last_applied_step + 1
-    what = "not finite" if kind is IncidentKind.NOT_FINITE else detail.get("signature", evidence)
-    return f"{at}:{what}"
+    error = traits.kind if traits.repeats is Repeats.BY_STEP else detail.get("signature", evidence)
+    return f"{at}:{error}"
 
 
 def count(state: State, key: str | None, host: str | None) -> None:
@@ -33,23 +31,23 @@ def count(state: State, key: str | None, host: str | None) -> None:
         hosts.append(host)
 
 
-def suspects_cleared(state: State, key: str | None, host: str | None) -> list[str]:
+def readmit_suspects(state: State, key: str | None, host: str | None) -> list[str]:
     """Hosts that were taken out because of this error and are sound: it came again on another one. They are let go."""
     found = [
         other
         for other in state.hosts.values()
-        if key is not None and other.suspected_of == key and other.name != host and host is not None
+        if key is not None and other.quarantined_for_error == key and other.name != host and host is not None
     ]
     for other in found:
-        let_in(state, other.name)
+        readmit_host(state, other.name)
     return [other.name for other in found]
 
 
-def let_in(state: State, name: str) -> None:
+def readmit_host(state: State, name: str) -> None:
     """A host that was kept out is like any other again."""
     host = state.hosts[name]
     host.quarantined = host.until_return = host.asked_about = False
-    host.suspected_of, host.hold_off_s = None, 0.0
+    host.quarantined_for_error, host.hold_off_s = None, 0.0
     host.failures_ns = []
 
 

@@ -15,84 +15,89 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.storage import uris
-from muster.supervise.recovery.context import Context
+from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.held_snapshots import newest_held
 from muster.supervise.recovery.state import SECOND_NS, End, Ending, Phase
 
 
-def finish(c: Context, outcome: str, code: int, reason: str) -> None:
+def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
     """End the run, once: say so, let the hosts go."""
-    c.state.phase = Phase.ENDED
-    c.state.deadline_ns, c.state.alarms = None, {}
-    c.log(
+    ctx.state.phase = Phase.ENDED
+    ctx.state.deadline_ns, ctx.state.alarms = None, {}
+    ctx.log(
         "run.finished",
-        {"outcome": outcome, "exit_code": code, "reason": reason, "final_step": c.state.last_applied_step},
+        {"outcome": outcome, "exit_code": code, "reason": reason, "final_step": ctx.state.last_applied_step},
         sync=True,
     )
-    for name, host in c.state.hosts.items():
+    for name, host in ctx.state.hosts.items():
         if host.connected:
-            c.send(name, {"t": "shutdown", "reason": outcome})
+            ctx.send(name, {"t": "shutdown", "reason": outcome})
         if host.allocated:
-            c.log("host.released", {"reason": outcome}, host=name)
-    c.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
+            ctx.log("host.released", {"reason": outcome}, host=name)
+    ctx.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
 
 
-def done(c: Context) -> None:
+def finish_training(ctx: SupervisorContext) -> None:
     """Every rank has left after the last step. Where its save failed (a full disk), the hosts write it once more."""
-    state = c.state
+    state = ctx.state
     reason = f"done after step {state.last_applied_step}"
     if state.save_failed is None or state.committed_step >= state.last_applied_step:
-        finish(c, "succeeded", 0, reason)
-    elif not c.settings.spec.checkpoint.snapshot_every_steps or not _connected(c):
-        finish(c, "failed", 1, f"{reason}, which could not be saved ({state.save_failed}): {_stands(c)}")
+        finish(ctx, "succeeded", 0, reason)
+    elif not ctx.settings.spec.checkpoint.snapshot_every_steps or not _connected(ctx):
+        finish(ctx, "failed", 1, f"{reason}, which could not be saved ({state.save_failed}): {_newest_checkpoint(ctx)}")
     else:
-        leave(c, "succeeded", 0, reason)
+        flush_and_finish(ctx, "succeeded", 0, reason)
 
 
-def leave(c: Context, outcome: str, code: int, reason: str) -> None:
+def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
-    state = c.state
+    state = ctx.state
     nothing_newer = state.last_applied_step <= state.committed_step
-    if not state.attempt or nothing_newer or not c.settings.spec.checkpoint.snapshot_every_steps or not _connected(c):
-        finish(c, outcome, code, reason)
+    if (
+        not state.attempt
+        or nothing_newer
+        or not ctx.settings.spec.checkpoint.snapshot_every_steps
+        or not _connected(ctx)
+    ):
+        finish(ctx, outcome, code, reason)
         return
     state.ending = Ending(outcome=outcome, exit_code=code, reason=reason)
-    c.log("run.ending", {"outcome": outcome, "exit_code": code, "reason": reason}, sync=True)
+    ctx.log("run.ending", {"outcome": outcome, "exit_code": code, "reason": reason}, sync=True)
     if state.phase in (Phase.RUN, Phase.STOPPING):
-        c.log("attempt.ended", {"reason": reason})
-    take_up(c)
+        ctx.log("attempt.ended", {"reason": reason})
+    begin_flush(ctx)
 
 
-def take_up(c: Context) -> None:
+def begin_flush(ctx: SupervisorContext) -> None:
     """Ask every host what it holds once its ranks are gone. A new supervisor of a run that was ending begins here."""
-    state, ending = c.state, c.state.ending
+    state, ending = ctx.state, ctx.state.ending
     assert ending is not None
-    if not _connected(c):
-        finish(c, *_verdict(c), f"{ending.reason}; no host is left that could write its memory")
+    if not _connected(ctx):
+        finish(ctx, *_final_outcome(ctx), f"{ending.reason}; no host is left that could write its memory")
         return
     state.phase, state.resizing, state.open = Phase.FLUSH, False, None
-    ending.until_ns = c.now_ns + int(c.settings.spec.recovery.grace_s * SECOND_NS)
-    ending.waiting = dict.fromkeys(_connected(c), 1)
+    ending.until_ns = ctx.now_ns + int(ctx.settings.spec.recovery.grace_s * SECOND_NS)
+    ending.waiting = dict.fromkeys(_connected(ctx), 1)
     for name in ending.waiting:
-        c.send(name, {"t": "end", "attempt": state.attempt, "why": "the run ends"})
-    c.deadline(min(c.settings.collect_timeout_s, c.settings.spec.recovery.grace_s))
+        ctx.send(name, {"t": "end", "attempt": state.attempt, "why": "the run ends"})
+    ctx.deadline(min(ctx.settings.drain_timeout_s, ctx.settings.spec.recovery.grace_s))
 
 
-def left(c: Context, name: str) -> None:
+def on_drained(ctx: SupervisorContext, name: str) -> None:
     """A host has ended its ranks and said what it holds; after the last one the newest version is written."""
-    ending = c.state.ending
+    ending = ctx.state.ending
     if ending is None or ending.choice is not None or name not in ending.waiting:
         return
     del ending.waiting[name]
     ending.answered.add(name)
     if not ending.waiting:
-        _write(c)
+        _write(ctx)
 
 
-def answered(c: Context, name: str, message: Mapping[str, Any]) -> None:
+def on_answer(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
     """``flushed`` or ``flush_committed`` of a host."""
-    ending = c.state.ending
-    if c.state.phase is not Phase.FLUSH or ending is None or ending.choice is None or name not in ending.waiting:
+    ending = ctx.state.ending
+    if ctx.state.phase is not Phase.FLUSH or ending is None or ending.choice is None or name not in ending.waiting:
         return
     ending.waiting[name] -= 1
     if ending.waiting[name] > 0:  # the answer to an order that a lost host has overtaken
@@ -105,80 +110,80 @@ def answered(c: Context, name: str, message: Mapping[str, Any]) -> None:
         ending.given_up.add((step, attempt))
         ending.why = f"{name}: {message.get('reason', 'no reason given')}"
         text = f"step {step} of attempt {attempt} cannot be written from memory: {ending.why}"
-        c.log("run.message", {"text": text}, step=step)
-        _write(c)
+        ctx.log("run.message", {"text": text}, step=step)
+        _write(ctx)
     elif ending.committing:
         step = ending.choice.step
-        c.state.committed_step = max(c.state.committed_step, step)
+        ctx.state.committed_step = max(ctx.state.committed_step, step)
         told = f"{ending.reason}; step {step} was written from memory before the hosts went"
         newest = max((given_up for given_up, _ in ending.given_up), default=step)
         if newest > step:
             told += f", and step {newest} could not be ({ending.why})"
-        finish(c, *_verdict(c), told)
+        finish(ctx, *_final_outcome(ctx), told)
     else:
         ending.files += list(message.get("files", ()))
         ending.writers.append(name)
         if not ending.waiting:
-            _commit(c)
+            _commit(ctx)
 
 
-def lost(c: Context, name: str) -> None:
+def on_host_lost(ctx: SupervisorContext, name: str) -> None:
     """A host went, or its agent began anew and knows of no order: go on with what there is."""
-    ending = c.state.ending
-    if ending is None or c.state.phase is not Phase.FLUSH:
+    ending = ctx.state.ending
+    if ending is None or ctx.state.phase is not Phase.FLUSH:
         return
     awaited = ending.waiting.pop(name, None) is not None
-    if not c.state.hosts[name].connected:
+    if not ctx.state.hosts[name].connected:
         ending.answered.discard(name)
     if not awaited:
         return
     if ending.choice is None:
         if not ending.waiting:
-            _write(c)
+            _write(ctx)
     elif ending.committing:
-        _commit(c)
+        _commit(ctx)
     else:
         ending.why = f"{name} was lost"
-        _write(c)
+        _write(ctx)
 
 
-def returned(c: Context, name: str) -> None:
+def on_host_returned(ctx: SupervisorContext, name: str) -> None:
     """Its agent said hello again: what it was asked before it may not know."""
-    ending = c.state.ending
+    ending = ctx.state.ending
     if ending is not None and ending.choice is None and name in ending.waiting:
-        c.send(name, {"t": "end", "attempt": c.state.attempt, "why": "the run ends"})
+        ctx.send(name, {"t": "end", "attempt": ctx.state.attempt, "why": "the run ends"})
     else:
-        lost(c, name)
+        on_host_lost(ctx, name)
 
 
-def overdue(c: Context) -> None:
+def on_deadline(ctx: SupervisorContext) -> None:
     """The deadline has passed: hosts that have not said what they hold are left out, and nothing else is waited for."""
-    ending = c.state.ending
+    ending = ctx.state.ending
     assert ending is not None
-    if ending.choice is None and c.now_ns < ending.until_ns:
+    if ending.choice is None and ctx.now_ns < ending.until_ns:
         ending.waiting = {}
-        _write(c)
+        _write(ctx)
         return
-    ending.why = f"not within grace_s={c.settings.spec.recovery.grace_s:g} s"
-    _give_up(c)
+    ending.why = f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s"
+    _finish_unsaved(ctx)
 
 
-def skip(c: Context, source: str) -> None:
+def skip_flush(ctx: SupervisorContext, source: str) -> None:
     """Somebody does not want to wait for it."""
-    ending = c.state.ending
+    ending = ctx.state.ending
     assert ending is not None
     ending.why = source
-    _give_up(c)
+    _finish_unsaved(ctx)
 
 
-def _write(c: Context) -> None:
+def _write(ctx: SupervisorContext) -> None:
     """Order the newest version that is left to be written; without one the run ends."""
-    state, ending = c.state, c.state.ending
+    state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     ending.files, ending.writers, ending.committing = [], [], False
-    choice = newest_held(c, hosts=ending.answered, without=ending.given_up | state.distrusted)
+    choice = newest_held(ctx, hosts=ending.answered, without=ending.given_up | state.unreadable_snapshots)
     if choice is None or choice.step <= state.committed_step:
-        _give_up(c)
+        _finish_unsaved(ctx)
         return
     ending.choice = choice
     owed = ending.waiting
@@ -190,57 +195,57 @@ def _write(c: Context) -> None:
             if held.host == name
         ]
         ending.waiting[name] = owed.get(name, 0) + 1
-        c.send(name, {"t": "flush", **_version(c), "ranks": mine})
-    c.state.deadline_ns = ending.until_ns
+        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": mine})
+    ctx.state.deadline_ns = ending.until_ns
 
 
-def _commit(c: Context) -> None:
+def _commit(ctx: SupervisorContext) -> None:
     """Every shard is written: one of the hosts that wrote puts the marker."""
-    ending = c.state.ending
+    ending = ctx.state.ending
     assert ending is not None
-    writer = next((name for name in ending.writers if c.state.hosts[name].connected), None)
+    writer = next((name for name in ending.writers if ctx.state.hosts[name].connected), None)
     if writer is None:
         ending.why = "the hosts that wrote it were lost"
-        _give_up(c)
+        _finish_unsaved(ctx)
         return
     ending.writers.remove(writer)  # asked once: if it is lost, another one is
     ending.committing, ending.waiting = True, {writer: 1}
-    c.send(writer, {"t": "flush_commit", **_version(c), "files": ending.files})
+    ctx.send(writer, {"t": "flush_commit", **_version(ctx), "files": ending.files})
 
 
-def _version(c: Context) -> dict[str, Any]:
-    ending = c.state.ending
+def _version(ctx: SupervisorContext) -> dict[str, Any]:
+    ending = ctx.state.ending
     assert ending is not None and ending.choice is not None
-    directory = c.settings.spec.checkpoint.dir or uris.join(c.settings.run_dir, "checkpoints")
+    directory = ctx.settings.spec.checkpoint.dir or uris.join(ctx.settings.run_dir, "checkpoints")
     choice = ending.choice
     return {"step": choice.step, "attempt": choice.attempt, "layout": choice.layout.key, "uri": directory}
 
 
-def _give_up(c: Context) -> None:
+def _finish_unsaved(ctx: SupervisorContext) -> None:
     """End without it, and say what is lost; nothing where memory held nothing newer."""
-    state, ending = c.state, c.state.ending
+    state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     reason = ending.reason
     if ending.why or ending.choice is not None:
         step = ending.choice.step if ending.choice is not None else state.last_applied_step
         why = ending.why or "no complete version is left"
-        reason += f"; step {step} lay only in memory and was not written ({why}): {_stands(c)}"
-    finish(c, *_verdict(c), reason)
+        reason += f"; step {step} lay only in memory and was not written ({why}): {_newest_checkpoint(ctx)}"
+    finish(ctx, *_final_outcome(ctx), reason)
 
 
-def _stands(c: Context) -> str:
-    step = c.state.committed_step
+def _newest_checkpoint(ctx: SupervisorContext) -> str:
+    step = ctx.state.committed_step
     return f"step {step} on disk stands" if step else "no checkpoint stands"
 
 
-def _verdict(c: Context) -> tuple[str, int]:
+def _final_outcome(ctx: SupervisorContext) -> tuple[str, int]:
     """(outcome, exit code). A run whose last step stands nowhere has not succeeded: recovered, it makes up for it."""
-    state, ending = c.state, c.state.ending
+    state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     if ending.outcome == "succeeded" and state.committed_step < state.last_applied_step:
         return "failed", 1
     return ending.outcome, ending.exit_code
 
 
-def _connected(c: Context) -> list[str]:
-    return sorted(name for name, host in c.state.hosts.items() if host.connected)
+def _connected(ctx: SupervisorContext) -> list[str]:
+    return sorted(name for name, host in ctx.state.hosts.items() if host.connected)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from muster.supervise.recovery.context import Context
+from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.layout import Choice, Snapshot, newest_complete
 
 
 def newest_held(
-    c: Context, *, hosts: Collection[str] | None = None, without: Collection[tuple[int, int]] = ()
+    ctx: SupervisorContext, *, hosts: Collection[str] | None = None, without: Collection[tuple[int, int]] = ()
 ) -> Choice | None:
     """The newest complete version in the memory of connected hosts; None: none is newer than what is committed.
 
@@ -24,10 +24,10 @@ def newest_held(
             host=name,
             tier=str(item["tier"]),
         )
-        for name, host in c.state.hosts.items()
+        for name, host in ctx.state.hosts.items()
         if host.connected and (hosts is None or name in hosts)
         for item in host.snapshots
         if (int(item["step"]), int(item["attempt"])) not in without
     ]
     choice = newest_complete(found)
-    return choice if choice is not None and choice.step >= c.state.committed_step else None
+    return choice if choice is not None and choice.step >= ctx.state.committed_step else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muster.core.types import Layout
+from muster.core.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

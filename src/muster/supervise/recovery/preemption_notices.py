@@ -5,40 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
-from muster.supervise.recovery.context import Context
-from muster.supervise.recovery.final_flush import leave
-from muster.supervise.recovery.incidents import incident, members_of
+from muster.core.incidents import PREEMPTION_NOTICE
+from muster.supervise.recovery.context import SupervisorContext
+from muster.supervise.recovery.final_flush import flush_and_finish
+from muster.supervise.recovery.incidents import members_of, report_incident
 from muster.supervise.recovery.state import SECOND_NS, Phase
 
 ALARM = "notices"
 
 
-def noticed(c: Context, name: str, message: Mapping[str, Any]) -> None:
+def on_notice(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
     """A host goes away soon. While ranks step they go on, until it is known who goes with it."""
-    state, host = c.state, c.state.hosts[name]
-    grace_s = float(message.get("grace_s", c.settings.spec.recovery.grace_s))
-    c.log("termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name)
-    host.going_s = grace_s
+    state, host = ctx.state, ctx.state.hosts[name]
+    grace_s = float(message.get("grace_s", ctx.settings.spec.recovery.grace_s))
+    ctx.log(
+        "termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name
+    )
+    host.preemption_grace_s = grace_s
     connected = [each for each in state.hosts.values() if each.connected]
-    if state.phase is Phase.HOLD and state.verdict is not None and all(each.going_s is not None for each in connected):
-        leave(c, "failed", state.verdict[0], state.verdict[1])  # no host is left to be held
+    if (
+        state.phase is Phase.HELD_AFTER_FAILURE
+        and state.final_result is not None
+        and all(each.preemption_grace_s is not None for each in connected)
+    ):
+        flush_and_finish(ctx, "failed", state.final_result[0], state.final_result[1])  # no host is left to be held
         return
-    if state.phase is Phase.RUN and name in members_of(c):
-        wait_s = min(c.settings.gather_notices_s, grace_s / 10)
-        state.alarms.setdefault(ALARM, c.now_ns + int(wait_s * SECOND_NS))
+    if state.phase is Phase.RUN and name in members_of(ctx):
+        wait_s = min(ctx.settings.gather_notices_s, grace_s / 10)
+        state.alarms.setdefault(ALARM, ctx.now_ns + int(wait_s * SECOND_NS))
     else:
-        judge(c)
+        judge(ctx)
 
 
-def judge(c: Context) -> None:
+def judge(ctx: SupervisorContext) -> None:
     """Each host of the world that goes is an incident; the first decision may already answer for all."""
-    state = c.state
-    for name in members_of(c):
+    state = ctx.state
+    for name in members_of(ctx):
         host = state.hosts[name]
-        if host.going_s is None or name not in members_of(c):
+        if host.preemption_grace_s is None or name not in members_of(ctx):
             continue
-        if state.phase not in (Phase.RUN, Phase.COLLECT, Phase.WAIT):
+        if state.phase not in (Phase.RUN, Phase.DRAINING, Phase.WAIT):
             return
-        evidence = f"{name} goes away in {host.going_s:.0f} s"
-        incident(c, IncidentKind.PREEMPTION_NOTICE, host=name, evidence=evidence)
+        evidence = f"{name} goes away in {host.preemption_grace_s:.0f} s"
+        report_incident(ctx, PREEMPTION_NOTICE, host=name, evidence=evidence)

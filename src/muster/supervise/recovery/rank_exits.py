@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muster.core.types import IncidentKind
+from muster.core.incidents import RANK_EXIT
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery import classify
-from muster.supervise.recovery.attempts import check_left
-from muster.supervise.recovery.context import LEFT, Context
-from muster.supervise.recovery.final_flush import done
-from muster.supervise.recovery.incidents import go_on_leaving, incident
+from muster.supervise.recovery.attempts import check_ranks_exited
+from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
+from muster.supervise.recovery.final_flush import finish_training
+from muster.supervise.recovery.incidents import continue_resize, report_incident
 from muster.supervise.recovery.state import Phase
 
 
-def rank_exit(c: Context, host: str, message: Mapping[str, Any]) -> None:
+def rank_exit(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> None:
     """A rank of ``host`` is gone. One of another attempt changes nothing; each is counted once."""
-    state = c.state
-    if message["attempt"] == state.attempt and state.phase is Phase.COLLECT:
-        _cause(c, host, message)
+    state = ctx.state
+    if message["attempt"] == state.attempt and state.phase is Phase.DRAINING:
+        _cause(ctx, host, message)
     if message["attempt"] != state.attempt or state.phase not in (Phase.RUN, Phase.STOPPING):
         return
     rank, code = int(message["rank"]), int(message["code"])
@@ -27,39 +27,39 @@ def rank_exit(c: Context, host: str, message: Mapping[str, Any]) -> None:
         return
     state.exited[rank] = code
     if code == RESIZE_EXIT_CODE and state.phase is Phase.RUN and not state.resizing and state.adopted == state.attempt:
-        go_on_leaving(c)
+        continue_resize(ctx)
     if state.phase is Phase.STOPPING or (state.resizing and code == RESIZE_EXIT_CODE):
-        check_left(c)
+        check_ranks_exited(ctx)
     elif code == 0:
         if len(state.exited) == len(state.ranks) and not any(state.exited.values()):
-            done(c)
-    elif code in LEFT:
+            finish_training(ctx)
+    elif code in REQUESTED_EXIT_CODES:
         state.phase = Phase.STOPPING
         state.stop = ("stopped", 130) if code == 130 else ("preempted", 75)
-        c.deadline(c.settings.spec.recovery.grace_s)
-        check_left(c)
+        ctx.deadline(ctx.settings.spec.recovery.grace_s)
+        check_ranks_exited(ctx)
     else:
-        _failed(c, host, rank, message)
+        _failed(ctx, host, rank, message)
 
 
-def _failed(c: Context, host: str, rank: int, message: Mapping[str, Any]) -> None:
-    state = c.state
+def _failed(ctx: SupervisorContext, host: str, rank: int, message: Mapping[str, Any]) -> None:
+    state = ctx.state
     kind, evidence, detail = classify.rank_exit(host, message)
     if detail.get("unreadable") and state.resumed is not None and not state.stepped:
-        state.distrusted.add(state.resumed)
-        detail["distrusted"] = list(state.resumed)
+        state.unreadable_snapshots.add(state.resumed)
+        detail["unreadable_snapshot"] = list(state.resumed)
     step = detail.get("step", message.get("step"))
-    incident(c, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
+    report_incident(ctx, kind, host=host, rank=rank, step=step, evidence=evidence, detail=detail)
 
 
-def _cause(c: Context, host: str, message: Mapping[str, Any]) -> None:
+def _cause(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> None:
     """A rank's own error, reported after its peer's broken connection: that was the cause, and is judged."""
-    state = c.state
+    state = ctx.state
     code = int(message["code"])
-    if state.open is None or not state.open.secondary or code <= 0 or code in LEFT:
+    if state.open is None or not state.open.secondary or code <= 0 or code in REQUESTED_EXIT_CODES:
         return
     kind, _, detail = classify.rank_exit(host, message)
-    if kind is IncidentKind.RANK_EXIT and not detail.get("unreadable"):
+    if kind is RANK_EXIT and not detail.get("unreadable"):
         return
     state.open.secondary = False
-    _failed(c, host, int(message["rank"]), message)
+    _failed(ctx, host, int(message["rank"]), message)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from muster.core.types import Layout
-from muster.supervise.recovery.context import Context
+from muster.core.layout import Layout
+from muster.supervise.recovery.context import SupervisorContext
 
 #: A kept rank has at least so long to stand still, however short the steps are: the machine may be busy.
 PAUSE_S = 4.0
@@ -24,9 +24,9 @@ PAUSE_STEPS = 1.5
 PAUSE_MARGIN_S = 1.0
 
 
-def keepable(c: Context) -> set[int]:
+def retainable_ranks(ctx: SupervisorContext) -> set[int]:
     """Ranks that could go on without a new process, as far as is known when their attempt is ended."""
-    state, spec = c.state, c.settings.spec
+    state, spec = ctx.state, ctx.settings.spec
     layout, size = state.layout, state.layout.ranks_per_replica
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one may be left of several
     if not replicated or not state.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
@@ -37,38 +37,40 @@ def keepable(c: Context) -> set[int]:
     for replica in range(layout.dp_replicate):
         ranks = range(replica * size, (replica + 1) * size)
         if not any(rank in state.exited or rank in state.blamed for rank in ranks) and all(
-            _stays(c, state.ranks.get(rank)) for rank in ranks
+            _stays(ctx, state.ranks.get(rank)) for rank in ranks
         ):
             found |= set(ranks)
     return found
 
 
-def pause_s(c: Context) -> float:
+def pause_s(ctx: SupervisorContext) -> float:
     """How long a kept rank may take to stand still before it is replaced like any other."""
-    wanted = PAUSE_STEPS * max(c.state.recent_step_s, default=0.0) + PAUSE_MARGIN_S
-    limit = c.settings.spec.recovery.step_timeout_s  # a step that takes longer is a hang
+    wanted = PAUSE_STEPS * max(ctx.state.recent_step_s, default=0.0) + PAUSE_MARGIN_S
+    limit = ctx.settings.spec.recovery.step_timeout_s  # a step that takes longer is a hang
     return max(PAUSE_S, wanted if limit is None else min(wanted, limit))
 
 
-def _stays(c: Context, name: str | None) -> bool:
-    host = c.state.hosts.get(name or "")
-    return host is not None and host.connected and not host.quarantined and host.name in c.state.target
+def _stays(ctx: SupervisorContext, name: str | None) -> bool:
+    host = ctx.state.hosts.get(name or "")
+    return host is not None and host.connected and not host.quarantined and host.name in ctx.state.target
 
 
-def whole_replicas(layout: Layout, ranks: Mapping[int, str], kept: Mapping[str, set[int]]) -> list[tuple[int, ...]]:
+def whole_replicas(layout: Layout, ranks: Mapping[int, str], retained: Mapping[str, set[int]]) -> list[tuple[int, ...]]:
     """The replicas of which every rank stands still on its host; each as its ranks, in order."""
     size = layout.ranks_per_replica
     every = [tuple(range(start, start + size)) for start in range(0, layout.world_size, size)]
-    return [replica for replica in every if all(rank in kept.get(ranks.get(rank, ""), ()) for rank in replica)]
+    return [replica for replica in every if all(rank in retained.get(ranks.get(rank, ""), ()) for rank in replica)]
 
 
-def hosts_first(hosts: Sequence[str], ranks: Mapping[int, str], whole: Sequence[Sequence[int]]) -> list[str]:
+def prefer_hosts_of_whole_replicas(
+    hosts: Sequence[str], ranks: Mapping[int, str], whole: Sequence[Sequence[int]]
+) -> list[str]:
     """``hosts`` with those of whole replicas in front, so that a smaller world is made of them."""
     first = list(dict.fromkeys(ranks[rank] for replica in whole for rank in replica))
     return [name for name in first if name in hosts] + [name for name in hosts if name not in first]
 
 
-def kept_as(
+def rank_mapping(
     old: Layout, before: Mapping[int, str], new: Layout, after: Mapping[int, str], whole: Sequence[Sequence[int]]
 ) -> dict[int, int]:
     """Rank of the new world -> the rank of the old one whose process goes on as it.

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from muster.config.spec import RunSpec
-from muster.core.types import Layout
+from muster.core.layout import Layout
 from muster.policy.cluster_state import Policy
 from muster.supervise.recovery.layout import Choice
 
@@ -26,13 +26,9 @@ class Settings:
     run_id: str
     run_dir: str
     ranks_per_host: int
-    host_price: Mapping[str, float] = field(default_factory=dict)
-    """Host -> USD per hour; absent: unknown."""
     usd_per_host_hour: float | None = None
-    """Of hosts that ``host_price`` does not name."""
-    free_hosts: bool = False
-    """The user's own machines: an hour costs nothing."""
-    collect_timeout_s: float = 7.0
+    """None: unknown."""
+    drain_timeout_s: float = 7.0
     """A host ends its ranks and says what it holds within this time; one whose ranks are kept has longer where steps
     take long (``survivors.pause_s``)."""
     adopt_timeout_s: float = 5.0
@@ -53,14 +49,14 @@ class Settings:
 class Phase(StrEnum):
     """Where the run is, from the supervisor's chair."""
 
-    BOOT = "boot"  # hosts are joining
+    STARTING = "starting"  # hosts are joining
     ADOPT = "adopt"  # a new supervisor waits for the hosts of the attempt it found in the log
     RUN = "run"  # ranks are starting or stepping
-    COLLECT = "collect"  # ranks were ended; hosts report what they hold
+    DRAINING = "draining"  # ranks were ended; hosts report what they hold
     WAIT = "wait"  # too few hosts
     STOPPING = "stopping"  # ranks were asked to save and leave
     FLUSH = "flush"  # the run ends: hosts write what only their memory holds
-    HOLD = "hold"  # failed by the user's own error; hosts stay warm
+    HELD_AFTER_FAILURE = "hold"  # failed by the user's own error; hosts stay warm
     ENDED = "ended"
 
 
@@ -70,7 +66,7 @@ class Host:
 
     name: str
     connected: bool = False
-    met: bool = False
+    has_connected: bool = False
     """It has spoken to this supervisor; one that has not may have been here all the time."""
     ready: bool = False
     quarantined: bool = False
@@ -78,11 +74,11 @@ class Host:
     """It is quarantined for so long; 0: for good, or ``until_return``."""
     until_return: bool = False
     """It is quarantined until it went and came back (it was told to go)."""
-    suspected_of: str | None = None
+    quarantined_for_error: str | None = None
     """The error (``repeats.key_of``) because of which it was taken out; if that comes again elsewhere, it is sound."""
-    going_s: float | None = None
+    preemption_grace_s: float | None = None
     """It was told to go, with so much time to leave."""
-    slow: bool = False
+    drain_timed_out: bool = False
     """It did not end its ranks in time and counts as lost, though it may answer yet."""
     store: tuple[str, int] | None = None
     """Where its rendezvous store listens."""
@@ -93,7 +89,7 @@ class Host:
     allocated: bool = False
     asked_about: bool = False
     """The policy was asked whether the world should grow by it, since it came."""
-    cannot_start: bool = False
+    start_failed: bool = False
     """It said so; a later ``ready`` takes it back."""
     alive: dict[int, int] = field(default_factory=dict)
     """Ranks running there (from its hello) -> pid."""
@@ -104,7 +100,7 @@ class Host:
     """GPUs that the health verdict thinks a reset may heal."""
     resetting: bool = False
     """They are being reset; asked once, and then no more for this verdict."""
-    kept: dict[int, int] = field(default_factory=dict)
+    retained: dict[int, int] = field(default_factory=dict)
     """Ranks of the attempt that was ended which stand still there -> the step they stand after."""
     end_order: Mapping[str, Any] = field(default_factory=dict)
     """How it was told to end its ranks; told again to an agent that begins anew before it has answered."""
@@ -153,7 +149,7 @@ class Ending:
 class State:
     """Everything the machine remembers; ``fold.recover`` rebuilds it from a log."""
 
-    phase: Phase = Phase.BOOT
+    phase: Phase = Phase.STARTING
     attempt: int = 0
     hosts: dict[str, Host] = field(default_factory=dict)
     active: list[str] = field(default_factory=list)
@@ -194,7 +190,7 @@ class State:
     open: OpenIncident | None = None
     target: list[str] = field(default_factory=list)
     """Hosts of the attempt to come, while collecting or waiting."""
-    collecting: set[str] = field(default_factory=set)
+    draining: set[str] = field(default_factory=set)
     needed_hosts: int = 0
     """With fewer the next attempt is not begun; 0: the run's minimum."""
     waiting_since_ns: int | None = None
@@ -213,9 +209,9 @@ class State:
     """The ranks were asked to leave after their step so that the world can grow."""
     resize_deadline_ns: int = 0
     """Ranks that step on meanwhile, since a save is under way, are let to until then."""
-    verdict: tuple[int, str] | None = None
+    final_result: tuple[int, str] | None = None
     ending: Ending | None = None
-    distrusted: set[tuple[int, int]] = field(default_factory=set)
+    unreadable_snapshots: set[tuple[int, int]] = field(default_factory=set)
     """(step, attempt) of versions in memory that turned out to be unreadable."""
     asked: StopRequest | None = None
     """A stop that came before the hosts had answered this supervisor."""

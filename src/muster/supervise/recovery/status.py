@@ -25,7 +25,7 @@ def status(machine: RecoveryStateMachine) -> dict[str, Any]:
             }
             for name, host in state.hosts.items()
         },
-        "verdict": list(state.verdict) if state.verdict else None,
+        "verdict": list(state.final_result) if state.final_result else None,
     }
 
 
@@ -44,14 +44,14 @@ def sentence(machine: RecoveryStateMachine) -> str:
         return f"attempt {state.attempt} is starting: no step yet"
     missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
     sentences = {
-        Phase.BOOT: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
+        Phase.STARTING: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
         Phase.ADOPT: "a new supervisor waits for the hosts to answer",
         Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}",
-        Phase.COLLECT: "recovering: ranks are being replaced",
+        Phase.DRAINING: "recovering: ranks are being replaced",
         Phase.WAIT: "waiting for a host to return",
         Phase.STOPPING: "saving before it leaves",
         Phase.FLUSH: "ending: hosts write what only their memory holds",
-        Phase.HOLD: f"failed; hosts are held for muster restart: {state.verdict[1] if state.verdict else ''}",
+        Phase.HELD_AFTER_FAILURE: f"failed; hosts are held for muster restart: {state.final_result[1] if state.final_result else ''}",
         Phase.ENDED: "ended",
     }
     return sentences[state.phase]

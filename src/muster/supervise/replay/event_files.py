@@ -10,14 +10,14 @@ from muster.core.events import Event
 
 
 @dataclass
-class Past:
+class EventReplay:
     """Read what is there before the lease is taken (weeks of events take longer than a lease lasts), and afterwards
     what its former holder still wrote meanwhile."""
 
     directory: Path
     _files: dict[str, list[Event]] = field(default_factory=dict)
 
-    def read_on(self) -> None:
+    def read_new_events(self) -> None:
         """Read what the files hold beyond what was read before."""
         known = {name: len(events) for name, events in self._files.items()}
         for name, event in event_log.read(self.directory, after=known):

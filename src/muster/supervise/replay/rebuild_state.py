@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from muster.core.errors import UsageError
 from muster.core.events import Event
-from muster.core.types import IncidentKind, Layout
+from muster.core.incidents import traits_of
+from muster.core.layout import Layout
 from muster.supervise.recovery import error_history
-from muster.supervise.recovery.hosts import came_back
-from muster.supervise.recovery.incidents import says_nothing_of_its_host
+from muster.supervise.recovery.hosts import clear_notice
 from muster.supervise.recovery.state import Ending, Host, Phase, State, StopRequest
 
 
-def recover(events: Iterable[Event]) -> State:
+def rebuild_state(events: Iterable[Event]) -> State:
     """The state after ``events`` (in each file's order; files in any order).
 
-    A run that has ended, or never started an attempt, begins at BOOT with the attempt counter where it
+    A run that has ended, or never started an attempt, begins at STARTING with the attempt counter where it
     was: numbers are never used twice. One that was under way begins at ADOPT, where the hosts' own word
     (who runs what) decides. What the run has learned of errors and hosts is kept: hosts' failures are ages
     (nanoseconds before the last event, negative), which ``Machine.start`` puts on its own clock.
@@ -28,7 +29,7 @@ def recover(events: Iterable[Event]) -> State:
             if event.attempt >= state.attempt:
                 _start(state, event)
         elif event.kind == "attempt.ended" and event.attempt == state.attempt:
-            state.phase = Phase.BOOT if not state.ranks else Phase.ADOPT
+            state.phase = Phase.STARTING if not state.ranks else Phase.ADOPT
         elif event.kind in ("step", "incident.resolved") and event.step is not None:
             state.took(event.detail)
             state.stepped = state.stepped or event.attempt == state.attempt
@@ -43,7 +44,7 @@ def recover(events: Iterable[Event]) -> State:
             _incident(state, event, now_ns)
         elif event.kind == "incident.decided":
             state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
-        elif event.kind == "run.message" and event.detail.get("restart"):
+        elif event.kind == "run.restarted":
             error_history.forget(state)
         elif event.kind == "termination.notice" and "exit_code" in event.detail:
             state.stop_before = StopRequest(
@@ -90,17 +91,17 @@ def _incident(state: State, event: Event, now_ns: int) -> None:
     number = str(event.detail.get("incident_id", "i0"))[1:]
     if number.isdigit():
         state.next_incident = max(state.next_incident, int(number) + 1)
-    if event.detail.get("distrusted"):
-        step, attempt = event.detail["distrusted"]
-        state.distrusted.add((int(step), int(attempt)))
+    if event.detail.get("unreadable_snapshot"):
+        step, attempt = event.detail["unreadable_snapshot"]
+        state.unreadable_snapshots.add((int(step), int(attempt)))
     try:
-        kind = IncidentKind(event.detail.get("incident", ""))
-    except ValueError:
-        return  # of a later version
+        traits = traits_of(str(event.detail.get("incident", "")))
+    except UsageError:
+        return  # of a later version, or of a package that is no longer installed
     host = event.host if event.host in state.hosts else None
-    if host is not None and not says_nothing_of_its_host(kind):
+    if host is not None and traits.blames_host:
         state.hosts[host].failures_ns.append(event.wall_ns - now_ns)
-    key = error_history.key_of(state, kind, event.step, event.detail, str(event.detail.get("evidence", "")))
+    key = error_history.key_of(state, traits, event.step, event.detail, str(event.detail.get("evidence", "")))
     error_history.count(state, key, host)
 
 
@@ -113,14 +114,14 @@ def _host(state: State, event: Event) -> None:
         host.quarantined = True
         host.hold_off_s = float(event.detail.get("for_s", 0.0))
         host.until_return = bool(event.detail.get("until_return"))
-        host.suspected_of = event.detail.get("suspected_of")
-    elif event.kind == "run.message" and event.detail.get("cleared") in state.hosts:
-        error_history.let_in(state, str(event.detail["cleared"]))
+        host.quarantined_for_error = event.detail.get("quarantined_for_error")
     elif event.host not in state.hosts:
         return
+    elif event.kind == "host.readmitted":
+        error_history.readmit_host(state, event.host)
     elif event.kind == "termination.notice":
-        state.hosts[event.host].going_s = float(event.detail.get("grace_s", 0.0))
+        state.hosts[event.host].preemption_grace_s = float(event.detail.get("grace_s", 0.0))
     elif event.kind == "host.lost":
-        came_back(state.hosts[event.host])  # if it comes, it does
+        clear_notice(state.hosts[event.host])  # if it comes, it does
     elif event.kind == "host.released":
         state.hosts[event.host].allocated = False

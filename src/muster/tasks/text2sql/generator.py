@@ -1,9 +1,9 @@
-"""Text-to-SQL, generated: schemas, filled databases, questions and gold queries, seeded and without end.
+"""Text-to-SQL, generated: schemas, filled databases, questions and gold queries, seeded and unlimited.
 
 Example i of (level, seed, split) is a pure function of these four, the same in every process and Python.
 Level 1: one table, four shapes (count, aggregate, list, aggregate with a condition). 2 adds conditions and
 ordering, 3 joins, grouping and HAVING, 4 nested conditions. Held-out tables never occur in training (`schemas`).
-A gold query never returns nothing, NULL or zero, and held-out databases tell gold from its likely mistakes.
+A gold query never returns nothing, NULL or zero, and held-out databases distinguish gold from its likely mistakes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prompt_text(schema_text: str, question: str) -> str:
 
 
 def generate(level: int, rows: int, seed: int, heldout: bool = False, start: int = 0) -> list[Example]:
-    """Examples ``start`` to ``start + rows`` of the endless sequence of (level, seed, split)."""
+    """Examples ``start`` to ``start + rows`` of the unlimited sequence of (level, seed, split)."""
     return list(examples(level, rows, seed, heldout=heldout, start=start))
 
 
@@ -77,7 +77,7 @@ def examples(level: int, rows: int, seed: int, *, heldout: bool = False, start: 
 
 
 def example(level: int, seed: int, index: int, *, heldout: bool = False) -> Example:
-    """One example, drawn anew until its rows suit the query."""
+    """One example, redrawn until its rows suit the query."""
     if level not in LEVELS:
         raise ValueError(f"level {level} is not one of {LEVELS}")
     split = "heldout" if heldout else "train"
@@ -133,9 +133,9 @@ def _draw(rng: Random, level: int, database_id: str, heldout: bool) -> Example |
         shape=shape.__name__,
         tables=tuple(shown),
     )
-    # One table's shapes are right by construction; joins and nesting are run. Held-out ones must also tell
-    # gold from its decoys.
-    if (heldout or len(tables) > 1 or level >= 3) and not _is_telling(drawn, draft, decoys=heldout):
+    # One table's shapes are right by construction; joins and nesting are run. Held-out ones must also
+    # distinguish gold from its decoys.
+    if (heldout or len(tables) > 1 or level >= 3) and not _distinguishes(drawn, draft, decoys=heldout):
         return None
     return drawn
 
@@ -166,7 +166,7 @@ def _of_one(shape: Shape, place: int) -> Shape:
     return chosen
 
 
-def _is_telling(drawn: Example, draft: Draft, *, decoys: bool) -> bool:
+def _distinguishes(drawn: Example, draft: Draft, *, decoys: bool) -> bool:
     """Whether the gold query returns something, and something that its decoys do not."""
     connection = build_database(drawn)
     try:

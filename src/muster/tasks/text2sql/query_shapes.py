@@ -2,7 +2,7 @@
 
 A shape draws a question, its gold query and *decoys*: queries a model could easily write instead. A filled
 database is accepted only where no decoy returns what the gold query returns, so a wrong answer cannot pass.
-Identifiers stand after a space wherever they can, so that a word-level vocabulary has one token for each.
+Identifiers follow a space wherever they can, so that a word-level vocabulary has one token for each.
 """
 
 from __future__ import annotations

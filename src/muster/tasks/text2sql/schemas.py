@@ -1,7 +1,7 @@
 """Schemas with rows: tables drawn from known words, split so that a held-out table never occurs in training.
 
 A table's word set (its name and its own columns) falls into one of ``BUCKETS`` hash buckets; bucket 0 is
-held out. Training draws only from the others, so the two sets are disjoint by construction, whatever the seed.
+held out. Training draws only from the others, so the two sets are disjoint by construction for every seed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Predicted SQL, run safely: read-only, bounded in time, rows and memory, and judged against the gold query.
+"""Predicted SQL, run safely: read-only, bounded in time, rows and memory, and compared with the gold query.
 
-What comes in was written by a model: it may loop, write, attach files or build gigabyte strings. An authorizer
+Queries are written by a model: they may loop, write, attach files or build gigabyte strings. An authorizer
 allows reading and pure functions only; a progress handler stops a query at its time limit; SQLite's own limits
-bound strings and statements. Whatever is stopped counts as wrong.
+bound strings and statements. A query that is stopped counts as wrong.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def compare(predicted_sql: str, gold_sql: str, database: Database, timeout_s: fl
 
 
 def match(predicted_sql: str, gold_sql: str) -> Outcome:
-    """Whether both queries are the same text after normalising: for data whose tables are not here."""
+    """Whether both queries are the same text after normalising: for data without its tables."""
     same = normalise(predicted_sql) == normalise(gold_sql)
     return Outcome(correct=same, method="query_match", reason=None if same else "query differs")
 
@@ -129,7 +129,7 @@ def same_rows(result: Sequence[tuple[Any, ...]], gold: Sequence[tuple[Any, ...]]
 
 
 def orders_its_result(sql: str) -> bool:
-    """Whether ORDER BY stands at the top level (not in a subquery, a window, a string or a quoted name)."""
+    """Whether ORDER BY is at the top level (not in a subquery, a window, a string or a quoted name)."""
     depth = 0
     words: list[str] = []
     for token in _tokens(sql):

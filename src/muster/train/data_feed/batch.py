@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-#: With static shapes, room for one document per so many tokens, so that bounds of any batch have one shape.
+#: With static shapes, space for one document per this many tokens, so that all bounds have one shape.
 STATIC_TOKENS_PER_DOCUMENT = 16
 
 
 class Sequences(Protocol):
-    """What ``batch_from`` reads: ``muster.data`` supplies it."""
+    """What ``batch_from`` reads, from ``muster.data``."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +25,7 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed sequences and where their documents lie."""
+    """Packed sequences and the bounds of their documents."""
 
     input_ids: Tensor
     """int64[B, S]"""
@@ -34,12 +34,12 @@ class Batch:
     position_ids: Tensor
     """int64[B, S], from 0 in each document."""
     cu_seqlens: Tensor
-    """int32[documents + 1], cumulated document lengths over the flattened B * S tokens; with static shapes padded
+    """int32[documents + 1], cumulative document lengths over the flattened B * S tokens; with static shapes padded
     with empty documents at the end."""
     max_seqlen: int
     """Longest document; S with static shapes."""
     targets: Tensor
-    """int64[supervised]: places in the flattened tokens that have a target; logits are taken there alone."""
+    """int64[supervised]: positions in the flattened tokens that have a target; logits are computed only there."""
 
     @property
     def supervised(self) -> int:
@@ -50,7 +50,7 @@ class Batch:
 def batch_from(
     store: Sequences, sequences: Sequence[int], device: torch.device, *, static_shapes: bool = False
 ) -> Batch:
-    """The micro-batch made of these sequences of ``store``. ``static_shapes``: for compiled models."""
+    """The micro-batch of these sequences of ``store``. ``static_shapes``: for compiled models."""
     rows = [store[index] for index in sequences]
     lengths = [int(length) for row in rows for length in row.document_lengths]
     return make_batch(
@@ -64,7 +64,7 @@ def batch_from(
 
 
 def padding_batch(micro_batch_size: int, sequence_length: int, device: torch.device, *, static_shapes: bool) -> Batch:
-    """A micro-batch of weight zero: for a rank without work in a round, since all ranks make the same collectives."""
+    """A micro-batch of weight zero, for a rank without work in a round: all ranks make the same collectives."""
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64)
     positions = torch.arange(sequence_length).repeat(micro_batch_size, 1)
     lengths = [sequence_length] * micro_batch_size
@@ -81,7 +81,7 @@ def make_batch(
     *,
     static_shapes: bool = False,
 ) -> Batch:
-    """A batch from its parts; ``document_lengths`` of all sequences, one after the other."""
+    """A batch from its parts; ``document_lengths`` of all sequences, concatenated."""
     count, length = input_ids.shape
     bounds = [0, *accumulate(document_lengths)]
     assert bounds[-1] == count * length, f"documents hold {bounds[-1]} tokens, the batch {count * length}"
@@ -89,13 +89,13 @@ def make_batch(
     if static_shapes:
         room = count * max(1, length // STATIC_TOKENS_PER_DOCUMENT) + 1
         if len(bounds) > room:
-            room = count * length + 1  # many tiny documents: one more shape, never more
+            room = count * length + 1  # many tiny documents: one more shape, and no others
         bounds += [bounds[-1]] * (room - len(bounds))
         longest = length
-    blocking = device.type == "cpu"
+    on_cpu = device.type == "cpu"
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor if blocking else tensor.pin_memory().to(device, non_blocking=True)
+        return tensor if on_cpu else tensor.pin_memory().to(device, non_blocking=True)
 
     return Batch(
         input_ids=moved(input_ids),

@@ -1,4 +1,4 @@
-"""Batches, read ahead: what each step needs is built in a thread while the step before it computes."""
+"""Batches, read ahead: a thread builds the next steps' batches while the current step computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Round:
     """One micro-batch as this rank runs it."""
 
     index: int
-    """Place in the step; -1: zero-weight padding, run only because every rank must make the same collectives."""
+    """Position in the step; -1: zero-weight padding, because every rank must make the same collectives."""
     sequences: tuple[int, ...]
     batch: Batch
     scale: float
@@ -33,7 +33,7 @@ class Round:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step of one rank, and what the whole step holds over all ranks."""
+    """One step of one rank, and the totals of the step over all ranks."""
 
     step: int
     rounds: tuple[Round, ...]
@@ -44,7 +44,7 @@ class StepWork:
     padding_tokens: int
     padding_rounds: int
     model_flops: float
-    """By the CAUSAL convention; 0.0 where nobody asks (ranks other than 0)."""
+    """By the CAUSAL convention; 0.0 on ranks other than 0."""
 
 
 def plan_work(
@@ -60,9 +60,8 @@ def plan_work(
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``batch_schedule``: where the batch changed on the way; None: it never did.
-
-    ``count_flops``: document lengths of the whole step, padding left out -> operations.
+    ``batch_schedule``: changes of the batch size during the run; None: there are none.
+    ``count_flops``: document lengths of the whole step, without padding -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
@@ -114,13 +113,13 @@ def plan_work(
 
 
 def documents(sequence: Sequence) -> list[int]:
-    """Document lengths without the padding tail, which is the last one where there is one."""
+    """Document lengths without the padding tail, if there is one (the last)."""
     lengths = [int(length) for length in sequence.document_lengths]
     return lengths[:-1] if sum(lengths) > sequence.tokens else lengths
 
 
 class ReadAhead:
-    """Makes step after step in a thread of its own, at most ``READ_AHEAD_STEPS`` ahead.
+    """Builds the work of the steps in a thread, at most ``READ_AHEAD_STEPS`` ahead.
 
     The thread starts with the first ``take``, never before a fork. An exception in it is raised by ``take``.
     """
@@ -137,14 +136,14 @@ class ReadAhead:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="muster-reader", daemon=True)
             self._thread.start()
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        assert found.step == step, f"step {found.step} was read, step {step} is wanted"
-        return found
+        work = self._ready.get()
+        if isinstance(work, BaseException):
+            raise work
+        assert work.step == step, f"step {work.step} was read, step {step} is requested"
+        return work
 
     def close(self) -> None:
-        """End the thread; what was read is thrown away."""
+        """End the thread and discard what it read."""
         self._stop.set()
         if self._thread is not None:
             while self._thread.is_alive():
@@ -159,9 +158,9 @@ class ReadAhead:
             if self._stop.is_set():
                 return
             try:
-                found: StepWork | BaseException = self._make(step)
-            except BaseException as error:  # noqa: BLE001 (a thread's edge: handed to the loop, which raises it)
-                found = error
-            self._ready.put(found)
-            if isinstance(found, BaseException):
+                work: StepWork | BaseException = self._make(step)
+            except BaseException as error:  # noqa: BLE001 (thread boundary: passed to the loop, which raises it)
+                work = error
+            self._ready.put(work)
+            if isinstance(work, BaseException):
                 return

@@ -6,7 +6,7 @@ one host. Parameters live on these meshes (what a gradient norm has to cross):
 * one that tensor parallelism leaves whole: ``DTensor`` on ``shard`` (axis ``dp_shard``), equal on all tp ranks;
 * one that it splits: ``DTensor`` on (``dp_shard``, ``tp``).
 
-Replicas are never part of a parameter's mesh: ``reduce.Axes`` sums over them.
+Replicas are never part of a parameter's mesh: ``reduce.ReduceGroups`` sums over them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """``training.exact``: sums in 64-bit fixed point, whose bits no order and no grouping changes.
 
 A float32 gradient times 2**40 becomes an integer; integers are added over micro-batches, sharded ranks and
-replicas; the total becomes a float again once. What each micro-batch computes does not depend on the world
+replicas; the total is converted back to a float once. What each micro-batch computes does not depend on the world
 size, and AdamW works element by element, so the weights after a step are the same bits at any world size.
 
-The gradient norm needs more room than 64 bits give: every square (exact in float64) is cut into three limbs of
+The gradient norm needs more than 64 bits: every square (exact in float64) is split into three limbs of
 32 bits, in units of 2**12, 2**-20 and 2**-52. Limbs are summed as integers and carried over at the end.
 
 Range: totals must stay below 2**22 in magnitude, so each micro-batch's must stay below 2**22 over their number.
-Beyond it the step is refused, never wrapped.
+Beyond it the step is refused; integers never wrap around.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RANGE_BITS = 22
 LIMB_BITS = 32
 #: Exponents of the limbs' units; squares stay below 2**44 = 2**(12 + 32).
 UNITS = (12, -20, -52)
-#: Squares are summed so many at a time: bounds the temporary memory, and 2**22 limbs stay below 2**54.
+#: Squares summed at a time: bounds the temporary memory, and 2**22 limbs stay below 2**54.
 SQUARES_AT_ONCE = 1 << 22
 
 
 class FixedPointReduceScatter(ReduceScatter):
     """FSDP's reduce-scatter of one module, adding up integers instead of floats.
 
-    FSDP's own float accumulation beside it is fed zeros and overwritten at the end of the step. At world
+    FSDP's own float accumulation gets zeros and is overwritten at the end of the step. At world
     size 1 FSDP makes no collective: the same conversion then runs as its all-reduce hook.
     """
 
@@ -47,9 +47,9 @@ class FixedPointReduceScatter(ReduceScatter):
 
     def clear(self) -> None:
         self.total: Tensor | None = None
-        """int64, flat: this rank's shards of the module's gradients, one behind the other."""
+        """int64, flat: this rank's shards of the module's gradients, concatenated."""
         self.storage = 0
-        """Address of the float output whose views FSDP set as ``.grad``: tells each parameter's place."""
+        """Address of the float output whose views FSDP set as ``.grad``: identifies each parameter's place."""
         self.largest: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,8 +90,8 @@ class FixedPointReducer:
         UsageError: the model or layout has sums that fixed point does not cover.
     """
 
-    def __init__(self, module: nn.Module, axes: ReduceGroups) -> None:
-        self.axes = axes
+    def __init__(self, module: nn.Module, groups: ReduceGroups) -> None:
+        self.groups = groups
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         check_covered(module, self.parameters)
         self.comms: list[FixedPointReduceScatter] = []
@@ -99,7 +99,7 @@ class FixedPointReducer:
             if isinstance(part, FSDPModule):
                 comm = FixedPointReduceScatter()
                 part.set_custom_reduce_scatter(comm)
-                if axes.size(SHARD) == 1:
+                if groups.size(SHARD) == 1:
                     part.set_all_reduce_hook(comm.alone)
                 self.comms.append(comm)
 
@@ -113,7 +113,7 @@ class FixedPointReducer:
         self._loss_fault: Tensor | None = None
 
     def before_forward(self, *, last: bool) -> None:
-        """Every round is reduced: adding up before the conversion would be a float sum."""
+        """Every round is reduced: accumulating before the conversion would be a float sum."""
 
     def add_loss(self, loss: Tensor) -> None:
         exact = loss.detach().double()
@@ -125,7 +125,7 @@ class FixedPointReducer:
     @torch.no_grad()
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         used = [comm for comm in self.comms if comm.total is not None]
-        self.axes.sum_buckets_([comm.total for comm in used if comm.total is not None], REPLICATE)
+        self.groups.sum_buckets_([comm.total for comm in used if comm.total is not None], REPLICATE)
         by_storage = {comm.storage: comm.total for comm in used}
         squares = {axes: SquareSum() for axes in axis_sets(self.parameters)}
         for parameter in self.parameters:
@@ -144,7 +144,7 @@ class FixedPointReducer:
         values = [(self._loss, everywhere), (fault, everywhere)]
         for axes, square in squares.items():
             values += [(limb.to(fault.device), axes) for limb in square.limbs]
-        loss, bad, *limbs = self.axes.sum_scalars(values)
+        loss, bad, *limbs = self.groups.sum_scalars(values)
         width = len(UNITS)
         totals = [to_float(limbs[start : start + width]) for start in range(0, len(limbs), width)]
         norm = torch.stack(totals).sum().sqrt() if totals else torch.zeros_like(loss, dtype=torch.float64)
@@ -158,7 +158,7 @@ class SquareSum:
         self.limbs = [torch.zeros((), dtype=torch.int64) for _ in UNITS]
 
     def add(self, values: Tensor) -> None:
-        for part in values.reshape(-1).split(SQUARES_AT_ONCE):
+        for part in torch.split(values.reshape(-1), SQUARES_AT_ONCE):
             if not part.numel():
                 continue
             rest = part.double().square_()
@@ -171,16 +171,16 @@ class SquareSum:
 
 def carried(limbs: Sequence[Tensor]) -> list[Tensor]:
     """The same number with every limb but the highest below 2**32."""
-    found, carry = [], torch.zeros_like(limbs[-1])
+    normalized, carry = [], torch.zeros_like(limbs[-1])
     for limb in reversed(limbs[1:]):
         whole = limb + carry
-        found.append(whole & ((1 << LIMB_BITS) - 1))
+        normalized.append(whole & ((1 << LIMB_BITS) - 1))
         carry = whole >> LIMB_BITS
-    return [limbs[0] + carry, *reversed(found)]
+    return [limbs[0] + carry, *reversed(normalized)]
 
 
 def to_float(limbs: Sequence[Tensor]) -> Tensor:
-    """The number that the limbs stand for, as float64: the same bits for the same number."""
+    """The number that the limbs represent, as float64: the same bits for the same number."""
     total = torch.zeros_like(limbs[0], dtype=torch.float64)
     for limb, unit in zip(reversed(carried(limbs)), reversed(UNITS), strict=True):
         total = total + limb.double() * 2.0**unit
@@ -188,7 +188,7 @@ def to_float(limbs: Sequence[Tensor]) -> Tensor:
 
 
 def check_covered(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-    """Raise UsageError where a sum would still be taken in floating point."""
+    """Raise UsageError if a sum would still be taken in floating point."""
     if not isinstance(module, FSDPModule):
         raise UsageError("training.exact needs the model in FSDP", hint="set training.exact: false")
     if any(parameter.dtype != torch.float32 for parameter in parameters):
@@ -197,6 +197,6 @@ def check_covered(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         )
     if any(sharded_axes(parameter) - {SHARD} for parameter in parameters):
         raise UsageError(
-            "training.exact does not cover tensor parallel, whose sums lie inside the layers",
+            "training.exact does not cover tensor parallel, whose sums are inside the layers",
             hint="set parallelism.tp: 1, or training.exact: false",
         )

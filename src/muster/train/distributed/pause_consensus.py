@@ -1,10 +1,10 @@
-"""Ranks that share a model stand still at one place.
+"""Agree on one micro-batch boundary at which every rank of a replica pauses.
 
-A pause reaches them at different moments; one that left at once would leave the others in a collective of their
-replica for ever. So they agree once a micro-batch, by a small message that travels while gradients are computed, and
-leave together behind it: after the micro-batch in which the last of them heard of it, or the next. One that comes too
-late for a step's last micro-batch finds them in the sums over replicas, which are broken for all of them alike
-(``reduce.Axes``). A rank that has its replica to itself needs no agreement and leaves where it is.
+A pause request reaches them at different moments; a rank that left at once would block the others in a collective of
+their replica. So they agree once a micro-batch, by a small message that overlaps with the backward pass, and leave
+together after it: at the micro-batch in which the last of them received the request, or the next. A request that comes
+too late for a step's last micro-batch takes effect in the sums over replicas, which are aborted for all of them
+(``reduce.ReduceGroups``). A rank that has its replica to itself needs no agreement and leaves where it is.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from muster.train.distributed.process_groups import all_reduce
 
 @dataclass
 class PauseConsensus:
-    """Each ``ask`` is answered by the next ``agreed``."""
+    """``result`` answers the last ``start``."""
 
     agent: AgentClient | None = None
     group: dist.ProcessGroup | None = None
-    """The ranks of this replica, with a gloo backend; None: there is nobody to agree with."""
-    _asked: tuple[dist.Work, Tensor] | None = field(default=None, init=False, repr=False)
+    """The ranks of this replica, with a gloo backend; None: nothing to agree on."""
+    _pending: tuple[dist.Work, Tensor] | None = field(default=None, init=False, repr=False)
 
-    def ask(self) -> None:
-        """Say whether this rank has heard of a pause. Every rank of the replica calls it at the same micro-batches."""
+    def start(self) -> None:
+        """Send whether a pause was requested of this rank. Collective: at the same micro-batches on every rank."""
         if self.group is not None and self.agent is not None:
-            heard = torch.tensor([int(self.agent.pause_requested())])
-            self._asked = all_reduce(heard, self.group, op=dist.ReduceOp.MAX), heard
+            requested = torch.tensor([int(self.agent.pause_requested())])
+            self._pending = all_reduce(requested, self.group, op=dist.ReduceOp.MAX), requested
 
-    def agreed(self) -> bool:
-        """Whether all of them are to stand still here, since one had heard of it. False where nobody was asked."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+    def result(self) -> bool:
+        """Whether all of them pause here, because one had a request. False without a ``start``."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return False
-        work, heard = asked
+        work, requested = pending
         work.wait()
-        return bool(heard.item())
+        return bool(requested.item())

@@ -1,8 +1,8 @@
-"""Process groups that cross replicas: made beside torch's default group, so that they can be broken and made anew.
+"""Process groups that cross replicas: separate from torch's default group, so that they can be aborted and rebuilt.
 
 With ``dp_replicate`` > 1 the default group of a rank spans its own replica, and FSDP's groups lie within it. What
-joins the replicas (the sum over them, orders, saves) are groups of their own. When another replica loses a rank,
-those alone are broken; the model, its shards and its groups stay as they are.
+joins the replicas (the sum over them, commands, saves) are groups of their own. When another replica loses a rank,
+only those are aborted; the model, its shards and its groups stay as they are.
 
 Torch's functions of the same names refuse a group that is not in its registry once something goes wrong, so
 collectives on these groups are the groups' own methods (``all_reduce`` and ``all_gather`` here).
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 
 def all_reduce(
@@ -31,19 +32,19 @@ def all_reduce(
     return group.allreduce([tensor], options)
 
 
-def all_gather(found: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(outputs: Sequence[Tensor], local_tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``found`` with every rank's ``mine``, in rank order."""
-    group.allgather([list(found)], [mine]).wait()
+    group.allgather([list(outputs)], [local_tensor]).wait()
 
 
-def gloo_group(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group over whoever meets under ``store``, outside torch's registry. Blocks until all have come."""
+def gloo_group(store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of the ranks that meet in ``store``, outside torch's registry. Blocks until all have joined."""
     kind = dist.ProcessGroup.BackendType.GLOO
     return _wrapped(store, rank, size, kind, dist.ProcessGroupGloo(store, rank, size, timeout), "cpu")
 
 
-def nccl_group(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The same with NCCL, whose communicator is made at the first collective."""
+def nccl_group(store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The same with NCCL, whose communicator is created at the first collective."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     kind = dist.ProcessGroup.BackendType.NCCL
@@ -51,7 +52,7 @@ def nccl_group(store: dist.Store, *, rank: int, size: int, timeout: timedelta) -
 
 
 def _wrapped(
-    store: dist.Store, rank: int, size: int, kind: dist.ProcessGroup.BackendType, backend: Any, device: str
+    store: Store, rank: int, size: int, kind: dist.ProcessGroup.BackendType, backend: Any, device: str
 ) -> dist.ProcessGroup:
     backend._set_sequence_number_for_group()
     group = dist.ProcessGroup(store, rank, size)
@@ -61,50 +62,50 @@ def _wrapped(
 
 
 def confirm_completed(group: dist.ProcessGroup, aborter: GroupAborter, device: torch.device) -> None:
-    """Return once what was begun and waited for on ``group`` has really been done, by every rank of it.
+    """Return once the collectives that were awaited on ``group`` have completed on every rank.
 
-    gloo's ``wait`` blocks, and raises where the group was cut. NCCL's only puts streams in order, and an aborted
-    communicator lets its kernels end as if all were well: what they leave in the tensors is no sum. So the host waits
-    for the device, and then asks whether anybody broke the group meanwhile.
+    gloo's ``wait`` blocks, and raises if the group was aborted. NCCL's only orders streams, and the kernels of an
+    aborted communicator end without an error: what they leave in the tensors is not a sum. So the host waits
+    for the device, and then checks whether the group was aborted meanwhile.
 
     Raises:
-        RuntimeError: somebody did; nothing that the group was to sum since its last success may be used.
+        RuntimeError: it was; no sum over the group since its last success may be used.
     """
     if group._get_backend_name() == "gloo":
         return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    if aborter.broken or _failed(group, device):
+    if aborter.aborted or _failed(group, device):
         raise RuntimeError("NCCL aborted: another replica was lost while gradients were summed, and the sums with it")
 
 
 def _failed(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's own watchdog noted an error; it does so before it aborts (ProcessGroupNCCL's run loop)."""
+    """Whether the group's own watchdog recorded an error; it does so before it aborts (ProcessGroupNCCL's run loop)."""
     try:
         error: Any = group._get_backend(device).get_error()
-    except RuntimeError:  # a backend that keeps no such note
+    except RuntimeError:  # a backend without such a record
         return False
     return str(error.name) != "SUCCESS"
 
 
 class GroupAborter:
-    """Breaks gloo groups under whoever waits in them.
+    """Aborts groups, which frees the threads that wait in their collectives.
 
-    A gloo collective whose peer is stopped (SIGSTOP, a cut link) never raises, and ``abort`` and ``shutdown`` of the
-    group leave it waiting. Shutting its sockets down makes it raise at once; the process goes on.
+    A gloo collective whose peer is stopped (SIGSTOP, a cut connection) never raises, and ``abort`` and ``shutdown`` of
+    the group leave it waiting. Shutting down its sockets makes it raise at once; the process continues.
     """
 
     def __init__(self) -> None:
-        self.broken = False
-        """Set before anything is cut: whoever finds a sum done and this unset has a sum that nobody cut short."""
+        self.aborted = False
+        """Set before anything is shut down: a sum that is complete while this is unset is a valid sum."""
         self._sockets: dict[int, str] = {}
         self._nccl: list[dist.ProcessGroup] = []
 
     def watch(self, make: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
-        """Make a group and remember the connections that this opened.
+        """Create a group and record the connections that this opened.
 
-        A connection that another thread opens at the same moment would be taken for the group's, and cut with it:
-        the stores that ranks write to repeat a request whose connection breaks.
+        A connection that another thread opens at the same moment would be recorded and shut down too; that is harmless,
+        because the stores that ranks write to repeat a request whose connection breaks.
         """
         before = _open_sockets()
         group = make()
@@ -114,11 +115,11 @@ class GroupAborter:
         return group
 
     def __call__(self) -> None:
-        """Break them, from any thread; harmless when repeated."""
-        self.broken = True
+        """Abort them, from any thread; may be repeated."""
+        self.aborted = True
         for fd, name in self._sockets.items():
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{fd}") == name:  # the number may have been given away
+                if os.readlink(f"/proc/self/fd/{fd}") == name:  # the descriptor may have been reused
                     _shut(fd)
         self._sockets.clear()
         for group in self._nccl:
@@ -128,16 +129,16 @@ class GroupAborter:
 
 
 def _open_sockets() -> dict[int, str]:
-    found = {}
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
+                sockets[int(name)] = target
+    return sockets
 
 
 def _shut(fd: int) -> None:
     with socket.socket(fileno=os.dup(fd)) as connection:
-        connection.getpeername()  # a listening socket has none, and is left alone
+        connection.getpeername()  # a listening socket has no peer, and is not shut down
         connection.shutdown(socket.SHUT_RDWR)

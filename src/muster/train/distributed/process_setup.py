@@ -1,4 +1,4 @@
-"""A rank's surroundings: device, threads, determinism, process groups. Done once, before the model is built."""
+"""A rank's process: device, threads, determinism, process groups. Set up once, before the model is built."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, UsageError
 from muster.protocol.ranks import RankContext
 from muster.train.distributed.process_groups import GroupAborter, gloo_group, nccl_group
 
-#: Collectives wait for a peer so long before they raise by themselves; long before that the agents act.
+#: Time-out of collectives; the agents detect a lost peer much earlier.
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class World:
-    """The process groups that are not an axis of the layout."""
+    """The process groups besides the axes of the layout."""
 
     rank: int
     size: int
     control: dist.ProcessGroup | None
-    """gloo over all ranks, for orders; None at world size 1."""
+    """gloo over all ranks, for commands; None at world size 1."""
     checkpoint: dist.ProcessGroup | None
-    """gloo over all ranks, for saves, which run beside the training's collectives."""
+    """gloo over all ranks, for saves, which overlap with the training's collectives."""
     replicate: dist.ProcessGroup | None = None
     """Ranks that hold the same shard in other replicas; None where there is one replica."""
     aborter: GroupAborter = field(default_factory=GroupAborter)
-    """Breaks the groups that cross replicas, and no other."""
+    """Aborts the groups that cross replicas, and no others."""
 
 
 def choose_device(spec: RunSpec, context: RankContext) -> torch.device:
     """The rank's device.
 
     Raises:
-        UsageError: the run file wants CUDA and there is none, or fewer GPUs than ranks.
+        UsageError: the run file requires CUDA and there is none, or fewer GPUs than ranks.
     """
-    wanted = spec.resources.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    requested = spec.resources.device
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError(
@@ -74,49 +75,50 @@ def set_numerics(spec: RunSpec, context: RankContext, device: torch.device) -> N
 
 
 def fix_workspace(spec: RunSpec) -> None:
-    """cuBLAS: the same bits on every stream, where the run file asks for that. Counts only before its first use."""
+    """Make cuBLAS deterministic on every stream, for deterministic runs. Takes effect only before its first use."""
     if spec.training.deterministic or spec.training.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def default_threads(spec: RunSpec, context: RankContext, device: torch.device) -> int:
-    """The host's cores, shared out; one where sums must not depend on how many ranks share the host.
+    """The host's cores divided among its ranks; 1 for exact training on the CPU.
 
-    A CPU sum over many elements is cut by threads, so that its last bits depend on their number.
+    A CPU sum over many elements is split among threads, so that its last bits depend on their number.
     """
     if spec.training.exact and device.type == "cpu":
         return 1
     return max(1, len(os.sched_getaffinity(0)) // context.local_world_size)
 
 
-def open_rendezvous(address: str, port: int, *, serve: bool) -> dist.Store:
-    """The store where ranks meet; ``serve``: this process hosts it.
+def open_rendezvous(address: str, port: int, *, serve: bool) -> Store:
+    """The rendezvous store; ``serve``: this process hosts it.
 
     Raises:
-        BackendError: the port is taken, or nobody answers.
+        BackendError: the port is taken, or nothing answers there.
     """
     try:
-        return dist.TCPStore(
+        return TCPStore(
             address, port, None, serve, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), wait_for_workers=False
         )
     except (RuntimeError, OSError) as error:
-        what = f"cannot serve the rendezvous on port {port}" if serve else f"nobody answers at {address}:{port}"
-        raise BackendError(f"{what}: {error}", hint="is the port free, and can the hosts reach each other?") from error
+        problem = f"cannot serve the rendezvous on port {port}" if serve else f"nothing answers at {address}:{port}"
+        hint = "check that the port is free and the hosts can reach each other"
+        raise BackendError(f"{problem}: {error}", hint=hint) from error
 
 
-def join_world(context: RankContext, device: torch.device, store: dist.Store) -> World:
-    """Form the process groups of this attempt: torch's default one over this rank's replica, the others over all.
+def join_world(context: RankContext, device: torch.device, store: Store) -> World:
+    """Create the process groups of this attempt: torch's default one over this rank's replica, the others over all.
 
-    The store's keys carry the attempt, so that a store which saw an earlier world does no harm.
+    The store's keys contain the attempt, so that a store with keys of an earlier world does no harm.
 
     Raises:
         BackendError: the other ranks cannot be reached.
     """
     replica, inner = divmod(context.rank, context.layout.ranks_per_replica)
-    with _telling(context):
+    with _join_errors(context):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"a{context.attempt}/replica{replica}", store),
+            store=PrefixStore(f"a{context.attempt}/replica{replica}", store),
             rank=inner,
             world_size=context.layout.ranks_per_replica,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
@@ -125,8 +127,8 @@ def join_world(context: RankContext, device: torch.device, store: dist.Store) ->
     return join_replicas(context, device, store)
 
 
-def join_replicas(context: RankContext, device: torch.device, store: dist.Store) -> World:
-    """Form the groups that cross replicas; torch's default group stays as it is. Blocks until all ranks have come.
+def join_replicas(context: RankContext, device: torch.device, store: Store) -> World:
+    """Create the groups that cross replicas; torch's default group stays as it is. Blocks until all ranks have joined.
 
     Raises:
         BackendError: the other ranks cannot be reached.
@@ -136,16 +138,16 @@ def join_replicas(context: RankContext, device: torch.device, store: dist.Store)
     replica, inner = divmod(context.rank, layout.ranks_per_replica)
 
     def over_all(name: str) -> dist.ProcessGroup | None:
-        place = dist.PrefixStore(f"a{context.attempt}/{name}", store)
-        return gloo_group(place, rank=context.rank, size=context.world_size, timeout=timeout)
+        keys = PrefixStore(f"a{context.attempt}/{name}", store)
+        return gloo_group(keys, rank=context.rank, size=context.world_size, timeout=timeout)
 
     def over_replicas() -> dist.ProcessGroup | None:
         make = nccl_group if device.type == "cuda" else gloo_group
-        place = dist.PrefixStore(f"a{context.attempt}/shard{inner}", store)
-        return make(place, rank=replica, size=layout.dp_replicate, timeout=timeout)
+        keys = PrefixStore(f"a{context.attempt}/shard{inner}", store)
+        return make(keys, rank=replica, size=layout.dp_replicate, timeout=timeout)
 
-    with _telling(context):
-        # Saves need a gloo group also where the others are NCCL, and one of their own: they run beside training.
+    with _join_errors(context):
+        # Saves need a gloo group even on GPUs, and one of their own: they overlap with training.
         return World(
             rank=context.rank,
             size=context.world_size,
@@ -157,19 +159,19 @@ def join_replicas(context: RankContext, device: torch.device, store: dist.Store)
 
 
 @contextmanager
-def _telling(context: RankContext) -> Iterator[None]:
+def _join_errors(context: RankContext) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
         raise BackendError(
             f"rank {context.rank} cannot join the {context.world_size} ranks of attempt {context.attempt} "
             f"at {context.master_addr}:{context.master_port}: {error}",
-            hint="did another rank fail to start?",
+            hint="look for another rank that failed to start",
         ) from error
 
 
 def leave_world() -> None:
-    """Destroy the groups; a peer that is gone already is no error."""
+    """Destroy the groups; a peer that has already left is not an error."""
     if dist.is_initialized():
         try:
             dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Every sum across micro-batches and ranks is taken here (or, for ``training.exact``, in ``exact``).
+"""Every sum across micro-batches and ranks is taken here (or, for ``training.exact``, in ``fixed_point``).
 
 A step's loss is divided by the step's global number of supervised tokens before backward, so everything
 below is a plain sum: over micro-batches, over the ranks of a sharded group (FSDP's reduce-scatter), over
-replicas. ``Axes`` holds the process groups by axis name; a group can be replaced between steps, which is how
-a lost replica is cut out without touching the ranks that remain.
+replicas. ``ReduceGroups`` holds the process groups by axis name; a group can be replaced between steps, which
+removes a lost replica without touching the ranks that remain.
 """
 
 from __future__ import annotations
@@ -28,78 +28,78 @@ BUCKET_NUMEL = 8 * 1024 * 1024
 class ReduceGroups:
     """Process group of each layout axis that has more than one rank."""
 
-    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    by_axis: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     aborter: GroupAborter | None = field(default=None, compare=False)
-    """What breaks the group over replicas; None: nobody does."""
-    _broken: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
+    """Aborts the group over replicas; None: nothing does."""
+    _failure: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
     """Another replica was lost while gradients were summed; raised when this replica's own sums are done."""
 
     def size(self, axis: str) -> int:
-        group = self.groups.get(axis)
+        group = self.by_axis.get(axis)
         return 1 if group is None else group.size()
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
-        """Sum ``tensor`` in place over the ranks of one axis. The one place where replicas meet."""
-        group = self.groups.get(axis)
+        """Sum ``tensor`` in place over the ranks of one axis. The only collective across replicas."""
+        group = self.by_axis.get(axis)
         if group is not None:
             all_reduce(tensor, group).wait()
         return tensor
 
     def sum_everywhere_(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` in place over the ranks that read different data, and be sure of it.
+        """Sum ``tensor`` in place over the ranks that read different data, and confirm the sum.
 
         Raises:
             RuntimeError: another replica was lost meanwhile.
         """
         for axis in (SHARD, REPLICATE):
             self.sum_(tensor, axis)
-        self._make_sure(tensor)
+        self._confirm(tensor)
         return tensor
 
     def sum_scalars(self, values: Sequence[tuple[Tensor, frozenset[str]]]) -> list[Tensor]:
-        """Sum 0-d tensors of one dtype, each over its own set of axes, in one collective an axis.
+        """Sum 0-d tensors of one dtype, each over its own set of axes, in one collective per axis.
 
-        They come last in a step: when this returns, every sum over replicas before them stands too.
+        The last sums of a step: when this returns, every earlier sum over replicas is valid too.
 
         Raises:
             RuntimeError: another replica was lost, in these sums or in the buckets before them.
         """
-        found = torch.stack([value for value, _ in values])
+        sums = torch.stack([value for value, _ in values])
         for axis in (SHARD, TENSOR, REPLICATE):
-            if axis == REPLICATE and self._broken is not None:
-                error, self._broken = self._broken, None
+            if axis == REPLICATE and self._failure is not None:
+                error, self._failure = self._failure, None
                 raise error
             chosen = [index for index, (_, axes) in enumerate(values) if axis in axes]
-            if not chosen or axis not in self.groups:
+            if not chosen or axis not in self.by_axis:
                 continue
             if len(chosen) == len(values):
-                self.sum_(found, axis)
+                self.sum_(sums, axis)
             else:
-                part = self.sum_(torch.stack([found[index] for index in chosen]), axis)
+                part = self.sum_(torch.stack([sums[index] for index in chosen]), axis)
                 for index, value in zip(chosen, part.unbind(), strict=True):
-                    found[index] = value
-        self._make_sure(found)
-        return list(found.unbind())
+                    sums[index] = value
+        self._confirm(sums)
+        return list(sums.unbind())
 
-    def _make_sure(self, tensor: Tensor) -> None:
-        group = self.groups.get(REPLICATE)
+    def _confirm(self, tensor: Tensor) -> None:
+        group = self.by_axis.get(REPLICATE)
         if group is not None and self.aborter is not None:
             confirm_completed(group, self.aborter, tensor.device)
 
     def sum_buckets_(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors of one dtype in place over an axis, several to a message.
 
-        Where another replica is lost meanwhile, the tensors are worth nothing and ``sum_scalars`` raises: this rank
-        goes on to its replica's own sums first, in which ranks that have heard of no loss would wait for it.
+        If another replica is lost meanwhile the tensors are invalid, and ``sum_scalars`` raises: this rank first takes
+        part in its replica's own sums, in which ranks that do not know of the loss would wait for it.
         """
-        if axis not in self.groups:
+        if axis not in self.by_axis:
             return
         try:
             self._sum_buckets(tensors, axis)
         except RuntimeError as error:
-            if axis != REPLICATE or not ({SHARD, TENSOR} & self.groups.keys()):
+            if axis != REPLICATE or not ({SHARD, TENSOR} & self.by_axis.keys()):
                 raise
-            self._broken = error
+            self._failure = error
 
     def _sum_buckets(self, tensors: Sequence[Tensor], axis: str) -> None:
         for bucket in buckets(tensors):
@@ -107,21 +107,21 @@ class ReduceGroups:
                 self.sum_(bucket[0], axis)
                 continue
             flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in bucket]), axis)
-            parts = flat.split([tensor.numel() for tensor in bucket])
+            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
 
 
 def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Neighbours grouped up to ``BUCKET_NUMEL`` elements: the same cut on every rank of the axis."""
-    found: list[list[Tensor]] = []
+    """Consecutive tensors grouped up to ``BUCKET_NUMEL`` elements: the same groups on every rank of the axis."""
+    groups: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
-        if not found or tensor.numel() > room:
-            found.append([])
+        if not groups or tensor.numel() > room:
+            groups.append([])
             room = BUCKET_NUMEL
-        found[-1].append(tensor)
+        groups[-1].append(tensor)
         room -= tensor.numel()
-    return found
+    return groups
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -140,10 +140,10 @@ def sharded_axes(tensor: Tensor) -> frozenset[str]:
 
 
 class GradientReducer(Protocol):
-    """How a step's loss, gradients and norm come together."""
+    """How a step's loss, gradients and norm are summed."""
 
     def begin(self, *, micro_batches: int) -> None:
-        """A step of so many micro-batches (all ranks) begins; gradients are empty."""
+        """A step of ``micro_batches`` (over all ranks) begins; gradients are empty."""
         ...
 
     def before_forward(self, *, last: bool) -> None:
@@ -155,7 +155,7 @@ class GradientReducer(Protocol):
         ...
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Complete the gradients; return 0-d loss, global gradient norm, and a fault flag (0.0: fine)."""
+        """Complete the gradients; return 0-d loss, global gradient norm, and a fault flag (0.0: valid)."""
         ...
 
 
@@ -163,11 +163,11 @@ class FloatReducer:
     """Sums in floating point: the order, and so the last bits, depend on the number of ranks.
 
     ``accumulate_locally``: reduce once a step, from gradients of the whole model held by each rank, instead
-    of once a round. Saves communication, costs 4 bytes a trained parameter.
+    of once a round. Saves communication, costs 4 bytes per trained parameter.
     """
 
-    def __init__(self, module: nn.Module, axes: ReduceGroups, *, accumulate_locally: bool) -> None:
-        self.axes = axes
+    def __init__(self, module: nn.Module, groups: ReduceGroups, *, accumulate_locally: bool) -> None:
+        self.groups = groups
         self.module = module
         self.accumulate_locally = accumulate_locally and isinstance(module, FSDPModule)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -181,10 +181,10 @@ class FloatReducer:
         self._losses: list[Tensor] = []
 
     def before_forward(self, *, last: bool) -> None:
-        wanted = last or not self.accumulate_locally
-        if wanted != self._synced and isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(wanted)
-            self._synced = wanted
+        sync = last or not self.accumulate_locally
+        if sync != self._synced and isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(sync)
+            self._synced = sync
 
     def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach().double())
@@ -192,16 +192,16 @@ class FloatReducer:
     @torch.no_grad()
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         gradients: list[Tensor] = []
-        kinds: dict[frozenset[str], list[Tensor]] = {axes: [] for axes in self._axis_sets}
+        by_axes: dict[frozenset[str], list[Tensor]] = {axes: [] for axes in self._axis_sets}
         for parameter, axes in zip(self.parameters, self._axes_of, strict=True):
             if parameter.grad is not None:
                 gradients.append(local(parameter.grad))
                 if gradients[-1].numel():
-                    kinds[axes].append(gradients[-1])
-        self.axes.sum_buckets_(gradients, REPLICATE)
+                    by_axes[axes].append(gradients[-1])
+        self.groups.sum_buckets_(gradients, REPLICATE)
         values = [(torch.stack(self._losses).sum(), frozenset((SHARD, REPLICATE)))]
-        values += [(squared_norm(parts, like=values[0][0]), axes) for axes, parts in kinds.items()]
-        loss, *parts = self.axes.sum_scalars(values)
+        values += [(squared_norm(parts, like=values[0][0]), axes) for axes, parts in by_axes.items()]
+        loss, *parts = self.groups.sum_scalars(values)
         norm = torch.stack(parts).sum().sqrt() if parts else torch.zeros_like(loss)
         return loss, norm, torch.zeros_like(loss)
 

@@ -1,4 +1,4 @@
-"""Orders take effect at the same step on every rank, whenever each of them heard of it."""
+"""Commands take effect at the same step on every rank, although they arrive at different moments."""
 
 from __future__ import annotations
 
@@ -12,80 +12,75 @@ from muster.protocol.ranks import RESIZE_EXIT_CODE, AgentClient, Command
 from muster.train.distributed.process_groups import all_reduce
 
 NO_DEADLINE_MS = 1 << 40
-#: ``RESIZE_EXIT_CODE`` as the ranks' maximum knows it: an order that ends the run counts for more.
-_YIELD = 1
+#: Stands for ``RESIZE_EXIT_CODE`` in the maximum over ranks, so that a command that ends the run wins.
+_RESIZE = 1
 
 
 @dataclass
 class StepConsensus:
-    """One small all-reduce a step on a gloo group of its own, begun when its micro-batches are done and awaited at
-    its end.
+    """One small all-reduce a step on a gloo group of its own, started after its micro-batches and awaited at its end.
 
-    So an order heard during step k is agreed on at the end of step k or k + 1, and costs next to no time: the message
-    travels while gradients are summed and the update is made.
+    A command received during step k is agreed on at the end of step k or k + 1, at almost no cost: the message overlaps
+    with the gradient reduction and the update.
     """
 
     agent: AgentClient
     group: dist.ProcessGroup | None
     """All ranks; None at world size 1."""
-    _waiting: Command | None = field(default=None, init=False)
-    """To leave for a larger world, heard by this rank and not yet done: it waits for a save."""
+    _resize: Command | None = field(default=None, init=False)
+    """A resize that this rank received, and that waits for the end of a save."""
 
-    def begin(self, *, save_now: bool = False, copy_is_behind: bool = False, saving: bool = False) -> None:
-        """Say what this rank has heard, or wants by itself (``save_now``).
+    def start(self, *, save_now: bool = False, copy_is_pending: bool = False, saving: bool = False) -> None:
+        """Send the command that this rank received, or its own request (``save_now``).
 
-        ``copy_is_behind``: what was ordered is not yet on the peer. ``saving``: a save is under way, and a
-        larger world or another save waits for it.
+        ``copy_is_pending``: the requested copy is not yet on the other host. ``saving``: a save is in progress, and a
+        resize or another save waits for it.
         """
-        order = self.agent.order() or self._waiting
-        stop = order is not None and order.kind == "stop"
-        self._waiting = order if order is not None and order.exit_code == RESIZE_EXIT_CODE else None if stop else self._waiting
-        self._begun_s = time.monotonic()
-        deadline, code = NO_DEADLINE_MS, 0
-        if order is not None:
-            code = _YIELD if order.exit_code == RESIZE_EXIT_CODE else order.exit_code
-            if order.deadline_s is not None:
-                deadline = max(0, int((order.deadline_s - (self._begun_s - order.heard_s)) * 1000))
-        self._flags = torch.tensor(
-            [
-                1 if stop else 0,
-                1 if save_now or (order is not None and (order.kind == "save" or order.save)) else 0,
-                code,
-                -deadline,  # the maximum of the negative is the nearest deadline
-                1 if copy_is_behind else 0,
-                1 if saving else 0,
-            ]
-        )
+        command = self.agent.order() or self._resize
+        stop = command is not None and command.kind == "stop"
+        resize = command is not None and command.exit_code == RESIZE_EXIT_CODE
+        if resize:
+            self._resize = command
+        elif stop:
+            self._resize = None
+        self._started_s = time.monotonic()
+        deadline_ms, code, save = NO_DEADLINE_MS, 0, save_now
+        if command is not None:
+            save = save or command.kind == "save" or command.save
+            code = _RESIZE if resize else command.exit_code
+            if command.deadline_s is not None:
+                deadline_ms = max(0, int((command.deadline_s - (self._started_s - command.heard_s)) * 1000))
+        # The maximum of the negative deadlines is the nearest one.
+        self._flags = torch.tensor([int(stop), int(save), code, -deadline_ms, int(copy_is_pending), int(saving)])
         self._work: dist.Work | None = None
         if self.group is not None:
             self._work = all_reduce(self._flags, self.group, op=dist.ReduceOp.MAX)
 
     def copies_arrived(self) -> bool:
-        """Whether every rank's peer holds what was ordered, so that the next snapshot is copied too."""
-        if self._work is not None:
-            self._work.wait()
-        return not int(self._flags[4])
+        """Whether every requested copy is on its other host, so that the next snapshot is copied too."""
+        return not self._result()[4]
 
     def any_rank_saving(self) -> bool:
-        """Whether a save was under way on some rank when this step's orders were asked for."""
-        if self._work is not None:
-            self._work.wait()
-        return bool(self._flags[5])
+        """Whether a save was in progress on some rank at this step's ``start``."""
+        return bool(self._result()[5])
 
-    def agreed(self) -> Command | None:
-        """The step ends: what all ranks do now, the same on each. None: go on."""
-        if self._work is not None:
-            self._work.wait()
-        stop, save, exit_code, deadline = (int(flag) for flag in self._flags[:4])
-        yields = exit_code == _YIELD
-        if stop and yields and int(self._flags[5]):
-            return None  # nobody hurries: the growth waits, training does not; asked again at the next step
+    def command(self) -> Command | None:
+        """What all ranks do at the end of this step, the same on each. None: continue."""
+        stop, save, exit_code, negative_deadline_ms, _, saving = self._result()
+        resize = exit_code == _RESIZE
+        if stop and resize and saving:
+            return None  # a resize is not urgent: it is asked for again at the next step, and training goes on
         if not stop and not save:
             return None
-        left_s = -deadline / 1000 - (time.monotonic() - self._begun_s)
+        left_s = -negative_deadline_ms / 1000 - (time.monotonic() - self._started_s)
         return Command(
             kind="stop" if stop else "save",
             save=bool(save),
-            exit_code=RESIZE_EXIT_CODE if yields else exit_code,
-            deadline_s=None if -deadline == NO_DEADLINE_MS else max(0.0, left_s),
+            exit_code=RESIZE_EXIT_CODE if resize else exit_code,
+            deadline_s=None if -negative_deadline_ms == NO_DEADLINE_MS else max(0.0, left_s),
         )
+
+    def _result(self) -> list[int]:
+        if self._work is not None:
+            self._work.wait()
+        return [int(flag) for flag in self._flags.tolist()]

@@ -1,4 +1,4 @@
-"""Held-out figures: loss, questions answered with SQL that really runs, and samples to look at.
+"""Held-out figures: loss, scores of answered questions, and sample generations.
 
 Every rank takes part: the model is sharded, so all ranks make the same forward passes. The loss of each
 micro-batch does not depend on who computes it, and the sum is taken in one order, so the held-out loss of the
@@ -26,21 +26,21 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.generate import generate
 from muster.train.metrics import StepLog
-from muster.train.model.causal_lm import ModelWithLoss
 from muster.train.model.loss import loss_sum
+from muster.train.model.model_with_loss import ModelWithLoss
 
-#: Rows of a result that a sample shows.
+#: Result rows shown with a sample.
 SHOWN_ROWS = 5
 
 
 @dataclass
 class Evaluator:
-    """Takes the held-out figures of the model as it is; emits ``eval`` and ``sample`` (rank 0)."""
+    """Measures the held-out figures of the current model; emits ``eval`` and ``generation`` (rank 0)."""
 
     spec: RunSpec
     prepared: Prepared
     model: ModelWithLoss
-    axes: ReduceGroups
+    groups: ReduceGroups
     data_rank: int
     data_ranks: int
     world: World
@@ -72,7 +72,7 @@ class Evaluator:
 
     @torch.no_grad()
     def heldout_loss(self, store: SequenceStore, rows: int) -> float | None:
-        """Mean cross-entropy over the supervised tokens of the first ``rows`` sequences; None where there are none."""
+        """Mean cross-entropy over the supervised tokens of the first ``rows`` sequences; None if there are none."""
         training = self.spec.training
         chosen = range(min(rows, len(store)))
         size = training.micro_batch_size
@@ -82,48 +82,48 @@ class Evaluator:
             return None
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         for first in range(0, len(batches), self.data_ranks):
-            mine = first + self.data_rank
-            if mine < len(batches):
-                batch = batch_from(store, batches[mine], self.device, static_shapes=training.compile)
+            index = first + self.data_rank
+            if index < len(batches):
+                batch = batch_from(store, batches[index], self.device, static_shapes=training.compile)
             else:
                 batch = padding_batch(size, training.sequence_length, self.device, static_shapes=training.compile)
             loss = loss_sum(self.model, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
-            if mine < len(batches):
-                losses[mine] = loss.double()
+            if index < len(batches):
+                losses[index] = loss.double()
             self.agent.progress()
-        self.axes.sum_everywhere_(losses)  # each place is filled by one rank, so these sums add zeros: exact
+        self.groups.sum_everywhere_(losses)  # each element comes from one rank, the others add zeros: exact
         return math.fsum(losses.tolist()) / supervised
 
     def _answer(self, step: int, *, final: bool) -> dict[str, Any]:
-        """Generate answers to held-out questions and run them; samples are the first few of them."""
+        """Generate answers to held-out questions and score them; the first few are emitted as samples."""
         evaluation = self.spec.evaluation
         count = evaluation.num_questions
         if final and evaluation.final_num_questions is not None:
             count = evaluation.final_num_questions
-        wanted = max(count, evaluation.samples)
-        questions = heldout_questions(self.spec, self.prepared, wanted) if wanted else []
+        num_questions = max(count, evaluation.samples)
+        questions = heldout_questions(self.spec, self.prepared, num_questions) if num_questions else []
         if not questions or self.prepared.tokenizer_dir is None:
             return {}
         encoder = Encoder(self.prepared.tokenizer_dir)
         texts = [encoder.decode(ids).strip() for ids in self._complete(questions)]
-        verdicts = self._judge(questions[:count], texts[:count])
+        verdicts = self._score(questions[:count], texts[:count])
         if self.world.rank != 0:
             return {}
         for question, text in list(zip(questions, texts, strict=True))[: evaluation.samples]:
             self.agent.emit("generation", step=step, **sample(question, text))
         if not count:
             return {}
-        found = summary(questions[:count], verdicts)
+        figures = summary(questions[:count], verdicts)
         baseline = self._baseline(questions[:count])
-        return found if baseline is None else {**found, "baseline_accuracy": baseline}
+        return figures if baseline is None else {**figures, "baseline_accuracy": baseline}
 
     def _complete(self, questions: Sequence[Question]) -> list[list[int]]:
         """Completions of all prompts, on every rank; each rank generates its share."""
         width = self.spec.evaluation.max_new_tokens
-        mine = range(self.data_rank, len(questions), self.data_ranks)
+        local = range(self.data_rank, len(questions), self.data_ranks)
         share = -(-len(questions) // self.data_ranks)
-        prompts = [list(questions[index].prompt_ids) for index in mine]
-        prompts += [list(questions[0].prompt_ids)] * (share - len(prompts))  # all ranks run as many
+        prompts = [list(questions[index].prompt_ids) for index in local]
+        prompts += [list(questions[0].prompt_ids)] * (share - len(prompts))  # every rank runs the same number
         completions = generate(
             self.model,
             prompts,
@@ -133,19 +133,19 @@ class Evaluator:
             progress=self.agent.progress,
         )
         table = torch.zeros(len(questions), width, dtype=torch.int64, device=self.device)
-        for index, ids in zip(mine, completions, strict=False):
+        for index, ids in zip(local, completions, strict=False):
             table[index, : len(ids)] = torch.tensor(ids[:width], dtype=torch.int64, device=self.device) + 1
-        self.axes.sum_everywhere_(table)
+        self.groups.sum_everywhere_(table)
         return [[token - 1 for token in row if token > 0] for row in table.tolist()]
 
-    def _judge(self, questions: Sequence[Question], texts: Sequence[str]) -> list[Verdict]:
-        """Every verdict on every rank; each rank runs its share of the queries."""
+    def _score(self, questions: Sequence[Question], texts: Sequence[str]) -> list[Verdict]:
+        """Every verdict on every rank; each rank scores its share of the answers."""
         table = torch.zeros(len(questions), 2, dtype=torch.int64, device=self.device)
         for index in range(self.data_rank, len(questions), self.data_ranks):
             outcome = questions[index].score(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
             self.agent.progress()
-        self.axes.sum_everywhere_(table)
+        self.groups.sum_everywhere_(table)
         return [Verdict(correct=bool(correct), timed_out=bool(late)) for correct, late in table.tolist()]
 
     def _baseline(self, questions: Sequence[Question]) -> float | None:
@@ -156,7 +156,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one answered question."""
+    """The score of one answer."""
 
     correct: bool
     timed_out: bool
@@ -164,16 +164,16 @@ class Verdict:
 
 def summary(questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The share of correct answers for each metric of the task (text-to-SQL: executed, and compared as text)."""
-    found: dict[str, Any] = {"questions": len(questions)}
+    figures: dict[str, Any] = {"questions": len(questions)}
     for metric in sorted({question.metric for question in questions}):
         chosen = [v for q, v in zip(questions, verdicts, strict=True) if q.metric == metric]
-        found[metric] = sum(verdict.correct for verdict in chosen) / len(chosen)
-    found["timeouts"] = sum(verdict.timed_out for verdict in verdicts)
-    return found
+        figures[metric] = sum(verdict.correct for verdict in chosen) / len(chosen)
+    figures["timeouts"] = sum(verdict.timed_out for verdict in verdicts)
+    return figures
 
 
 def sample(question: Question, completion: str) -> dict[str, Any]:
-    """One generation to look at, with what its query returned."""
+    """One sample generation, with what the answer produced."""
     outcome = question.score(completion)
     return {
         "prompt": question.prompt_text,

@@ -1,7 +1,7 @@
 """Greedy completions from the model in training, on all ranks at once.
 
-Where the whole model fits beside its shards, every FSDP unit is made whole once and ranks then generate on
-their own, without a collective. A larger model stays sharded and its ranks go token by token in lock-step.
+If the whole model fits in memory besides its shards, every FSDP unit is gathered once and ranks then generate
+without collectives. A larger model stays sharded, and its ranks generate token by token in lock-step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from muster.train.model.model_with_loss import Decoding, ModelWithLoss
 from muster.train.model.sharding import reshard
 
-#: A model up to this size, in its compute dtype, is made whole for generation.
+#: A model up to this size, in its compute dtype, is gathered for generation.
 WHOLE_BYTES = {"cpu": 4 << 30, "cuda": 20 << 30}
 BATCH = 64
 
@@ -35,12 +35,12 @@ def generate(
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, token by token, without the end token.
 
-    Collective: every rank passes its own prompts, all ranks of a sharded group as many (repeat one where there is
-    none), and tp ranks the same ones. Left-padded batches with a KV cache. Ends before the model's longest
+    Collective: every rank passes its own prompts, all ranks of a sharded group the same number (repeat one if there are
+    fewer), and tp ranks the same ones. Left-padded batches with a KV cache. Ends before the model's longest
     position. ``progress`` is called after each token.
     """
     group = shard_group(module)
-    found: list[list[int]] = [[] for _ in prompts]
+    completions: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     with prepared(module, whole=group is None or fits(module)) as whole:
         for start in range(0, len(order), BATCH):
@@ -50,8 +50,8 @@ def generate(
             room = room if whole else agreed(room, group, dist.ReduceOp.MIN)
             rows = complete(module, batch, room, eos_id, pad_id, None if whole else group, progress)
             for index, row in zip(chosen, rows, strict=True):
-                found[index] = row
-    return found
+                completions[index] = row
+    return completions
 
 
 def complete(
@@ -93,7 +93,7 @@ def complete(
 
 @contextmanager
 def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
-    """Dense attention without compiled layers, and units whole where wanted; everything as before afterwards."""
+    """Dense attention, no compiled layers, and with ``whole`` gathered units; restored afterwards."""
     model = module.model
     was_training = module.training
     before = model.config._attn_implementation
@@ -122,7 +122,7 @@ def fits(module: ModelWithLoss) -> bool:
 
 
 def shard_group(module: ModelWithLoss) -> dist.ProcessGroup | None:
-    """The ranks that hold parts of this model, where there are several."""
+    """The ranks that hold parts of this model, if there are several."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
@@ -136,11 +136,11 @@ def agreed(value: int, group: dist.ProcessGroup | None, operation: dist.ReduceOp
     if group is None:
         return value
     device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
-    found = torch.tensor([value], device=device)
-    dist.all_reduce(found, op=operation, group=group)
-    return int(found)
+    result = torch.tensor([value], device=device)
+    dist.all_reduce(result, op=operation, group=group)
+    return int(result)
 
 
 def longest_position(module: ModelWithLoss) -> int:
-    """Positions that the model knows; rotary ones too, since past them it was never trained."""
+    """The model's longest position; for rotary embeddings too, because it was not trained beyond."""
     return int(getattr(module.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)

@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a committed checkpoint, made tensor by tensor in one process, and checked.
+"""A Hugging Face folder from a committed checkpoint, written tensor by tensor in one process, and verified.
 
-Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and what
-was found, or ``error``, ``hint`` and ``exit_code``.
+Run as a program (``python -m muster.train.export.hf_folder --run-dir DIR``) it prints one JSON object: the folder and
+the results, or ``error``, ``hint`` and ``exit_code``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from muster.train.export import verification
 from muster.train.export.sources import (
     ExportSources,
     Make,
-    choose,
+    choose_checkpoint,
     maker_of,
     open_sources,
     read_spec,
@@ -39,10 +39,10 @@ from muster.train.export.sources import (
 from muster.train.model import lora
 from muster.train.model.causal_lm import DTYPES, on_meta
 
-#: Largest safetensors file, as transformers cuts them.
+#: Largest safetensors file, as in transformers.
 MAX_FILE_BYTES = 5_000_000_000
 ADAPTER_MARK = ".default."
-"""What peft puts before ``weight`` for the adapter of that name, and leaves out of its files."""
+"""The adapter's name, which peft puts before ``weight`` in the model and omits in its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +58,18 @@ class Exported:
     bytes: int
     seconds: float
     checked: Mapping[str, Any] = field(default_factory=dict)
-    """From ``verify_export``; empty where that was not wanted."""
+    """From ``verification``; empty if that was disabled."""
 
     def lines(self) -> tuple[str, ...]:
-        """What to say about it."""
-        wrote = f"step {self.step} ({self.kind}, {self.dtype}, {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB)"
-        found = [f"exported {wrote} to {self.folder}"]
+        """Messages for the user."""
+        content = f"step {self.step} ({self.kind}, {self.dtype}, {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB)"
+        lines = [f"exported {content} to {self.folder}"]
         if self.checked:
-            found.append(
+            lines.append(
                 f"reloaded in a fresh process: logits differ by {self.checked['relative_difference']:.2g} of their norm"
                 f" (limit {self.checked['limit']:.2g}), {self.checked['agreement']:.1%} of next tokens equal"
             )
-        return tuple(found)
+        return tuple(lines)
 
 
 def export(
@@ -82,13 +82,13 @@ def export(
     verify: bool = True,
     shell: Shell | None = None,
 ) -> Exported:
-    """Write the folder of the newest valid checkpoint (or of step ``checkpoint``) and check it before it appears.
+    """Write the folder of the newest valid checkpoint (or of step ``checkpoint``) and verify it before it appears.
 
     LoRA is merged into its base, or written as a PEFT adapter. ``dtype`` defaults to the run's compute type.
-    One tensor at a time is held, besides a file's worth of output; the check holds the whole model.
+    One tensor at a time is in memory, besides one file's output; the verification holds the whole model.
 
     Raises:
-        UsageError: the folder is taken, or this cannot be exported that way.
+        UsageError: the folder exists, or this export is not possible.
         CheckpointError: there is no such checkpoint, or the reloaded folder gives other logits.
     """
     began = time.monotonic()
@@ -98,15 +98,15 @@ def export(
     dtype = dtype or spec.model.dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    manifest = choose(spec, run_dir, checkpoint)
+    manifest = choose_checkpoint(spec, run_dir, checkpoint)
     adapter = spec.model.lora is not None and not merge_lora
     kind = "adapter" if adapter else "merged" if spec.model.lora else "model"
     target = Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}"
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} exists already", hint="remove it or choose another folder with --out")
+        raise UsageError(f"{target} already exists", hint="remove it or choose another folder with --out")
     reader = ShardReader(open_checkpoint(manifest))
     sources = open_sources(spec, run_dir, reader)
-    with temporary_beside(target) as folder:
+    with temporary_folder_beside(target) as folder:
         if adapter:
             tensors, size = write_adapter(folder, sources)
         else:
@@ -122,7 +122,7 @@ def export(
                 dtype="float32" if adapter else dtype,
                 shell=shell or SystemShell(),
             )
-        open_modes(folder)
+        apply_umask(folder)
         if target.is_dir():
             target.rmdir()
         os.rename(folder, target)
@@ -144,7 +144,7 @@ def export(
 def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tuple[int, int]:
     """Weights, config and generation config; returns (tensors, bytes)."""
     shapes = {name: tuple(parameter.shape) for name, parameter in sources.model.named_parameters()}
-    # Buffers that belong to the model's files but are not trained: only a pretrained folder has them.
+    # Buffers that are in the model's files but not trained: only a pretrained folder has them.
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in sources.model.named_modules()
@@ -174,13 +174,14 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     """The adapter as PEFT writes it; returns (tensors, bytes)."""
     assert sources.spec.model is not None and sources.spec.model.lora is not None
     if sources.spec.model.source is None:
-        raise UsageError("the adapter's base is random and lies nowhere", hint="export it merged")
+        raise UsageError("the adapter's base is random and not stored anywhere", hint="export it merged")
     with_adapters = on_meta(sources.config, torch.float32)
     config = lora.add_adapters(with_adapters, sources.spec.model.lora, torch.float32)
     expected = set(lora.adapter_names(with_adapters))
     if expected != sources.trained:
-        odd = sorted(expected ^ sources.trained)
-        raise CheckpointError(f"the checkpoint and the adapter differ in {len(odd)} tensors, the first is {odd[0]}")
+        different = sorted(expected ^ sources.trained)
+        problem = f"differ in {len(different)} tensors, the first is {different[0]}"
+        raise CheckpointError(f"the checkpoint and the adapter {problem}")
     config.base_model_name_or_path = sources.spec.model.source
     config.revision = sources.spec.model.revision
     config.inference_mode = True
@@ -201,7 +202,7 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
 def write_safetensors(
     folder: Path, stem: str, makers: Mapping[str, Make], sizes: Mapping[str, int], dtype: torch.dtype | None
 ) -> int:
-    """One file, or several of at most 5 GB with an index; a file's tensors are made just before it is written."""
+    """One file, or several of at most 5 GB with an index; a file's tensors are computed just before it is written."""
     from safetensors.torch import save_file
 
     groups: list[list[str]] = [[]]
@@ -216,13 +217,13 @@ def write_safetensors(
     for number, names in enumerate(groups, 1):
         single = len(groups) == 1
         file = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        made = {}
+        tensors = {}
         for name in names:
             tensor = makers[name]()
-            made[name] = (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
-            total += made[name].numel() * made[name].element_size()
+            tensors[name] = (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+            total += tensors[name].numel() * tensors[name].element_size()
             places[name] = file
-        save_file(made, folder / file, metadata={"format": "pt"})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -230,7 +231,7 @@ def write_safetensors(
 
 
 def write_generation_config(folder: Path, sources: ExportSources) -> None:
-    """The base's, or one that knows the tokenizer's special tokens."""
+    """The base's, or a new one with the tokenizer's special tokens."""
     from transformers import GenerationConfig
 
     given = sources.folder.path / "generation_config.json" if sources.folder else None
@@ -249,14 +250,14 @@ def write_generation_config(folder: Path, sources: ExportSources) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files as the run keeps them; none where the run had no tokenizer."""
+    """The tokenizer's files from the run's folder; none if the run had no tokenizer."""
     for path in sorted(source.iterdir()) if source.is_dir() else []:
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
 
-def open_modes(folder: Path) -> None:
-    """Modes as the umask says: safetensors writes its files for the owner alone, whatever the umask."""
+def apply_umask(folder: Path) -> None:
+    """Set file modes by the umask: safetensors ignores it and writes files for the owner only."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -266,8 +267,8 @@ def open_modes(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary_beside(target: Path) -> Iterator[Path]:
-    """A folder in the target's file system that is gone when the block fails."""
+def temporary_folder_beside(target: Path) -> Iterator[Path]:
+    """A folder in the target's file system that is removed if the block fails."""
     folder = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -291,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-verify", action="store_true")
     given = parser.parse_args(argv)
     try:
-        found = export(
+        exported = export(
             given.run_dir,
             given.out,
             checkpoint=given.step,
@@ -302,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MusterError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "exit_code": error.exit_code}), flush=True)
         return error.exit_code
-    print(json.dumps({**asdict(found), "folder": str(found.folder), "lines": found.lines()}), flush=True)
+    print(json.dumps({**asdict(exported), "folder": str(exported.folder), "lines": exported.lines()}), flush=True)
     return 0
 
 

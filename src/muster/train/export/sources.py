@@ -1,4 +1,4 @@
-"""What an export is made from: the checkpoint's tensors, the base's, and the training state as a model."""
+"""The sources of an export: the checkpoint's tensors, the base's, and the training state as a model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from muster.train.model import lora, pretrained, weights
 from muster.train.model.causal_lm import on_meta, read_config
 
 Make = Callable[[], Tensor]
-#: More tokens than any tokenizer has: a stand-in on the meta device until the checkpoint says how many.
+#: More tokens than any tokenizer has: a placeholder on the meta device until the checkpoint's shape is known.
 ANY_VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True)
 class ExportSources:
-    """Everything that the tensors are made from."""
+    """Everything that the tensors are computed from."""
 
     spec: RunSpec
     config: Any
@@ -41,7 +41,7 @@ class ExportSources:
 
     @cached_property
     def drawn(self) -> dict[str, Tensor]:
-        """The random base of an adapter, whole: a function of (seed, name), so it can be had again."""
+        """The random base of an adapter: a function of (seed, name), so it can be recomputed."""
         model = on_meta(self.config, torch.float32)
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -59,31 +59,31 @@ def read_spec(run_dir: Path) -> RunSpec:
     try:
         spec = RunSpec.model_validate_json(path.read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint="is this a run's folder?") from error
+        raise UsageError(f"{path} cannot be read: {error}", hint="give a run's folder") from error
     if spec.model is None:
-        raise UsageError(f"{run_dir} is a run of a foreign command; it has no model to export")
+        raise UsageError(f"{run_dir} is a run of `command`; it has no model to export")
     return spec
 
 
-def choose(spec: RunSpec, run_dir: Path, step: int | None) -> Manifest:
-    """The checkpoint to export, its checksums verified."""
+def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None) -> Manifest:
+    """The checkpoint to export, with verified checksums."""
     store: Store = open_store()
     directory = spec.checkpoint.dir or uris.join(str(run_dir), "checkpoints")
-    skipped: list[str] = []
+    rejected: list[str] = []
     if step is None:
-        found = newest_valid(store, directory, lambda uri, reason: skipped.append(f"{uris.name(uri)}: {reason}"))
-        if found is None:
-            why = f" ({'; '.join(skipped)})" if skipped else ""
-            raise CheckpointError(f"no usable checkpoint in {directory}{why}", hint="let the run save one first")
-        return found
-    there = committed(store, directory)
-    for manifest in there:
+        newest = newest_valid(store, directory, lambda uri, reason: rejected.append(f"{uris.name(uri)}: {reason}"))
+        if newest is None:
+            reasons = f" ({'; '.join(rejected)})" if rejected else ""
+            raise CheckpointError(f"no usable checkpoint in {directory}{reasons}", hint="let the run save one first")
+        return newest
+    manifests = committed(store, directory)
+    for manifest in manifests:
         if manifest.step == step:
             problem = missing(manifest) or damage(manifest)
             if problem:
                 raise CheckpointError(f"{manifest.uri}: {problem}")
             return manifest
-    steps = ", ".join(str(manifest.step) for manifest in there) or "none"
+    steps = ", ".join(str(manifest.step) for manifest in manifests) or "none"
     raise CheckpointError(f"no committed checkpoint of step {step} in {directory}", hint=f"there are: {steps}")
 
 
@@ -97,7 +97,7 @@ def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSou
     config = read_config(spec, folder.path if folder else None, ANY_VOCABULARY if unknown else 1)
     model = on_meta(config, torch.float32)
     if folder is None and spec.model.lora is None:
-        # The vocabulary came from the tokenizer when the run began; the checkpoint still knows it.
+        # The vocabulary size came from the tokenizer when the run started; the checkpoint's shape has it.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         name = names[id(model.get_input_embeddings().weight)]
         shape = reader.shapes().get(f"model.{name}")
@@ -113,12 +113,12 @@ def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSou
 
 
 def maker_of(name: str, sources: ExportSources) -> Make:
-    """How a parameter of the plain model comes about: trained, merged, or as its base has it."""
+    """How a parameter of the plain model is computed: trained, merged, or from its base."""
     if name in sources.trained:
         return lambda: read_tensor(sources.reader, f"model.{name}")
     assert sources.spec.model is not None
     if sources.spec.model.lora is None:
-        raise CheckpointError(f"the checkpoint lacks {name}", hint="is it of another model?")
+        raise CheckpointError(f"the checkpoint lacks {name}", hint="check that it is of the same model")
     owner, _, leaf = name.rpartition(".")
     a, b = f"model.{owner}.lora_A.default.weight", f"model.{owner}.lora_B.default.weight"
     if leaf == "weight" and a in sources.reader.shapes():
@@ -140,7 +140,7 @@ def merged(owner: str, base: Tensor, a: str, b: str, sources: ExportSources) -> 
 
 
 def stored(name: str, sources: ExportSources) -> Make:
-    """As the base has it: from its files, or drawn again where it was random."""
+    """From the base's files, or recomputed if it was random."""
 
     def read() -> Tensor:
         if sources.folder is None:
@@ -149,16 +149,16 @@ def stored(name: str, sources: ExportSources) -> Make:
         if place is None:
             raise CheckpointError(f"neither the checkpoint nor {sources.folder.path} holds {name}")
         with pretrained.opened(sources.folder.files[place]) as file:
-            found: Tensor = file.get_tensor(place)
-            return found
+            tensor: Tensor = file.get_tensor(place)
+            return tensor
 
     return read
 
 
 def reference_model(sources: ExportSources) -> Any:
-    """The training state as a model on the CPU in float32: the base and its adapters, apart as they were trained.
+    """The training state as a model on the CPU in float32: the base and its adapters, unmerged.
 
-    Takes another way than the export: nothing is merged, and values go in by the trainer's own functions.
+    Independent of the export: nothing is merged, and values are loaded by the trainer's own functions.
     """
     assert sources.spec.model is not None
     model = on_meta(sources.config, torch.float32)

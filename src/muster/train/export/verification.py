@@ -1,6 +1,6 @@
-"""Does an exported folder give the training state's logits? Asked in a fresh process, as a user would load it.
+"""Verify that an exported folder gives the training state's logits, in a new process, loaded as a user would.
 
-``verify`` writes two fixed batches and the expected logits into the folder's neighbour and starts this module as
+``verify`` writes two fixed batches and the expected logits to a temporary folder and starts this module as
 a program, which loads the folder through ``AutoModelForCausalLM`` (and PEFT) and compares.
 """
 
@@ -36,7 +36,7 @@ def verify(folder: Path, reference: Any, *, base: str | None, dtype: str, shell:
 
     Raises:
         CheckpointError: the logits differ, keys did not match, or the adapter changes nothing.
-        BackendError: the fresh process broke.
+        BackendError: the new process failed.
     """
     vocabulary = reference.config.get_text_config().vocab_size
     expected = {}
@@ -57,37 +57,37 @@ def verify(folder: Path, reference: Any, *, base: str | None, dtype: str, shell:
             str(folder),
             f"{scratch}/expected.safetensors",
         ]
-        done = shell.run([*argv, *(["--base", base] if base else [])], timeout_s=TIMEOUT_S)
+        result = shell.run([*argv, *(["--base", base] if base else [])], timeout_s=TIMEOUT_S)
     try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     except (ValueError, IndexError) as error:
-        tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise BackendError(f"the reloading process ended with code {done.returncode}: {tail[0]}") from error
-    if "error" in found:
-        raise CheckpointError(f"the exported folder does not load: {found['error']}")
-    found["limit"] = LIMITS[dtype]
-    judge(found)
-    return found
+        tail = result.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise BackendError(f"the reloading process ended with code {result.returncode}: {tail[0]}") from error
+    if "error" in report:
+        raise CheckpointError(f"the exported folder does not load: {report['error']}")
+    report["limit"] = LIMITS[dtype]
+    check_report(report)
+    return report
 
 
-def judge(found: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless what the fresh process found is what an export should give."""
-    for what in ("missing", "unexpected", "mismatched"):
-        if found[what]:
+def check_report(report: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the new process's report is that of a correct export."""
+    for kind in ("missing", "unexpected", "mismatched"):
+        if report[kind]:
             raise CheckpointError(
-                f"the exported folder has {len(found[what])} {what} keys, the first is {found[what][0]}"
+                f"the exported folder has {len(report[kind])} {kind} keys, the first is {report[kind][0]}"
             )
-    if "effect" in found and found["effect"] == 0.0:
+    if "effect" in report and report["effect"] == 0.0:
         raise CheckpointError("the exported adapter changes nothing: the logits are those of the base alone")
-    if not found["relative_difference"] <= found["limit"]:
+    if not report["relative_difference"] <= report["limit"]:
         raise CheckpointError(
-            f"the reloaded model's logits differ from the training state's by {found['relative_difference']:.3g} "
-            f"of their norm, more than {found['limit']:.3g}"
+            f"the reloaded model's logits differ from the training state's by {report['relative_difference']:.3g} "
+            f"of their norm, more than {report['limit']:.3g}"
         )
 
 
 def check_adapters(model: Any) -> None:
-    """Raise CheckpointError where there are adapters and all of them are still zero."""
+    """Raise CheckpointError if there are adapters and all of them are still zero."""
     halves = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name]
     if halves and not any(bool(parameter.detach().abs().max() > 0) for parameter in halves):
         raise CheckpointError(
@@ -104,23 +104,23 @@ def fixed_batch(number: int, vocabulary: int) -> Tensor:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor) -> Tensor:
     """float32 [B, S, V], as transformers computes them."""
-    found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found.float().contiguous()
+    output: Tensor = model(input_ids=ids, use_cache=False).logits
+    return output.float().contiguous()
 
 
 def compare(model: Any, expected: Mapping[str, Tensor]) -> dict[str, float]:
     """How far the model's logits are from the expected ones."""
     difference = norm = largest = agree = count = 0.0
     for number in range(BATCHES):
-        want = expected[f"logits.{number}"]
-        have = logits(model, expected[f"ids.{number}"])
-        if have.shape != want.shape:
-            raise ValueError(f"its logits are {list(have.shape)}, expected {list(want.shape)}")
-        difference += float((have - want).double().pow(2).sum())
-        norm += float(want.double().pow(2).sum())
-        largest = max(largest, float((have - want).abs().max()))
-        agree += float((have.argmax(-1) == want.argmax(-1)).sum())
-        count += want.shape[0] * want.shape[1]
+        target = expected[f"logits.{number}"]
+        actual = logits(model, expected[f"ids.{number}"])
+        if actual.shape != target.shape:
+            raise ValueError(f"its logits are {list(actual.shape)}, expected {list(target.shape)}")
+        difference += float((actual - target).double().pow(2).sum())
+        norm += float(target.double().pow(2).sum())
+        largest = max(largest, float((actual - target).abs().max()))
+        agree += float((actual.argmax(-1) == target.argmax(-1)).sum())
+        count += target.shape[0] * target.shape[1]
     # A non-finite difference must not pass: NaN compares false.
     return {
         "relative_difference": (difference / norm) ** 0.5 if norm > 0 else float("inf"),
@@ -130,23 +130,23 @@ def compare(model: Any, expected: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> dict[str, Any]:
-    """What the fresh process does."""
+    """The work of the new process."""
     from transformers import AutoModelForCausalLM
 
     model: Any
     if base is None:
         loaded_with_info: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
         model, info = loaded_with_info
-        found: dict[str, Any] = {
+        keys: dict[str, Any] = {
             "missing": sorted(info["missing_keys"]),
             "unexpected": sorted(info["unexpected_keys"]),
             "mismatched": sorted(str(key) for key in info["mismatched_keys"]),
         }
-        return {**found, **compare(model.eval(), expected)}
+        return {**keys, **compare(model.eval(), expected)}
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    # The adapter was trained beside a float32 reference: a base of that type shows its effect, not rounding.
+    # The reference is float32: a base of that type shows the adapter's effect instead of rounding.
     plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     without = compare(plain, expected)
     model = PeftModel.from_pretrained(plain, folder).eval()
@@ -163,7 +163,7 @@ def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> di
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The fresh process: one JSON object on the last line of stdout."""
+    """The new process: one JSON object on the last line of stdout."""
     from safetensors.torch import load_file
 
     parser = argparse.ArgumentParser(prog="muster.train.export.verification")
@@ -172,11 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base")
     given = parser.parse_args(argv)
     try:
-        found = reload(given.folder, load_file(given.expected), given.base)
-    except Exception as error:  # noqa: BLE001 (a process's edge: whatever broke is the answer)
+        report = reload(given.folder, load_file(given.expected), given.base)
+    except Exception as error:  # noqa: BLE001 (process boundary: any failure is the answer)
         print(json.dumps({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}), flush=True)
         return 1
-    print(json.dumps(found), flush=True)
+    print(json.dumps(report), flush=True)
     return 0
 
 

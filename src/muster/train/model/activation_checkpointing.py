@@ -1,7 +1,7 @@
 """Activation checkpointing of decoder layers: what the forward pass keeps for the backward pass.
 
 ``none`` keeps everything. ``full`` keeps a layer's input and runs the layer again. ``selective`` keeps the
-results of matrix products and attention and computes only the cheap rest again.
+results of matrix products and attention and recomputes only the cheap rest.
 
 A layer's ``forward`` is replaced on the instance, so that names of parameters stay as they are and FSDP's hooks,
 which run around ``forward``, stay outside of what is repeated.
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-#: Operators whose results ``selective`` keeps, by namespace; those that are not loaded are left out.
+#: Operators whose results ``selective`` keeps, by namespace; those that are not loaded are skipped.
 KEPT = {
     "aten": (
         "mm",
@@ -38,7 +38,7 @@ KEPT = {
 
 
 def recompute(layers: Sequence[nn.Module], kind: str) -> None:
-    """Make these layers keep as little as ``kind`` (none, selective, full) says."""
+    """Apply activation checkpointing of ``kind`` (none, selective, full) to these layers."""
     if kind == "none":
         return
     kept = kept_operators() if kind == "selective" else frozenset()
@@ -47,7 +47,7 @@ def recompute(layers: Sequence[nn.Module], kind: str) -> None:
 
 
 def checkpointed(forward: Callable[..., Any], kept: frozenset[Any]) -> Callable[..., Any]:
-    """``forward`` that is run again in the backward pass, but for the results of ``kept`` operators."""
+    """``forward`` that is recomputed in the backward pass, except the results of ``kept`` operators."""
     options: dict[str, Any] = {"use_reentrant": False}
     if kept:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(policy, kept))
@@ -65,11 +65,11 @@ def policy(kept: frozenset[Any], _: Any, operator: Any, *args: Any, **kwargs: An
 
 
 def kept_operators() -> frozenset[Any]:
-    """Every overload of the operators in ``KEPT`` that this process knows."""
-    found = set()
+    """Every overload of the operators in ``KEPT`` that are loaded in this process."""
+    overloads = set()
     for namespace, names in KEPT.items():
         for name in names:
             packet = getattr(getattr(torch.ops, namespace), name, None)
             if packet is not None:
-                found |= {getattr(packet, overload) for overload in packet.overloads()}
-    return frozenset(found)
+                overloads |= {getattr(packet, overload) for overload in packet.overloads()}
+    return frozenset(overloads)

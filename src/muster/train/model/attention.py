@@ -1,9 +1,9 @@
-"""Which attention kernel keeps packed documents apart, and how transformers calls it.
+"""Which attention kernel separates packed documents, and how transformers calls it.
 
 A model is built with the chosen kernel's name as its ``attn_implementation``. ``document`` (CPU) and ``varlen``
 (CUDA) are registered here; the others are transformers' own. All but the dense ones (``sdpa``, ``eager``,
-``flex``) take the documents' bounds as cumulated lengths; those derive a mask from the position ids, and only
-where no attention mask and no cache is passed: an attention mask of ones would switch it off silently.
+``flex``) take the documents' bounds as cumulative lengths; those derive a mask from the position ids, and only
+where no attention mask and no cache is passed: an attention mask of ones would disable the separation silently.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model asks of its attention."""
+    """What a model requires of its attention."""
 
     window: int | None
     """Sliding window that is shorter than the sequences, if any."""
@@ -67,33 +67,33 @@ class Needs:
     flex: bool
 
 
-def choose_attention(wanted: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> Attention:
-    """The wanted kernel, or for ``auto`` the best that is present and fits the model.
+def choose_attention(requested: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> Attention:
+    """The requested kernel, or for ``auto`` the best available one that fits the model.
 
     Raises:
-        UsageError: the wanted one is absent or cannot do what the model needs.
+        UsageError: the requested one is not available or cannot do what the model needs.
     """
     register()
-    refused = {kernel: objection(kernel, needs, device, dtype) for kernel in IMPLEMENTATIONS}
-    if wanted != "auto":
-        if refused[wanted]:
-            fits = [kernel for kernel, why in refused.items() if not why and kernel != "eager"]
+    objections = {kernel: objection(kernel, needs, device, dtype) for kernel in IMPLEMENTATIONS}
+    if requested != "auto":
+        if objections[requested]:
+            fits = [kernel for kernel, reason in objections.items() if not reason and kernel != "eager"]
             raise UsageError(
-                f"model.attention: {wanted} cannot be used: {refused[wanted]}",
+                f"model.attention: {requested} cannot be used: {objections[requested]}",
                 hint=f"use auto{', or ' + ' or '.join(fits) if fits else ''}",
             )
-        return Attention(wanted, "asked for")
+        return Attention(requested, "requested")
     order = ["flash_attention_3", "flash_attention_2", "varlen", "flex"] if device.type == "cuda" else ["document"]
     passed: list[str] = []
     for kernel in [*order, "sdpa", "eager"]:
-        if not refused[kernel]:
-            return Attention(kernel, "; ".join(passed) if passed else f"the best present on {device.type}")
-        passed.append(f"no {kernel}: {refused[kernel]}")
+        if not objections[kernel]:
+            return Attention(kernel, "; ".join(passed) if passed else f"the best available on {device.type}")
+        passed.append(f"no {kernel}: {objections[kernel]}")
     raise UsageError("no attention kernel fits this model: " + "; ".join(passed))
 
 
 def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot be used here; None: it can."""
+    """Why this kernel cannot be used; None: it can."""
     half = dtype in (torch.float16, torch.bfloat16)
     if kernel == "eager":
         return None
@@ -142,7 +142,7 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
 
 
 def _first(*rules: tuple[bool, str]) -> str | None:
-    return next((why for broken, why in rules if broken), None)
+    return next((reason for applies, reason in rules if applies), None)
 
 
 def needs_of(model: nn.Module, sequence_length: int) -> Needs:
@@ -182,11 +182,11 @@ def attention_arguments(batch: Batch, attention: Attention) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- kernels of ours, as transformers calls them
+# ---------------------------------------------------------------- our kernels, as transformers calls them
 
 
 def register() -> None:
-    """Make our kernels known to transformers; repeating it changes nothing."""
+    """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -1,7 +1,7 @@
-"""The self-test at start: a document's logits do not change with its neighbours, on the kernel that will run.
+"""The self-test at start: a document's logits do not depend on its neighbours, with the kernel that will run.
 
 Three short documents share a sequence. New tokens in the outer two must leave the logits of the middle one as
-they are; new tokens in the middle one, its last excepted, must change the logits at its last, or the test
+they are; new tokens in the middle one, except its last, must change the logits at its last: otherwise the test
 could not fail.
 """
 
@@ -23,7 +23,7 @@ from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import reshard
 
 LENGTHS = (5, 9, 6)
-#: What may leak, as a share of what the control moves. Kernels that keep documents apart leak exactly nothing.
+#: Largest leak, as a share of the control's change. Kernels that separate documents leak exactly 0.
 LEAK_SHARE = 1e-3
 #: Largest difference between the chunked head and the model's own, as a share of the largest logit.
 HEAD_SHARE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
@@ -36,25 +36,25 @@ class Proof:
     leak: float
     """By new neighbours, at any of its tokens."""
     control: float
-    """By new tokens of its own, at its last one, which stays."""
+    """By new tokens of its own, at its last one, which is unchanged."""
     own_head: bool
     """The chunked head gives the model's own logits; otherwise the model's own is used, on all tokens at once."""
 
     def __str__(self) -> str:
-        head = "" if self.own_head else "; its head is its own, so logits of a whole micro-batch are held"
-        moved = f"neighbours move logits by {self.leak:.2g}, its own tokens by {self.control:.2g}"
-        return f"documents kept apart: {moved}{head}"
+        head = "" if self.own_head else "; the model's own head is used, so logits of a whole micro-batch are held"
+        changes = f"neighbours change logits by {self.leak:.2g}, its own tokens by {self.control:.2g}"
+        return f"documents separated: {changes}{head}"
 
 
 @torch.no_grad()
 def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shapes: bool = False) -> Proof:
     """Run the self-test; collective, a few forward passes of 20 tokens.
 
-    Where the chunked head does not give the model's own logits, ``module`` is switched to the model's head.
-    Compiled layers run as they are written here, since these shapes occur nowhere else; the kernel is the same.
+    If the chunked head does not give the model's own logits, ``module`` is switched to the model's head.
+    Compiled layers run eagerly here, because these shapes occur nowhere else; the kernel is the same.
 
     Raises:
-        RunFailed: the kernel mixes documents, or the test cannot tell.
+        RunFailed: the kernel mixes documents, or the test is inconclusive.
     """
     batches = probes(module, device, static_shapes)
     was_training = module.training
@@ -67,12 +67,12 @@ def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shape
         reshard(module)
         module.train(was_training)
     start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
-    base, neighbours, own = (found[0, start:end] for found in logits)
+    base, neighbours, own = (output[0, start:end] for output in logits)
     head_error = (reference - logits[0]).abs().max() / reference.abs().max().clamp(min=1e-30)
-    found = torch.stack([_largest(neighbours - base), -_largest(own[-1] - base[-1]), head_error.double()])
+    changes = torch.stack([_largest(neighbours - base), -_largest(own[-1] - base[-1]), head_error.double()])
     if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    leak, control, head_difference = float(found[0]), -float(found[1]), float(found[2])
+        dist.all_reduce(changes, op=dist.ReduceOp.MAX)
+    leak, control, head_difference = float(changes[0]), -float(changes[1]), float(changes[2])
     if not leak <= LEAK_SHARE * control:
         raise RunFailed(
             f"attention kernel {module.attention.kernel} does not keep packed documents apart: new neighbours change "
@@ -81,45 +81,45 @@ def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shape
         )
     if not control > 0:
         raise RunFailed(
-            "the self-test of packed attention cannot tell: a document's own tokens do not change its logits",
-            hint="are the model's weights finite and not all zero?",
+            "the self-test of packed attention is inconclusive: a document's own tokens do not change its logits",
+            hint="check that the model's weights are finite and not all zero",
         )
     if module.own_head and not head_difference <= HEAD_SHARE[module.compute_dtype]:
         module.own_head = False
     return Proof(leak, control, module.own_head)
 
 
-def proven_before(module: ModelWithLoss, device: torch.device, kept: Path) -> Proof | None:
-    """The proof that this run's first ranks left in ``kept``, where it is of this kernel and model; collective.
+def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Proof | None:
+    """The proof that this run's first ranks wrote to ``file``, if it is for this kernel and model; collective.
 
-    All ranks take it or none does. ``module`` is switched to the model's own head where the proof says so.
+    Either all ranks use it or none. ``module`` is switched to the model's own head if the proof says so.
     """
-    found = None
+    proof = None
     try:
-        held = json.loads(kept.read_text())
-        if held["of"] == subject(module, device):
-            found = Proof(**held["proof"])
+        stored = json.loads(file.read_text())
+        if stored["of"] == subject(module, device):
+            proof = Proof(**stored["proof"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    here = torch.tensor(float(found is not None), device=device)
+    everywhere = torch.tensor(float(proof is not None), device=device)
     if dist.is_initialized():
-        dist.all_reduce(here, op=dist.ReduceOp.MIN)
-    if found is None or not here.item():
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    if proof is None or not everywhere.item():
         return None
-    module.own_head = found.own_head
-    return found
+    module.own_head = proof.own_head
+    return proof
 
 
-def keep_proof(module: ModelWithLoss, device: torch.device, proof: Proof, kept: Path) -> None:
-    """Leave the proof for ranks that take another's place (one rank of each replica does)."""
+def keep_proof(module: ModelWithLoss, device: torch.device, proof: Proof, file: Path) -> None:
+    """Write the proof for ranks that replace others (one rank of each replica calls this)."""
     text = json.dumps({"of": subject(module, device), "proof": asdict(proof)})
-    part = kept.with_suffix(f".{secrets.token_hex(4)}.part")  # of each replica, perhaps at once
+    part = file.with_suffix(f".{secrets.token_hex(4)}.part")  # replicas may write at the same time
     part.write_text(text)
-    part.replace(kept)
+    part.replace(file)
 
 
 def subject(module: ModelWithLoss, device: torch.device) -> str:
-    """What a proof is of: kernel, device, type, torch, and the model's configuration."""
+    """What a proof applies to: kernel, device, type, torch, and the model's configuration."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     config = hashlib.sha256(json.dumps(module.model.config.to_dict(), sort_keys=True, default=str).encode())
     parts = (module.attention.kernel, name, module.compute_dtype, torch.__version__, config.hexdigest()[:16])
@@ -127,7 +127,7 @@ def subject(module: ModelWithLoss, device: torch.device) -> str:
 
 
 def probes(module: ModelWithLoss, device: torch.device, static_shapes: bool) -> list[Batch]:
-    """The same sequence thrice: as it is, with other neighbours, with another middle."""
+    """The same sequence three times: unchanged, with other neighbours, with another middle document."""
     vocabulary = module.model.config.get_text_config().vocab_size
     tokens = torch.arange(3, 3 + sum(LENGTHS)) * 7 % vocabulary
     start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]

@@ -1,7 +1,7 @@
 """Any causal language model of transformers, laid out over the ranks and ready to train.
 
-Built on the meta device, cut by tensor parallel and ``fully_shard``, and only then given memory and values, so
-that no rank ever holds it whole. Order: adapters, tensor parallel, recomputation, compile, shards, values.
+Built on the meta device, split by tensor parallel and ``fully_shard``, and only then given memory and values, so
+that no rank ever holds all of it. Order: adapters, tensor parallel, recomputation, compile, shards, values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BuiltModel:
     """transformers config, as read: other models may be built from it."""
     attention: Attention
     proof: Proof
-    """Of the self-test that packed documents do not see each other."""
+    """The result of the self-test that packed documents do not attend to each other."""
     num_parameters: int
     num_trainable: int
     lora_config: Any | None
@@ -50,9 +50,9 @@ class BuiltModel:
     device: torch.device
     compute_dtype: torch.dtype
     static_shapes: bool
-    """Batches must be made with ``static_shapes``: layers are compiled."""
+    """Batches need ``static_shapes``, because layers are compiled."""
     shape: ModelShape | None
-    """What FLOP arithmetic needs; None: not a dense decoder, so that no MFU can be given."""
+    """For FLOP arithmetic; None: not a dense decoder, and no MFU is reported."""
 
     def named_trainable(self) -> dict[str, nn.Parameter]:
         """transformers' (or peft's) name -> parameter, in the model's order."""
@@ -71,14 +71,14 @@ def build_model(
     proof: Path | None = None,
     restored: bool = False,
 ) -> BuiltModel:
-    """The model of ``spec``, laid out, with its first values, its attention proven. Collective: all ranks call it.
+    """The model of ``spec``, sharded, with initial values, its attention tested. Collective.
 
-    ``proof``: a file of the run that keeps the proof. ``restored``: the run goes on, and its state is loaded next:
-    trained values are left undefined, and what ``proof`` holds is not proven again.
+    ``proof``: the run's file for the test's result. ``restored``: a state is loaded next, so trained values are left
+    undefined, and the test is not repeated if ``proof`` has its result.
 
     Raises:
-        UsageError: the model does not fit the tokenizer, the layout or the wanted attention.
-        RunFailed: packed documents see each other through the attention that was chosen.
+        UsageError: the model does not fit the tokenizer, the layout or the requested attention.
+        RunFailed: packed documents attend to each other with the chosen kernel.
         CheckpointError: its files are missing, corrupt or of another architecture.
         BackendError: the hub cannot be reached.
     """
@@ -104,20 +104,20 @@ def build_model(
     )  # fmt: skip
     module.to_empty(device=device)
     model.tie_weights()
-    found = proven_before(module, device, proof) if restored and proof is not None else None
-    if found is not None and all_in_state(model):
+    isolation = proven_before(module, device, proof) if restored and proof is not None else None
+    if isolation is not None and all_in_state(model):
         weights.recompute_buffers(model, persistent=False)
     else:
-        give_values(model, folder, seed=seed, device=device)
+        set_initial_values(model, folder, seed=seed, device=device)
     if mesh.layout.dp_shard > 1:
         check_sharded(model)
-    found = found or prove(module, device, spec, proof)
+    isolation = isolation or prove(module, device, spec, proof)
     module.train()
     return BuiltModel(
         module=module,
         config=config,
-        attention=replace(attention, reason=f"{attention.reason}; documents proven apart"),
-        proof=found,
+        attention=replace(attention, reason=f"{attention.reason}; tested to separate documents"),
+        proof=isolation,
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
         num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         lora_config=lora_config,
@@ -130,26 +130,26 @@ def build_model(
 
 
 def all_in_state(model: Any) -> bool:
-    """Whether a restored state holds every value: nothing is frozen, and no buffer lies in files."""
+    """Whether a restored state has every value: nothing is frozen, and no buffer comes from files."""
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    held = any(
+    stored_buffers = any(
         buffer is not None and name not in module._non_persistent_buffers_set
         for module in model.modules()
         for name, buffer in module._buffers.items()
     )
-    return not frozen and not held
+    return not frozen and not stored_buffers
 
 
-def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, kept: Path | None) -> Proof:
-    """Run the self-test; rank 0 leaves what it found in ``kept``."""
+def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path | None) -> Proof:
+    """Run the self-test; rank 0 writes the result to ``file``."""
     proof = prove_isolation(module, device, static_shapes=spec.training.compile)
-    if kept is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-        keep_proof(module, device, proof, kept)
+    if file is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        keep_proof(module, device, proof, file)
     return proof
 
 
 def prepare_layers(model: Any, spec: RunSpec, mesh: Meshes, device: torch.device) -> list[nn.Module]:
-    """The decoder layers, cut by tensor parallel, recomputing and compiled as the run file says, in this order."""
+    """The decoder layers, with tensor parallel, recomputation and compilation as in the run file, in this order."""
     layers = decoder_layers(model)
     if mesh.layout.tp > 1:
         tensor_parallel.split(model, layers, mesh.tp)
@@ -160,7 +160,7 @@ def prepare_layers(model: Any, spec: RunSpec, mesh: Meshes, device: torch.device
 
 
 def shape_of(config: Any) -> ModelShape | None:
-    """The model's shape for FLOP arithmetic; None where the formulas do not cover the architecture."""
+    """The model's shape for FLOP arithmetic; None if the formulas do not cover the architecture."""
     try:
         return ModelShape.from_config(config.to_dict())
     except UsageError:
@@ -185,20 +185,20 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> Any:
     except KeyError as error:
         raise UsageError(f"model.config: no model_type {error}", hint="for example model_type: llama") from error
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
-        # transformers' validators put the reason in the last line, everybody else in the first.
+        # transformers' validators put the reason in the last line, all others in the first.
         line = str(error).strip().splitlines()[-1 if isinstance(error, StrictDataclassError) else 0].strip()
         raise UsageError(f"model: its config cannot be read: {line}", hint="see model.config or config.json") from error
-    held = config.get_text_config().vocab_size
-    if vocab_size > held:
+    model_vocab_size = config.get_text_config().vocab_size
+    if vocab_size > model_vocab_size:
         raise UsageError(
-            f"the tokenizer has {vocab_size} tokens, the model's vocabulary {held}",
+            f"the tokenizer has {vocab_size} tokens, the model's vocabulary {model_vocab_size}",
             hint="use the model's own tokenizer, or raise vocab_size in model.config",
         )
     return config
 
 
 def on_meta(config: Any, dtype: torch.dtype) -> Any:
-    """The model without memory; attention is set afterwards."""
+    """The model on the meta device; attention is set afterwards."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -209,8 +209,8 @@ def on_meta(config: Any, dtype: torch.dtype) -> Any:
         raise UsageError(f"model: {first_line}", hint="the architecture must be a causal language model") from error
 
 
-def give_values(model: Any, folder: pretrained.Folder | None, *, seed: int, device: torch.device) -> None:
-    """First values of parameters and buffers."""
+def set_initial_values(model: Any, folder: pretrained.Folder | None, *, seed: int, device: torch.device) -> None:
+    """Set the initial values of parameters and buffers."""
     adapters = lora.adapter_names(model)
     if folder is None:
         weights.initialise(model, seed=seed, device=device)

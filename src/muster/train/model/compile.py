@@ -1,7 +1,7 @@
 """torch.compile, one decoder layer at a time: layers share their code, so it is compiled once.
 
 Shapes are static (packed sequences have one length, document bounds are padded to one); FSDP's hooks stay
-outside of the graphs.
+outside the graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
     """Compile the ``forward`` of each layer at its first call.
 
     Raises:
-        UsageError: what the compiler itself needs is missing.
+        UsageError: something that the compiler needs is missing.
     """
     check_compiler(device)
     for layer in layers:
@@ -28,7 +28,7 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UsageError where torch.compile would fail minutes later, at the first step."""
+    """Raise UsageError if torch.compile would fail, which otherwise shows minutes later at the first step."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UsageError("training.compile: triton is not installed", hint="pip install triton, or compile: false")
     compilers = ("g++", "clang++", "c++") if device.type == "cpu" else ("gcc", "clang", "cc")

@@ -2,10 +2,10 @@
 
 Legend: T tokens of all sequences one after the other, H heads, D head dimension, N documents.
 
-The kernel is PyTorch's own flash attention for CPU, which knows no document bounds. Short documents are
-copied into batches of about one length, padded at the end, one kernel call each: under a causal mask no token sees
-what comes after it, so padding needs no mask. Long ones run where they lie. The bounds are a
-tensor, so a compiled model keeps one graph whatever they are.
+The kernel is PyTorch's own flash attention for CPU, which does not know document bounds. Short documents are
+copied into batches of similar length, padded at the end, one kernel call each: under a causal mask no token attends to
+later ones, so padding needs no mask. Long documents are not copied. The bounds are a tensor, so a compiled model has
+one graph for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-#: Longer documents are not copied: a kernel call costs far less than their attention.
+#: Longer documents are not copied: a kernel call costs much less than their attention.
 COPIED_UP_TO = 512
 SHORTEST_STEP = 8
 
@@ -26,7 +26,8 @@ def document_attention(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
 ) -> Tensor:
     """Attention output [T, H, D]; keys and values have as many heads as queries, ``cu_seqlens`` int32[N + 1]."""
-    return torch.ops.muster.document_attention(query_THD, key_THD, value_THD, cu_seqlens, scale)[0]
+    output: Tensor = torch.ops.muster.document_attention(query_THD, key_THD, value_THD, cu_seqlens, scale)[0]
+    return output
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,29 @@ class Bucket:
 
     length: int
     rows: Tensor | None
-    """int64[count * length]: the token at each padded place (its last real one where padding); None: one document
-    that lies at ``start`` and is used in place."""
+    """int64[count * length]: the token at each padded position (in padding the document's last one); None: one document
+    at ``start``, used in place."""
     real: Tensor | None
-    """int64[real tokens]: padded places that hold a token, in the order of ``tokens``."""
+    """int64[real tokens]: padded positions that hold a token, in the order of ``tokens``."""
     tokens: Tensor | None
     start: int = 0
 
 
 def padded_length(length: int) -> int:
-    """The next of four lengths an octave: few kernel calls, at most a quarter of padding."""
+    """The next of four lengths per octave: few kernel calls, at most a quarter of padding."""
     step = max(SHORTEST_STEP, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
 
 
 @lru_cache(maxsize=16)
 def buckets(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
-    """How documents with these cumulated lengths are grouped. A document's own length alone decides its padding."""
-    found: list[Bucket] = []
+    """How documents with these cumulative lengths are grouped. The padding depends only on a document's own length."""
+    groups: list[Bucket] = []
     short: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(bounds):
         length = end - start
         if length > COPIED_UP_TO:
-            found.append(Bucket(length, None, None, None, start))
+            groups.append(Bucket(length, None, None, None, start))
         elif length:
             padded = padded_length(length)
             short.setdefault(padded, []).append((start, length))
@@ -67,8 +68,8 @@ def buckets(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
         places = torch.arange(padded).expand(len(documents), padded)
         rows = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
         real = (places < lengths[:, None]).reshape(-1).nonzero().squeeze(1)
-        found.append(Bucket(padded, rows.reshape(-1), real, rows.reshape(-1)[real]))
-    return tuple(found)
+        groups.append(Bucket(padded, rows.reshape(-1), real, rows.reshape(-1)[real]))
+    return tuple(groups)
 
 
 def _gather(tensor: Tensor, bucket: Bucket) -> Tensor:
@@ -76,12 +77,12 @@ def _gather(tensor: Tensor, bucket: Bucket) -> Tensor:
     if bucket.rows is None:
         part = tensor[bucket.start : bucket.start + bucket.length].unsqueeze(0)
     else:
-        part = tensor.index_select(0, bucket.rows).unflatten(0, (-1, bucket.length))
+        part = torch.unflatten(tensor.index_select(0, bucket.rows), 0, (-1, bucket.length))
     return part.transpose(1, 2)
 
 
 def _scatter(into: Tensor, part: Tensor, bucket: Bucket) -> None:
-    """The inverse of ``_gather``; what lies in padding is dropped."""
+    """The inverse of ``_gather``; values in padding are dropped."""
     flat = part.transpose(1, 2).flatten(0, 1)
     if bucket.rows is None:
         into[bucket.start : bucket.start + bucket.length] = flat
@@ -142,7 +143,7 @@ def _backward(
 
 
 def _only_real(grad: Tensor, bucket: Bucket) -> Tensor:
-    """Zero in padding, which repeats a document's last token: its copies must add nothing to keys and values."""
+    """Zero the gradient in padding, which repeats the last token: its copies must not add to keys and values."""
     assert bucket.real is not None and bucket.rows is not None
     mask = torch.zeros(bucket.rows.numel(), dtype=torch.bool)
     mask[bucket.real] = True

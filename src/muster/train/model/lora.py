@@ -22,13 +22,13 @@ def add_adapters(model: Any, settings: Lora, dtype: torch.dtype) -> Any:
     """Put adapters of ``dtype`` into ``model``, freeze everything else; returns the peft LoraConfig.
 
     Raises:
-        UsageError: no module has one of the wanted names.
+        UsageError: no module has one of the target names.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a divisor's numerator: any float will do
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a divisor's numerator: any float is accepted
         lora_dropout=settings.dropout,
         target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
         task_type="CAUSAL_LM",
@@ -57,7 +57,7 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def initialise(model: nn.Module, names: list[str], *, seed: int, device: torch.device) -> None:
-    """A: uniform, as torch initialises a linear module (Kaiming, a = sqrt(5)). B: zero: a model starts as its base."""
+    """A: uniform, as torch initialises a linear module (Kaiming, a = sqrt(5)). B: zero: the model starts as its base."""
     parameters = dict(model.named_parameters())
     for name in names:
         parameter = parameters[name]

@@ -1,8 +1,8 @@
-"""Cross-entropy over chunks of tokens, so that logits of a whole batch never exist.
+"""Cross-entropy over chunks of tokens, so that the logits of a whole batch are never in memory.
 
 Legend: T tokens, E hidden size, V vocabulary. The gradients of a chunk are computed with its loss, in the
-forward pass, while its logits are there: logits are computed once, not again in the backward pass. The idea
-is that of the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
+forward pass, while its logits are in memory: they are not recomputed in the backward pass. The idea
+is from the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def loss_sum(module: nn.Module, batch: Batch, *, chunk_tokens: int, scale: float
     """``scale`` times the sum of cross-entropies at supervised tokens of ``batch``; fp32, 0-d.
 
     ``module`` is ``BuiltModel.module``. The caller passes 1 / (supervised tokens of the step's global batch), so
-    that the gradients are to be summed over micro-batches and ranks.
+    that gradients are summed over micro-batches and ranks.
     """
     loss: Tensor = module(batch, scale=scale, chunk_tokens=chunk_tokens)
     if not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad_loss: Tensor) -> Any:
-        # The usual backward() starts with 1, but nothing promises it; a product costs one pass over each.
+        # backward() usually starts with 1, but that is not guaranteed; a product costs one pass over each.
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in context.saved_tensors]
         return *grads, None, None, None, None
 

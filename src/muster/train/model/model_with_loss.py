@@ -15,7 +15,7 @@ from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
 
 @dataclass(frozen=True)
 class Decoding:
-    """One step of generation. N prompts, Q new tokens, K tokens so far. No pytree: FSDP passes it on as it is."""
+    """One step of generation. N prompts, Q new tokens, K tokens so far. Not a pytree: FSDP passes it on unchanged."""
 
     tokens: Tensor
     """int64[N, Q]"""
@@ -29,7 +29,7 @@ class Decoding:
 class ModelWithLoss(nn.Module):
     """A transformers model with its loss inside.
 
-    The loss is inside because the root's parameters (head, embedding, last norm) are whole only during the root's
+    The loss is inside because the root's parameters (head, embedding, last norm) are unsharded only during the root's
     forward pass. Parameters have transformers' names after ``model.``.
     """
 
@@ -54,7 +54,7 @@ class ModelWithLoss(nn.Module):
     def forward(
         self, given: Batch | Decoding, *, scale: float = 1.0, chunk_tokens: int = 1024, want: str = "loss"
     ) -> Tensor:
-        """What is wanted.
+        """The output that ``want`` names.
 
         ``loss``: 0-d fp32, ``scale`` times the summed cross-entropy. ``logits``: [B, S, V] fp32 as the loss sees them,
         ``model_logits``: the same by transformers' own forward. ``next`` (of a ``Decoding``): [N, V] fp32.
@@ -68,7 +68,7 @@ class ModelWithLoss(nn.Module):
         if want == "logits":
             return self._logits(hidden).unflatten(0, given.input_ids.shape)
         head = self.model.get_output_embeddings()
-        # A token without a target adds nothing: its logits are not even computed.
+        # A token without a target contributes nothing, so its logits are not computed.
         return chunked_cross_entropy(
             hidden.index_select(0, given.targets),
             head.weight,
@@ -80,7 +80,7 @@ class ModelWithLoss(nn.Module):
         )
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
-        # No attention mask: one of ones would switch the separation of documents off without a word.
+        # No attention mask: a mask of ones would disable the separation of documents silently.
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,

@@ -29,7 +29,7 @@ class Folder:
 
 
 def fetch(source: str, revision: str | None) -> Path:
-    """The local folder of a model: itself, or the hub's copy in the cache (weights and configuration alone).
+    """The local folder of a model: itself, or the hub's copy in the cache (weights and configuration only).
 
     Raises:
         UsageError: no such model.
@@ -48,7 +48,7 @@ def fetch(source: str, revision: str | None) -> Path:
 
 
 def hub_error(source: str, error: Exception) -> UsageError | BackendError:
-    """What went wrong with the hub, in words."""
+    """The error for a failed download."""
     kind = type(error).__name__
     if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "HFValidationError"):
         return UsageError(
@@ -57,7 +57,7 @@ def hub_error(source: str, error: Exception) -> UsageError | BackendError:
         )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else kind
     return BackendError(
-        f"model.source: {source} is no local folder and the hub cannot be reached: {first_line}",
+        f"model.source: {source} is not a local folder and the hub cannot be reached: {first_line}",
         hint="check the network, or download the model and give its folder",
     )
 
@@ -85,7 +85,7 @@ def open_folder(path: Path) -> Folder:
         if not file_path.is_file():
             raise CheckpointError(f"{file_path} is missing, {INDEX} names it", hint="download the model again")
         with opened(file_path) as file:
-            absent = [name for name, where in files.items() if where == file_path and name not in set(file.keys())]
+            absent = [name for name, place in files.items() if place == file_path and name not in set(file.keys())]
         if absent:
             raise CheckpointError(f"{file_path} lacks {absent[0]}, which {INDEX} places there")
     return Folder(path, files)
@@ -104,7 +104,7 @@ def opened(path: Path) -> Any:
 
 
 def load(model: Any, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
-    """Fill this rank's parts of all parameters and persistent buffers, dtypes converted, reading only those.
+    """Fill this rank's parts of all parameters and persistent buffers, converting dtypes and reading only those parts.
 
     ``model`` is a transformers model, perhaps with adapters in it, whose parameters ``ignored`` names.
 
@@ -125,7 +125,7 @@ def load(model: Any, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
     if missing:
         raise CheckpointError(
             f"{folder.path} lacks {_some(missing)} of {type(model).__name__}",
-            hint="is it the folder of another architecture, or one that needs conversion by transformers?",
+            hint="check that the folder is of this architecture and needs no conversion by transformers",
         )
     _refuse_unknown(model, folder, set(places.values()), transient, prefix)
     with ExitStack() as stack:
@@ -157,10 +157,10 @@ def read_slice(file: Any, place: str, tensor: Tensor, path: Path) -> Tensor:
         if local_part(tensor).numel() == 0:
             return torch.empty(local_part(tensor).shape)
         if tensor.ndim == 0:
-            found: Tensor = file.get_tensor(place)
+            part: Tensor = file.get_tensor(place)
         else:
-            found = stored[local_ranges(tensor)]
-        return found
+            part = stored[local_ranges(tensor)]
+        return part
     except SafetensorError as error:
         raise CheckpointError(f"{path} is corrupt or truncated at {place}: {error}") from error
 
@@ -179,7 +179,7 @@ def _refuse_unknown(model: Any, folder: Folder, used: set[str | None], transient
     if unknown:
         raise CheckpointError(
             f"{folder.path} holds {_some(unknown)}, which {type(model).__name__} does not have",
-            hint="is config.json that of another architecture?",
+            hint="check that config.json is of the same architecture",
         )
 
 

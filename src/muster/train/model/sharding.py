@@ -1,4 +1,4 @@
-"""FSDP units: which modules are gathered together, and that their gradients are summed, never averaged."""
+"""FSDP units: which modules are gathered together. Their gradients are summed, never averaged."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from muster.core.errors import UsageError
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.model.tensor_parallel import shard_placement
 
-#: Models with fewer parameters are one FSDP unit instead of one a decoder layer: on gloo each unit costs about
-#: 6 ms of host time a step at two ranks, more than its arithmetic.
+#: Models with fewer parameters are one FSDP unit instead of one per decoder layer: on gloo each unit costs about
+#: 6 ms of host time per step at two ranks, more than its arithmetic.
 WHOLE_BELOW = 16_000_000
-#: An untied embedding larger than this is a unit of its own, so that it is not held beside the head.
+#: An untied embedding larger than this is a unit of its own, so that it is not gathered together with the head.
 EMBEDDING_UNIT_NUMEL = 64_000_000
 
 
@@ -69,11 +69,11 @@ def shard(
         tied = head is not None and head.weight is embedding.weight
         if not tied and embedding.weight.numel() >= EMBEDDING_UNIT_NUMEL:
             fully_shard(embedding, reshard_after_forward=reshard_layers, **options)
-    # The backward pass starts with the head, which is in the root: to drop it in between would gather it twice.
+    # The backward pass starts with the head, which is in the root: resharding it before would gather it twice.
     fully_shard(root, reshard_after_forward=False, **options)
     for part in root.modules():
         if isinstance(part, FSDPModule):
-            # Both are needed: gloo has no pre-multiplied sum, and the loss is already divided by global tokens.
+            # Both are needed: gloo has no pre-multiplied sum, and the loss is already divided by the global tokens.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
 
@@ -89,10 +89,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Drop what micro-batches of an unfinished step left, so that the step can be taken anew.
+    """Drop the gradients of an unfinished step, so that the step can be repeated.
 
-    ``unsharded_accumulated_grad`` is where FSDP2 adds up between micro-batches that are not reduced yet; nothing
-    public empties it.
+    FSDP2 accumulates micro-batches that are not reduced yet in ``unsharded_accumulated_grad``, which no public call
+    clears.
     """
     for parameter in module.parameters():
         parameter.grad = None
@@ -105,18 +105,18 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 def check_sharded(model: nn.Module) -> None:
-    """Refuse parameters whose placement would go wrong later without an error.
+    """Refuse parameters whose placement would cause silent errors later.
 
-    Trainable ones outside FSDP would drift apart between ranks. Those cut twice along one dimension
-    (``_StridedShard``) are no ``Shard`` to the code that sums norms, and checkpoints cannot describe them.
+    Trainable ones outside FSDP would diverge between ranks. Those sharded twice along one dimension
+    (``_StridedShard``) are not a ``Shard`` to the code that sums norms, and checkpoints cannot describe them.
 
     Raises:
-        UsageError: tensor parallel and FSDP would cut the same dimension.
+        UsageError: tensor parallel and FSDP would shard the same dimension.
     """
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) or not parameter.requires_grad, f"{name} is trainable, but not sharded"
         if isinstance(parameter, DTensor) and any(isinstance(place, _StridedShard) for place in parameter.placements):
             raise UsageError(
-                f"{name} {list(parameter.shape)} cannot be cut by tp and by dp_shard at once",
+                f"{name} {list(parameter.shape)} cannot be sharded by tp and by dp_shard at once",
                 hint="use tp: 1, or dp_shard: 1 (with dp_replicate), or a dp_shard that divides the hidden size",
             )

@@ -1,7 +1,7 @@
 """Tensor parallel by the plan that a transformers model ships.
 
-Decoder layers alone are cut: the embedding and the head stay whole on every tp rank (and sharded by FSDP), which
-costs their memory and arithmetic tp times, but leaves the chunked loss as it is. Hidden states between layers
+Only decoder layers are split: the embedding and the head are replicated on every tp rank (and sharded by FSDP), which
+costs their memory and arithmetic tp times, but keeps the chunked loss simple. Hidden states between layers
 are equal on all tp ranks.
 """
 
@@ -35,17 +35,17 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def split(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Cut the decoder layers of ``model`` over ``mesh``, before FSDP.
+    """Split the decoder layers of ``model`` over ``mesh``, before FSDP.
 
     Raises:
-        UsageError: no plan, one that needs more than is done here, or numbers that tp does not divide.
+        UsageError: no plan, one with unsupported styles, or sizes that tp does not divide.
     """
     tp = mesh.size()
     styles = plan_of(model, layers)
     check_divides(model.config.get_text_config(), tp)
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
-            raise UsageError("model.lora and parallelism.tp do not go together", hint="set parallelism.tp: 1")
+            raise UsageError("model.lora and parallelism.tp cannot be combined", hint="set parallelism.tp: 1")
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in styles.items()})
 
 
@@ -53,26 +53,26 @@ def plan_of(model: Any, layers: list[nn.Module]) -> dict[str, str]:
     """Full module name -> style, for modules inside the decoder layers."""
     rules = getattr(model, "tp_plan", None) or {}
     inside = {id(module) for layer in layers for module in layer.modules()}
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for name, module in model.named_modules():
         generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if id(module) in inside and generic in rules:
-            found[name] = rules[generic]
-    if not found:
+            styles[name] = rules[generic]
+    if not styles:
         raise UsageError(
             f"{type(model).__name__} ships no tensor-parallel plan", hint="set parallelism.tp: 1 and use dp_shard"
         )
-    foreign = sorted({style for style in found.values() if style not in STYLES})
-    if foreign:
+    unsupported = sorted({style for style in styles.values() if style not in STYLES})
+    if unsupported:
         raise UsageError(
-            f"the tensor-parallel plan of {type(model).__name__} needs {', '.join(foreign)}, which is not supported",
+            f"the tensor-parallel plan of {type(model).__name__} needs {', '.join(unsupported)}: not supported",
             hint="set parallelism.tp: 1 and use dp_shard",
         )
-    return found
+    return styles
 
 
 def check_divides(config: Any, tp: int) -> None:
-    """Raise UsageError where heads or the MLP cannot be shared out evenly."""
+    """Raise UsageError if heads or the MLP cannot be split evenly."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value % tp:
@@ -83,9 +83,9 @@ def check_divides(config: Any, tp: int) -> None:
 
 
 def shard_placement(dp_shard: int) -> Any:
-    """Where FSDP cuts a parameter that tensor parallel has cut: along another dimension where that is even.
+    """Along which dimension FSDP shards a parameter that tensor parallel has split: another one if that is even.
 
-    Cutting the same dimension twice gives ``_StridedShard``, which checkpoints and sums have to treat apart.
+    Sharding the same dimension twice gives ``_StridedShard``, which checkpoints and sums do not support.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:

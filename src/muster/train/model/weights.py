@@ -1,7 +1,7 @@
 """Values of a model's parameters: a rank's own slices from safetensors, or random ones by (seed, name).
 
-Nobody holds a whole model. Every parameter is first laid out (meta device, ``fully_shard``, ``to_empty``),
-then each rank asks for the index ranges that it holds.
+No rank holds a whole model. Every parameter is first laid out (meta device, ``fully_shard``, ``to_empty``),
+then each rank fills the index ranges that it holds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from muster.core.errors import BackendError
 
 Ranges = tuple[slice, ...]
-#: Random numbers are drawn in blocks of whole rows of about so many elements, each from its own seed, so that a
+#: Random numbers are drawn in blocks of whole rows of about this many elements, each with its own seed, so that a
 #: rank draws little more than its own rows.
 BLOCK_NUMEL = 1 << 20
 
 
 def local_ranges(parameter: Tensor) -> Ranges:
-    """Which part of the global tensor this rank holds, as one range a dimension.
+    """Which part of the global tensor this rank holds, as one range per dimension.
 
-    Tensor parallel cuts first, ``fully_shard`` cuts what is left: also where both cut the same dimension.
+    Tensor parallel splits first and ``fully_shard`` splits the result, also if both split the same dimension.
     """
     ranges = [(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
@@ -59,10 +59,10 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 
 
 def initialise(model: Any, *, seed: int, device: torch.device) -> None:
-    """Random values for all parameters of a transformers model: a function of (seed, name, device type) alone.
+    """Random values for all parameters of a transformers model: a function of (seed, name, device type) only.
 
-    Matrices and embeddings are normal(0, initializer_range), biases of linear modules 0; whatever else holds
-    parameters (norms, mostly) gets what the model's own initialisation gives it.
+    Matrices and embeddings are normal(0, initializer_range), biases of linear modules 0; other modules
+    (mostly norms) get the model's own initialisation.
     """
     deviation = initializer_range(model.config)
     seen: set[int] = set()
@@ -95,10 +95,10 @@ def plain_name(name: str) -> str:
 
 def initializer_range(config: Any) -> float:
     """Standard deviation of a model's random matrices; 0.02 is transformers' own default."""
-    for found in (config, config.get_text_config()):
+    for section in (config, config.get_text_config()):
         for key in ("initializer_range", "init_std", "initializer_factor"):
-            if getattr(found, key, None):
-                return float(getattr(found, key))
+            if getattr(section, key, None):
+                return float(getattr(section, key))
     return 0.02
 
 
@@ -134,12 +134,12 @@ def _blocks(
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """A seed of its own for each name."""
+    """A seed for each name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
 def own_initialisation(model: Any, module: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
-    """Whole parameters of one module as the model's own ``_init_weights`` makes them, on CPU."""
+    """Unsharded parameters of one module from the model's own ``_init_weights``, on CPU."""
     alone = copy.copy(module)
     alone._modules = {}
     alone._parameters = {
@@ -157,12 +157,12 @@ def own_initialisation(model: Any, module: nn.Module, prefix: str, seed: int) ->
 
 
 def recompute_buffers(model: Any, *, persistent: bool) -> None:
-    """Give buffers that no file holds (rotary frequencies) their values again after ``to_empty``.
+    """Recompute buffers that no file holds (rotary frequencies) after ``to_empty``.
 
-    ``persistent``: those too that a file would hold, where the model starts from random values.
+    ``persistent``: also those that a file would hold, if the model starts from random values.
 
     Raises:
-        BackendError: a buffer that neither the model's initialisation nor its constructor computes.
+        BackendError: neither the model's initialisation nor its constructor computes a buffer.
     """
     for prefix, module in model.named_modules():
         names = [

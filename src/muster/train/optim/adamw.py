@@ -22,11 +22,11 @@ def make_adamw(named: Mapping[str, nn.Parameter], settings: Settings, *, element
 
 
 class AdamW:
-    """AdamW whose moments lie beside the local shards.
+    """AdamW with the moments of the local shards.
 
-    ``elementwise``: take the update in separate operations instead of the fused kernel. Slower, but the fused
+    ``elementwise``: compute the update in separate operations instead of the fused kernel. Slower, but the fused
     CPU kernel rounds the elements at the end of a shard differently from those in its middle, so that its result
-    depends on where a shard ends; exact training cannot have that.
+    depends on where a shard ends, which exact training does not allow.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool = False) -> None:
@@ -41,7 +41,7 @@ class AdamW:
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
-    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Nothing to do: ``moments`` are the moments themselves."""
 
     @torch.no_grad()
@@ -68,9 +68,9 @@ class AdamW:
             if float(skip):
                 return
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            for found in zip(parameters, gradients, exp_avg, exp_avg_sq, strict=True):
+            for tensors in zip(parameters, gradients, exp_avg, exp_avg_sq, strict=True):
                 adamw_elementwise(
-                    *found, step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2,
+                    *tensors, step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2,
                     eps=self.settings.eps, decay=decay,
                 )  # fmt: skip
             return

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments, by torchao: about a quarter of the memory that the moments take, for some speed.
+"""AdamW with 8-bit moments, by torchao: about a quarter of the moments' memory, at some cost in speed.
 
 torchao compiles its update, so a CPU needs a C++ compiler. Whether to skip a bad update is read by the host
 here, which waits for the device once a step.
@@ -37,9 +37,9 @@ def make_adamw_8bit(named: Mapping[str, nn.Parameter], settings: Settings, *, el
 class AdamW8bit:
     """torchao's ``AdamW8bit`` over this rank's shards as plain tensors.
 
-    Moments come and go as float32: blocks of 256 values lie in a shard, so that codes mean nothing in another
-    layout. Quantising them again may move ``exp_avg`` by one code (its code points are not symmetric), so a resume
-    goes on within quantisation noise here, not to the bit.
+    Moments are saved and loaded as float32: codes belong to blocks of 256 values of a shard and are meaningless in
+    another layout. Quantising again may move ``exp_avg`` by one code (its code points are not symmetric), so a resume
+    is exact only up to quantisation noise.
 
     Raises:
         UsageError: torchao is not installed.
@@ -76,14 +76,14 @@ class AdamW8bit:
 
     @property
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Float32 copies; ``take`` puts them back."""
+        """Float32 copies; ``load_moments`` puts them back."""
         return {
             moment: {name: whole(self._torchao.state[part][moment]) for name, part in self._parts.items()}
             for moment in MOMENTS
         }
 
     @torch.no_grad()
-    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         for moment in MOMENTS:
             for name, part in self._parts.items():
                 self._torchao.state[part][moment].copy_(moments[moment][name])
@@ -105,5 +105,5 @@ class AdamW8bit:
 
 def whole(moment: Any) -> Tensor:
     """A moment as a float32 tensor of its own."""
-    found: Tensor = moment.dequantize() if hasattr(moment, "codes") else moment.clone()
-    return found
+    values: Tensor = moment.dequantize() if hasattr(moment, "codes") else moment.clone()
+    return values

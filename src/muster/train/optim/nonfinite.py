@@ -1,7 +1,7 @@
 """Stops the training before an update that is not finite is applied.
 
-The verdict stays on the device: the optimizer's kernel is told to skip, and the host reads the flag when it
-looks at the step's numbers anyway. So no step waits for the host, and no bad update is ever applied.
+The verdict stays on the device: the optimizer's kernel gets the flag to skip, and the host reads it with the step's
+numbers. So no step waits for the host, and no bad update is ever applied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from muster.train.distributed.process_groups import all_gather
 
 
 class NotFinite(RunFailed):
-    """The loss or the gradient norm was not finite, or beyond what exact sums hold; nothing was applied."""
+    """The loss or gradient norm was not finite, or beyond the range of exact sums; nothing was applied."""
 
     not_finite = True
 
@@ -44,8 +44,8 @@ class BadMicroBatch:
 
 def must_skip(loss: Tensor, norm: Tensor, fault: Tensor) -> Tensor:
     """0-d float, 1.0 where the update must not be applied. Stays on the device."""
-    fine = torch.isfinite(loss) & torch.isfinite(norm) & (fault == 0)
-    return (~fine).to(torch.float32)
+    finite = torch.isfinite(loss) & torch.isfinite(norm) & (fault == 0)
+    return (~finite).to(torch.float32)
 
 
 def find_bad_micro_batch(
@@ -58,17 +58,17 @@ def find_bad_micro_batch(
 ) -> BadMicroBatch | None:
     """The first micro-batch of any rank whose loss is not finite. Collective, on the failing path only."""
     width = micro_batch_size + 3
-    mine = torch.full((width,), -1.0, dtype=torch.float64)
+    local = torch.full((width,), -1.0, dtype=torch.float64)
     for index, (loss, rows) in enumerate(zip(losses, sequences, strict=True)):
         if not math.isfinite(float(loss)):
-            mine[:3] = torch.tensor([float(rank), float(index), float(loss)], dtype=torch.float64)
-            mine[3 : 3 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
+            local[:3] = torch.tensor([float(rank), float(index), float(loss)], dtype=torch.float64)
+            local[3 : 3 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
             break
-    found = [mine]
+    reports = [local]
     if group is not None:
-        found = [torch.empty_like(mine) for _ in range(group.size())]
-        all_gather(found, mine, group)
-    for row in found:
+        reports = [torch.empty_like(local) for _ in range(group.size())]
+        all_gather(reports, local, group)
+    for row in reports:
         if row[0] >= 0:
             return BadMicroBatch(
                 rank=int(row[0]),
@@ -79,23 +79,23 @@ def find_bad_micro_batch(
     return None
 
 
-def failure(
-    *, step: int, loss: float, norm: float, fault: float, blame: BadMicroBatch | None, everything: Sequence[int]
+def not_finite_error(
+    *, step: int, loss: float, norm: float, fault: float, culprit: BadMicroBatch | None, sequences: Sequence[int]
 ) -> NotFinite:
     """The error that names step, rank and batch."""
-    if blame is not None:
+    if culprit is not None:
         return NotFinite(
-            f"step {step}: loss is {blame.loss} on rank {blame.rank}, micro-batch {blame.micro_batch} "
-            f"(sequences {', '.join(map(str, blame.sequences))}); the update was not applied",
+            f"step {step}: loss is {culprit.loss} on rank {culprit.rank}, micro-batch {culprit.micro_batch} "
+            f"(sequences {', '.join(map(str, culprit.sequences))}); the update was not applied",
             step=step,
-            rank=blame.rank,
-            sequences=blame.sequences,
+            rank=culprit.rank,
+            sequences=culprit.sequences,
         )
-    what = f"gradient norm is {norm}" if not fault else "a gradient is beyond the range of exact sums"
+    problem = f"gradient norm is {norm}" if not fault else "a gradient is beyond the range of exact sums"
     return NotFinite(
-        f"step {step}: {what} with loss {loss}, while every micro-batch's own loss is finite "
-        f"(sequences {min(everything, default=-1)} to {max(everything, default=-1)}); the update was not applied",
+        f"step {step}: {problem} with loss {loss}, while every micro-batch's own loss is finite "
+        f"(sequences {min(sequences, default=-1)} to {max(sequences, default=-1)}); the update was not applied",
         step=step,
         rank=None,
-        sequences=everything,
+        sequences=sequences,
     )

@@ -17,15 +17,15 @@ class ShardOptimizer(Protocol):
 
     @property
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State name (``exp_avg``...) -> parameter name -> this rank's part; perhaps a copy."""
+        """State name (``exp_avg``...) -> parameter name -> this rank's part; may be a copy."""
         ...
 
-    def take(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over values that were written into what ``moments`` gave."""
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Load values that were written into the tensors of ``moments``."""
         ...
 
     def step(self, *, step: int, learning_rate: float, scale: Tensor, skip: Tensor) -> None:
-        """Apply update ``step`` with gradients times ``scale`` (0-d); nothing where ``skip`` is 1.0."""
+        """Apply update ``step`` with gradients times ``scale`` (0-d); do nothing if ``skip`` is 1.0."""
         ...
 
 
@@ -58,7 +58,7 @@ def decays_weight(parameter: Tensor) -> bool:
 
 
 def clip_scale(norm: Tensor, max_norm: float | None) -> Tensor:
-    """Factor that brings gradients of global ``norm`` down to ``max_norm``; 1 where they are below. Stays on device."""
+    """Factor that reduces gradients of global ``norm`` to ``max_norm``; 1 if they are below. Stays on the device."""
     if max_norm is None:
         return torch.ones_like(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,4 +1,4 @@
-"""Where a rank's state comes from: snapshots in memory, or the newest committed checkpoint, or nowhere."""
+"""Where a rank's state comes from: in-memory snapshots, the newest committed checkpoint, or neither."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from muster.train.state.training_state import TrainingState
 from muster.train.training_run import Snapshot
 
 
-def restore(spec: RunSpec, context: RankContext, state: TrainingState, saves: Saves, world: World, agent: AgentClient) -> None:
-    """Bring ``state`` to the newest version that can be had; ``state.step`` says which. Collective.
+def restore(
+    spec: RunSpec, context: RankContext, state: TrainingState, saves: Saves, world: World, agent: AgentClient
+) -> None:
+    """Load the newest available version into ``state``; ``state.step`` is its step. Collective.
 
     Raises:
-        CheckpointError: what the supervisor named cannot be read, or the checkpoint is of other data.
+        CheckpointError: the snapshots to restore cannot be read, or the checkpoint is of other data.
     """
     began = time.monotonic_ns()
     if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
-        return  # this process went on living with it
+        return  # this process was retained and has it
     if context.restore is None:
-        saves.saver.claimed()  # older attempts commit nothing behind our back, and a folder that cannot be used shows
+        saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
     if context.restore is not None:
         tensors = restored(context, context.restore, state.sharded())
         state.load(context.restore.step, tensors)
@@ -38,20 +40,20 @@ def restore(spec: RunSpec, context: RankContext, state: TrainingState, saves: Sa
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     elif spec.checkpoint.resume:
         sharded = state.sharded()
-        found = newest_valid(
+        manifest = newest_valid(
             saves.store,
             saves.directory,
             lambda uri, reason: agent.emit("checkpoint.rejected", uri=uri, reason=reason),
             state=sharded,
             group=world.checkpoint,
         )
-        if found is None:
+        if manifest is None:
             return
-        check_same_data(saves, found)
-        size = load_into(found, sharded)
-        state.loaded(found.step, sharded)
-        saves.last_saved = found.step
-        tier, uri = "disk" if is_local(found.uri) else "bucket", found.uri
+        check_same_data(saves, manifest)
+        size = load_into(manifest, sharded)
+        state.loaded(manifest.step, sharded)
+        saves.last_saved = manifest.step
+        tier, uri = "disk" if is_local(manifest.uri) else "bucket", manifest.uri
     else:
         return
     agent.emit(
@@ -65,11 +67,17 @@ def restore(spec: RunSpec, context: RankContext, state: TrainingState, saves: Sa
 
 
 def open_snapshots(
-    spec: RunSpec, context: RankContext, state: TrainingState, world: World, agent: AgentClient, *, extra: Mapping[str, Any]
+    spec: RunSpec,
+    context: RankContext,
+    state: TrainingState,
+    world: World,
+    agent: AgentClient,
+    *,
+    extra: Mapping[str, Any],
 ) -> Snapshot | None:
-    """Where this rank's in-memory snapshots go; None where nobody holds any. ``extra``: as in a checkpoint.
+    """Where this rank's in-memory snapshots go; None: no snapshots. ``extra``: as in a checkpoint.
 
-    Collective: where one rank's host has no room for them, all go on with fewer tiers, and a note says so.
+    Collective: if one rank's host has too little memory, all continue with fewer tiers, and a message reports it.
     """
     if context.snapshot_dir is None or spec.checkpoint.snapshot_every_steps == 0:
         return None
@@ -78,15 +86,16 @@ def open_snapshots(
         state.sharded(),
         extra=extra,
         group=world.control,
-        say=lambda text: agent.emit("run.message", text=text),
+        report=lambda text: agent.emit("run.message", text=text),
     )
 
 
-def check_same_data(saves: Saves, found: Manifest) -> None:
-    """Raise CheckpointError where a checkpoint is of other data: its steps would mean other batches."""
-    for key, mine in saves.extra.items():
-        if key in found.extra and found.extra[key] != mine:
+def check_same_data(saves: Saves, manifest: Manifest) -> None:
+    """Raise CheckpointError if a checkpoint is of other data: its steps would mean other batches."""
+    for key, value in saves.extra.items():
+        if key in manifest.extra and manifest.extra[key] != value:
             raise CheckpointError(
-                f"{found.uri} was made with another {key.replace('_', ' ')}: {found.extra[key]}, here it is {mine}",
-                hint="set another checkpoint.dir, or checkpoint.resume: false to start anew",
+                f"{manifest.uri} was made with another {key.replace('_', ' ')}: "
+                f"{manifest.extra[key]}, here it is {value}",
+                hint="set another checkpoint.dir, or checkpoint.resume: false to start from step 0",
             )

@@ -1,4 +1,4 @@
-"""When the training state is written, and whether there is time for it."""
+"""When the training state is saved, and whether there is time for it."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from muster.train.state.training_state import TrainingState
 
 #: ``auto`` never saves more often than this. The first save comes after it, and measures stall and drain.
 SHORTEST_INTERVAL_S = 60.0
-#: A save is thought to take as long as the last one and half as long again.
+#: A save is assumed to take this many times as long as the last one.
 SAFETY = 1.5
-#: A save that failed is tried again after so long, where none is due before: by the step count it could be an hour.
+#: A failed save is repeated after this time, unless one is due earlier: by the step count it could be an hour.
 RETRY_S = 60.0
 
 
 @dataclass
 class Saves:
-    """The run's checkpoints as the loop sees them. Calls are collective: every rank makes the same ones."""
+    """The run's checkpoints, for the loop. All calls are collective."""
 
     saver: Saver
     spec: CheckpointSpec
     state: TrainingState
     extra: Mapping[str, Any]
-    """Small values that a later run compares before it resumes."""
+    """Small values that a later run checks before it resumes."""
     store: Store
     directory: str
     rate: intervals.FailureRate
-    """Of the whole run, as far as was known when this attempt began."""
+    """Of the whole run, as known when this attempt started."""
     to_disk: float = 1.0
-    """Share of failures after which only these saves still hold the state."""
+    """Share of failures that destroy every snapshot, so that only a save has the state."""
     last_saved: int = -1
-    """Step of the newest save that was begun or restored."""
-    owed: bool = False
-    """A save was due while the one before was under way."""
+    """Step of the newest save that was started or restored."""
+    deferred: bool = False
+    """A save was due while the previous one was in progress."""
     seconds: float = 0.0
-    """From the beginning to the commit of this rank's last save; ``committed`` sets it."""
+    """From the start to the commit of this rank's last save; ``committed`` sets it."""
     _stall_s: float = 0.0
     _began: float = field(default_factory=lambda: time.monotonic())
     _since: float = field(default_factory=lambda: time.monotonic())
@@ -59,14 +59,14 @@ class Saves:
     _failed_at: float | None = None
 
     def due(self, step: int) -> bool:
-        """The step count asks for a save."""
+        """Whether a save is due by the step count."""
         every = self.spec.every_steps
         return isinstance(every, int) and every > 0 and step % every == 0
 
     def due_by_clock(self) -> bool:
-        """``auto``: the optimum of ``core.intervals`` has passed: measured stall and drain, and the failure rate.
+        """``auto``: the optimal interval of ``core.intervals`` (measured stall and drain, failure rate) has passed.
 
-        Whatever the file says: the last save failed a while ago.
+        Always: the retry of a failed save is due.
         """
         if self._failed_at is not None and time.monotonic() - self._failed_at > RETRY_S:
             return True
@@ -75,7 +75,7 @@ class Saves:
         return time.monotonic() - self._since > (self._interval_s or SHORTEST_INTERVAL_S)
 
     def next_interval_s(self) -> float:
-        """Seconds to the next save by the clock, from what is known now."""
+        """Seconds to the next save by the clock, by the current measurements."""
         running_s = time.monotonic() - self._began
         rate = self.rate.observed(seconds=running_s)
         tier = intervals.Tier(
@@ -88,16 +88,16 @@ class Saves:
         since_restart_s = running_s if self.rate.failures else math.inf
         return intervals.adapt(self._interval_s, tier, since_restart_s=since_restart_s, shortest_s=SHORTEST_INTERVAL_S)
 
-    def fits(self, order: Command, group: dist.ProcessGroup | None) -> bool:
-        """The order wants a save, and leaves time for one as long as the slowest rank's last. Collective."""
-        if not order.save:
+    def fits(self, command: Command, group: dist.ProcessGroup | None) -> bool:
+        """Whether the command asks for a save, and leaves time for the slowest rank's. Collective."""
+        if not command.save:
             return False
-        if order.deadline_s is None:
+        if command.deadline_s is None:
             return True
         seconds = torch.tensor(self.seconds, dtype=torch.float64)
         if group is not None:
             all_reduce(seconds, group, op=dist.ReduceOp.MAX).wait()
-        return float(seconds) * SAFETY < order.deadline_s
+        return float(seconds) * SAFETY < command.deadline_s
 
     def save(self, step: int) -> None:
         """Write the state after ``step``; asynchronous saves return when the bytes are staged."""
@@ -107,29 +107,29 @@ class Saves:
         self.saver.save(step, self.state.sharded(), dict(self.extra))
         self._stall_s = time.monotonic() - began
         self._since = time.monotonic()
-        self.last_saved, self.owed, self._failed_at = step, False, None
+        self.last_saved, self.deferred, self._failed_at = step, False, None
 
-    def put_off(self, step: int) -> None:
-        """``step`` is due and the save before is under way (a slow disk, a bucket that does not answer): after it."""
-        self.owed = True
+    def defer(self, step: int) -> None:
+        """``step`` is due while a save is in progress (a slow disk, a bucket that does not answer): save after it."""
+        self.deferred = True
         self.saver.put_off(step)
 
     def failed(self) -> None:
-        """A save came to nothing."""
+        """A save failed."""
         self._failed_at = time.monotonic()
 
     def committed(self, seconds: float) -> None:
-        """A save stands, ``seconds`` after it was begun: what it took decides when the next one is due."""
+        """A save was committed, ``seconds`` after its start, which decides when the next one is due."""
         self.seconds = seconds
         self._interval_s = self.next_interval_s()
 
     def prepare(self) -> None:
-        """Allocate the staging memory before the first save, where one is coming. Collective."""
+        """Allocate the staging memory before the first save, if there will be one. Collective."""
         if self.spec.every_steps != 0:
             self.saver.prepare(self.state.sharded())
 
     def poll(self) -> None:
-        """Commit a save whose bytes have arrived."""
+        """Commit a save whose bytes are written."""
         self.saver.poll()
 
     def finish(self) -> None:
@@ -137,12 +137,18 @@ class Saves:
         self.saver.finish()
 
     def abandon(self) -> None:
-        """The world broke, and the save under way with it; its thread is not waited for."""
+        """The world broke, and with it the save in progress; its thread is not awaited."""
         self.saver.abandon()
 
 
 def open_saves(
-    spec: RunSpec, context: RankContext, state: TrainingState, world: World, *, extra: Mapping[str, Any], agent: AgentClient
+    spec: RunSpec,
+    context: RankContext,
+    state: TrainingState,
+    world: World,
+    *,
+    extra: Mapping[str, Any],
+    agent: AgentClient,
 ) -> Saves:
     """The run's checkpoint folder, ready to write to. Collective."""
     directory = spec.checkpoint.dir or uris.join(context.run_dir, "checkpoints")
@@ -181,7 +187,8 @@ def open_saves(
             seconds=context.observed_s, failures=context.failures
         ),
         to_disk=intervals.disk_share(
-            memory=context.snapshot_dir is not None and spec.checkpoint.snapshot_every_steps > 0, peer=context.replicate_snapshots
+            memory=context.snapshot_dir is not None and spec.checkpoint.snapshot_every_steps > 0,
+            peer=context.replicate_snapshots,
         ),
     )
     return saves

@@ -1,4 +1,4 @@
-"""Which tiers of snapshots a world has: the same on all its ranks, and fewer where there is no room."""
+"""Which snapshot tiers a world has: the same on all its ranks, and fewer if memory is short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.protocol.ranks import RankContext
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.state.snapshot import Snapshots
 
-_NOBODY = 1 << 40
+_NONE = 1 << 40
 _WITHOUT = {
     1: "copies in another host's memory; a lost host costs the steps since the last save "
     "(checkpoint.replicate_snapshots: false asks for no copies)",
@@ -29,32 +29,32 @@ def open_together(
     *,
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Snapshots | None:
-    """Every rank's snapshots in the same tiers; None: in none. Collective over ``group`` (None: one rank).
+    """Every rank's snapshots in the same tiers; None: in no tier. Collective over ``group`` (None: one rank).
 
-    Where one rank's host has no room, the run goes on with fewer tiers: without copies in other hosts' memory, else
-    without snapshots. One of those ranks says so.
+    If one rank's host has too little memory, the run continues with fewer tiers: without copies in other hosts' memory,
+    or without snapshots. One such rank reports it.
     """
-    taken, trouble = None, None
+    snapshots, error = None, None
     try:
-        taken = Snapshots(context, sharded, extra=extra, say=say)
-        trouble = taken.no_room
-    except NoRoom as error:
-        trouble = error
-    tiers = 0 if taken is None else 1 if trouble is not None else 2
-    reached = taken.reached if taken is not None else -1
-    found = torch.tensor(
-        [tiers, context.rank if trouble is not None else _NOBODY, reached if reached >= 0 else _NOBODY]
+        snapshots = Snapshots(context, sharded, extra=extra, report=report)
+        error = snapshots.no_room
+    except NoRoom as no_room:
+        error = no_room
+    tiers = 0 if snapshots is None else 1 if error is not None else 2
+    replicated_step = snapshots.replicated_step if snapshots is not None else -1
+    minima = torch.tensor(
+        [tiers, context.rank if error is not None else _NONE, replicated_step if replicated_step >= 0 else _NONE]
     )
     if group is not None:
-        all_reduce(found, group, op=dist.ReduceOp.MIN).wait()
-    tiers, speaker, reached = (int(value) for value in found)
-    if trouble is not None and speaker == context.rank:
-        say(f"{trouble}: the run goes on without {_WITHOUT[tiers]}")
-    if taken is None or tiers == 0:
-        if taken is not None:
-            taken.let_go()
+        all_reduce(minima, group, op=dist.ReduceOp.MIN).wait()
+    tiers, reporter, replicated_step = (int(value) for value in minima)
+    if error is not None and reporter == context.rank:
+        report(f"{error}: the run goes on without {_WITHOUT[tiers]}")
+    if snapshots is None or tiers == 0:
+        if snapshots is not None:
+            snapshots.release_if_empty()
         return None
-    taken.begin(copies=tiers == 2, reached=reached if reached != _NOBODY else -1)
-    return taken
+    snapshots.start(copies=tiers == 2, replicated_step=replicated_step if replicated_step != _NONE else -1)
+    return snapshots

@@ -1,16 +1,15 @@
 """One 64-bit number for the whole training state, equal in every layout that holds the same bits.
 
-Each element gives ``mix(bits, global flat index, seed of the tensor's name)``; the hash is their sum modulo 2**64,
-and the step's. A sum has no order, so ranks add up what they hold, however the state is cut. Of copies within a replica
-(tensor parallelism leaves norms whole) the first counts: every element once. One bit changed, two elements or two
-tensors exchanged give another number; it guards against accidents, not against an adversary.
+Each element adds ``mix(bits, global flat index, seed of the tensor's name)``; the hash is their sum modulo 2**64, plus
+the step's contribution. A sum has no order, so ranks add up their parts, however the state is sharded. Of copies
+within a replica (tensor parallelism does not shard norms) only the first counts. A changed bit, or two elements or two
+tensors exchanged, give another number; it guards against accidents, not against an adversary.
 
-Each replica has a number of its own, and all of them are to be one: replicas take the same sums and make the same
-updates, and nothing ever brings back together what a flipped bit has set apart. Where they differ one of them is
-corrupt, silently, and from that step on the weights are nobody's.
+Each replica has a hash of its own, and all must be equal: replicas compute the same sums and updates, and nothing
+corrects a flipped bit. If they differ, one of them is silently corrupt, and from that step on so are the weights.
 
-The ranks' sums meet on the group of orders, which crosses replicas and is broken under a lost one (``Breaker``):
-whoever waits there is freed like anywhere else, and that step has no hash. It is never asked for again.
+The ranks' sums are reduced over the control group, which crosses replicas and is aborted when one is lost
+(``GroupAborter``): a rank that waits there is freed as anywhere else, and that step never gets a hash.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank's part of a tensor lies in the whole."""
+    """The place of this rank's part in a global tensor."""
 
     seed: int
     global_shape: Sequence[int]
@@ -52,17 +51,17 @@ class Place:
 
 @dataclass
 class PendingHash:
-    """A hash of each replica, whose parts are on their way to each other."""
+    """The hash of each replica, while it is being reduced."""
 
     step: int
     totals: Tensor
-    """One number a replica."""
+    """One number per replica."""
     work: dist.Work | None
-    """None: alone, or the group broke at once (``totals`` are then of no use)."""
+    """None: one rank only, or the group failed at once (``totals`` are then invalid)."""
     broken: bool = False
 
     def texts(self, *, wait: bool = True) -> list[str] | None:
-        """16 hexadecimal digits a replica. None where the group broke, or without ``wait`` not all parts are here."""
+        """16 hexadecimal digits per replica. None if the group failed, or (without ``wait``) has not completed."""
         try:
             if self.broken or (self.work is not None and not wait and not self.work.is_completed()):
                 return None
@@ -74,7 +73,7 @@ class PendingHash:
 
 
 class StateHashes:
-    """Takes the hash of the training state every so many steps."""
+    """Hashes the training state every ``every_steps`` steps."""
 
     def __init__(
         self,
@@ -93,62 +92,63 @@ class StateHashes:
         self.group = group
         self.replica, self.replicas = replica, replicas
         self._places: dict[str, Place] = {}
-        self._told = False
+        self._difference_reported = False
         if every_steps:
             self._places = places_of(state.sharded(), shard_rank=shard_rank, tp_rank=tp_rank)
 
     def begin(self, step: int) -> PendingHash | None:
-        """Add up this rank's part of the state after ``step`` and send it off; None: no hash is due.
+        """Sum this rank's part of the state after ``step`` and start the reduction; None: no hash is due.
 
-        Every rank calls it at the same steps. On CUDA the host waits for the device here. Never raises for a peer.
+        Collective. On CUDA the host waits for the device here. A lost peer raises nothing.
         """
         if not self.every_steps or step % self.every_steps:
             return None
         totals = torch.zeros(self.replicas, dtype=torch.int64)
         totals[self.replica] = partial_sum(self.state.local_tensors(), self._places)
-        found = PendingHash(step, totals, None)
+        pending = PendingHash(step, totals, None)
         if self.group is not None:
             try:
-                found.work = all_reduce(totals, self.group)
+                pending.work = all_reduce(totals, self.group)
             except RuntimeError:
-                found.broken = True
-        return found
+                pending.broken = True
+        return pending
 
-    def told(self, found: PendingHash, agent: AgentClient | None, *, wait: bool = True) -> dict[str, Any]:
-        """What the ``step`` event says of it. ``link``: takes a note, once, where replicas differ."""
-        texts = found.texts(wait=wait)
+    def event_detail(self, pending: PendingHash, agent: AgentClient | None, *, wait: bool = True) -> dict[str, Any]:
+        """Its part of the ``step`` event's detail. ``agent``: gets one message if replicas differ."""
+        texts = pending.texts(wait=wait)
         if texts is None:
             return {"state_hash": None}
         if len(set(texts)) == 1:
             return {"state_hash": texts[0]}
-        if agent is not None and not self._told:
-            self._told = True
-            agent.emit("run.message", step=found.step, text=apart(found.step, texts), replica_hashes=texts)
+        if agent is not None and not self._difference_reported:
+            self._difference_reported = True
+            text = describe_difference(pending.step, texts)
+            agent.emit("run.message", step=pending.step, text=text, replica_hashes=texts)
         return {"state_hash": texts[0], "replica_hashes": texts}
 
 
-def apart(step: int, texts: Sequence[str]) -> str:
-    """In words: which replicas hold another state than the others."""
-    said = f"after step {step} the replicas do not hold one state: silent corruption of "
+def describe_difference(step: int, texts: Sequence[str]) -> str:
+    """Which replicas hold another state than the majority."""
+    start = f"after step {step} the replicas do not hold one state: silent corruption of "
     numbers = {text: [replica for replica, other in enumerate(texts) if other == text] for text in texts}
     most = max(numbers.values(), key=len)
     if 2 * len(most) > len(texts):
         odd = [str(replica) for replica in range(len(texts)) if replica not in most]
-        return f"{said}replica {' and '.join(odd)}, where {len(most)} of {len(texts)} agree"
-    groups = "; ".join(f"{text}: replica {' and '.join(map(str, found))}" for text, found in numbers.items())
-    return f"{said}one that cannot be told from here ({groups})"
+        return f"{start}replica {' and '.join(odd)}, where {len(most)} of {len(texts)} agree"
+    groups = "; ".join(f"{text}: replica {' and '.join(map(str, members))}" for text, members in numbers.items())
+    return f"{start}one that cannot be identified ({groups})"
 
 
 def places_of(sharded: Mapping[str, Tensor], *, shard_rank: int, tp_rank: int) -> dict[str, Place]:
-    """The places of what this rank counts: all its parts but those that an earlier rank holds as well."""
+    """The places of the parts that this rank counts: all but those that a lower rank holds as well."""
     table, _ = table_of(sharded)
-    found = {}
+    places = {}
     for entry, tensor in zip(table, sharded.values(), strict=True):
-        cut = sharded_axes(tensor)
-        if all(rank == 0 or axis in cut for axis, rank in ((SHARD, shard_rank), (TENSOR, tp_rank))):
+        sharded_over = sharded_axes(tensor)
+        if all(rank == 0 or axis in sharded_over for axis, rank in ((SHARD, shard_rank), (TENSOR, tp_rank))):
             name = entry["name"]
-            found[name] = Place(seed_of(name), tuple(entry["global_shape"]), tuple(entry["offsets"]))
-    return found
+            places[name] = Place(seed_of(name), tuple(entry["global_shape"]), tuple(entry["offsets"]))
+    return places
 
 
 def seed_of(name: str) -> int:
@@ -171,16 +171,16 @@ def partial_sum(tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> T
 def mixed_sum(bits: Tensor, key: Tensor) -> Tensor:
     """The sum of mix(bits, key) over the elements; a round of splitmix64's finaliser mixes."""
     mixed = torch.add(key, bits, alpha=BITS_BY)
-    mixed ^= (mixed >> 32) & (1 << 32) - 1  # int64 shifts carry the sign along
+    mixed ^= (mixed >> 32) & (1 << 32) - 1  # int64 shifts are arithmetic
     mixed *= MIXED_BY
     mixed ^= (mixed >> 29) & (1 << 35) - 1
     return mixed.sum()
 
 
 def pieces(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
-    """(bits, key) of blocks of elements; a key is the global flat index, spread out, plus the tensor's seed."""
+    """(bits, key) of blocks of elements; a key is the global flat index, multiplied, plus the tensor's seed."""
     bits = tensor.contiguous().view(_WIDTHS[tensor.element_size()])
-    whole_rows = tuple(place.global_shape[1:]) == tuple(tensor.shape[1:])  # then flat in the whole as well
+    whole_rows = tuple(place.global_shape[1:]) == tuple(tensor.shape[1:])  # then contiguous in the global tensor too
     bits = bits.reshape(1, -1) if whole_rows else bits.reshape(-1, tensor.shape[-1])
     firsts = first_indices(tensor.shape, place, tensor.device)[: bits.shape[0]] * PLACE_BY
     ramp = spread(tensor.device)
@@ -194,21 +194,21 @@ def pieces(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def first_indices(shape: Sequence[int], place: Place, device: torch.device) -> Tensor:
-    """Flat index in the whole tensor of the first element of each of the part's rows (lines of its last dimension)."""
-    found = torch.tensor([place.offsets[-1] if place.offsets else 0], device=device)
+    """Flat index in the global tensor of the first element of each row (of the last dimension) of the part."""
+    indices = torch.tensor([place.offsets[-1] if place.offsets else 0], device=device)
     stride = place.global_shape[-1] if place.global_shape else 1
     for size, whole, offset in zip(
         reversed(shape[:-1]), reversed(place.global_shape[:-1]), reversed(place.offsets[:-1]), strict=True
     ):
         lines = (torch.arange(size, device=device) + offset) * stride
-        found = (lines[:, None] + found).reshape(-1)
+        indices = (lines[:, None] + indices).reshape(-1)
         stride *= whole
-    return found
+    return indices
 
 
 @functools.cache
 def spread(device: torch.device) -> Tensor:
-    """0, 1, 2, ... times ``PLACE_BY``, wrapped: made once a device."""
+    """0, 1, 2, ... times ``PLACE_BY``, wrapped; computed once per device."""
     return torch.arange(ELEMENTS_AT_ONCE, dtype=torch.int64, device=device) * PLACE_BY
 
 

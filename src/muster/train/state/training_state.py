@@ -1,4 +1,4 @@
-"""Everything that must survive: trained parameters, the optimizer's moments and the step. Nothing else is state.
+"""The training state: trained parameters, the optimizer's moments and the step, and nothing else.
 
 Data order, learning rate and dropout are functions of the step and the seed.
 """
@@ -15,18 +15,18 @@ from muster.core.errors import CheckpointError
 from muster.train.distributed.reduce import local
 from muster.train.optim.optimizer import ShardOptimizer
 
-#: What wrappers put into parameter names and what a checkpoint must not depend on.
+#: What wrappers put into parameter names, and checkpoints must not depend on.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def named_without_wrappers(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The same parameters in the same order under names that recomputation and compile do not touch."""
-    found = {}
+    """The same parameters in the same order under names without those of recomputation and compile."""
+    plain = {}
     for name, parameter in named.items():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
-        found[name] = parameter
-    return found
+        plain[name] = parameter
+    return plain
 
 
 class TrainingState:
@@ -42,28 +42,28 @@ class TrainingState:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's parts as plain tensors, in a fixed order. They share the storage (8-bit moments: copies)."""
-        found = {f"model.{name}": local(parameter.detach()) for name, parameter in self.named.items()}
+        tensors = {f"model.{name}": local(parameter.detach()) for name, parameter in self.named.items()}
         for moment, parts in self.optimizer.moments.items():
-            found.update({f"optimizer.{moment}.{name}": part for name, part in parts.items()})
-        return found
+            tensors.update({f"optimizer.{moment}.{name}": part for name, part in parts.items()})
+        return tensors
 
     def sharded(self) -> dict[str, Tensor]:
-        """The same tensors with their place in the whole, for checkpoints; plain where nothing is sharded."""
-        found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+        """The same tensors as DTensors, for checkpoints; plain if nothing is sharded."""
+        tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
         for moment, parts in self.optimizer.moments.items():
             for name, part in parts.items():
-                found[f"optimizer.{moment}.{name}"] = placed_like(self.named[name], part)
-        return found
+                tensors[f"optimizer.{moment}.{name}"] = placed_like(self.named[name], part)
+        return tensors
 
     @torch.no_grad()
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take over this rank's parts, to the bit, as ``local_tensors`` gave them.
+        """Copy this rank's parts, as ``local_tensors`` returned them, bit for bit.
 
         Raises:
-            CheckpointError: a tensor is missing or of another shape; nothing has been changed then.
+            CheckpointError: a tensor is missing or of another shape; then nothing is changed.
         """
-        mine = self.local_tensors()
-        for name, tensor in mine.items():
+        local_parts = self.local_tensors()
+        for name, tensor in local_parts.items():
             given = tensors.get(name)
             if given is None:
                 raise CheckpointError(f"the restored state lacks {name}")
@@ -72,13 +72,13 @@ class TrainingState:
                     f"the restored {name} is {given.dtype} {tuple(given.shape)}, "
                     f"here it is {tensor.dtype} {tuple(tensor.shape)}"
                 )
-        for name, tensor in mine.items():
+        for name, tensor in local_parts.items():
             tensor.copy_(tensors[name])
-        self.loaded(step, mine)
+        self.loaded(step, local_parts)
 
     def loaded(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Values have been written into what ``local_tensors`` or ``sharded`` gave: take them over as ``step``."""
-        self.optimizer.take(
+        """Adopt values that were written into ``local_tensors`` or ``sharded`` as the state after ``step``."""
+        self.optimizer.load_moments(
             {
                 moment: {name: local(tensors[f"optimizer.{moment}.{name}"]) for name in parts}
                 for moment, parts in self.optimizer.moments.items()

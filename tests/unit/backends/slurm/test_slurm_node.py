@@ -10,10 +10,10 @@ from fakes.slurm import FakeJob, FakeSlurm
 
 from muster.backends.slurm import locate
 from muster.backends.slurm import node as node_module
-from muster.backends.slurm.batch import Batch, tell_supervisor
+from muster.backends.slurm.batch import Batch, send_to_supervisor
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.node import PATIENCE_S, Node
-from muster.backends.slurm.resubmit import PART, go_on
+from muster.backends.slurm.node import SILENCE_S, Node
+from muster.backends.slurm.resubmit import PART, resubmit
 from muster.backends.slurm.script import SCRIPT
 from muster.config.spec import RunSpec
 from muster.core.errors import ConflictError
@@ -45,7 +45,7 @@ def run_dir(tmp_path):
 def candidate(run_dir, host="host-1", *, controller=True, silent_s=0.0):
     found = Recorder(run_dir, "r", host, ENVIRON, Slurm(shell=FakeSlurm()))
     found._reaches_a_controller = lambda: controller
-    found.heard_s = time.monotonic() - silent_s
+    found.reached_s = time.monotonic() - silent_s
     return found
 
 
@@ -65,17 +65,17 @@ def test_a_holder_that_answers_is_left_alone(run_dir, monkeypatch):
     unreachable(monkeypatch, True)
     node = candidate(run_dir, silent_s=100)
     node._watch_lease()
-    assert node.starts == 0 and node.heard_s > time.monotonic() - 1
+    assert node.starts == 0 and node.reached_s > time.monotonic() - 1
 
 
 def test_a_silent_holder_is_borne_with_for_a_while_then_deposed(run_dir, monkeypatch):
     keeper = held(run_dir)
     unreachable(monkeypatch)
-    node = candidate(run_dir, silent_s=PATIENCE_S / 2)
+    node = candidate(run_dir, silent_s=SILENCE_S / 2)
     node._watch_lease()
     assert node.starts == 0
     keeper.renew()
-    node = candidate(run_dir, silent_s=PATIENCE_S + 1)
+    node = candidate(run_dir, silent_s=SILENCE_S + 1)
     node._watch_lease()
     assert node.started == ["supervisor"]
     with pytest.raises(ConflictError):
@@ -87,9 +87,9 @@ def test_a_silent_holder_is_borne_with_for_a_while_then_deposed(run_dir, monkeyp
 def test_later_nodes_are_more_patient(run_dir, monkeypatch):
     held(run_dir)
     unreachable(monkeypatch)
-    node = candidate(run_dir, "host-3", silent_s=PATIENCE_S + 1)
+    node = candidate(run_dir, "host-3", silent_s=SILENCE_S + 1)
     node._watch_lease()
-    assert node.starts == 0 and node.patience_s > PATIENCE_S + 1
+    assert node.starts == 0 and node.silence_limit_s > SILENCE_S + 1
 
 
 def test_a_node_that_reaches_nobody_ends_its_own_ranks_and_deposes_nobody(run_dir, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_node_that_reaches_nobody_ends_its_own_ranks_and_deposes_nobody(run_di
     assert node.starts == 0 and ended == [("r", "host-1")]
     assert node.agent.poll() is not None
     keeper.renew()
-    node.looked_s, node.heard_s = 0.0, time.monotonic() - 100
+    node.looked_s, node.reached_s = 0.0, time.monotonic() - 100
     node._reaches_a_controller = lambda: True
     node._watch_lease()  # the controller answers again: the holder gets its time anew
     assert node.starts == 0
@@ -127,7 +127,7 @@ def test_a_supervisor_that_was_killed_is_started_again_at_once_but_not_for_ever(
             node.supervisor = subprocess.Popen(["sh", "-c", "kill -9 $$"])
             node.supervisor.wait()
             node.took_over_s = time.monotonic()
-            node._look_after_children()
+            node._check_children()
         assert node.started == ["supervisor"] * 5 and node.failures >= 6
     finally:
         node.agent.kill()
@@ -166,14 +166,14 @@ def test_whoever_stands_in_for_the_batch_node_knows_the_time_limit_and_ends_the_
     monkeypatch.setattr(node_module, "BATCH_LEAVES_S", 0.0)
     (run_dir / SCRIPT).write_text("#!/bin/bash\ntrue\n")
     shell.held = node.noticed = True
-    node._stand_in(75)
+    node._replace_batch(75)
     assert shell.jobs["1"].state == "CANCELLED" and shell.jobs["2"].state == "PENDING", "a further job goes on"
 
 
 def test_nobody_to_tell_is_no_error(run_dir):
-    assert tell_supervisor(run_dir, {"t": "stop"}) is False
+    assert send_to_supervisor(run_dir, {"t": "stop"}) is False
     (run_dir / "lease.json").write_text(json.dumps({"address": ["127.0.0.1", 1]}))
-    assert tell_supervisor(run_dir, {"t": "stop"}) is False
+    assert send_to_supervisor(run_dir, {"t": "stop"}) is False
 
 
 def test_an_interface_that_is_not_there_is_named():
@@ -191,18 +191,18 @@ def further(run_dir, shell, *, environ=None, **slurm):
     spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], "slurm": slurm})
     said = []
     (run_dir / SCRIPT).write_text("#!/bin/bash\ntrue\n")
-    went = go_on(spec, run_dir, "r", {**ENVIRON, **(environ or {})}, Slurm(shell=shell), said.append)
+    went = resubmit(spec, run_dir, "r", {**ENVIRON, **(environ or {})}, Slurm(shell=shell), said.append)
     return went, " ".join(said)
 
 
 def test_a_further_job_is_handed_in_once(run_dir):
     shell = FakeSlurm(held=True)
     went, said = further(run_dir, shell)
-    assert went and "goes on in job 1" in said and shell.jobs["1"].name == "muster-r.1"
+    assert went and "continues in job 1" in said and shell.jobs["1"].name == "muster-r.1"
     shell.jobs["5"] = shell.jobs.pop("1")  # not this very job's id
     shell.jobs["5"].id = "5"
     went, said = further(run_dir, shell)
-    assert went and "goes on in job 5" in said and len(shell.jobs) == 1
+    assert went and "continues in job 5" in said and len(shell.jobs) == 1
 
 
 def test_where_none_can_be_handed_in_this_one_is_requeued(run_dir):
@@ -215,12 +215,12 @@ def test_where_none_can_be_handed_in_this_one_is_requeued(run_dir):
 def test_hours_that_are_used_up_are_not_bought_again(run_dir):
     spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], "limits": {"max_hours": 2}})
     said = []
-    assert go_on(spec, run_dir, "r", ENVIRON, Slurm(shell=FakeSlurm()), said.append) is False
+    assert resubmit(spec, run_dir, "r", ENVIRON, Slurm(shell=FakeSlurm()), said.append) is False
     assert "max_hours (2) is used up" in said[0]
 
 
 def test_no_further_job_where_none_is_wanted(run_dir):
-    assert further(run_dir, FakeSlurm(), go_on="no")[0] is False
+    assert further(run_dir, FakeSlurm(), resubmit="no")[0] is False
     assert further(run_dir, FakeSlurm(), max_jobs=3, environ={PART: "3"})[0] is False
 
 

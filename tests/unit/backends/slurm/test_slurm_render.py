@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from slurm_cases import HERE, RUN_DIR, RUN_ID, blueprints, scripts, spec, texts
 
 from muster.backends.slurm.batch import srun
-from muster.backends.slurm.nccl_settings import settings, wrapped
+from muster.backends.slurm.nccl_settings import settings, with_nccl_settings
 from muster.backends.slurm.script import options, time_limit
 from muster.backends.slurm.toolkit import blueprint
 from muster.core.errors import RunFileError
@@ -93,10 +93,10 @@ def test_nccl_settings_come_from_the_catalogue_without_what_holds_in_pods_alone(
     assert found["NCCL_NET"] == "gIB" and found["NCCL_IB_TC"] == "52"
     assert not any("eth0" in value or value.startswith("/usr/local/nvidia") for value in found.values())
     assert "NCCL_SOCKET_IFNAME" not in settings("a3-megagpu-8g")
-    argv, variables = wrapped(spec(machine="a4-highgpu-8g"), ["agent"])
+    argv, variables = with_nccl_settings(spec(machine="a4-highgpu-8g"), ["agent"])
     assert argv == ["agent"] and variables == found, "no script of Google's on this machine"
-    assert wrapped(spec({"nccl": "none"}, machine="a4-highgpu-8g"), ["agent"]) == (["agent"], {})
-    assert wrapped(spec(machine="our-own-box"), ["agent"]) == (["agent"], {})
+    assert with_nccl_settings(spec({"nccl": "none"}, machine="a4-highgpu-8g"), ["agent"]) == (["agent"], {})
+    assert with_nccl_settings(spec(machine="our-own-box"), ["agent"]) == (["agent"], {})
 
 
 # ---------------------------------------------------------------- blueprints
@@ -127,7 +127,7 @@ def test_a_blueprint_refers_to_what_it_defines(name):
 
 def test_what_is_not_sold_or_not_said_is_refused():
     with pytest.raises(RunFileError) as caught:
-        blueprint(spec(machine="a4-highgpu-8g", mode="on_demand"))
+        blueprint(spec(machine="a4-highgpu-8g", provisioning_model="on_demand"))
     text = str(caught.value)
     assert "resources.provisioning_model" in text and "resources.project" in text and "resources.locations" in text
     with pytest.raises(RunFileError, match="has no Cluster Toolkit blueprint"):

@@ -28,7 +28,7 @@ def test_times_that_sbatch_takes(value):
         ("options: [mail-type=END]", "slurm.options"),
         ('environment: {"BAD-NAME": "1"}', "slurm.environment"),
         ("signal_before_timeout_s: -1", "slurm.signal_before_timeout_s"),
-        ("go_on: maybe", "new_job, requeue, no"),
+        ("resubmit: maybe", "new_job, requeue, no"),
     ],
 )
 def test_mistakes_are_named(line, says):

@@ -49,31 +49,31 @@ def test_all_of_them_leave_where_one_has_heard_of_it() -> None:
     ranks, links = ranks_of(3)
     links[1].heard = True
     for rank in ranks:
-        rank.ask()
+        rank.start()
     links[0].heard = links[2].heard = True  # too late for this micro-batch, and it does not matter
-    assert [rank.agreed() for rank in ranks] == [True, True, True]
+    assert [rank.result() for rank in ranks] == [True, True, True]
 
 
 def test_one_that_hears_of_it_later_does_not_leave_alone() -> None:
     ranks, links = ranks_of(2)
     for rank in ranks:
-        rank.ask()
+        rank.start()
     links[0].heard = True
-    assert [rank.agreed() for rank in ranks] == [False, False]
+    assert [rank.result() for rank in ranks] == [False, False]
 
 
 def test_each_question_is_answered_once() -> None:
     ranks, links = ranks_of(1)
     links[0].heard = True
-    assert not ranks[0].agreed(), "nobody was asked"
-    ranks[0].ask()
-    assert ranks[0].agreed() and not ranks[0].agreed()
+    assert not ranks[0].result(), "nobody was asked"
+    ranks[0].start()
+    assert ranks[0].result() and not ranks[0].result()
 
 
 def test_where_there_is_nobody_to_agree_with_nothing_is_sent() -> None:
     alone = PauseConsensus()
-    alone.ask()
-    assert not alone.agreed()
+    alone.start()
+    assert not alone.result()
 
 
 def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
@@ -82,9 +82,9 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
 
     rank = PauseConsensus(AgentClient(), Broken(2))  # type: ignore[arg-type]
-    rank.ask()
+    rank.start()
     with pytest.raises(RuntimeError) as caught:
-        rank.agreed()
+        rank.result()
     assert LOST_PEER.search(str(caught.value))
 
 
@@ -92,7 +92,7 @@ def test_a_peer_of_the_same_replica_that_is_lost_is_told_as_such() -> None:
 
 
 def test_the_loop_is_left_where_all_agreed_though_this_rank_has_not_heard() -> None:
-    here: Any = SimpleNamespace(pause_consensus=SimpleNamespace(agreed=lambda: True), agent=AgentClient())
+    here: Any = SimpleNamespace(pause_consensus=SimpleNamespace(result=lambda: True), agent=AgentClient())
     with pytest.raises(Paused):
         TrainingRun.flush_pending_metrics(here)
 
@@ -102,10 +102,10 @@ def test_a_rank_that_shares_its_replica_does_not_leave_because_it_alone_has_hear
     agent.heard = True
     recorded: list[str] = []
     here: Any = SimpleNamespace(
-        pause_consensus=SimpleNamespace(agreed=lambda: False),
+        pause_consensus=SimpleNamespace(result=lambda: False),
         agent=agent,
         context=SimpleNamespace(layout=Layout(dp_replicate=2, dp_shard=2)),
-        _record=lambda: recorded.append("step"),
+        _emit_pending=lambda: recorded.append("step"),
     )
     TrainingRun.flush_pending_metrics(here)
     assert recorded == ["step"]

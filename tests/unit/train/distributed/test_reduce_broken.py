@@ -35,7 +35,7 @@ class Streams:
         return SimpleNamespace(get_error=lambda: SimpleNamespace(name=self.error))
 
     def abort(self) -> None:
-        self.broken_at_abort, self.aborted = self.aborter.broken, True
+        self.broken_at_abort, self.aborted = self.aborter.aborted, True
 
     def allreduce(self, tensors: Any, options: Any) -> Any:
         self.works += 1
@@ -104,7 +104,7 @@ def refuse() -> None:
 
 def test_gloo_raises_by_itself_and_is_asked_nothing() -> None:
     aborter, group, axes = watched(name="gloo")
-    aborter.broken = True  # broken behind the last sum, which was whole
+    aborter.aborted = True  # broken behind the last sum, which was whole
     assert torch.equal(axes.sum_everywhere_(torch.ones(2)), torch.full((2,), 2.0)) and group.works == 1
 
 

@@ -11,10 +11,10 @@ class Counted(ReduceGroups):
 
     def __init__(self, *axes):
         super().__init__({axis: axis for axis in axes})
-        self.reducer = []
+        self.sums = []
 
     def sum_(self, tensor, axis):
-        self.reducer.append(axis)
+        self.sums.append(axis)
         if axis == REPLICATE:
             raise RuntimeError("Connection reset by peer")
         return tensor
@@ -24,13 +24,13 @@ VALUES = [(torch.tensor(1.0), frozenset((SHARD, REPLICATE))), (torch.tensor(2.0)
 
 
 def test_the_replicas_own_sums_come_first():
-    axes = Counted(SHARD, REPLICATE)
-    axes.sum_buckets_([torch.ones(2)], REPLICATE)
+    groups = Counted(SHARD, REPLICATE)
+    groups.sum_buckets_([torch.ones(2)], REPLICATE)
     with pytest.raises(RuntimeError, match="reset by peer"):
-        axes.sum_scalars(VALUES)
-    assert axes.reducer == [REPLICATE, SHARD], "and no further sum over replicas"
-    axes.groups.pop(REPLICATE)  # the next world has one replica
-    assert axes.sum_scalars(VALUES) == [1.0, 2.0]
+        groups.sum_scalars(VALUES)
+    assert groups.sums == [REPLICATE, SHARD], "and no further sum over replicas"
+    groups.by_axis.pop(REPLICATE)  # the next world has one replica
+    assert groups.sum_scalars(VALUES) == [1.0, 2.0]
 
 
 def test_a_replica_of_one_rank_says_so_at_once():
@@ -39,7 +39,7 @@ def test_a_replica_of_one_rank_says_so_at_once():
 
 
 def test_trouble_within_the_replica_is_never_put_off():
-    axes = Counted(SHARD, REPLICATE)
-    axes.sum_ = lambda tensor, axis: (_ for _ in ()).throw(RuntimeError("shard"))
+    groups = Counted(SHARD, REPLICATE)
+    groups.sum_ = lambda tensor, axis: (_ for _ in ()).throw(RuntimeError("shard"))
     with pytest.raises(RuntimeError, match="shard"):
-        axes.sum_buckets_([torch.ones(2)], SHARD)
+        groups.sum_buckets_([torch.ones(2)], SHARD)

@@ -26,7 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("needs", "kernel", "said"),
     [
-        (PLAIN, "document", "best present"),
+        (PLAIN, "document", "best available"),
         (replace(PLAIN, window=16), "sdpa", "sliding window of 16"),
         (replace(PLAIN, dropout=True), "sdpa", "dropout"),
         (replace(PLAIN, own_kernels=False), "sdpa", "registered kernels"),

@@ -66,14 +66,14 @@ def test_what_tensor_parallel_cannot_cut(config, said):
 
 def test_a_dimension_that_would_be_cut_twice_is_refused():
     biased = {**LLAMA, "model_type": "qwen2"}
-    with process_group(4), pytest.raises(UsageError, match=r"q_proj.bias .* cannot be cut by tp and by dp_shard"):
+    with process_group(4), pytest.raises(UsageError, match=r"q_proj.bias .* cannot be sharded by tp and by dp_shard"):
         build(spec_of(biased), layout=Layout(dp_shard=2, tp=2))
     with process_group(2):
         build(spec_of(biased), layout=Layout(tp=2))
 
 
 def test_lora_and_tensor_parallel():
-    with process_group(2), pytest.raises(UsageError, match="do not go together"):
+    with process_group(2), pytest.raises(UsageError, match="cannot be combined"):
         build(spec_of(lora={"rank": 2}), layout=Layout(tp=2))
 
 

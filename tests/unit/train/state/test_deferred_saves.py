@@ -36,7 +36,7 @@ def run():
     agreed = SimpleNamespace(saving=False)
     found = SimpleNamespace(
         saves=saves, saver=saves.saver, agreed=agreed, last_step=40, world=SimpleNamespace(rank=0),
-        reference=SimpleNamespace(covers=lambda step: False), state=SimpleNamespace(step=0),
+        baseline=SimpleNamespace(covers=lambda step: False), state=SimpleNamespace(step=0),
         consensus=SimpleNamespace(any_rank_saving=lambda: agreed.saving), flush_pending_metrics=lambda: None,
     )  # fmt: skip
     return found
@@ -60,14 +60,14 @@ def test_a_save_that_is_due_meanwhile_comes_as_soon_as_the_other_is_done(run):
 
 
 def test_the_last_step_is_no_matter_of_the_count(run):
-    run.saves.owed = True
+    run.saves.deferred = True
     assert not TrainingRun.checkpoint_is_due(run, 40)
 
 
 def test_an_order_to_save_waits_too_but_a_stop_does_not(run):
     run.agreed.saving = True
     TrainingRun.save(run, 7, Command(kind="save"))
-    assert run.saver.put == [7] and run.saves.owed
+    assert run.saver.put == [7] and run.saves.deferred
     with pytest.raises(AttributeError):  # it goes on to the save itself, for which this stand-in has no link
         TrainingRun.save(run, 7, Command(kind="stop"))
 

@@ -34,7 +34,7 @@ def taken(folder: Path, step: int = 7) -> tuple[Path, Ring]:
     found = Snapshots(context(folder), STATE)
     found.save(step, STATE)
     sealer = found._checksum_writer
-    sealer._wanted.put(None)  # type: ignore[arg-type]  # the end of its thread
+    sealer._queue.put(None)  # type: ignore[arg-type]  # the end of its thread
     assert sealer._thread is not None
     sealer._thread.join()
     path = folder / file_name("own", "r1s1t1p1c1e1", 0)
@@ -63,7 +63,8 @@ def test_what_was_sealed_comes_back(tmp_path: Path) -> None:
 def test_one_flipped_bit_is_refused_by_name_in_any_layout(tmp_path: Path, layout: Layout) -> None:
     path, ring = taken(tmp_path)
     flip(ring)
-    with pytest.raises(CheckpointError, match=r"own\.r1s1t1p1c1e1\.0\.ring.* step 7 of attempt 3 is not what was sealed"):
+    damaged = r"own\.r1s1t1p1c1e1\.0\.ring.* step 7 of attempt 3 is not what was sealed"
+    with pytest.raises(CheckpointError, match=damaged):
         restored(context(tmp_path, layout=layout), restore(path), STATE)
 
 

@@ -25,8 +25,8 @@ def snapshots(tmp_path, *, replicate_snapshots=True, notes=None):
         local_world_size=1, layout=Layout(), master_addr="", master_port=0, snapshot_dir=str(tmp_path),
         replicate_snapshots=replicate_snapshots,
     )  # fmt: skip
-    made = Snapshots(context, STATE, say=(notes if notes is not None else []).append)
-    made.begin(copies=True, reached=-1)
+    made = Snapshots(context, STATE, report=(notes if notes is not None else []).append)
+    made.start(copies=True, replicated_step=-1)
     return made
 
 
@@ -41,7 +41,7 @@ def steps(tmp_path):
 def taken(found, *wanted):
     """Steps as the loop takes them: it asks whether the copy is behind, then snapshots."""
     for step in wanted:
-        found.save(step, STATE, agreed=not found.behind())
+        found.save(step, STATE, copies_arrived=not found.copy_is_pending())
 
 
 def copied(tmp_path, world=1):
@@ -53,15 +53,16 @@ def copied(tmp_path, world=1):
 
 def test_every_step_is_taken_and_the_next_copy_is_ordered_when_the_last_one_is_there(tmp_path, now):
     found = snapshots(tmp_path)
-    assert not found.behind(), "nothing was ordered yet"
+    assert not found.copy_is_pending(), "nothing was ordered yet"
     taken(found, 1, 2, 3, 4, 5)
-    assert found.behind() and ring(tmp_path).ordered()[0] == 1
-    assert found.held() == {"snapshot_step": 5} and steps(tmp_path) == [1, 4, 5], "what is being copied is spared"
+    assert found.copy_is_pending() and ring(tmp_path).ordered()[0] == 1
+    assert found.newest_steps() == {"snapshot_step": 5}
+    assert steps(tmp_path) == [1, 4, 5], "what is being copied is protected"
     assert copied(tmp_path) == 1
-    assert not found.behind()
+    assert not found.copy_is_pending()
     taken(found, 6)
     assert ring(tmp_path).ordered()[0] == 6 and ring(tmp_path).agreed() == 1
-    assert found.held() == {"snapshot_step": 6, "peer_step": 1}
+    assert found.newest_steps() == {"snapshot_step": 6, "peer_step": 1}
 
 
 def test_a_fourth_slot_is_reserved_only_where_a_copy_takes_longer_than_a_step(tmp_path, now):
@@ -90,10 +91,10 @@ def test_where_the_fourth_slot_finds_no_room_the_newest_is_written_over(tmp_path
 
 def test_an_agreement_that_was_begun_before_an_order_is_not_about_it(tmp_path, now):
     found = snapshots(tmp_path)
-    found.save(1, STATE, agreed=True)
+    found.save(1, STATE, copies_arrived=True)
     assert ring(tmp_path).ordered()[0] == -1, "nobody had been asked"
     taken(found, 2)
-    found.save(3, STATE, agreed=True)
+    found.save(3, STATE, copies_arrived=True)
     assert ring(tmp_path).ordered()[0] == 2 and ring(tmp_path).agreed() == -1
 
 
@@ -101,7 +102,7 @@ def test_what_another_worlds_peer_held_is_no_copy_in_this_one(tmp_path, now):
     found = snapshots(tmp_path)
     taken(found, 1)
     copied(tmp_path, world=0)
-    assert found.behind()
+    assert found.copy_is_pending()
 
 
 def test_a_copy_that_does_not_come_is_said_once_until_one_comes(tmp_path, now):
@@ -115,10 +116,10 @@ def test_a_copy_that_does_not_come_is_said_once_until_one_comes(tmp_path, now):
     taken(found, 5)
     now[0] += COPY_PATIENCE_S + 1
     taken(found, 6, 7)
-    assert len(notes) == 2 and "step 5" in notes[1] and "it has 1" in notes[1]
+    assert len(notes) == 2 and "step 5" in notes[1] and "it has step 1" in notes[1]
 
 
 def test_without_a_peer_two_slots_do(tmp_path, now):
     found = snapshots(tmp_path, replicate_snapshots=False)
     taken(found, 1, 2, 3)
-    assert ring(tmp_path).slots == 2 and steps(tmp_path) == [2, 3] and not found.behind()
+    assert ring(tmp_path).slots == 2 and steps(tmp_path) == [2, 3] and not found.copy_is_pending()

@@ -66,9 +66,9 @@ class World:
             )
             for rank in range(self.hosts)
         ]  # fmt: skip
-        known = [made.reached for made in self.ranks if made.reached >= 0]
+        known = [made.replicated_step for made in self.ranks if made.replicated_step >= 0]
         for made in self.ranks:
-            made.begin(copies=True, reached=min(known, default=-1))
+            made.start(copies=True, replicated_step=min(known, default=-1))
         self.flying, self.pushed = {}, {}
         self.step = choice.step if choice else 0
 
@@ -87,7 +87,7 @@ class World:
     def take_step(self, *, fates=None):
         """All ranks snapshot the next step; ``fates``: how far each comes, where one is lost meanwhile."""
         self.step += 1
-        agreed = not any([made.behind() for made in self.ranks])
+        agreed = not any([made.copy_is_pending() for made in self.ranks])
         self.protected = self.protected or (agreed and all(made._ordered is not None for made in self.ranks))
         for rank, made in enumerate(self.ranks):
             fate = fates[rank] if fates else "done"
@@ -97,7 +97,7 @@ class World:
             if fate == "torn":
                 made._ring.commit = killed
             try:
-                made.save(self.step, {"w": torch.full((4,), float(self.step))}, agreed=agreed)
+                made.save(self.step, {"w": torch.full((4,), float(self.step))}, copies_arrived=agreed)
             except Killed:
                 pass
             made._ring.commit = whole
@@ -179,7 +179,7 @@ def killed(*_, **__):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_lost_rank_costs_no_step_and_a_lost_host_never_all_of_them(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(snapshot.ChecksumWriter, "seal", lambda self, version: None)
+    monkeypatch.setattr(snapshot.ChecksumWriter, "submit", lambda self, version: None)
     dice = random.Random(seed)
     world = World(tmp_path, dice, hosts=dice.choice([2, 2, 3, 4]))
     slow = dice.choice([0.3, 1.0, 4.0])  # copies' moves a step

@@ -37,7 +37,7 @@ def context(folder, **changes):
 
 def opened(folder, **changes):
     notes = []
-    return open_together(context(folder, **changes), STATE, group=None, say=notes.append), notes
+    return open_together(context(folder, **changes), STATE, group=None, report=notes.append), notes
 
 
 def test_where_there_is_room_nothing_is_said(tmp_path, room):
@@ -52,8 +52,8 @@ def test_without_room_for_three_the_copies_go_first(tmp_path, room):
     assert found is not None and not found._copies
     assert "3.15 MB wanted, 2.16 MB free" in note and "checkpoint.replicate_snapshots: false" in note
     for step in (1, 2, 3):
-        found.save(step, STATE, agreed=not found.behind())
-    assert found.held() == {"snapshot_step": 3}
+        found.save(step, STATE, copies_arrived=not found.copy_is_pending())
+    assert found.newest_steps() == {"snapshot_step": 3}
 
 
 def test_without_room_for_two_there_are_none_and_nothing_stays_behind(tmp_path, room):

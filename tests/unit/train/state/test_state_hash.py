@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.train.state.state_hash import PendingHash, Place, StateHashes, apart, partial_sum, seed_of
+from muster.train.state.state_hash import PendingHash, Place, StateHashes, describe_difference, partial_sum, seed_of
 
 SHAPES = {"model.embed": (37, 24), "model.norm": (24,), "optimizer.exp_avg.embed": (37, 24), "model.cube": (6, 5, 8)}
 
@@ -136,7 +136,7 @@ def test_replicas_that_hold_one_state_have_one_hash_and_nobody_hears_of_it() -> 
     one, agent = hashes(Summed([0, whole(state())]), replicas=2), AgentClient()
     found = one.begin(2)
     assert found is not None
-    assert one.told(found, agent) == {"state_hash": hashes().begin(2).texts()[0]}  # type: ignore[arg-type, union-attr, index]
+    assert one.event_detail(found, agent) == {"state_hash": hashes().begin(2).texts()[0]}  # type: ignore[arg-type, union-attr, index]
     assert agent.notes == []
 
 
@@ -147,16 +147,16 @@ def test_a_replica_of_another_state_is_told_at_each_step_and_noted_once() -> Non
     for step in (2, 4):
         found = one.begin(step)
         assert found is not None
-        told = one.told(found, agent)  # type: ignore[arg-type]
+        told = one.event_detail(found, agent)  # type: ignore[arg-type]
         assert told["state_hash"] == told["replica_hashes"][0] != told["replica_hashes"][1]
     (note,) = agent.notes
     assert note["step"] == 2 and "after step 2 the replicas do not hold one state" in note["text"]
 
 
 def test_a_majority_tells_which_replica_it_is_and_two_do_not() -> None:
-    assert "corruption of replica 1, where 2 of 3 agree" in apart(7, ["a", "b", "a"])
-    assert "corruption of replica 0 and 3, where 3 of 5 agree" in apart(7, ["b", "a", "a", "c", "a"])
-    assert "cannot be told from here (a: replica 0; b: replica 1)" in apart(7, ["a", "b"])
+    assert "corruption of replica 1, where 2 of 3 agree" in describe_difference(7, ["a", "b", "a"])
+    assert "corruption of replica 0 and 3, where 3 of 5 agree" in describe_difference(7, ["b", "a", "a", "c", "a"])
+    assert "that cannot be identified (a: replica 0; b: replica 1)" in describe_difference(7, ["a", "b"])
 
 
 class Broken:
@@ -184,7 +184,7 @@ def test_a_group_that_breaks_costs_the_hash_and_nothing_else(at_once: bool) -> N
     group = Broken(at_once=at_once)
     found = hashes(group).begin(2)
     assert found is not None and found.texts() is None and found.texts() is None
-    assert hashes(group).told(found, None) == {"state_hash": None}
+    assert hashes(group).event_detail(found, None) == {"state_hash": None}
     assert group.calls == 1, "never asked for again"
 
 

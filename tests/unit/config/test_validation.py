@@ -177,6 +177,6 @@ def test_a_model_folder_is_looked_into(tmp_path: Path):
 
 
 def test_cuda_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("muster.config.host_checks.has_gpu", lambda: False)
+    monkeypatch.setattr("muster.backends.local.run_file_rules.has_gpu", lambda: False)
     assert any("no NVIDIA GPU" in each for each in check("resources.device=cuda", environment=True))
     assert check("resources.device=cuda", "backend=gke", environment=True) == []

@@ -37,7 +37,7 @@ def look(*jobs, verdict=None, record=RECORD, accounted=None):
         ("BeginTime", "after a requeue"),
         ("QOSMaxGRESPerUser", "your QOS has reached a limit (QOSMaxGRESPerUser)"),
         ("AssocGrpGRES", "your account has reached a limit"),
-        ("SomethingNew", "Slurm says SomethingNew"),
+        ("SomethingNew", "Slurm reports SomethingNew"),
     ],
 )
 def test_a_waiting_job_says_why(reason, says):
@@ -157,7 +157,7 @@ def test_a_run_that_waits_is_not_handed_in_a_second_time(tmp_path):
     request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
     slurm.submit(request)
     again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
-    with pytest.raises(ConflictError, match="goes on by itself: job 1 waits"):
+    with pytest.raises(ConflictError, match="continues by itself: job 1 waits"):
         slurm.submit(again)
     slurm.slurm.shell.jobs["1"].state = "TIMEOUT"
     assert slurm.submit(again).job_id == "2"

@@ -10,7 +10,8 @@ from muster.chaos.network import Network
 from muster.cli.main import run
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
-from muster.core.types import Action, IncidentKind, JobRequest, TaskSpec
+from muster.core.incidents import KINDS
+from muster.core.types import Action, JobRequest, TaskSpec
 
 
 def spec_of(**resources):
@@ -21,7 +22,7 @@ def spec_of(**resources):
 
 @pytest.mark.parametrize("fault", MENU.values(), ids=list(MENU))
 def test_an_entry_speaks_the_words_of_incidents_and_actions(fault):
-    assert set(fault.noticed) <= {kind.value for kind in IncidentKind}
+    assert set(fault.noticed) <= set(KINDS.names())
     assert {action for way in fault.done for action in way} <= {action.value for action in Action}
     assert fault.done, "some way must be the right one"
     assert fault.what and fault.what[0] != " "
@@ -51,7 +52,7 @@ def test_a_fault_asks_only_for_what_the_file_lacks():
     assert fault.overrides(spec_of(hosts=3, spare_hosts=1)) == []
     assert MENU["rank-kill"].overrides(spec_of(hosts=2, spare_hosts=1)) == ["resources.spare_hosts=0"]
     assert "resources.min_hosts=1" in MENU["host-kill-no-spare"].overrides(spec_of(hosts=2))
-    assert "checkpoint.every_steps=5" in MENU["checkpoint-rot"].overrides(spec_of())
+    assert "checkpoint.every_steps=5" in MENU["checkpoint-corrupt"].overrides(spec_of())
     assert "recovery.step_timeout_s=10" in MENU["rank-gil"].overrides(spec_of())
     assert "recovery.heartbeat_timeout_s=2.5" in MENU["link-flap"].overrides(spec_of())
 

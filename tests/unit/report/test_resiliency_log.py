@@ -46,7 +46,7 @@ def test_an_impossible_step_time_is_refused():
 
 
 def test_not_such_a_log():
-    with pytest.raises(UsageError, match="line 1 is no event"):
+    with pytest.raises(UsageError, match="line 1 is not an event"):
         resiliency_log.parse(["{}", "{}"])
     with pytest.raises(UsageError, match="no events"):
         resiliency_log.parse([""])

@@ -1,4 +1,4 @@
-"""Standbys know the place they are meant for: on GPUs each waits with a context on its device and takes no other."""
+"""Standbys have a local rank: on GPUs each waits with a context on its device and takes no other."""
 
 import os
 import subprocess
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.host import RecordingHost, events
 
-from muster.agent.child_processes import Programs
-from muster.agent.ranks import rank_environment
-from muster.agent.ranks import rank_pool as crews
+from muster.agent.child_processes import ChildProcesses
+from muster.agent.ranks import rank_environment, rank_pool
 from muster.agent.ranks.rank_environment import opens_contexts
-from muster.agent.ranks.rank_pool import Crew
+from muster.agent.ranks.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Standby, standby_for
 from muster.config.spec import RunSpec
 
@@ -28,42 +28,39 @@ def spec(**changes: Any) -> RunSpec:
     return RunSpec.model_validate(given)
 
 
-class Host:
-    """As much of an agent as its crew and its programs ask for; what it sends is kept."""
+class Host(RecordingHost):
+    """A host with its children and ranks; ``messages`` are those to them."""
 
     def __init__(self, run_dir: Any, **changes: Any) -> None:
-        self.run_dir, self.memory, self.host, self.leaving = run_dir, run_dir, "host-0", None
-        self.spec, self.ranks_per_host, self.forkserver = spec(**changes), 2, "fork server"
-        self.sent: list[tuple[Any, dict[str, Any]]] = []
-        self.told: list[dict[str, Any]] = []
+        super().__init__(run_dir, spec=spec(**changes))
+        fork_server: Any = "fork server"
+        self.fork_server = fork_server
+        self.messages: list[tuple[Any, dict[str, Any]]] = []
         self.watched: dict[int, Any] = {}
-        self.hub = SimpleNamespace(
-            send=lambda peer, message: self.sent.append((peer, message)),
+        hub: Any = SimpleNamespace(
+            send=lambda peer, message: self.messages.append((peer, message)),
             watch=self.watched.__setitem__,
             unwatch=self.watched.pop,
         )
-        self.log = SimpleNamespace(write=lambda *_, **__: None, open=lambda attempt: None)
-        self.programs: Any = Programs(agent=self)  # type: ignore[arg-type]
-        self.crew: Any = Crew(agent=self)  # type: ignore[arg-type]
-        self.programs.prepared = True
-
-    def tell(self, message: dict[str, Any]) -> None:
-        self.told.append(message)
+        self.hub = hub
+        self.children = ChildProcesses(host=self, events=events())
+        self.pool = RankPool(host=self, children=self.children)
+        self.children.prepared = True
 
     def came(self, local_rank: int, pid: int) -> Any:
         """A forked standby says hello."""
         peer = SimpleNamespace(who=None)
-        standby = Standby(pid=pid, peer=peer, local_rank=local_rank, bound=self.programs.contexts)  # type: ignore[arg-type]
-        self.crew.standbys[pid] = standby
-        self.programs.came(standby)
+        standby = Standby(pid=pid, peer=peer, local_rank=local_rank, bound=self.children.opens_contexts)  # type: ignore[arg-type]
+        self.standbys[pid] = standby
+        self.children.on_standby_ready(standby)
         return peer
 
     def spawns(self) -> list[tuple[list[int], bool]]:
-        return [(m["local_ranks"], m["contexts"]) for _, m in self.sent if m["t"] == "spawn"]
+        return [(m["local_ranks"], m["contexts"]) for _, m in self.messages if m["t"] == "spawn"]
 
     def runs(self) -> dict[int, int]:
         """Local rank of the context -> pid of the standby that it was handed to."""
-        return {m["context"]["local_rank"]: worker.pid for worker in self.crew.workers.values() for peer, m in self.sent
+        return {m["context"]["local_rank"]: worker.pid for worker in self.workers.values() for peer, m in self.messages
                 if m["t"] == "run" and peer is worker.peer}  # fmt: skip
 
 
@@ -96,36 +93,36 @@ def standbys(*places: tuple[int, bool]) -> list[Any]:
         ([], None),
     ],
 )
-def test_who_takes_place_1(there: Any, taken: Any) -> None:
+def test_which_standby_takes_local_rank_1(there: Any, taken: Any) -> None:
     found = standby_for(1, standbys(*there))
     assert (None if found is None else found.pid) == taken
 
 
-def test_each_place_gets_a_standby_of_its_own(tmp_path: Any, processes: Any) -> None:
+def test_each_local_rank_gets_a_standby_of_its_own(tmp_path: Any, processes: Any) -> None:
     host = Host(tmp_path)
-    host.programs.refill()
-    host.programs.refill()  # the first ones are still on their way
+    host.children.replenish_standbys()
+    host.children.replenish_standbys()  # the first ones are still on their way
     assert host.spawns() == [([0, 1], True)]
     first, second, third = (process.pid for process in processes)
     host.came(1, first)
     host.came(0, second)
-    host.crew.queue = [context(0), context(1)]
-    host.crew.fill()
-    assert host.runs() == {0: second, 1: first} and not host.crew.standbys
-    # One place has no standby: the other's holds its context and stays for it.
+    host.pool.queue = [context(0), context(1)]
+    host.pool.assign_pending()
+    assert host.runs() == {0: second, 1: first} and not host.standbys
+    # One local rank has no standby: the other's holds its context and stays for it.
     host.came(0, third)
-    host.crew.queue = [context(1)]
-    host.crew.fill()
-    assert list(host.crew.standbys) == [third] and host.spawns()[1:] == [([1], True)]
+    host.pool.queue = [context(1)]
+    host.pool.assign_pending()
+    assert list(host.standbys) == [third] and host.spawns()[1:] == [([1], True)]
 
 
-def test_without_contexts_any_standby_takes_any_place(tmp_path: Any, processes: Any) -> None:
+def test_without_contexts_any_standby_takes_any_local_rank(tmp_path: Any, processes: Any) -> None:
     host = Host(tmp_path, resources={"device": "cpu", "ranks_per_host": 2})
     host.came(0, processes[0].pid)
-    host.crew.queue = [context(1)]
-    host.crew.fill()
+    host.pool.queue = [context(1)]
+    host.pool.assign_pending()
     assert host.runs() == {1: processes[0].pid}
-    host.programs.refill()
+    host.children.replenish_standbys()
     assert host.spawns() == [([0, 1], False)]
 
 
@@ -133,20 +130,20 @@ def test_after_one_that_could_not_plain_ones_are_forked(tmp_path: Any, processes
     host = Host(tmp_path)
     peer = host.came(0, processes[0].pid)
     host.came(1, processes[1].pid)
-    host.crew.unfit(peer)
-    assert processes[0].wait(5) == -9, "what CUDA is in it nobody knows"
-    assert list(host.crew.standbys) == [processes[1].pid] and host.spawns() == [([0], False)]
+    host.pool.on_standby_unusable(peer)
+    assert processes[0].wait(5) == -9, "its CUDA state is unknown"
+    assert list(host.standbys) == [processes[1].pid] and host.spawns() == [([0], False)]
     host.came(0, processes[2].pid)
-    assert not host.crew.standbys[processes[2].pid].bound
+    assert not host.standbys[processes[2].pid].bound
 
 
 def test_no_standby_holds_a_gpu_that_is_to_be_reset(tmp_path: Any, processes: Any, monkeypatch: Any) -> None:
     resets = []
-    monkeypatch.setattr(crews.gpu_reset, "start", lambda hub, gpus, done: resets.append(gpus))
+    monkeypatch.setattr(rank_pool.gpu_reset, "start", lambda hub, gpus, done: resets.append(gpus))
     host = Host(tmp_path)
     host.came(0, processes[0].pid)
-    host.crew.end(1, keep=set(), pause_s=0.0, reset=[0])
-    assert not resets and not host.crew.standbys, "it is on its way out"
+    host.pool.end(1, keep=set(), pause_s=0.0, reset=[0])
+    assert not resets and not host.standbys, "it is on its way out"
     assert processes[0].wait(5) == -9
     (gone,) = host.watched.values()
     gone()  # its pidfd fires

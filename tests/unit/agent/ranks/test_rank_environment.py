@@ -1,4 +1,4 @@
-"""What ranks find in their environment: NCCL is told to leave a healthy replica alone, and nobody else is told."""
+"""The environment of ranks: NCCL leaves a healthy replica alone, and only where there is one."""
 
 import pytest
 
@@ -40,8 +40,15 @@ def test_what_the_user_set_stays(name):
 
 
 @pytest.mark.parametrize(
-    ("resources", "threads"),
-    [({}, "8"), ({"ranks_per_host": 4}, "2"), ({"ranks_per_host": 4, "hosts": 4}, "1"), ({"threads_per_rank": 3}, "3")],
+    ("resources", "hosts_here", "threads"),
+    [
+        ({}, 1, "8"),
+        ({"ranks_per_host": 4}, 1, "2"),
+        ({"ranks_per_host": 4, "hosts": 4}, 4, "1"),
+        ({"ranks_per_host": 4, "hosts": 4}, 1, "2"),
+        ({"threads_per_rank": 3}, 1, "3"),
+    ],
 )
-def test_the_cores_are_shared_out(resources, threads):
-    assert fork_server_environment(spec(resources=resources), {}, cores=8)["OMP_NUM_THREADS"] == threads
+def test_the_cores_are_shared_out(resources, hosts_here, threads):
+    found = fork_server_environment(spec(resources=resources), {}, cores=8, hosts_here=hosts_here)
+    assert found["OMP_NUM_THREADS"] == threads

@@ -1,4 +1,4 @@
-"""The ear for preemption notices, against a server that answers as Compute Engine's metadata server does."""
+"""Preemption notices, from a server that answers as Compute Engine's metadata server does."""
 
 import json
 import subprocess
@@ -21,14 +21,14 @@ def listening(url):
 
 
 @pytest.mark.parametrize("key, value", [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")])
-def test_a_notice_is_told_when_the_value_changes(key, value):
+def test_a_notice_is_printed_when_the_value_changes(key, value):
     with metadata() as (server, url), listening(url) as child:
         change(server, "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")
         change(server, key, value)
         assert json.loads(child.stdout.readline()) == {"notice": key, "value": value}
 
 
-def test_where_no_metadata_server_answers_it_ends_quietly():
+def test_where_no_metadata_server_answers_it_ends_silently():
     with metadata(genuine=False) as (_, url), listening(url) as child:
         out, _ = child.communicate(timeout=60)
         assert (child.returncode, out) == (0, "")

@@ -160,9 +160,9 @@ def test_a_version_that_nobody_sealed_is_written_as_it_is(tmp_path):
     assert len(flush(order(tmp_path, 0), tmp_path / "a")["files"]) == 1
 
 
-def test_the_mover_compares_without_torch():
-    look = "import sys; import muster.agent.replicator.main; print([name for name in ('torch', 'numpy') if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+def test_the_replicator_verifies_checksums_without_torch():
+    code = "import sys; import muster.agent.replicator.main; print([n for n in ('torch', 'numpy') if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 

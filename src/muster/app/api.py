@@ -1,0 +1,82 @@
+"""Muster from Python: the verbs of the command line as functions, and the types they take and return.
+
+::
+
+    from muster.app import api          # or: import muster; muster.api
+    run = api.submit(api.load("run.yaml", ["training.steps=100"])).run
+    print(api.status(run.run_id).status.reason)
+
+A name is imported when it is first used: importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muster.app.inspect.checkpoints import checkpoints as checkpoints
+    from muster.app.inspect.logs import events as events
+    from muster.app.inspect.logs import logs as logs
+    from muster.app.inspect.report import report as report
+    from muster.app.inspect.status import all_runs as all_runs
+    from muster.app.inspect.status import status as status
+    from muster.app.inspect.watch import watch as watch
+    from muster.app.planning.plan import plan as plan
+    from muster.app.run.exec import execute as execute
+    from muster.app.run.export import export as export
+    from muster.app.run.recover import recover as recover
+    from muster.app.run.stop import down as down
+    from muster.app.run.stop import restart as restart
+    from muster.app.run.stop import stop as stop
+    from muster.app.run.submit import preview as preview
+    from muster.app.run.submit import submit as submit
+    from muster.app.run.train import train as train
+    from muster.backends.backend import Backend as Backend
+    from muster.backends.cluster import Cluster as Cluster
+    from muster.backends.protocols import Terminal as Terminal
+    from muster.config.load import Loaded as Loaded
+    from muster.config.load import load as load
+    from muster.config.spec import RunSpec as RunSpec
+    from muster.core.errors import MusterError as MusterError
+    from muster.core.errors import Problem as Problem
+    from muster.core.errors import RunFileError as RunFileError
+    from muster.core.errors import UsageError as UsageError
+    from muster.core.events import Event as Event
+    from muster.core.redact import redact as redact
+    from muster.storage.run_registry import RunDir as RunDir
+
+#: Module -> names.
+_EXPORTS = {
+    "muster.app.inspect.checkpoints": ("checkpoints",),
+    "muster.app.inspect.logs": ("events", "logs"),
+    "muster.app.inspect.report": ("report",),
+    "muster.app.inspect.status": ("all_runs", "status"),
+    "muster.app.inspect.watch": ("watch",),
+    "muster.app.planning.plan": ("plan",),
+    "muster.app.run.exec": ("execute",),
+    "muster.app.run.export": ("export",),
+    "muster.app.run.recover": ("recover",),
+    "muster.app.run.stop": ("down", "restart", "stop"),
+    "muster.app.run.submit": ("preview", "submit"),
+    "muster.app.run.train": ("train",),
+    "muster.backends.backend": ("Backend",),
+    "muster.backends.cluster": ("Cluster",),
+    "muster.backends.protocols": ("Terminal",),
+    "muster.config.load": ("Loaded", "load"),
+    "muster.config.spec": ("RunSpec",),
+    "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
+    "muster.core.events": ("Event",),
+    "muster.core.redact": ("redact",),
+    "muster.storage.run_registry": ("RunDir", "find_run"),
+}
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
+_NAMES_THERE = {"find_run": "find"}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), _NAMES_THERE.get(name, name))

@@ -1,0 +1,107 @@
+"""Environment variables that Muster reads: the one list, and the one place that reads them.
+
+Entry points (``cli``, programs with a ``main``) call ``current`` and pass on what it returns; library functions that have
+always a default from the environment (the home folder, the root of snapshots) call it too, so that nothing else in
+``src`` reads ``os.environ``. ``docs/environment.md`` is generated from ``VARIABLES``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable, for the documentation."""
+
+    name: str
+    meaning: str
+    set_by: str
+    default: str = ""
+
+
+USER, GKE = "you", "the GKE back end, in its pods"
+VARIABLES = (
+    Variable("MUSTER_HOME", "Folder of runs, prices and calibration.", USER, "`~/.muster`"),
+    Variable(
+        "MUSTER_MEMORY_DIR", "Folder on tmpfs for snapshots and the agents' sockets.",
+        "you; the Slurm back end (`slurm.scratch`)", "`/dev/shm`, else `/tmp`",
+    ),
+    Variable("MUSTER_BILLING_API_KEY", "Key for Google's price list (`muster prices update`).", USER),
+    Variable(
+        "MUSTER_METADATA", "URL of a metadata server to ask for preemption notices.", "you, in tests", "the cloud's own"
+    ),
+    Variable(
+        "MUSTER_RUN_ID", "The run that a process belongs to: `stop` and `down` find processes by it.",
+        "back ends, for every process of a run",
+    ),
+    Variable("MUSTER_RUN_DIR", "That run's folder.", "back ends, for every process of a run"),
+    Variable("MUSTER_HOST", "Name of the host of an agent.", "the Slurm back end"),
+    Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
+    Variable(
+        "MUSTER_BIND", "Address on which the supervisor and the agents listen.", "the Slurm and GKE back ends", "`127.0.0.1`"
+    ),
+    Variable(
+        "MUSTER_TERM", "`ignored`: SIGTERM comes to every process of a job; only the supervisor acts on it.",
+        "the Slurm back end",
+    ),
+    Variable("MUSTER_WATCHDOG", "Process id of the watchdog that started the agent.", "the watchdog"),
+    Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
+    Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
+    Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
+    Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
+    Variable("MUSTER_JOBSET", "JobSet of the pod.", GKE),
+    Variable("MUSTER_HOST_INDEX", "Index of the host's Job.", GKE),
+    Variable("MUSTER_POD", "Name of the pod.", GKE),
+    Variable("MUSTER_NODE", "Name of the node.", GKE),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the variables say, checked and with defaults."""
+
+    home: Path
+    memory_root: Path
+    billing_api_key: str | None
+    metadata_url: str | None
+    bind: str
+    term_ignored: bool
+    watchdog_pid: int | None
+    nice: int
+    drill: bool
+    pod: str
+    storage_emulator: bool
+    """Google's own variable STORAGE_EMULATOR_HOST: the bucket is an emulator's, without credentials."""
+
+
+def current() -> Environment:
+    """This process's environment, as it is now."""
+    return read(os.environ)
+
+
+def inherited() -> dict[str, str]:
+    """Every variable of this process, for the programs that it starts."""
+    return dict(os.environ)
+
+
+def read(environ: Mapping[str, str]) -> Environment:
+    """The variables of ``environ``; empty ones count as unset. Raises ValueError for a number that is none."""
+    memory = environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp")
+    watchdog = environ.get("MUSTER_WATCHDOG")
+    return Environment(
+        home=Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute(),
+        memory_root=Path(memory),
+        billing_api_key=environ.get("MUSTER_BILLING_API_KEY") or None,
+        metadata_url=environ.get("MUSTER_METADATA") or None,
+        bind=environ.get("MUSTER_BIND") or "127.0.0.1",
+        term_ignored=environ.get("MUSTER_TERM") == "ignored",
+        watchdog_pid=int(watchdog) if watchdog else None,
+        nice=int(environ.get("MUSTER_NICE") or 0),
+        drill=environ.get("MUSTER_DRILL") == "1",
+        pod=environ.get("MUSTER_POD", ""),
+        storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),
+    )

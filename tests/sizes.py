@@ -1,0 +1,162 @@
+"""Which tests run when: ``./setup.sh check``, ``test``, ``test all`` (what CI runs) and ``nightly``.
+
+========  =====================================================================
+check     ``tests/unit`` but for ``SLOW``
+test      everything but live tests, and of those the ones in ``CORE``
+test all  everything but ``soak``: what is marked so in its file, and ``NIGHTLY``
+nightly   ``soak``
+========  =====================================================================
+
+Tests are named by file (file names are unique in ``tests``), ``file::function`` or ``file::function[parameters]``.
+``tests/unit/test_sizes.py`` fails where one of them is not there.
+"""
+
+import pytest
+
+#: Unit tests of more than about three seconds, or that start processes by the dozen.
+SLOW = (
+    "test_random_faults.py",
+    "test_rehearsal.py",
+    "test_recovery_page.py",
+    "test_healthy_benchmark.py",
+)
+
+#: For each capability at least one live test that runs in ``./setup.sh test``.
+CORE = {
+    "training: losses are the stored ones, whatever the layout": (
+        "test_train_equivalence_live.py::test_golden_losses",
+        "test_train_equivalence_live.py::test_replicas_and_tensor_parallel_agree_with_the_plain_loop",
+    ),
+    "training: exact sums": ("test_train_exact_live.py::test_one_hash_at_any_world_size[plain]",),
+    "training: resume bit for bit": ("test_train_resume_live.py::test_a_stop_saves_at_one_step_and_leaves_130",),
+    "checkpoints: any number of ranks": ("test_checkpoint_live.py::test_four_ranks_to_any_number",),
+    "checkpoints: copies in another host's memory": (
+        "test_mover_live.py::test_each_step_is_copied_to_the_peer_and_acknowledged",
+    ),
+    "checkpoints: memory is written out at the end": ("test_flush_live.py",),
+    "checkpoints: damage is noticed": ("test_train_seals_live.py",),
+    "recovery: rank, host, link, supervisor, stop": (
+        "test_recovery_live.py::test_a_killed_rank_costs_no_applied_step_and_no_bit",
+        "test_recovery_live.py::test_a_lost_host_is_replaced_by_the_spare",
+        "test_recovery_live.py::test_a_cut_link_is_silence_and_the_spare_takes_over",
+        "test_recovery_live.py::test_the_supervisor_dies_and_a_new_one_takes_over",
+        "test_recovery_live.py::test_ctrl_c_saves_and_a_second_start_goes_on_bit_for_bit",
+    ),
+    "recovery: replicas": ("test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]",),
+    "recovery: a user's policy": ("test_policy_live.py::test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world",),
+    "recovery: full disk": ("test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else",),
+    "drills, watch": ("test_drill_live.py",),
+    "limits": ("test_limits_live.py",),
+    "verbs": ("test_verbs_live.py::test_a_detached_run_from_submit_to_down",),
+    "wrong input": ("test_wrong_input_live.py::test_truncated_safetensors",),
+    "own loops": ("test_own_loop_live.py::test_kills_cost_no_step_and_no_bit",),
+    "data": ("test_data_live.py::test_rivals_prepare_the_same_data_once",),
+    "export": ("test_export_live.py::test_a_whole_model",),
+    "ledger, report": ("test_ledger_live.py", "test_report_page_live.py::test_it_draws_every_chart_without_an_error"),
+    "replay": ("test_replay_live.py",),
+    "plan": (
+        "test_plan_memory_live.py::test_the_trace_agrees_with_the_closed_form",
+        "test_plan_page_live.py::test_it_draws_the_chart_and_every_plan_without_an_error",
+    ),
+    "simulate": ("test_rehearsal_page_live.py",),
+    "Slurm": ("test_slurm_live.py::test_a_time_limit_is_continued_in_a_second_job",),
+    "GKE": (
+        "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost",
+        "test_gke_pod_live.py::test_a_verdict_is_passed_on",
+        "test_gke_http_live.py",
+        "test_gke_stream_live.py::test_a_line_in_the_output_out",
+        "test_gke_terminal_live.py::test_the_tree_grows_in_place",
+    ),
+    "README": (
+        "test_readme.py::test_every_block_says_how_it_is_held",
+        "test_readme.py::test_every_command_is_documented",
+        "test_readme.py::test_every_command_line_in_the_readme_parses",
+        "test_readme.py::test_links_lead_somewhere",
+        "test_readme.py::test_run_files_in_the_readme_hold",
+        "test_readme.py::test_extras_in_the_readme_exist",
+        "test_readme.py::test_what_is_said_to_be_executed_elsewhere_is",
+    ),
+}
+
+#: Live tests that CI has no time for, with the test that covers the same capability there.
+NIGHTLY = {
+    "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
+    "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
+    "test_chaos_hosts_live.py::test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing": (
+        "test_copies_live.py::test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did"
+    ),
+    "test_chaos_hosts_live.py::test_a_host_is_lost_while_the_ranks_are_being_replaced": (
+        "test_recovery_live.py::test_a_lost_host_is_replaced_by_the_spare"
+    ),
+    "test_chaos_hosts_live.py::test_a_one_way_partition_is_silence_too": (
+        "test_recovery_live.py::test_a_cut_link_is_silence_and_the_spare_takes_over"
+    ),
+    "test_chaos_live.py::test_kills_at_random_moments_never_leave_half_an_update": (
+        "test_recovery_live.py::test_a_killed_rank_costs_no_applied_step_and_no_bit"
+    ),
+    "test_chaos_live.py::test_what_goes_wrong_inside_a_step_leaves_no_trace": (
+        "test_chaos_live.py::test_whatever_a_rank_does_once_is_a_restart"
+    ),
+    "test_copies_live.py::test_a_lost_rank_costs_no_step_however_far_copies_lag": (
+        "test_own_loop_live.py::test_a_lost_host_costs_no_step_whose_copy_was_there"
+    ),
+    "test_export_live.py::test_many_files_and_half_precision": "test_export_live.py::test_a_whole_model",
+    "test_mover_live.py::test_a_run_loses_its_movers_and_trains_on_and_copies_go_on": (
+        "test_mover_live.py::test_a_save_outlives_its_mover_and_a_new_mover_takes_the_next"
+    ),
+    "test_own_loop_live.py::test_a_ranks_own_state_comes_back_from_memory_and_disk_and_all_ranks_take_one_checkpoint": (
+        "test_own_loop_live.py::test_a_stop_saves_and_a_second_start_goes_on"
+    ),
+    "test_plan_memory_live.py::test_ranks_grow_as_predicted[bf16 wide]": (
+        "test_plan_memory_live.py::test_ranks_grow_as_predicted[fp32 wide tied]"
+    ),
+    "test_policy_live.py::test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap[heals]": (
+        "test_policy_live.py::test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap[fails]"
+    ),
+    "test_real_data_live.py::test_a_real_model_is_tuned_on_shakespeare": (
+        "test_real_data_live.py::test_wikisql_is_learnt_from"
+    ),
+    "test_recovery_live.py::test_a_crash_is_as_a_kill": (
+        "test_recovery_live.py::test_a_killed_rank_costs_no_applied_step_and_no_bit"
+    ),
+    "test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[stopped]": (
+        "test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]"
+    ),
+    "test_replicas_live.py::test_either_replica_can_be_the_one_that_is_lost_again_and_again": (
+        "test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]"
+    ),
+    "test_replicas_live.py::test_sharded_replicas_are_kept_whole": (
+        "test_replicas_live.py::test_without_a_spare_the_living_replica_goes_on_alone_and_is_joined_again"
+    ),
+    "test_train_exact_live.py::test_one_hash_at_any_world_size[lora]": (
+        "test_train_exact_live.py::test_one_hash_at_any_world_size[plain]"
+    ),
+    "test_train_resume_live.py::test_resume_to_the_bit_after_a_kill_in_mid_save[lora-marker]": (
+        "test_train_resume_live.py::test_resume_to_the_bit_after_a_kill_in_mid_save[plain-marker]"
+    ),
+    "test_verbs_live.py::test_a_killed_supervisor_is_replaced_and_the_agents_go_on": (
+        "test_recovery_live.py::test_the_supervisor_dies_and_a_new_one_takes_over"
+    ),
+    "test_weather_live.py::test_a_disk_that_fails_and_then_is_slow": (
+        "test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else"
+    ),
+}
+
+#: Tests that depend on how fast the machine is just then, and why. They alone get a second try (``second_try``).
+TIMING: dict[str, str] = {}
+
+
+def names(item: pytest.Item) -> set[str]:
+    file, function = item.path.name, getattr(item, "originalname", item.name)
+    return {file, f"{file}::{function}", f"{file}::{item.name}"}
+
+
+def mark(items: list[pytest.Item]) -> None:
+    core = {test for tests in CORE.values() for test in tests}
+    for item in items:
+        mine = names(item)
+        for marker, tests in (("slow", SLOW), ("core", core), ("soak", NIGHTLY)):
+            if mine.intersection(tests):
+                item.add_marker(marker)
+        for test in mine.intersection(TIMING):
+            item.add_marker(pytest.mark.timing(TIMING[test]))

@@ -1,0 +1,51 @@
+"""Progress outside of steps: forwarded seldom, and what resets the step watchdog."""
+
+from typing import Any, cast
+
+from fakes.host import RecordingHost
+
+from muster.agent.child_processes import ChildProcesses
+from muster.agent.ranks.hang_detector import find_hung_ranks
+from muster.agent.ranks.rank_pool import RankPool
+from muster.agent.ranks.rank_process import Worker
+
+
+def pool_of_one() -> tuple[RankPool, RecordingHost, Worker]:
+    host, children = RecordingHost(), cast(ChildProcesses, None)
+    worker = Worker(pid=1, rank=1, attempt=2, peer=None, pidfd=-1, stepped=True)
+    return RankPool(host=host, children=children), host, worker
+
+
+def stuck(worker: Worker, now_s: float, limit_s: float = 1.0) -> bool:
+    return bool(list(find_hung_ranks([worker], host="h", now_s=now_s, silence_s=60.0, step_s=limit_s)))
+
+
+def at(monkeypatch: Any, now_s: float) -> None:
+    monkeypatch.setattr("muster.agent.ranks.rank_pool.time.monotonic", lambda: now_s)
+
+
+def test_progress_resets_the_step_watchdog_and_a_beat_does_not(monkeypatch: Any) -> None:
+    pool, _, worker = pool_of_one()
+    for now in (0.9, 1.8, 2.7):
+        at(monkeypatch, now)
+        pool.handle(worker, {"t": "progress", "attempt": 2, "rank": 1})
+        assert not stuck(worker, now + 0.9)
+    for now in (3.0, 3.5, 3.9):
+        at(monkeypatch, now)
+        pool.handle(worker, {"t": "beat", "step": worker.step, "micro": worker.micro})  # alive, and nothing more
+    assert stuck(worker, 3.9)
+
+
+def test_progress_of_an_attempt_that_is_over_is_ignored(monkeypatch: Any) -> None:
+    pool, host, worker = pool_of_one()
+    at(monkeypatch, 5.0)
+    pool.handle(worker, {"t": "progress", "attempt": 1, "rank": 1})
+    assert worker.progress_s == 0.0 and host.sent == []
+
+
+def test_the_supervisor_is_told_once_a_second(monkeypatch: Any) -> None:
+    pool, host, worker = pool_of_one()
+    for tenths in range(100, 150, 5):
+        at(monkeypatch, tenths / 10)
+        pool.handle(worker, {"t": "progress", "attempt": 2, "rank": 1})
+    assert host.sent == [{"t": "progress", "attempt": 2}] * 5

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from fakes.clock import VirtualClock
 
+pytest.importorskip("lightkube", reason="muster[gke] is not installed")
+
 from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.config import connect, own_cluster
 from muster.backends.gke.operate.locate import by_kubeconfig

@@ -54,8 +54,8 @@ def dump(documents: Iterable[Mapping[str, object]]) -> str:
     """A YAML stream of ``documents``; keys keep their order."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
-    yaml.default_flow_style = False  # type: ignore[assignment]
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 1_000_000
     yaml.indent(mapping=2, sequence=4, offset=2)
     expressions: list[str] = []

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from muster.backends.gke.pod.log_forwarder import LogForwarder
+from muster.core import environment
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 
@@ -87,7 +88,7 @@ class Pod:
 
     def _wait(self) -> int:
         """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
-        self._child = os.posix_spawnp(self.argv[0], list(self.argv), os.environ)
+        self._child = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited())
         if self._taken:  # while it was being started
             self._send(signal.SIGTERM)
         while True:
@@ -172,8 +173,7 @@ def main() -> int:
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
     given = parser.parse_args(own)
-    # An entry point: the pod's environment says what it is called.
-    host, argv = name_after_pod(given.host, argv, os.environ.get("MUSTER_POD", ""))
+    host, argv = name_after_pod(given.host, argv, environment.current().pod)
     pod = Pod(
         argv=argv,
         role=given.role,
@@ -197,8 +197,7 @@ def _requeue(which: str, at_most: int) -> str:
     from muster.backends.gke.operate.continuation import queue_continuation
 
     namespace, _, name = which.partition("/")
-    # An entry point: the pod's environment says where its own API server is.
-    cluster = own_cluster(SystemClock(), os.environ)
+    cluster = own_cluster(SystemClock(), environment.inherited())
     return queue_continuation(cluster, namespace, name, at_most=at_most)
 
 

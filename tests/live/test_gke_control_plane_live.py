@@ -238,7 +238,7 @@ def test_submit_is_one_jobset_however_often_and_whatever_is_lost(plane, home):
     assert launcher.submit(request) == first == launcher.find(run_id)
     assert len(plane.items(f"{JOBSETS}/jobsets?labelSelector=app.kubernetes.io/instance={run_id}")) == 1
     found = launcher.poll(first)
-    assert found.state is JobState.WAITING and "waiting for Kueue, which has made no Workload" in found.reason
+    assert found.state is JobState.WAITING and "waiting for Kueue to create a Workload" in found.reason
     launcher.cancel(first)
     plane.wait(lambda: not launcher.remaining(first), "end")
     assert launcher.find(run_id) is None and launcher.cancel(first) is None

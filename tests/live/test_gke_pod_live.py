@@ -97,7 +97,7 @@ def test_a_run_that_saved_is_queued_again_unless_it_lived_too_short(monkeypatch,
     assert not made and "too short a life" in capsys.readouterr().err
     monkeypatch.setattr("muster.backends.gke.pod.main.SHORTEST_RUN_S", 0.0)
     assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == 0
-    assert made == [1] and "queued to go on: ns/x" in capsys.readouterr().err
+    assert made == [1] and "continuation queued: ns/x" in capsys.readouterr().err
 
 
 def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):

@@ -312,14 +312,16 @@ def test_taken_back_by_kueue(workload, sentence):
 )  # fmt: skip
 def test_quota_that_will_not_come_by_waiting(reason, message, sentence):
     row = {"type": "QuotaReserved", "status": "False", "reason": reason, "message": message}
-    found = explain(ClusterSnapshot(jobset=JOBSET, workload={"metadata": {"name": "w"}, "status": {"conditions": [row]}}))
+    workload = {"metadata": {"name": "w"}, "status": {"conditions": [row]}}
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=workload))
     assert found.sentence == sentence and found.hint
 
 
 def test_dws_is_asked_again_at_a_time():
     again = {"count": 1, "requeueAt": "2026-01-02T03:04:05Z"}
     waiting = {**CHECKING, "status": {**CHECKING["status"], "requeueState": again}}
-    found = explain(ClusterSnapshot(jobset=JOBSET, workload=waiting, provisioning_requests=[request(Failed="stockout")]))
+    asked = [request(Failed="stockout")]
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=waiting, provisioning_requests=asked))
     assert found.sentence == (
         "DWS cannot provide the nodes: stockout; Kueue tries again at 2026-01-02T03:04:05Z (try 2)"
     )

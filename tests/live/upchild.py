@@ -15,7 +15,6 @@ sys.path[:0] = [str(TESTS), str(TESTS / "golden" / "gke")]
 from fakes import discovery  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
-import muster.backends.gke.provision.cluster as use_cases  # noqa: E402
 from muster.backends.gke.google.session import Session  # noqa: E402
 from muster.backends.gke.provision.cluster import GkeCluster  # noqa: E402
 from muster.cli.main import main  # noqa: E402

@@ -28,7 +28,8 @@ from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
-SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery={"keep_hosts_after_failure_s": 600.0})
+RECOVERY = {"keep_hosts_after_failure_s": 600.0}
+SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery=RECOVERY)
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "step_ns", "supervised_tokens", "padding_tokens", "tokens")
 STEP = dict.fromkeys(NUMBERS, 1)

@@ -246,7 +246,7 @@ def test_a_zone_that_does_not_exist():
 
 
 def test_credentials_that_google_does_not_know():
-    error = refused(AccessError, "does not know these credentials", refuse={1: (401, "UNAUTHENTICATED")})
+    error = refused(AccessError, "rejected these credentials", refuse={1: (401, "UNAUTHENTICATED")})
     assert "gcloud auth application-default login" in error.hint
 
 

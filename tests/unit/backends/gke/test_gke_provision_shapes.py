@@ -114,7 +114,8 @@ def test_missing_software_is_asked_for_by_address():
 
 def test_bytes_that_nobody_vouched_for_are_refused_with_their_hash():
     digest = hashlib.sha256(TEXTS["kueue.yaml"].encode()).hexdigest()
-    with pytest.raises(UsageError, match=f"(?s)3 of the manifests .*not pinned by hash.*kueue.yaml has sha256 {digest}") as caught:
+    expected = f"(?s)3 of the manifests .*not pinned by hash.*kueue.yaml has sha256 {digest}"
+    with pytest.raises(UsageError, match=expected) as caught:
         software(SITES["a4"], TEXTS, pins={})
     assert "--pin" in caught.value.hint
     (url,) = [url for url in PINS if "kueue" in url]

@@ -100,8 +100,8 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
     Raises:
         UsageError: the machine or accelerator is unknown.
     """
-    wanted = spec.resources
-    family, machine = catalogue.find(wanted.machine, wanted.accelerator, cpu=wanted.device == "cpu")
+    requested = spec.resources
+    family, machine = catalogue.find(requested.machine, requested.accelerator, cpu=requested.device == "cpu")
     return Placement(
         spec=spec,
         run_id=run_id,
@@ -109,7 +109,7 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
         options=options,
         family=family,
         machine=machine,
-        mode=wanted.provisioning_model or ("owned" if family.name == "cpu" else "flex_start"),
+        mode=requested.provisioning_model or ("owned" if family.name == "cpu" else "flex_start"),
     )
 
 

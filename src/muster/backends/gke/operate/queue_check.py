@@ -1,4 +1,4 @@
-"""Check that the queue of a run exists: Kueue itself accepts a job for any queue name, and leaves it waiting forever."""
+"""Check that a run's queue exists: Kueue accepts a job for any queue name, and leaves it waiting forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first program of a pod: starts the agent or the supervisor, and maps its end to the exit code that Kubernetes acts on.
+"""The first program of a pod: starts the agent or the supervisor, and maps its end to what Kubernetes acts on.
 
 Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME] [--leave-after-s N] -- PROGRAM...``.
 
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from muster.backends.gke.pod.log_forwarder import Echo
+from muster.backends.gke.pod.log_forwarder import LogForwarder
+from muster.core import environment
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 
@@ -87,7 +88,7 @@ class Pod:
 
     def _wait(self) -> int:
         """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
-        self._child = os.posix_spawnp(self.argv[0], list(self.argv), os.environ)
+        self._child = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited())
         if self._taken:  # while it was being started
             self._send(signal.SIGTERM)
         while True:
@@ -128,7 +129,7 @@ class Pod:
         return 0
 
 
-def named_after_its_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
+def name_after_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
     """The host's name with the pod's own suffix, also in the program's arguments.
 
     A pod that replaces another is usually on another machine: a notice or a quarantine of the old one does not
@@ -149,13 +150,13 @@ def lease_held(run_dir: Path) -> bool:
         return False
 
 
-def left_lonely(run_dir: Path, host: str) -> bool:
+def left_unsupervised(run_dir: Path, host: str) -> bool:
     """Whether the host's newest event says that its agent left because no supervisor connected."""
     files = sorted((run_dir / "events").glob(f"{host}.*.jsonl"), key=lambda path: path.stat().st_mtime)
     for path in files[-1:]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             last = json.loads(path.read_bytes().splitlines()[-1])
-            return last.get("kind") == "agent.ended" and last.get("detail", {}).get("reason") == LONELY
+            return bool(last.get("kind") == "agent.ended" and last.get("detail", {}).get("reason") == LONELY)
     return False
 
 
@@ -168,38 +169,36 @@ def main() -> int:
     parser.add_argument("role", choices=["host", "supervisor"])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--host", default="")
-    parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue a continuation; 0: never")
+    parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue the rest; 0: never")
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
     given = parser.parse_args(own)
-    # An entry point: the pod's environment says what it is called.
-    host, argv = named_after_its_pod(given.host, argv, os.environ.get("MUSTER_POD", ""))
+    host, argv = name_after_pod(given.host, argv, environment.current().pod)
     pod = Pod(
         argv=argv,
         role=given.role,
-        lonely=lambda: left_lonely(given.run_dir, host),
+        lonely=lambda: left_unsupervised(given.run_dir, host),
         held=lambda: lease_held(given.run_dir),
         requeue=(lambda: _requeue(given.requeue, given.at_most)) if given.requeue else None,
         leave_after_s=given.leave_after_s or None,
     )
     if not host:
         return pod.run()
-    echo = Echo(run_dir=given.run_dir, host=host)
-    echo.start()
+    forwarder = LogForwarder(run_dir=given.run_dir, host=host)
+    forwarder.start()
     try:
         return pod.run()
     finally:
-        echo.stop()
+        forwarder.stop()
 
 
 def _requeue(which: str, at_most: int) -> str:
     from muster.backends.gke.kubernetes.config import own_cluster
-    from muster.backends.gke.operate.continuation import queue_the_rest
+    from muster.backends.gke.operate.continuation import queue_continuation
 
     namespace, _, name = which.partition("/")
-    # An entry point: the pod's environment says where its own API server is.
-    cluster = own_cluster(SystemClock(), os.environ)
-    return queue_the_rest(cluster, namespace, name, at_most=at_most)
+    cluster = own_cluster(SystemClock(), environment.inherited())
+    return queue_continuation(cluster, namespace, name, at_most=at_most)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ class GkeProvisioner:
         for where in self._sites(self.spec, run_id):
             there = []
             for resource in resources(where, None):
-                found = resource.look(session)
-                if found.state != "absent" and found.ours:
+                result = resource.look(session)
+                if result.state != "absent" and result.ours:
                     there.append(resource.key)
             if there:
                 return Lease(run_id=run_id, resources=tuple(there), labels={"managed-by": "muster", "zone": where.zone})
@@ -53,8 +53,8 @@ class GkeProvisioner:
 
     def release(self, run_id: str) -> list[str]:
         """Remove everything of ours in all places; returns what still exists afterwards."""
-        found = down_everywhere(self._sites(self.spec, run_id), self._session(), workers=self.workers)
-        return [*found.troubles, *(f"{one.kind}/{one.name}" for one in found.leftovers)]
+        result = down_everywhere(self._sites(self.spec, run_id), self._session(), workers=self.workers)
+        return [*result.troubles, *(f"{one.kind}/{one.name}" for one in result.leftovers)]
 
     def _sites(self, spec: RunSpec, run_id: str) -> list[Site]:
         placement = place(spec, run_id=run_id, run_dir=spec.run_dir or "/muster-runs", options=self.options)

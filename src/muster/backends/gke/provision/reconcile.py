@@ -49,16 +49,16 @@ def survey(
     for resource in resources:
         say(Changed(key=resource.key, step="looking"))
         try:
-            found = resource.look(session)
-            if found.state == "absent":
+            result = resource.look(session)
+            if result.state == "absent":
                 absent.add(resource.key)
             else:
-                refuse_foreign(resource, found, adopt=adopt)
+                refuse_foreign(resource, result, adopt=adopt)
         except MusterError as error:
             step: Step = "differs" if isinstance(error, ConflictError) else "failed"
             say(Changed(key=resource.key, step=step, words=str(error)))
             raise
-        say(Changed(key=resource.key, step="there" if found.state == "there" else "absent"))
+        say(Changed(key=resource.key, step="there" if result.state == "there" else "absent"))
     return absent
 
 
@@ -99,18 +99,18 @@ def _ensure_one(resource: Resource, session: Session, *, adopt: bool, say: Progr
 
     tell("looking")
     try:
-        found = resource.look(session)
-        if found.state in ("there", "changing"):
-            refuse_foreign(resource, found, adopt=adopt)
-        if found.state == "changing":
+        result = resource.look(session)
+        if result.state in ("there", "changing"):
+            refuse_foreign(resource, result, adopt=adopt)
+        if result.state == "changing":
             tell("waiting")
             _settle(resource, session)
-        elif found.state == "broken":
-            refuse_foreign(resource, found, adopt=False)
+        elif result.state == "broken":
+            refuse_foreign(resource, result, adopt=False)
             tell("replacing")
             resource.remove(session)
             _make(resource, session)
-        elif found.state == "absent":
+        elif result.state == "absent":
             tell("making")
             _make(resource, session)
     except MusterError as error:
@@ -138,8 +138,8 @@ def _settle(resource: Resource, session: Session) -> None:
 
 
 def _clear_broken(resource: Resource, session: Session) -> None:
-    found = resource.look(session)
-    if found.state == "broken" and found.ours:
+    result = resource.look(session)
+    if result.state == "broken" and result.ours:
         resource.remove(session)
 
 
@@ -149,12 +149,12 @@ def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resourc
 
     tell("looking")
     try:
-        found = resource.look(session)
-        if found.state == "absent":
+        result = resource.look(session)
+        if result.state == "absent":
             return tell("gone")
-        if not found.ours or keep(resource):
+        if not result.ours or keep(resource):
             return tell("kept")
-        if found.state == "changing" and not _given_up(resource, session):
+        if result.state == "changing" and not _given_up(resource, session):
             tell("waiting")
             try:
                 resource.settle(session)

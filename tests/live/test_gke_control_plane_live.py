@@ -66,7 +66,8 @@ def plane(tmp_path_factory):
 def placed():
     spec = RunSpec.model_validate(
         {"name": "a", "backend": "gke", "command": ["x"], "resources": {
-            "machine": "a4-highgpu-8g", "provisioning_model": "flex_start_queued", "image": "i", "project": "example-project",
+            "machine": "a4-highgpu-8g", "provisioning_model": "flex_start_queued", "image": "i",
+            "project": "example-project",
             "locations": ["us-central1-b"]}}
     )  # fmt: skip
     return place(spec, run_id="a", run_dir="/gcs/b/r", options=Options())
@@ -100,7 +101,8 @@ def document(plane, name, **changes):
     found["training"]["steps"] = 100_000
     found |= {"name": name, "backend": "gke", "run_dir": f"gs://bucket/runs/{name}"}
     found["resources"] = {
-        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "provisioning_model": "owned", "image": "trainer:1", "queue": "research",
+        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "provisioning_model": "owned", "image": "trainer:1",
+        "queue": "research",
         "cluster": f"kubeconfig:{plane.dir / 'kubeconfig'}",
     }  # fmt: skip
     # No silence is a failure here (pods end by signals and closed sockets), and a busy machine is often silent.

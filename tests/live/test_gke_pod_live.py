@@ -132,7 +132,8 @@ def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
         "events.write(json.dumps({'kind': 'rank.started', 'rank': 0, 'attempt': 1}) + chr(10)); "
         "sys.stdin.readline(); log.write('second\\nhalf'); print('agent ends')"
     )
-    argv = [sys.executable, "-m", "muster.backends.gke.pod.main", "host", "--run-dir", str(tmp_path), "--host", "host-0"]
+    program = [sys.executable, "-m", "muster.backends.gke.pod.main"]
+    argv = [*program, "host", "--run-dir", str(tmp_path), "--host", "host-0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     pod = subprocess.Popen([*argv, "--", sys.executable, "-c", program], **pipes)
     assert pod.stdout.readline() == "rank-0.a1 | first\n", "while the rank still writes"

@@ -1,4 +1,4 @@
-"""Makes the folder's modules importable (``from fakes.gcs import GcsFake``); which tests run, in which order, how often.
+"""Makes the folder's modules importable (``from fakes.gcs import GcsFake``); which tests run, in which order.
 
 ``sizes`` has the tables. Soak tests run only when ``-m`` names them. Among several workers (``-n``) live tests go
 first: they take up to minutes each, and what is short fills the gaps at the end.

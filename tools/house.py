@@ -59,7 +59,7 @@ class Module:
 
     @property
     def folder(self) -> str:
-        return self.name if self.is_package or "." not in self.name else self.name.rpartition(".")[0]
+        return self.name if self.is_package or self.name.count(".") < 2 else self.name.rpartition(".")[0]
 
     @cached_property
     def nodes(self) -> list[ast.AST]:

@@ -105,27 +105,27 @@ def held(timed):
 
 
 def ungranted(timed, granted):
-    newest, found = timed[-1][0], {}
+    newest, hosts = timed[-1][0], {}
     for t, name, event in timed:
         if event["host"] in granted or name.split(".")[0] in ("supervisor", "client"):
             continue
-        host = found.setdefault(event["host"], {"spans": [(t, t)], "usd": None, "ranks": set()})
+        host = hosts.setdefault(event["host"], {"spans": [(t, t)], "usd": None, "ranks": set()})
         host["ranks"] |= {event["rank"]} if "rank" in event else set()
         host["spans"] = [(host["spans"][0][0], t if event["kind"] == "agent.ended" else newest)]
         host["gpus"] = max(1, len(host["ranks"]))
-    return found
+    return hosts
 
 
 def attempts(timed):
     """Attempt -> {begun, ended, world, resume, rows}, and the newest durable step if the run ended without success."""
-    found, restored, outcome, durable = {}, {}, None, 0
+    by_number, restored, outcome, durable = {}, {}, None, 0
     for t, _, event in timed:
         number, detail, kind = event["attempt"], event.get("detail", {}), event["kind"]
-        if kind == "attempt.started" and number not in found:
-            found[number] = {"begun": t, "ended": None, "world": detail["world_size"], "rows": []}
-            found[number]["resume"] = detail.get("resume_step")
-        elif kind == "attempt.ended" and number in found and found[number]["ended"] is None:
-            found[number]["ended"] = max(t, found[number]["begun"])
+        if kind == "attempt.started" and number not in by_number:
+            by_number[number] = {"begun": t, "ended": None, "world": detail["world_size"], "rows": []}
+            by_number[number]["resume"] = detail.get("resume_step")
+        elif kind == "attempt.ended" and number in by_number and by_number[number]["ended"] is None:
+            by_number[number]["ended"] = max(t, by_number[number]["begun"])
         elif kind == "checkpoint.restored" and event.get("step") is not None:
             restored[number] = event["step"]
         elif kind == "checkpoint.committed" and detail["tier"] in ("disk", "bucket"):
@@ -134,27 +134,27 @@ def attempts(timed):
             outcome = detail["outcome"]
         elif kind in ("run.submitted", "attempt.started"):
             outcome = None
-    if not found:
-        lone_ranks(timed, found)
-    numbers = sorted(found)
+    if not by_number:
+        lone_ranks(timed, by_number)
+    numbers = sorted(by_number)
     for number, following in itertools.pairwise(numbers):
-        this, after = found[number], found[following]["begun"]
+        this, after = by_number[number], by_number[following]["begun"]
         if this["ended"] is None or this["ended"] > after:
             this["ended"] = max(this["begun"], after)
-    for number, this in found.items():
+    for number, this in by_number.items():
         if this["resume"] is None or this["resume"] < 0:
             this["resume"] = None
         this["resume"] = restored.get(number, this["resume"])
-    return {number: found[number] for number in numbers}, None if outcome in (None, "succeeded") else durable
+    return {number: by_number[number] for number in numbers}, None if outcome in (None, "succeeded") else durable
 
 
-def lone_ranks(timed, found):
+def lone_ranks(timed, by_number):
     """Without a supervisor the ranks' own events say what attempts there were, and of how many ranks."""
     worlds = {}
     for t, _, event in timed:
         if event.get("rank") is not None:
             new = {"begun": t, "ended": None, "rows": [], "resume": None}
-            this = found.setdefault(event["attempt"], new)
+            this = by_number.setdefault(event["attempt"], new)
             worlds.setdefault(event["attempt"], set()).add((event["host"], event["rank"]))
             this["world"] = len(worlds[event["attempt"]])
 
@@ -164,17 +164,17 @@ def lineage(timed):
 
     Forward: each attempt takes over the chain of the newest earlier one that held the state it starts from.
     """
-    found, durable = attempts(timed)
+    by_number, durable = attempts(timed)
     for t, _, event in timed:
-        this = found.get(event["attempt"])
+        this = by_number.get(event["attempt"])
         if this is None or event["kind"] != "step" or event.get("rank") not in (0, None):
             continue
         if this["ended"] is not None and t > this["ended"]:
             continue
         detail = event["detail"]
         floor = this["rows"][-1]["end"] if this["rows"] else this["begun"]
-        told = max(0, detail["step_ns"])
-        room = t - max(floor, t - told) if told else max(0, t - floor)
+        logged = max(0, detail["step_ns"])
+        room = t - max(floor, t - logged) if logged else max(0, t - floor)
         waits = max(0, detail.get("data_wait_ns", 0) + detail.get("stall_ns", 0))
         this["rows"].append(
             {
@@ -189,7 +189,7 @@ def lineage(timed):
             }
         )
     chains = []
-    for this in found.values():
+    for this in by_number.values():
         resume = this["rows"][0]["step"] - 1 if this["rows"] else this["resume"]
         if resume is None:
             continue
@@ -200,7 +200,7 @@ def lineage(timed):
             chains[-1].add(row)
     final = chains[-1].rows if chains else {}
     kept = [final[step] for step in sorted(final) if durable is None or step <= durable]
-    return kept, sum(len(this["rows"]) for this in found.values()) - len(kept)
+    return kept, sum(len(this["rows"]) for this in by_number.values()) - len(kept)
 
 
 class Chain:
@@ -243,7 +243,7 @@ def figures(directory):
     purchased = sum(end - begin for begin, end in spans)
     tokens = sum(row["tokens"] for row in steps)
     rate = reference(timed, steps)
-    found = {
+    figures = {
         "chain_problems": wrong,
         "purchased_host_ns": purchased,
         "steps": len(steps),
@@ -256,14 +256,14 @@ def figures(directory):
     if rate and spans:
         active = max(end for _, end in spans) - min(begin for begin, _ in spans)
         ranks = sum((end - begin) * host["gpus"] for host in hosts.values() for begin, end in host["spans"])
-        found["goodput_active"] = tokens / (rate[0] * active / 1e9) if active else None
-        found["goodput_purchased"] = tokens / (rate[0] / rate[1] * ranks / 1e9) if ranks else None
+        figures["goodput_active"] = tokens / (rate[0] * active / 1e9) if active else None
+        figures["goodput_purchased"] = tokens / (rate[0] / rate[1] * ranks / 1e9) if ranks else None
     if hosts and all(host["usd"] is not None for host in hosts.values()):
-        found["usd"] = sum((end - begin) / 3.6e12 * h["usd"] for h in hosts.values() for begin, end in h["spans"])
-    return found
+        figures["usd"] = sum((end - begin) / 3.6e12 * h["usd"] for h in hosts.values() for begin, end in h["spans"])
+    return figures
 
 
-def differences(found, report):
+def differences(figures, report):
     """What the report says otherwise."""
     pairs = {
         "purchased_host_ns": report["host_time"]["purchased_host_ns"],
@@ -275,15 +275,15 @@ def differences(found, report):
         "usd": report["cost"]["usd"],
     }
     wrong = []
-    for name, told in pairs.items():
-        mine = found[name]
-        if (mine is None) != (told is None) or (
-            mine is not None and abs(mine - told) > TOLERANCE * max(abs(mine), 1e-9)
+    for name, reported in pairs.items():
+        own = figures[name]
+        if (own is None) != (reported is None) or (
+            own is not None and abs(own - reported) > TOLERANCE * max(abs(own), 1e-9)
         ):
-            wrong.append(f"{name}: the report says {told}, the log {mine}")
+            wrong.append(f"{name}: the report says {reported}, the log {own}")
     total = sum(spent["host_ns"] for spent in report["categories"].values())
-    if abs(total - found["purchased_host_ns"]) > TOLERANCE * max(1, found["purchased_host_ns"]):
-        wrong.append(f"the categories sum to {total} host-ns, purchased were {found['purchased_host_ns']}")
+    if abs(total - figures["purchased_host_ns"]) > TOLERANCE * max(1, figures["purchased_host_ns"]):
+        wrong.append(f"the categories sum to {total} host-ns, purchased were {figures['purchased_host_ns']}")
     return wrong
 
 
@@ -293,11 +293,11 @@ def main():
     parser.add_argument("--report", type=Path, help="output of `muster report RUN --json` to compare with")
     given = parser.parse_args()
     events = given.run_dir / "events"
-    found = figures(events if events.is_dir() else given.run_dir)
+    result = figures(events if events.is_dir() else given.run_dir)
     if given.report:
-        found["differences"] = differences(found, json.loads(given.report.read_text()))
-    print(json.dumps(found, indent=2))
-    sys.exit(1 if found["chain_problems"] or found.get("differences") else 0)
+        result["differences"] = differences(result, json.loads(given.report.read_text()))
+    print(json.dumps(result, indent=2))
+    sys.exit(1 if result["chain_problems"] or result.get("differences") else 0)
 
 
 if __name__ == "__main__":

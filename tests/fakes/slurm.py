@@ -1,4 +1,4 @@
-"""Slurm's commands without Slurm: scripts run here as they are, so that a job's life can be followed in seconds.
+"""Slurm's commands without Slurm: scripts run here unchanged, so that a job takes seconds.
 
 It answers what ours ask, in their format, from a queue in a file; it knows nothing of nodes. ``trouble`` makes the next
 call of a program fail, or lose its answer. The real one is in ``tests/live/slurm_cluster.py``.
@@ -44,7 +44,7 @@ class FakeSlurm:
 
     jobs: dict[str, FakeJob] = field(default_factory=dict)
     trouble: dict[str, tuple[bool, str]] = field(default_factory=dict)
-    """Program -> (whether it does its work all the same, what it says on stderr); used once."""
+    """Program -> (whether it does its work nevertheless, its stderr); used once."""
     asked: list[tuple[str, ...]] = field(default_factory=list)
     hostnames: str = ""
     configuration: str = "KillWait                = 5 sec\n"

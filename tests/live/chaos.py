@@ -1,4 +1,4 @@
-"""What the chaos tests share: judged runs, reference results, a training script that fails on order."""
+"""Shared by the chaos tests: audited runs, reference results, a training script that fails on request."""
 
 import json
 import subprocess
@@ -92,7 +92,7 @@ def script_spec(folder: Path, *faults: str, **recovery) -> RunSpec:
 
 
 class Judged(LiveRun):
-    """A run whose recorded history is judged when it is over, whatever the test looked at.
+    """A run whose event log is audited when it is over, in addition to the test's own assertions.
 
     Every step's state is hashed. A run that ended well is compared with the unfailed run of the same model and data,
     step by step, where ``References`` made one; the judge knows which layouts promise the same bits.
@@ -114,11 +114,11 @@ class Judged(LiveRun):
             assert problems == [], "\n".join([*problems, self.story()])
 
     def course_key(self):
-        """What fixes the course of a run, however many hosts it has."""
+        """What determines the results of a run, independent of its number of hosts."""
         return json.dumps([self.spec.model_dump(mode="json")[part] for part in ("model", "data", "training")])
 
     def unaccounted(self):
-        """What the ledger gets wrong: host-time that does not add up, or figures that the second script disputes."""
+        """Errors of the ledger: host-time that does not add up, or figures that differ from the second script's."""
         found = api.load(self.dir).to_json()
         error = found["host_time"]["identity_error"]
         problems = [] if error < 1e-9 else [f"host-time by category is off by {error:g} of what was purchased"]
@@ -139,7 +139,7 @@ class Judged(LiveRun):
 
 
 class References:
-    """Final hash, losses and folder of unfailed runs, each made once.
+    """Final hash, losses and folder of unfailed runs, each run once.
 
     Always on one host: neither the number of hosts nor saves may change a bit, and every test that has several hosts,
     or saves, and compares with these proves it.

@@ -1,4 +1,4 @@
-"""Real runs for live tests: agents and a supervisor as processes, faults by real signals, a look at the outcome.
+"""Real runs for live tests: agents and a supervisor as processes, faults by real signals, checks of the outcome.
 
 A host is an agent's process tree. With ``netns`` each host lives in a network namespace of its own, joined
 by a bridge, so that cutting its link is a real cut.
@@ -104,7 +104,7 @@ class LiveRun(Watched):
             self.start_agent(name)
 
     def under_way(self, step=10):
-        """Start everything; return when ``step`` has been taken and every spare is there."""
+        """Start everything; return when ``step`` has been taken and every spare is connected."""
         self.start()
         self.wait_for_step(step)
         self.wait_until(lambda: len(self.spares()) >= self.spec.resources.spare_hosts, "every spare")
@@ -123,8 +123,8 @@ class LiveRun(Watched):
     def start_agent(self, name):
         log = open(self.dir / "logs" / f"agent-{name}.log", "a")  # noqa: SIM115 (the child's)
         argv = [
-            sys.executable, "-m", "muster.agent.watchdog", "--run-dir", str(self.dir), "--run-id", RUN_ID, "--host", name,
-            "--hosts-here", str(self.spec.resources.hosts), "--no-metadata-server",
+            sys.executable, "-m", "muster.agent.watchdog", "--run-dir", str(self.dir), "--run-id", RUN_ID,
+            "--host", name, "--hosts-here", str(self.spec.resources.hosts), "--no-metadata-server",
         ]  # fmt: skip
         if self.network:
             argv = [
@@ -180,7 +180,7 @@ class LiveRun(Watched):
         os.kill(self.ranks()[rank][0], number)
 
     def host_pids(self, name):
-        """Every process of a host: its keeper's tree and the sessions its agent started."""
+        """Every process of a host: its watchdog's tree and the sessions its agent started."""
         mark = str(memory_dir(self.dir, RUN_ID, name))
         found = set()
         for process in psutil.process_iter(["pid", "cmdline"]):
@@ -194,7 +194,7 @@ class LiveRun(Watched):
         return found
 
     def signal_host(self, name, number=signal.SIGKILL):
-        """All processes of a host at once; before a kill they are stopped, so that none tells of another one's end."""
+        """All processes of a host at once; before a kill they are stopped, so that none reports another one's end."""
         pids = self.host_pids(name)
         for each in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
             for pid in pids:
@@ -208,7 +208,7 @@ class LiveRun(Watched):
         ]
 
     def tell(self, message):
-        """Speak to the supervisor as a client; returns its answer."""
+        """Send the supervisor a message as a client; returns its answer."""
         import socket
 
         from muster.transport.secure_session import Session, read_token

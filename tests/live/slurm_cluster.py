@@ -54,7 +54,7 @@ GresTypes=gpu
 
 
 class SlurmCluster:
-    """Started on entering, gone on leaving. ``env`` is what a user's shell needs."""
+    """A context manager: started on entry, removed on exit. ``env`` is what a user's shell needs."""
 
     def __init__(self, directory: Path, nodes: int = 4, *, slurmd_timeout_s: int = 300, gpus: int = 8) -> None:
         self.dir, self.gpus, self.slurmd_timeout_s = Path(directory), gpus, slurmd_timeout_s
@@ -163,7 +163,7 @@ class SlurmCluster:
 
     def start_node(self, name: str) -> None:
         """(Re)start a node's daemon: the node boots."""
-        # Not ip netns exec: it mounts /sys anew, and without /sys/fs/cgroup slurmd does not start.
+        # Not ip netns exec: it remounts /sys, and without /sys/fs/cgroup slurmd does not start.
         script = (
             'hostname "$0" && mount --bind "$1" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && mkdir -p /scratch'
             ' && mount -t tmpfs tmpfs /scratch && exec slurmd -f "$2" -N "$0"'
@@ -180,7 +180,7 @@ class SlurmCluster:
         run("ip", "link", "set", self.link(name), "up")
 
     def power_off(self, name: str) -> None:
-        """The node is gone at once: nothing of it is heard again, and nothing of it lives."""
+        """The node loses power: all its processes end at once, silently."""
         self.cut(name)
         self.kill_processes(name)
 
@@ -212,7 +212,7 @@ class SlurmCluster:
     # ------------------------------------------------------------ Slurm's own words
 
     def ask(self, *words: str) -> str:
-        """What a Slurm command prints."""
+        """The output of a Slurm command."""
         return run(*words, env=self.env)
 
     def states(self) -> list[str]:
@@ -222,7 +222,7 @@ class SlurmCluster:
         return self._printed("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").strip()
 
     def _printed(self, *argv: str) -> str:
-        """What a command prints, whether it succeeds or not (a controller that is starting)."""
+        """The output of a command, even if it fails (a controller that is starting)."""
         return subprocess.run(argv, env=self.env, capture_output=True, text=True, check=False).stdout
 
     def wait_until(self, condition, what: str, timeout_s: float = 60):  # type: ignore[no-untyped-def]

@@ -51,7 +51,7 @@ def run_file(**changes: Any) -> dict[str, Any]:
 
 
 class User:
-    """Somebody with a home directory and a shell on the login node."""
+    """A user with a home directory and a shell on the login node."""
 
     def __init__(self, cluster: SlurmCluster, home: Path) -> None:
         self.cluster, self.home = cluster, home
@@ -74,7 +74,7 @@ class User:
         return Run(self, run_id)
 
     def end_all(self) -> None:
-        """Leave nothing of this user's runs."""
+        """Remove all of this user's runs."""
         for path in (self.home / "runs").glob("*"):
             self.muster("down", path.name, code=None)
 

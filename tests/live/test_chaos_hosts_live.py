@@ -1,4 +1,4 @@
-"""Chaos among hosts and networks: lost, stopped, bad and superfluous hosts; cut, deaf and flapping links.
+"""Faults of hosts and networks: lost, stopped, bad and surplus hosts; cut, one-way and flapping links.
 
 Every run's history is judged by the offline checker.
 """
@@ -23,7 +23,7 @@ needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root 
 
 
 def test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing(tmp_path, reference):
-    """Fault 8: declared lost while stopped, replaced, then continued: fenced."""
+    """Fault 8: declared lost while stopped, replaced, then resumed: fenced."""
     with Judged(tmp_path, spec_of(**SPARED, **LONGER, **{"recovery.heartbeat_timeout_s": 1.0})) as run:
         run.under_way()
         name = run.ranks()[1][1]
@@ -97,7 +97,7 @@ def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_
 
 
 def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
-    """Fault 16: the recovery begins once more, with the spare, and converges."""
+    """Fault 16: the recovery restarts with the spare, and converges."""
     with Judged(tmp_path, spec_of(**SPARED)) as run:
         run.under_way()
         run.kill_rank(0)
@@ -110,7 +110,7 @@ def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
 
 @pytest.mark.soak
 def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
-    """Faults 14, 17 and 41 with ``exact: true``: 3 -> 2 -> 3 hosts, and the course of a run on 3 and of one on 2."""
+    """Faults 14, 17 and 41 with ``exact: true``: 3 -> 2 -> 3 hosts, with the results of a run on 3 and of one on 2."""
     exact = {"training.exact": True, "training.steps": 120}
     changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, **exact}
     with Judged(tmp_path, spec_of(**changes)) as run:
@@ -146,7 +146,7 @@ def test_a_flapping_link_below_the_limit_disturbs_nobody(tmp_path, reference):
 
 @needs_namespaces
 def test_a_one_way_partition_is_silence_too(tmp_path, reference):
-    """Fault 22: a host hears everybody and nobody hears it."""
+    """Fault 22: outbound traffic is dropped: the host receives but cannot send."""
     with Judged(tmp_path, spec_of(**SPARED, **{"recovery.heartbeat_timeout_s": 0.8}), netns=True) as run:
         run.under_way()
         name = run.ranks()[1][1]
@@ -159,7 +159,7 @@ def test_a_one_way_partition_is_silence_too(tmp_path, reference):
 
 
 def drop_everything_from(network, name):
-    """A bucket that no packet fits through, on the way out; False where the kernel has no tbf."""
+    """Drop outbound traffic by a token bucket smaller than any packet; False where the kernel has no tbf."""
     bucket = ["tbf", "rate", "8bit", "burst", "1b", "limit", "1b"]
     command = ["tc", "-n", network.namespace(name), "qdisc", "add", "dev", "eth0", "root", *bucket]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0

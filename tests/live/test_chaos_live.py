@@ -1,4 +1,4 @@
-"""Chaos among processes: faults of docs/recovery.md's list that the recovery tests do not cover, by real signals.
+"""Faults of processes: those of docs/recovery.md's list that the recovery tests do not cover, by real signals.
 
 Every run's history is judged by the offline checker. Hosts and networks: test_chaos_hosts_live; the long ones:
 test_chaos_soak.
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 
 def test_kills_at_random_moments_never_leave_half_an_update(tmp_path, reference, seed):
-    """Faults 1-4: whatever a rank was in when it died (a forward, an all-reduce, one shard's update, the moment
-    after the vote), the state that goes on is a whole step's."""
+    """Faults 1-4: whenever a rank dies (in a forward, an all-reduce, one shard's update, right after the vote), the
+    restored state is that of a complete step."""
     rng = random.Random(seed)
     with Judged(tmp_path, spec_of(**{"training.steps": 120})) as run:
         run.start()
@@ -69,7 +69,7 @@ def test_the_same_exception_at_the_same_step_ends_with_a_verdict(tmp_path):
 
 
 def test_not_a_number_stops_the_run_instead_of_looping(tmp_path):
-    """Fault 31: taken once more, since a flipped bit would not come again, and then it is the batch's."""
+    """Fault 31: the step is retried, since a flipped bit would not recur; then the batch is at fault."""
     with Judged(tmp_path, spec_of(**{"training.optimizer.learning_rate": 1e30})) as run:
         run.start()
         run.ended(1)
@@ -79,7 +79,7 @@ def test_not_a_number_stops_the_run_instead_of_looping(tmp_path):
 
 
 def test_the_fork_server_dies_and_takes_the_store_with_it(tmp_path, reference):
-    """Faults 13 and 37: ranks step on; the store's port is another's by then, and the next attempt meets elsewhere."""
+    """Faults 13 and 37: ranks continue; the store's port is taken by then, and the next attempt uses another one."""
     with Judged(tmp_path, spec_of()) as run:
         run.start()
         run.wait_for_step(10)
@@ -114,7 +114,7 @@ def taken_port(stack, port):
 
 
 def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monkeypatch):
-    """Faults 2, 3, 4, 28, 31 and 40 at their exact moments, one after another, done by a rank itself."""
+    """Faults 2, 3, 4, 28, 31 and 40 at exact points, one after another, injected by a rank itself."""
     faults = ["kill-reduce", "kill-voted", "kill-updated", "reader", "memory", "not-finite"]
     monkeypatch.setenv("MUSTER_DRILL", "1")
     with Judged(tmp_path, spec_of()) as run:
@@ -125,7 +125,7 @@ def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monk
             order = {"fault": fault, "rank": number % 2}
             (tmp_path / "inject_fault.tmp").write_text(json.dumps(order))
             os.replace(tmp_path / "inject_fault.tmp", tmp_path / "inject_fault.json")
-            run.wait_until(lambda before=before: len(run.events("incident.resolved")) > before, f"recovery from {fault}")
+            run.wait_until(lambda n=before: len(run.events("incident.resolved")) > n, f"recovery from {fault}")
             assert (tmp_path / f"inject_fault.{fault}.done").exists(), run.story()
         run.ended()
         assert set(run.actions()) == {"restart"}, run.story()
@@ -136,7 +136,7 @@ def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monk
 
 
 def test_a_supervisor_that_stood_still_blames_nobody(tmp_path, reference):
-    """Fault 12, stopped instead of killed, for longer than a host may be silent: what lay in its sockets is heard."""
+    """Fault 12, stopped instead of killed, for longer than a host may be silent: queued messages are handled."""
     changes = {"training.steps": 120}
     with Judged(tmp_path, spec_of(**changes, **{"recovery.heartbeat_timeout_s": 1.5})) as run:
         run.start()
@@ -154,7 +154,7 @@ def test_a_supervisor_that_stood_still_blames_nobody(tmp_path, reference):
 
 
 def test_a_torn_checkpoint_and_a_rotten_one_are_passed_over(tmp_path, reference):
-    """Faults 32, 33 and 42: everything dies in the middle of a save, and the newest whole version rots."""
+    """Faults 32, 33 and 42: everything dies during a save, and the newest complete version is corrupted."""
     spec = spec_of(**{"checkpoint.every_steps": 4, "checkpoint.keep_last": 4})
     with LiveRun(tmp_path, spec) as run:
         run.start()

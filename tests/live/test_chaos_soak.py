@@ -39,14 +39,14 @@ def test_twenty_supervisors_die_in_a_faulty_run(tmp_path, reference, seed):
 
 
 def kill_some_rank(run, rng):
-    """One that is there; a rank may just be dying of the blow before."""
+    """A living one; a rank may still be dying of the previous fault."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice([pid for _, (pid, _) in sorted(run.ranks().items())]), signal.SIGKILL)
 
 
 @pytest.mark.timeout(600)
 def test_two_hosts_that_hold_each_other_s_copy_cost_what_lies_behind_the_last_save(tmp_path, reference):
-    """Fault 15: the state falls back to the disk, no further, and the course is the unfailed run's."""
+    """Fault 15: the state falls back to the disk, no further, and the results are the unfailed run's."""
     exact = {"training.exact": True, "training.steps": 150}
     changes = {"resources.hosts": 3, "resources.min_hosts": 1, "resources.ranks_per_host": 1, **exact}
     with Judged(tmp_path, spec_of(**changes, **{"checkpoint.every_steps": 10})) as run:
@@ -60,14 +60,15 @@ def test_two_hosts_that_hold_each_other_s_copy_cost_what_lies_behind_the_last_sa
         run.ended(timeout_s=400)
         assert set(run.actions()) <= {"restart", "shrink"} and run.actions().count("shrink") == 2, run.story()
         saved = [event for event in run.events("checkpoint.restored") if event.detail["tier"] == "disk"]
-        assert saved and all(event.detail["redone_steps"] <= 20 for event in run.events("incident.resolved")), run.story()
+        redone = [event.detail["redone_steps"] for event in run.events("incident.resolved")]
+        assert saved and max(redone, default=0) <= 20, run.story()
         assert run.final_hash() == reference(1, 2, **exact)[0]
 
 
 @needs_namespaces
 @pytest.mark.timeout(600)
 def test_a_split_network_heals_after_30_seconds(tmp_path):
-    """Fault 23: two hosts against two; the supervisor's half goes on, the other is fenced and comes back."""
+    """Fault 23: two hosts against two; the supervisor's half continues, the other is fenced and rejoins."""
     changes = {"resources.hosts": 4, "resources.min_hosts": 2, "resources.ranks_per_host": 1, "training.steps": 2000,
                "recovery.heartbeat_timeout_s": 1.5}  # fmt: skip
     with Judged(tmp_path, spec_of(**changes), netns=True) as run:
@@ -90,7 +91,7 @@ def test_a_split_network_heals_after_30_seconds(tmp_path):
 
 
 def split(network, names):
-    """The hosts in ``names`` see only each other: their links leave the bridge for one of their own."""
+    """The hosts in ``names`` reach only each other: their links move to a bridge of their own."""
     ip("link", "add", f"{network.tag}b2", "type", "bridge")
     ip("link", "set", f"{network.tag}b2", "up")
     for name in names:
@@ -106,7 +107,7 @@ def join(network, names):
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("every_s", [15, 60])
 def test_punisher(tmp_path, seed, every_s):
-    """Fault 44: kills with exponential gaps; the share of steps that stood (torchft's marks: 30 % and 82 %)."""
+    """Fault 44: kills with exponential gaps; the share of steps that were kept (torchft's figures: 30 % and 82 %)."""
     minutes = float(os.environ.get("MUSTER_CHAOS_MINUTES", "10"))
     rng = random.Random(seed)
     with Judged(tmp_path, spec_of(**{"training.steps": 1_000_000})) as run:

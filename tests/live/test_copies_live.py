@@ -1,4 +1,4 @@
-"""Copies in another host's memory: over a slow link, without room, and from a host that wakes up too late."""
+"""Copies in another host's memory: over a slow link, without room, and from a host that resumes too late."""
 
 import json
 import os
@@ -15,8 +15,9 @@ from waiting import eventually
 pytest.importorskip("torch")
 
 from muster.agent.replicator.main import Replicator
-from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
+from muster.core.snapshot_slots import PEER_SLOTS
 from muster.transport.stream import Stream
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
@@ -79,7 +80,7 @@ def test_a_lost_rank_costs_no_step_however_far_copies_lag(tmp_path):
 
 
 def slow(network, name):
-    """8 Mbit/s on the way out: a copy takes 4 s, a step's few bytes wait 30 ms behind it."""
+    """8 Mbit/s outbound: a copy takes 4 s, a step's few bytes wait 30 ms behind it."""
     bucket = ["tbf", "rate", "8mbit", "burst", "16kb", "limit", "32kb"]
     command = ["tc", "-n", network.namespace(name), "qdisc", "add", "dev", "eth0", "root", *bucket]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -96,7 +97,7 @@ def replicator(folder):
 
 
 def take(folder, rank, step, byte):
-    """A rank's snapshot that it wants copied."""
+    """A rank's snapshot that it orders to be copied."""
     ring = Ring.create(folder / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=SIZE)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * SIZE
@@ -176,7 +177,7 @@ def test_the_copied_version_is_the_ordered_one_not_the_newest(tmp_path):
 
 @pytest.fixture
 def small():
-    """A tmpfs of 4 MB, at a short path: sockets lie in it."""
+    """A tmpfs of 4 MB, at a short path because of the sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="small-"))
     if (
         os.geteuid()

@@ -1,4 +1,4 @@
-"""What only memory holds outlives a run that ends without a save: its hosts write it, and the next start goes on."""
+"""Snapshots in memory survive a run that ends without a save: its hosts write them, and the next start continues."""
 
 import pytest
 from cluster import LiveRun, spec_of

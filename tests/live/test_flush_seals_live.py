@@ -1,4 +1,4 @@
-"""What is written at a run's end is what was sealed: a snapshot that changed in memory gives way to an older one."""
+"""A snapshot that changed in memory is not saved at a run's end: an older one with a valid checksum is."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def test_a_rotten_snapshot_is_not_written_at_the_end(tmp_path):
 
 
 def stopped_with_two_versions(run):
-    """Whether both ranks stand stopped, and hold a sealed version and an older one; else they go on."""
+    """Whether both ranks are stopped, and hold a checksummed version and an older one; else they are resumed."""
     run.kill_rank(0, signal.SIGSTOP)  # its peer comes to wait for it
     time.sleep(0.2)
     run.kill_rank(1, signal.SIGSTOP)

@@ -234,14 +234,16 @@ def test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next(agen
     saves.finish()
     os.kill(before, number)
     saves.save(2, state_of(2), {})
-    agent.until(lambda: agent.replicator_process._child is not None and agent.pid != before)  # a stopped one is ended first
+    # A stopped one is killed first.
+    agent.until(lambda: agent.replicator_process._child is not None and agent.pid != before)
     agent.until(lambda: {"t": "memory", "memory": agent.replicator_process.address} in agent.sent)
     saves.finish()
     saves.save(3, state_of(3), {})
     saves.finish()
-    assert [kind for kind in kinds(seen) if kind[0] != "run.message"] == [("committed", step) for step in (1, 2, 3)], seen
+    outcomes = [kind for kind in kinds(seen) if kind[0] != "run.message"]
+    assert outcomes == [("committed", step) for step in (1, 2, 3)], seen
     assert agent.replicator_process.address == address, "the others need no new address"
-    assert "was started again" in agent.notes[0]
+    assert "was restarted" in agent.notes[0]
     newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
     assert newest.files[0].name == "rank-00000.shard", "the new replicator wrote it"
 
@@ -383,7 +385,7 @@ def test_a_run_loses_its_replicators_and_trains_on_and_copying_continues(tmp_pat
         assert run.wait() == 0, run.story()
         assert run.events("incident.detected") == [] and run.events("checkpoint.failed") == [], run.story()
         notes = [event.detail["text"] for event in run.events("run.message")]
-        assert sum("was started again" in text for text in notes) == 2, notes
+        assert sum("was restarted" in text for text in notes) == 2, notes
         copied = max(event.detail.get("peer_step", 0) for event in run.events("step"))
         assert copied > at, "copying continued, from the new replicators to the new replicators"
         newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))

@@ -32,7 +32,7 @@ def kept(run):
 
 
 def inject(run, fault, rank):
-    """Have a rank do something to itself, at its next step."""
+    """Have a rank inject a fault into itself, at its next step."""
     (run.dir / "inject_fault.tmp").write_text(json.dumps({"fault": fault, "rank": rank}))
     os.replace(run.dir / "inject_fault.tmp", run.dir / "inject_fault.json")
     done = run.dir / f"inject_fault.{fault}.done"
@@ -72,7 +72,7 @@ def test_either_replica_can_be_the_one_that_is_lost_again_and_again(tmp_path, re
 
 
 def test_sharded_replicas_are_kept_whole(tmp_path, reference):
-    """2 x 2: a rank's own replica shares its sharded groups and is replaced, the other one goes on."""
+    """2 x 2: a rank's own replica shares its sharded groups and is replaced, the other one continues."""
     changes = replicated(2, **{"resources.hosts": 2, "resources.spare_hosts": 1, "training.steps": 80})
     with Judged(tmp_path, spec_of(**changes)) as run:
         run.start()
@@ -89,7 +89,7 @@ def test_sharded_replicas_are_kept_whole(tmp_path, reference):
 
 
 def test_ranks_in_the_middle_of_a_long_step_keep_their_processes(tmp_path, monkeypatch):
-    """2 x 2, steps of 5 s: from the blow on the living replica has longer to go than ranks of short steps are given."""
+    """2 x 2, steps of 5 s: the living replica needs longer to pause than ranks with short steps are given."""
     monkeypatch.setenv("MUSTER_DRILL", "1")
     changes = replicated(2, **{"resources.ranks_per_host": 4, "training.steps": 40})
     with Judged(tmp_path, spec_of(**changes)) as run:
@@ -106,7 +106,7 @@ def test_ranks_in_the_middle_of_a_long_step_keep_their_processes(tmp_path, monke
 
 
 def test_a_bit_that_flips_in_one_replica_is_told(tmp_path, monkeypatch):
-    """Nothing fails, the loss goes on falling: two copies of the model are no longer one."""
+    """Nothing fails, the loss keeps falling: the two replicas have diverged."""
     monkeypatch.setenv("MUSTER_DRILL", "1")
     changes = replicated(2, **{"training.steps": 80, "training.state_hash_every_steps": 1})
     with LiveRun(tmp_path, spec_of(**changes)) as run:

@@ -42,14 +42,14 @@ def user(cluster, tmp_path):
 
 @pytest.fixture(scope="module")
 def beside(cluster, tmp_path_factory):
-    """A run of one rank that nothing happens to. Sums are exact, so every other run has to have its losses."""
+    """An unfailed run of one rank. Sums are exact, so every other run must have its losses."""
     user = User(cluster, tmp_path_factory.mktemp("beside"))
     yield user.submit(run_file(name="beside", resources__hosts=1, resources__ranks_per_host=1))
     user.end_all()
 
 
 def same_losses(run: Run, beside: Run, *, beyond: int) -> None:
-    """Step by step those of the unfailed run, to the bit, to beyond the fault."""
+    """Step by step those of the unfailed run, bit for bit, to beyond the fault."""
     if beside.status()["state"] == "running":
         beside.wait_for_step(beyond + 1)
     mine, wanted = run.losses(), beside.losses()
@@ -64,7 +64,7 @@ def same_losses(run: Run, beside: Run, *, beyond: int) -> None:
 
 
 def test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on(cluster, user, beside):
-    """Two nodes of two ranks and a spare: first a link is cut, then it heals, then the batch node loses its power."""
+    """Two nodes of two ranks and a spare: first a link is cut, then restored, then the batch node loses power."""
     run = user.submit(run_file(resources__hosts=2, resources__spare_hosts=1, slurm__time_limit="30"))
     run.wait_for_step(8)
     run.wait_until(run.spares, "a spare")
@@ -103,14 +103,14 @@ def test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on(clus
 
 
 def _spare_again(run: Run, host: str, since_ns: int) -> bool:
-    """Has the host come back, as a returned one or as a spare of a new supervisor?"""
+    """Whether the host is back, as a returned one or as a spare of a new supervisor."""
     later = [event for event in run.events() if event.wall_ns > since_ns and event.host == host]
     returned = [event for event in later if event.detail.get("incident") == "host_returned"]
     return bool(returned or [event for event in later if event.phase == "spare"])
 
 
 def _cannot_commit(cluster: SlurmCluster, run: Run, node: str) -> None:
-    """What still runs on the cut-off node, if it reached the disk, would be refused: its attempt is fenced off."""
+    """A write of the cut-off node's processes, if it reached the disk, would be refused: its attempt is fenced."""
     code = (
         "import sys; from muster.core import fences; from muster.storage.store import open_store\n"
         "fences.check(open_store(), sys.argv[1], run_id=sys.argv[2], attempt=1)"
@@ -153,9 +153,11 @@ def test_a_dead_node_and_a_requeue(cluster, user, beside):
 
 
 def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
-    """Slurm's notice before the limit: the run saves and leaves, and a further job goes on from there."""
+    """Slurm's notice before the limit: the run saves and exits, and a further job continues from there."""
     run = user.submit(
-        run_file(resources__hosts=1, resources__ranks_per_host=1, slurm__time_limit="30", slurm__signal_before_timeout_s=60)
+        run_file(
+            resources__hosts=1, resources__ranks_per_host=1, slurm__time_limit="30", slurm__signal_before_timeout_s=60
+        )
     )
     run.wait_for_step(8)
     ((first, _),) = run.jobs()
@@ -212,7 +214,8 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
 @pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
     one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
-    run = user.submit(run_file(**one, model__config__head_dim=17, recovery__keep_hosts_after_failure_s=120.0, training__steps=5))
+    held = {"recovery__keep_hosts_after_failure_s": 120.0}
+    run = user.submit(run_file(**one, **held, model__config__head_dim=17, training__steps=5))
     run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "the hold")
     (job,) = run.jobs()
     wrong = user.muster("exec", run.id, "--host", "7", "--", "hostname", code=2)

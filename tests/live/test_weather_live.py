@@ -1,4 +1,4 @@
-"""Faults 34 to 36 of docs/recovery.md's list: a disk that is full, fails or is slow; a bucket that is away; clocks that
+"""Faults 34 to 36 of docs/recovery.md's list: a disk that is full, fails or is slow; an unreachable bucket; clocks that
 are stepped. None of them is anybody's incident: training goes on, bit for bit, and what was not saved is saved after.
 
 Every run's history is judged by the offline checker and compared, step by step, with an unfailed run's.
@@ -53,7 +53,7 @@ def notes(run):
 
 
 def one_at_a_time(run):
-    """Whether no save begins before the one before it has ended, or its attempt has."""
+    """Whether no save begins before the previous one, or its attempt, has ended."""
     kinds = ("checkpoint.begun", "checkpoint.committed", "checkpoint.failed")
     found = [(event.attempt, event.kind) for event in run.events() if event.kind in kinds]
     return not any(a == b and a[1] == "checkpoint.begun" for a, b in itertools.pairwise(found))
@@ -63,7 +63,7 @@ def one_at_a_time(run):
 
 
 def test_a_full_disk_costs_saves_and_nothing_else(tmp_path, unfailed):
-    """The run's whole folder is on it: events, logs and the lease find no room either. A rank dies meanwhile."""
+    """The run's whole folder is on it: events, logs and the lease have no space either. A rank dies meanwhile."""
     disk = Disk(tmp_path / "disk")
     try:
         disk.up()
@@ -99,7 +99,7 @@ def test_a_full_disk_costs_saves_and_nothing_else(tmp_path, unfailed):
 
 
 def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeypatch):
-    """EIO for every writer of a checkpoint, the replicator and rank 0; then each sync takes 0.4 s, several of them a save."""
+    """EIO for the replicator and rank 0 when they write a checkpoint; then each sync takes 0.4 s, several per save."""
     with Judged(tmp_path / "run", a_spec()) as run:
         weather = Weather(library, tmp_path / "page", (run.dir / "checkpoints").resolve())
         for name, value in weather.environment.items():
@@ -111,7 +111,7 @@ def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeyp
         weather.change(disk_errno=errno.EIO)
         run.wait_until(lambda: run.events("checkpoint.failed"), "a save that fails")
         weather.change(fsync_s=0.4)
-        run.wait_until(lambda: "is put off" in notes(run), "a step that is due a save and does not wait for the last")
+        run.wait_until(lambda: "is deferred" in notes(run), "a step that is due a save and does not wait for the last")
         slow = max(step for kind, step in saves(run) if kind == "begun")
         run.wait_until(lambda: ("committed", slow) in saves(run), "the slow save")
         weather.change()
@@ -128,7 +128,7 @@ def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeyp
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """A bucket behind a real server, which can be gone: connections end without an answer."""
+    """A bucket behind a real server that can go down: connections end without an answer."""
     if not importlib.util.find_spec("gcsfs"):  # importing it here would be too early: see ``blobs.filesystem``
         pytest.skip("needs the gcs extra")
     from fakes.gcs import GcsFake
@@ -150,7 +150,7 @@ def bucket(monkeypatch):
 
 
 def test_a_bucket_that_is_away_for_a_while(tmp_path, unfailed, bucket):
-    """A save is under way when it goes, a rank dies before it is back: the fence cannot be taken either."""
+    """A save is under way when it goes down, a rank dies before it is back: the fence cannot be written either."""
     at = "gs://bucket/run/checkpoints"
     with Judged(tmp_path, a_spec(**{"checkpoint.dir": at})) as run:
         run.start()
@@ -160,7 +160,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path, unfailed, bucket):
         run.wait_until(
             lambda: len(run.events("checkpoint.begun")) > begun and bucket.refused, "a save without a bucket"
         )
-        run.wait_until(lambda: "is put off" in notes(run), "a save that waits for another")
+        run.wait_until(lambda: "is deferred" in notes(run), "a save that waits for another")
         before = run.step()
         run.wait_for_step(before + 2 * EVERY)
         run.kill_rank(1)

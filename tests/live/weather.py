@@ -1,4 +1,4 @@
-"""Bad weather for a run's processes: a wall clock that is stepped, a disk that fails or is slow (``weather.cpp``)."""
+"""A faulty environment for a run's processes: a stepped wall clock, a failing or slow disk (``weather.cpp``)."""
 
 import errno
 import mmap
@@ -15,7 +15,7 @@ _FORM = struct.Struct("=qii")
 
 
 class Weather:
-    """What processes that were started with ``environment`` find; changes count in all of them at once."""
+    """The environment of processes started with ``environment``; changes apply to all of them at once."""
 
     def __init__(self, library: Path, page: Path, disk: Path):
         page.write_bytes(bytes(mmap.PAGESIZE))
@@ -25,12 +25,12 @@ class Weather:
         self.change()
 
     def change(self, *, clock_ahead_s=0.0, disk_errno=0, fsync_s=0.0):
-        """What is not named is fair again."""
+        """Faults that are not named end."""
         self._page[: _FORM.size] = _FORM.pack(int(clock_ahead_s * 1e9), disk_errno, int(fsync_s * 1000))
 
 
 def build(folder: Path) -> Path:
-    """The library; skips the test where nothing compiles it, or where it does not do what it says."""
+    """The library; skips the test where there is no compiler, or where it has no effect."""
     compiler = shutil.which("g++")
     if compiler is None or os.uname().sysname != "Linux":
         pytest.skip("g++ is not here: no library for bad weather")

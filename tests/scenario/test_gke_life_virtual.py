@@ -102,7 +102,7 @@ def world(tmp_path, monkeypatch):
     world = World()
     launcher = GkeLauncher(http=world.google, clock=world.clock, store=MemoryStore())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
-    monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": world.phase, "step": 7})
+    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: {"phase": world.phase, "step": 7})
     run = run_registry.RunDir(path=tmp_path / "in-pod", run_id="r")
     run.events.mkdir(parents=True)
 

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     "an option's value": ({}, ["logs", "--rank", "two", "x"], 2, "Invalid value for '--rank'"),
     "file not there": ({}, ["train", "nowhere.yaml"], 2, "no run file nowhere.yaml"),
     "a folder": ({}, ["train", "."], 2, ". is a folder"),
-    "no override": ({}, [*TRAIN, "steps"], 2, "is no override"),
+    "no override": ({}, [*TRAIN, "steps"], 2, "is not an override"),
     "override of a key that is not": ({}, [*TRAIN, "training.stpes=4"], 2, "did you mean `steps`?"),
     "override beyond a list": ({}, [*TRAIN, "data.sources.4.rows=1"], 2, "there is no item 4"),
     "no such run": ({}, ["status", "nope"], 2, "no run 'nope'"),

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from muster.agent.host_state import HostState
 from muster.agent.ranks import rank_environment
-from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
+from muster.agent.ranks.rank_process import Standby, Worker, on_exit
 from muster.agent.replicator import snapshot_cleanup
 from muster.agent.replicator.replicator_process import ReplicatorProcess
 from muster.checkpoint_format.snapshot_ring import file_name, forget_refusal
@@ -116,15 +116,11 @@ class ChildProcesses:
             start_new_session=True,
         )
         log.close()
-        fd = open_pidfd(self._prepare.pid)
-        assert fd is not None
-        self._host.hub.watch(fd, lambda: self._on_prepare_exit(fd))
+        on_exit(self._host.hub, self._prepare.pid, self._on_prepare_exit)
 
-    def _on_prepare_exit(self, fd: int) -> None:
+    def _on_prepare_exit(self) -> None:
         assert self._prepare is not None
         host = self._host
-        host.hub.unwatch(fd)
-        os.close(fd)
         out, _ = self._prepare.communicate()
         code, self._prepare = self._prepare.returncode, None
         result: dict[str, Any] = {}
@@ -175,13 +171,9 @@ class ChildProcesses:
         log.close()
         host.fork_server_pid = child.pid
         (host.memory / "forkserver.pid").write_text(str(child.pid))
-        fd = open_pidfd(child.pid)
-        if fd is not None:
-            host.hub.watch(fd, lambda: self._on_fork_server_exit(fd, child))
+        on_exit(host.hub, child.pid, lambda: self._on_fork_server_exit(child))
 
-    def _on_fork_server_exit(self, fd: int, child: subprocess.Popen[bytes]) -> None:
-        self._host.hub.unwatch(fd)
-        os.close(fd)
+    def _on_fork_server_exit(self, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
         if self._host.exit_reason is not None or child.pid != self._host.fork_server_pid:
             return

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Sequence
 
-from muster.agent.ranks.rank_process import open_pidfd
+from muster.agent.ranks.rank_process import on_exit
 from muster.transport.connections import ConnectionPool
 
 
@@ -24,14 +23,10 @@ def start(hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], 
     except OSError as error:
         done(False, f"no reset: {error.strerror}: {error.filename}")
         return
-    fd = open_pidfd(child.pid)
-    assert fd is not None, "not reaped yet"
 
     def ended() -> None:
-        hub.unwatch(fd)
-        os.close(fd)
         output, _ = child.communicate()
         last = output.strip().splitlines()[-1] if output.strip() else f"exit code {child.returncode}"
         done(child.returncode == 0, last[:200])
 
-    hub.watch(fd, ended)
+    on_exit(hub, child.pid, ended)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.agent.host_state import HostState
-from muster.checkpoint_format.snapshot_ring import Held, list_snapshots
+from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
 from muster.core.types import Layout
 from muster.storage import uris
 
@@ -35,7 +35,7 @@ class CompleteVersion:
     """As in a flush order: rank, tier, held_as (a replica's shard may be stored under its peer's rank)."""
 
 
-def newest_complete(held: Iterable[Held], *, without: Iterable[tuple[int, int]] = ()) -> CompleteVersion | None:
+def newest_complete(held: Iterable[SnapshotInfo], *, without: Iterable[tuple[int, int]] = ()) -> CompleteVersion | None:
     """The newest version that is entirely here, in own snapshots and copies together; None: there is none."""
     versions: dict[tuple[int, int, str], dict[int, str]] = defaultdict(dict)
     for snapshot in held:
@@ -122,7 +122,7 @@ class UnsupervisedHost:
         self._host.request_exit(REASON)
 
 
-def _partial_state(held: Iterable[Held]) -> str | None:
+def _partial_state(held: Iterable[SnapshotInfo]) -> str | None:
     """The part of the newest version that is here; None: nothing is."""
     versions = [(snapshot.step, snapshot.attempt, snapshot.layout, snapshot.rank) for snapshot in held]
     if not versions:

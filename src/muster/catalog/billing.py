@@ -1,8 +1,9 @@
 """Google's billing SKUs to prices of machines. Pure: the SKUs are an argument.
 
 A naive match picks the wrong row: B200 Spot and every DWS SKU carry ``usageType: OnDemand``; "H100 80GB" is a prefix
-of A3 Mega's name; "A100" of the 80 GB part's. So a description is taken apart: a way of buying (by its marker), and
-what is left, which must be one of the names in ``tables/billing.yaml`` exactly. Whatever does not match is left out, never guessed.
+of A3 Mega's name; "A100" of the 80 GB part's. So a description is parsed into a way of buying (by its marker) and
+the rest, which must be exactly one of the names in ``tables/billing.yaml``. What does not match is left out, never
+guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from muster.catalog.rows import Price
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """SKU names that a machine's bill is made of, besides local SSD (which is billed apart)."""
+    """SKU names that a machine's bill is made of, without local SSD (which is billed separately)."""
 
     gpu: tuple[str, ...]
     core: tuple[str, ...] = ()
@@ -33,11 +34,11 @@ class Parts:
 @cache
 def machine_parts() -> Mapping[str, Parts]:
     """The parts of every machine whose SKUs are known."""
-    found = {}
+    result = {}
     for name, row in rows.table("billing.yaml")["machines"].items():
         names = {kind: tuple(row.get(kind, ())) for kind in ("gpu", "core", "ram")}
-        found[name] = Parts(**names, vcpus=row.get("vcpus", 0), ram_gb=row.get("ram_gb", 0))
-    return found
+        result[name] = Parts(**names, vcpus=row.get("vcpus", 0), ram_gb=row.get("ram_gb", 0))
+    return result
 
 
 _PLACE = re.compile(r" (?:running )?in [^()]*$")
@@ -58,13 +59,13 @@ def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Pri
     """(prices, what was looked for and not found) from the Cloud Billing Catalog's ``skus``."""
     rates: dict[tuple[str, str, str], float] = {}
     for sku in skus:
-        mode, name = take_apart(str(sku.get("description", "")))
+        mode, name = parse_description(str(sku.get("description", "")))
         usd = hourly_usd(sku)
         if mode is None or usd is None or usd <= 0:
             continue
         for region in sku.get("serviceRegions", []):
             rates[mode, name, region] = usd
-    found: list[Price] = []
+    result: list[Price] = []
     missing: list[str] = []
     regions = sorted({region for _, _, region in rates})
     for machine, parts in machine_parts().items():
@@ -81,13 +82,13 @@ def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Pri
                             source="Cloud Billing Catalog",
                         )
                     )  # fmt: skip
-            found += here
+            result += here
             if not here and mode in rows.machines()[machine].modes:
                 missing.append(f"{machine} {mode}")
-    return found, missing
+    return result, missing
 
 
-def take_apart(description: str) -> tuple[str | None, str]:
+def parse_description(description: str) -> tuple[str | None, str]:
     """(way of buying, what) of an SKU; None: one that no plan uses.
 
     ``Nvidia H100 80GB GPU attached to DWS Defined Duration VMs running in Americas`` is flex-start of

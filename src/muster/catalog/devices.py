@@ -15,8 +15,8 @@ def accelerator_of(device_name: str) -> Accelerator | None:
     words = [word for word in re.split(r"[\s_-]+", device_name.upper()) if word != "NVIDIA"]
     if not words or {"PCIE", "NVL", "MIG"} & set(words):
         return None
-    found = [row for name, row in accelerators().items() if name.upper().split("-")[0] == words[0]]
-    if len(found) <= 1:
-        return found[0] if found else None
-    sized = [row for row in found if any(f"{int(row.memory_bytes / 1e9)}GB" in word for word in words)]
+    result = [row for name, row in accelerators().items() if name.upper().split("-")[0] == words[0]]
+    if len(result) <= 1:
+        return result[0] if result else None
+    sized = [row for row in result if any(f"{int(row.memory_bytes / 1e9)}GB" in word for word in words)]
     return sized[0] if len(sized) == 1 else None

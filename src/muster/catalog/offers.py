@@ -1,6 +1,6 @@
 """What a plan chooses from: every machine x mode x region, with its price, fabric and failure rate.
 
-An ``Offer`` of the core says what a back end could give; ``Option`` adds what planning needs to know about it.
+An ``Offer`` of the core is what a back end can provide; ``Option`` adds what planning needs.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def catalogue(
     prices: dict[tuple[str, str, str], Price] = {}
     for price in (*rows.shipped_prices(), *overrides):
         prices[price.machine, price.mode, price.region] = price
-    found = []
+    result = []
     for machine in rows.machines().values():
         for name in machine.modes:
             mode = rows.modes()[name]
             priced = [price for key, price in prices.items() if key[:2] == (machine.name, name)]
-            found += [option(machine, mode, price.region, price, max_nodes=max_nodes) for price in priced]
+            result += [option(machine, mode, price.region, price, max_nodes=max_nodes) for price in priced]
             if not priced:
-                found.append(option(machine, mode, UNKNOWN_REGION, None, max_nodes=max_nodes))
-    found += [
+                result.append(option(machine, mode, UNKNOWN_REGION, None, max_nodes=max_nodes))
+    result += [
         option(rows.machines()[price.machine], rows.modes()["owned"], price.region, price, max_nodes=max_nodes)
         for (_, mode_name, _), price in prices.items()
         if mode_name == "owned"
     ]
-    return found
+    return result
 
 
 def option(machine: Machine, mode: Mode, region: str, price: Price | None, *, max_nodes: int = MAX_NODES) -> Option:
@@ -107,7 +107,7 @@ def option(machine: Machine, mode: Mode, region: str, price: Price | None, *, ma
 
 def owned(offers: Sequence[Offer]) -> list[Option]:
     """Offers of a back end (machines that are there) as options; machines unknown to the catalogue have no fabric."""
-    found = []
+    result = []
     for offer in offers:
         machine = rows.machines().get(offer.machine)
         chip = rows.accelerators().get(offer.accelerator)
@@ -115,7 +115,7 @@ def owned(offers: Sequence[Offer]) -> list[Option]:
         if chip is None:
             continue
         ceiling, measured = chip.ceiling(matmul_share())
-        found.append(
+        result.append(
             Option(
                 offer=offer,
                 accelerator=chip,
@@ -138,7 +138,7 @@ def owned(offers: Sequence[Offer]) -> list[Option]:
                 ),
             )
         )
-    return found
+    return result
 
 
 def fabric(machine: Machine, mode: Mode) -> Fabric:

@@ -1,6 +1,6 @@
 """The tables as typed values. Reading is cached; a malformed row is our own bug and fails loudly.
 
-Unknown numbers are None: whoever needs one refuses and says which.
+Unknown numbers are None: code that needs one refuses and names it.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ def prices_from(text: str, *, source: str) -> Iterable[Price]:
         UsageError: a row that is none, with its line.
     """
     reader = csv.DictReader(line for line in StringIO(text) if line.strip() and not line.startswith("#"))
-    wanted = {"machine", "mode", "region", "usd_per_gpu_hour"}
-    if not wanted <= set(reader.fieldnames or ()):
-        missing = ", ".join(sorted(wanted - set(reader.fieldnames or ())))
+    requested = {"machine", "mode", "region", "usd_per_gpu_hour"}
+    if not requested <= set(reader.fieldnames or ()):
+        missing = ", ".join(sorted(requested - set(reader.fieldnames or ())))
         raise UsageError(f"{source}: no column {missing}", hint="columns: machine,mode,region,usd_per_gpu_hour")
     for number, row in enumerate(reader, start=2):
         try:
@@ -244,9 +244,9 @@ def prices_from(text: str, *, source: str) -> Iterable[Price]:
 def anchors() -> tuple[Anchor, ...]:
     """Published runs, each on the machine of the catalogue whose GPUs and links are nearest."""
     lines = (line for line in StringIO(_text("anchors.csv")) if not line.startswith("#"))
-    found = []
+    result = []
     for row in csv.DictReader(lines):
-        found.append(
+        result.append(
             Anchor(
                 stack=row["stack"],
                 use=row["use"],
@@ -267,7 +267,7 @@ def anchors() -> tuple[Anchor, ...]:
                 source=row["source"],
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 @cache
@@ -282,19 +282,19 @@ def models() -> Mapping[str, KnownModel]:
 def find_model(name: str) -> KnownModel | None:
     """A shipped model by hub id, case-insensitive; instruction-tuned names share their base's shape."""
     known = {key.lower(): model for key, model in models().items()}
-    wanted = name.lower()
+    requested = name.lower()
     for suffix in ("", "-instruct", "-chat", "-base", "-it", "-hf", "-pt"):
-        if wanted.endswith(suffix) and (found := known.get(wanted.removesuffix(suffix))) is not None:
-            return found
+        if requested.endswith(suffix) and (result := known.get(requested.removesuffix(suffix))) is not None:
+            return result
     for extra in ("-pt", "-base", "-hf"):
-        stem = wanted.removesuffix("-it").removesuffix("-instruct")
-        if (found := known.get(stem + extra)) is not None:
-            return found
+        stem = requested.removesuffix("-it").removesuffix("-instruct")
+        if (result := known.get(stem + extra)) is not None:
+            return result
     return None
 
 
 def table_date(name: str) -> str:
-    """When a table was last gone over."""
+    """When a table was last checked."""
     return str(table(name)["date"])
 
 

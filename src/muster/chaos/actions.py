@@ -169,7 +169,7 @@ def kill_two_hosts(target: RunTarget) -> None:
     hosts = target.hosts()
     first = target.random.randrange(len(hosts))
     pair = (hosts[first], hosts[(first + 1) % len(hosts)])
-    target.send([each.pid for host in pair for each in target.processes(host)])
+    target.send([process.pid for host in pair for process in target.processes(host)])
     for host in pair:
         target.signal_host(host)
 
@@ -209,10 +209,10 @@ def start_one_more(target: RunTarget) -> None:
 
 
 def kill_everything(target: RunTarget) -> None:
-    target.send(each.pid for each in target.processes())
+    target.send(process.pid for process in target.processes())
     injected_ns = target.injected_ns
     for _ in range(2):
-        target.send(each.pid for each in target.processes())
+        target.send(process.pid for process in target.processes())
     target.injected_ns = injected_ns
 
 

@@ -20,6 +20,7 @@ from muster.core import event_log, processes
 from muster.core.errors import MusterError
 from muster.core.events import Event
 from muster.core.processes import Process
+from muster.protocol import fault_request
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir, replace_text
 
@@ -181,8 +182,8 @@ class RunTarget:
     def request_fault(self, fault: str, rank: int, *, always: bool, timeout_s: float) -> None:
         """Have a rank inject a fault into itself (``muster.rank.fault_injection``); returns once it has begun."""
         request = json.dumps({"fault": fault, "rank": rank, "always": always})
-        replace_text(self.run.path / "inject_fault.json", request)
-        done = self.run.path / f"inject_fault.{fault}.done"
+        replace_text(self.run.path / fault_request.FILE, request)
+        done = self.run.path / fault_request.done_file(fault)
         self.wait(done.exists, f"{fault} in rank {rank}", timeout_s)
         self.injected_ns = done.stat().st_mtime_ns
 

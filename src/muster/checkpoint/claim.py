@@ -1,4 +1,4 @@
-"""Taking the checkpoint folder's fence, beside the restart: it syncs to a disk, or asks a bucket."""
+"""Taking the checkpoint folder's fence in parallel with the restart, since it syncs a disk or asks a bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.core.protocols import Store
 class Claim:
     """Begins to claim the folder when made; nothing is written there before it has been taken.
 
-    A disk that is full or a bucket that is away ends nobody: ``again`` tries once more. A newer attempt's fence stands.
+    A full disk or an unreachable bucket does not end the rank: ``again`` retries. A newer attempt's fence is kept.
     """
 
     def __init__(self, store: Store, directory_uri: str, *, run_id: str, attempt: int) -> None:
@@ -30,7 +30,7 @@ class Claim:
     def _start(self) -> None:
         thread = threading.Thread(target=self._claim, name="checkpoint-claim", daemon=True)
         thread.start()
-        self._thread = thread  # started: somebody may join it at once
+        self._thread = thread  # started: it may be joined at once
 
     def check(self, *, wait_s: float = 0.0) -> None:
         """Raise ConflictError where a newer attempt holds the folder, as far as that is known after ``wait_s``."""

@@ -1,4 +1,4 @@
-"""The rank's end: hand the share that is staged to the host's mover, so that another process writes it."""
+"""The rank's side: hand the staged share to the host's replicator, which writes it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from muster.transport.secure_session import read_token
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 
-class MoverLost(Exception):
-    """The mover is not there, or died over it, or stands still: the rank writes its share itself."""
+class ReplicatorLost(Exception):
+    """The replicator is absent, died or hangs: the rank writes its share itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """Where the host's mover listens."""
+    """Where the host's replicator listens."""
 
     address: str
     token: bytes
@@ -41,15 +41,15 @@ class Handover:
         """Have the first ``size`` bytes of ``fd`` written behind ``preamble``: {bytes, crc32}. Blocks.
 
         Raises:
-            MoverLost: nobody answered. The mover may write the file yet: use another name.
+            MoverLost: no answer. The replicator may still write the file: use another name.
             BackendError: it could not be written.
         """
         try:
             answer = self._ask(uri, preamble, fd, size)
         except (OSError, MusterError, ValueError) as error:
-            raise MoverLost(str(error) or type(error).__name__) from error
+            raise ReplicatorLost(str(error) or type(error).__name__) from error
         if answer.get("t") != "written":
-            raise BackendError(str(answer.get("reason", "the mover could not write it")), hint=answer.get("hint"))
+            raise BackendError(str(answer.get("reason", "the replicator could not write it")), hint=answer.get("hint"))
         return answer
 
     def _ask(self, uri: str, preamble: bytes, fd: int, size: int) -> Mapping[str, Any]:
@@ -59,7 +59,7 @@ class Handover:
             stream = Stream(sock, self.token, server=False)
             stream.send({"t": "write", "uri": uri, "bytes": size, "preamble_bytes": len(preamble)})
             if stream.receive().get("t") != "go":
-                raise ConnectionError("the mover refused a share")
+                raise ConnectionError("the replicator refused a share")
             stream.send_file(fd)
             stream.send_bytes(memoryview(preamble))
             while (answer := stream.receive()).get("t") == "busy":

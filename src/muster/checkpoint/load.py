@@ -39,7 +39,7 @@ def newest_valid(
                 problem = damage(manifest, part=exchange.rank_of(group), parts=exchange.size_of(group))
         except MusterError as error:
             problem = str(error)
-        problems = [found for found in exchange.gather(problem, group) if found]
+        problems = [result for result in exchange.gather(problem, group) if result]
         if not problems:
             return manifest
         skip(manifest.uri, problems[0])
@@ -59,14 +59,14 @@ def load_into(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> int:
 
 def _candidates(store: Store, directory_uri: str, skip: OnSkip, group: dist.ProcessGroup | None) -> list[Manifest]:
     """Rank 0's listing on every rank: two listings could differ, and then so would the ranks' answers."""
-    found: list[str] = []
+    result: list[str] = []
     error: MusterError | None = None
     if exchange.rank_of(group) == 0:
         try:
-            found = [m.encode().decode() for m in committed(store, directory_uri, on_skip=skip)]
+            result = [m.encode().decode() for m in committed(store, directory_uri, on_skip=skip)]
         except MusterError as failure:
             error = failure
-    answer = exchange.gather(str(error) if error else found, group)[0]
+    answer = exchange.gather(str(error) if error else result, group)[0]
     if error is not None:
         raise error
     if isinstance(answer, str):

@@ -1,10 +1,10 @@
 """Host memory registered with CUDA (pinned), so that copies between it and a GPU run at the link's speed.
 
 Memory that was mapped by us (a memfd, a ring on tmpfs) is pageable: a copy into it goes through a small buffer of the
-driver's and holds the host. Registering it takes the driver a while (it pins every page), so it is done beside the
-training, once its pages are there; until then, and where CUDA refuses, copies are slow and nothing else.
+driver's and holds the host. Registering it takes the driver a while (it pins every page), so it is done in parallel
+with training, once its pages exist; until then, and where CUDA refuses, copies are only slower.
 
-Never run on a GPU: the tests put a stand-in in the place of ``torch.cuda``.
+Never run on a GPU: the tests replace ``torch.cuda`` by a fake.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PORTABLE = 1
 def pin_soon(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, *, what: str) -> threading.Thread:
     """Have the buffers' memory registered by a thread of its own; it stays so until ``owner`` goes.
 
-    Nothing waits for it and nothing is raised: a refusal is one line on stderr, and the buffers behind it are left as
-    they are. All may be used meanwhile. Two buffers must not share a page: CUDA pins pages, and each of them once.
+    Nothing waits for it and nothing is raised: a refusal is one line on stderr, and the remaining buffers stay
+    pageable. All may be used meanwhile. Two buffers must not share a page: CUDA pins pages, and each of them once.
     """
     thread = threading.Thread(
         target=_pin_all, args=(owner, list(buffers), device, what), name="muster-pin", daemon=True
@@ -42,7 +42,7 @@ def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.devic
             code = int(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
             if code != 0:
                 raise RuntimeError(f"CUDA error {code}")
-            # Before the memory goes, or its address would be taken for pinned when something else lies there.
+            # Before the memory is freed, or its address would still count as pinned when it is reused.
             weakref.finalize(owner, _unpin, buffer.data_ptr()).atexit = False  # the process's end unpins everything
     except Exception as error:  # noqa: BLE001 (a thread's edge, and only speed is at stake)
         consume_error(device)
@@ -62,7 +62,7 @@ def _runtime() -> Any:
 
 
 def consume_error(device: torch.device) -> None:
-    """Take the last CUDA error of this thread away, so that nobody else trips over it.
+    """Clear the last CUDA error of this thread, so that the next call does not report it.
 
     A failed runtime call leaves it behind, and the check after the next kernel launch raises it as that kernel's
     (``C10_CUDA_KERNEL_LAUNCH_CHECK``), which takes it away too. So a kernel of no consequence is launched.

@@ -72,11 +72,11 @@ def open_buffer(data: bytes | bytearray | memoryview, *, name: str = "shard") ->
 
 
 def open_header(header: bytes, data: memoryview, *, name: str = "shard") -> Shard:
-    """A shard whose header lies apart from its bytes (a ring). Raises CheckpointError."""
-    found = shards.decode_header(header)
-    if len(data) < found.data_bytes:
-        raise CheckpointError(f"{name}: {len(data)} bytes, its header says {found.data_bytes}")
-    return Shard(tensors=found.tensors, source=BufferSource(data), name=name)
+    """A shard whose header is apart from its bytes (a ring). Raises CheckpointError."""
+    result = shards.decode_header(header)
+    if len(data) < result.data_bytes:
+        raise CheckpointError(f"{name}: {len(data)} bytes, its header says {result.data_bytes}")
+    return Shard(tensors=result.tensors, source=BufferSource(data), name=name)
 
 
 def open_blob(uri: str) -> Shard:

@@ -1,8 +1,8 @@
 """Save training state, sharded and in the background, and commit it.
 
-Each rank copies its share aside and goes on training; the host's mover writes it as one shard file under the
+Each rank stages a copy of its share and continues training; the host's replicator writes it as one shard file under the
 attempt's and step's final prefix, computing the checksum on the way, while a thread of the rank waits for its
-answer (and writes the file itself where there is no mover, or none any more). The ranks then exchange sizes and
+answer (and writes the file itself where there is no replicator). The ranks then exchange sizes and
 checksums (small collectives on a group of their own), and rank 0 writes the commit marker. One save at a time:
 overlapping ones would interleave their collectives and deadlock.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import muster
 from muster.checkpoint import exchange
 from muster.checkpoint.claim import Claim
-from muster.checkpoint.handover import Handover, MoverLost
+from muster.checkpoint.handover import Handover, ReplicatorLost
 from muster.checkpoint.staging import Staging
 from muster.checkpoint_format import manifest as manifests
 from muster.checkpoint_format import shards
@@ -65,7 +65,7 @@ class _Job:
     removed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     waited_for: bool = False
-    """A later save was put off because of it, and somebody told so."""
+    """A later save was deferred because of this one, and the deferral was logged."""
 
 
 class Saver:
@@ -73,9 +73,9 @@ class Saver:
 
     Rank 0 begins to take the folder's fence when the Saver is made, and no rank writes before it has it.
     ``on_event(kind, step=..., **detail)`` gets the ``checkpoint.*`` events on rank 0, always from the caller's thread
-    (in ``save``, ``poll``, ``finish``). A save that fails is an event, not an exception: training goes on. So with a
+    (in ``save``, ``poll``, ``finish``). A save that fails is an event, not an exception: training continues. So with a
     full disk, a bucket that is away, and a fence that can therefore not be taken.
-    ``handover``: the host's mover, which writes this rank's files; None: a thread of this process does.
+    ``handover``: to the host's replicator, which writes this rank's files; None: a thread of this process does.
 
     Raises (``save``, ``poll``, ``finish`` and ``claimed``):
         ConflictError: a newer attempt holds the folder (rank 0).
@@ -107,7 +107,7 @@ class Saver:
         self._committed_step: int | None = None
         self._tidied = False
         self._failed: list[str] = []
-        """Folders of saves that came to nothing and may lie there in part."""
+        """Folders of failed saves, which may exist in part."""
         self._handover = handover
         self._entered = False
         """Every rank knows that the fence is this attempt's."""
@@ -127,7 +127,7 @@ class Saver:
         """Save ``state`` as of ``step``; ``extra`` holds small JSON values. Collective.
 
         Waits for the save before (``busy``: it need not be called then), copies, and returns while the bytes are
-        written (at once when asynchronous, else when committed). The same step again is no work.
+        written (at once when asynchronous, else when committed). Saving the same step again does nothing.
         """
         begun_ns = time.monotonic_ns()
         if self._claim is not None:
@@ -174,7 +174,7 @@ class Saver:
             job.waited_for = True
             under_way_s = (time.monotonic_ns() - job.begun_ns) / 1e9
             why = f"that of step {job.step} has been under way for {under_way_s:.1f} s"
-            self._on_event("run.message", step=step, text=f"the save of step {step} is put off: {why}")
+            self._on_event("run.message", step=step, text=f"the save of step {step} is deferred: {why}")
 
     def _join(self) -> None:
         if self._job is not None and self._job.thread is not None:
@@ -278,12 +278,13 @@ class Saver:
         if self._handover is not None and staging.fd is not None:
             try:
                 uri = uris.join(self._uri(job.step), name)
-                found = self._handover.write(uri, preamble, staging.fd, staging.buffer.numel())
-                return {"name": name, "bytes": found["bytes"], "crc32": found["crc32"]}
-            except MoverLost as error:
-                # A mover that wakes up again writes on: never into a file that may be committed.
+                result = self._handover.write(uri, preamble, staging.fd, staging.buffer.numel())
+                return {"name": name, "bytes": result["bytes"], "crc32": result["crc32"]}
+            except ReplicatorLost as error:
+                # A replicator that resumes later still writes: never into a file that may be committed.
                 name = f"own-{name}"
-                note = {"note": f"the mover did not write rank {self.rank}'s share, so the rank did: {_words(error)}"}
+                text = f"the replicator did not write rank {self.rank}'s share, so the rank did: {_words(error)}"
+                note = {"note": text}
         data = memoryview(staging.buffer.numpy().data)
         count, crc = write_shard(uris.join(self._uri(job.step), name), (preamble, data))
         return {"name": name, "bytes": count, "crc32": crc, **note}

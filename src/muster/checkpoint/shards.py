@@ -129,8 +129,8 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             there = reader.shapes()
-            wanted = {name: tensor for name, tensor in state.items() if name in there}
-            load(wanted, storage_reader=reader, no_dist=True)
+            requested = {name: tensor for name, tensor in state.items() if name in there}
+            load(requested, storage_reader=reader, no_dist=True)
     except MusterError:
         raise
     except CheckpointException as error:  # a BaseException: ``except Exception`` would let it through

@@ -1,9 +1,9 @@
 """A rank's share of the state, copied aside in one go, so that training may change the originals at once.
 
 The buffer is laid out as the shard's bytes will be in the file, and reused by every save: a fresh one would fault
-its pages in each time. Where a mover writes the file, it is memory that can be passed to another process and that
+its pages in each time. Where a replicator writes the file, it is memory that can be passed to another process and that
 lives as long as one of the two holds it (``memfd_create``: no name, no limit of a mounted tmpfs). On CUDA it is pinned
-beside the training (``pinned``).
+in parallel with training (``pinned``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Box = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def boxes(state: Mapping[str, torch.Tensor]) -> list[Box]:
     """What this rank holds of each tensor, as torch.distributed.checkpoint sees it."""
-    found: list[Box] = []
+    result: list[Box] = []
     for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
         data = item.tensor_data
         if data is None or data.chunk is None:
-            raise CheckpointError(f"{item.index.fqn} is no tensor: only tensors are saved")
+            raise CheckpointError(f"{item.index.fqn} is not a tensor: only tensors are saved")
         dtype = str(data.properties.dtype).removeprefix("torch.")
-        found.append((item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-    return found
+        result.append((item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+    return result
 
 
 def shares(held: list[list[Box]]) -> list[list[Box]]:
@@ -80,7 +80,7 @@ class Staging:
     def __init__(
         self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, *, shared: bool = False
     ) -> None:
-        """``shared``: in memory that a mover can be given, where there is room for it (``fd`` tells)."""
+        """``shared``: in memory that can be passed to a replicator, where there is room for it (then ``fd`` is set)."""
         mine = boxes(state)
         held = [[_box(item) for item in rank] for rank in exchange.gather(mine, group)]
         self.chunks = [shards.pack(rank) for rank in shares(held)]
@@ -90,11 +90,11 @@ class Staging:
         length = max((chunk.byte_offset + chunk.bytes for chunk in self.mine), default=0)
         self.fd: int | None = None
         """The buffer as an open file; None: it is this process's own."""
-        found = _shared(length) if shared and length else None
-        if found is None:
+        result = _shared(length) if shared and length else None
+        if result is None:
             self.buffer = torch.zeros(length, dtype=torch.uint8)
         else:
-            self.buffer, self.fd = found
+            self.buffer, self.fd = result
             weakref.finalize(self, os.close, self.fd)
         gpu = next((tensor.device for tensor in state.values() if tensor.is_cuda), None)
         if gpu is not None and length:
@@ -140,8 +140,8 @@ def _shared(length: int) -> tuple[torch.Tensor, int] | None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor itself."""
     if isinstance(tensor, DTensor):
-        found: torch.Tensor = tensor.to_local()
-        return found
+        result: torch.Tensor = tensor.to_local()
+        return result
     return tensor
 
 

@@ -38,9 +38,9 @@ class Fence:
     def decode(cls, data: bytes) -> Fence:
         """The inverse of ``encode``. Raises CheckpointError."""
         try:
-            found = json.loads(data)
-            found.pop("format")
-            return cls._from_json(found)
+            result = json.loads(data)
+            result.pop("format")
+            return cls._from_json(result)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"not a fence: {error}", hint="remove fence.json to start over") from error
 
@@ -53,12 +53,12 @@ class Fence:
         return self.inherited.get(marker) == f"{run_id}/{attempt}"
 
     @classmethod
-    def _from_json(cls, found: dict[str, Any]) -> Fence:
-        if found.get("before") is not None:
-            found["before"] = cls._from_json(found["before"])
-        fence = cls(**found)
+    def _from_json(cls, result: dict[str, Any]) -> Fence:
+        if result.get("before") is not None:
+            result["before"] = cls._from_json(result["before"])
+        fence = cls(**result)
         if not isinstance(fence.attempt, int):
-            raise ValueError("the attempt is no number")
+            raise ValueError("the attempt is not a number")
         return fence
 
 
@@ -67,7 +67,7 @@ def fence_uri(directory: str) -> str:
 
 
 def read(store: Store, directory: str) -> Fence | None:
-    """The fence now; None where nobody has claimed the folder. Raises CheckpointError when malformed."""
+    """The fence now; None where the folder is unclaimed. Raises CheckpointError when malformed."""
     try:
         return Fence.decode(store.get(fence_uri(directory)).data)
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def claim(store: Store, directory: str, *, run_id: str, attempt: int, heirs: Cal
         if held is not None and (held.run_id, held.attempt) == (run_id, attempt):
             if held.inherited is not None:
                 return
-            wanted = Fence(run_id=run_id, attempt=attempt, inherited=heirs())
+            requested = Fence(run_id=run_id, attempt=attempt, inherited=heirs())
         else:
             sealed = held if held is None or held.inherited is not None else held.before
             before = (
@@ -112,11 +112,11 @@ def claim(store: Store, directory: str, *, run_id: str, attempt: int, heirs: Cal
                 if sealed is None
                 else Fence(run_id=sealed.run_id, attempt=sealed.attempt, inherited=sealed.inherited)
             )
-            wanted = Fence(run_id=run_id, attempt=attempt, before=before)
+            requested = Fence(run_id=run_id, attempt=attempt, before=before)
         try:
             if generation is None:
-                store.put_if_absent(uri, wanted.encode())
+                store.put_if_absent(uri, requested.encode())
             else:
-                store.put_if(uri, wanted.encode(), generation)
+                store.put_if(uri, requested.encode(), generation)
         except ConflictError:
-            continue  # somebody else moved it: look again
+            continue  # another process changed it: read again

@@ -6,7 +6,7 @@
     <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
     <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
 
-A checkpoint exists when its marker does and the fence (``core.fences``) admits it.
+A checkpoint exists when its marker does and the fence (``checkpoint_format.fences``) admits it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Small JSON values: data and model fingerprints."""
     directory: str = ""
-    """Where it was found; not written into the marker."""
+    """The folder it was read from; not written into the marker."""
 
     @property
     def uri(self) -> str:
@@ -74,21 +74,21 @@ class Manifest:
         return marker_uri(self.directory, self.step)
 
     def encode(self) -> builtins.bytes:
-        found = {key: value for key, value in asdict(self).items() if key != "directory"}
-        return (json.dumps({"format": FORMAT, **found}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+        result = {key: value for key, value in asdict(self).items() if key != "directory"}
+        return (json.dumps({"format": FORMAT, **result}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
     def decode(cls, data: builtins.bytes, *, directory: str) -> Manifest:
         """The inverse of ``encode``. Raises CheckpointError saying what is wrong."""
         try:
-            found = json.loads(data)
-            if not isinstance(found, dict):
-                raise ValueError("it is no JSON object")
-            if found.pop("format", None) != FORMAT:
+            result = json.loads(data)
+            if not isinstance(result, dict):
+                raise ValueError("it is not a JSON object")
+            if result.pop("format", None) != FORMAT:
                 raise ValueError("of an unknown format")
-            found["layout"] = Layout.of(found["layout"])
-            found["files"] = tuple(StoredFile(**item) for item in found["files"])
-            manifest = cls(**found, directory=directory)
+            result["layout"] = Layout.of(result["layout"])
+            result["files"] = tuple(StoredFile(**item) for item in result["files"])
+            manifest = cls(**result, directory=directory)
             manifest._check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"not a commit marker: {error}") from error
@@ -136,7 +136,7 @@ def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) ->
     ``on_skip`` and left out.
     """
     fence = fences.read(store, directory)
-    found = []
+    result = []
     for uri in store.list(uris.join(directory, "commits")):
         if _MARKER.match(uris.name(uri)) is None:
             continue
@@ -152,8 +152,8 @@ def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) ->
             if on_skip is not None:
                 on_skip(uri, str(error))
             continue
-        found.append(manifest)
-    return sorted(found, key=lambda manifest: (manifest.step, manifest.attempt), reverse=True)
+        result.append(manifest)
+    return sorted(result, key=lambda manifest: (manifest.step, manifest.attempt), reverse=True)
 
 
 # ---------------------------------------------------------------- writing
@@ -238,7 +238,7 @@ def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt:
 def remove_orphans(store: Store, directory: str, *, run_id: str, attempt: int) -> list[str]:
     """Remove data that no marker names and that an older attempt wrote; returns the folders removed.
 
-    Call after ``claim``: whoever still writes there can no longer commit.
+    Call after ``claim``: writers of older attempts can no longer commit.
     """
     fences.check(store, directory, run_id=run_id, attempt=attempt)
     named = set()
@@ -264,11 +264,11 @@ def missing(manifest: Manifest) -> str | None:
     for item in manifest.files:
         uri = uris.join(manifest.uri, item.name)
         try:
-            found = blobs.size(uri)
+            result = blobs.size(uri)
         except FileNotFoundError:
             return f"{item.name} is missing"
-        if found != item.bytes:
-            return f"{item.name} has {found} bytes, not {item.bytes}: truncated"
+        if result != item.bytes:
+            return f"{item.name} has {result} bytes, not {item.bytes}: truncated"
     return None
 
 

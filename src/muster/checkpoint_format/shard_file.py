@@ -1,4 +1,4 @@
-"""Writing a shard file to the disk or the bucket: by a host's mover, or by the rank where there is no mover."""
+"""Writing a shard file to the disk or the bucket: by a host's replicator, or by the rank where there is none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_shard(
 
     Raises:
         AccessError, BackendError: it cannot be written.
-        CheckpointError: nobody wants it any more.
+        CheckpointError: ``wanted`` returned false.
     """
     count, crc = 0, 0
     with blobs.writing(uri) as file:
@@ -29,7 +29,7 @@ def write_shard(
             data = memoryview(part)
             for start in range(0, len(data), _PIECE_BYTES):
                 if not wanted():
-                    raise CheckpointError(f"{uri}: nobody waits for it any more")
+                    raise CheckpointError(f"{uri}: no longer needed")
                 piece = data[start : start + _PIECE_BYTES]
                 _write_all(file, piece)
                 crc = crc32(piece, crc)

@@ -38,8 +38,8 @@ ITEM_BYTES: Mapping[str, int] = {
 
 def owner_of(name: str) -> int | None:
     """The rank whose own a tensor is, by its name (``rank3.loader.place``); None: it is the whole world's."""
-    found = _OWNED.match(name)
-    return int(found[1]) if found else None
+    result = _OWNED.match(name)
+    return int(result[1]) if result else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardHeader:
-    """What a shard's bytes are. ``step`` and ``attempt`` are -1 where something else says them (a ring's stamp)."""
+    """What a shard's bytes are. ``step`` and ``attempt`` are -1 where they are stored elsewhere (a ring's stamp)."""
 
     rank: int
     layout: Layout
@@ -97,7 +97,7 @@ def pack(boxes: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[
 
 def encode_header(header: ShardHeader) -> bytes:
     """The header's JSON alone (what a ring file keeps)."""
-    found = {
+    result = {
         "run_id": header.run_id,
         "attempt": header.attempt,
         "step": header.step,
@@ -106,21 +106,21 @@ def encode_header(header: ShardHeader) -> bytes:
         "extra": dict(header.extra),
         "tensors": [chunk_to_json(chunk) for chunk in header.tensors],
     }
-    return json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(result, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
     """The inverse of ``encode_header``; every box is checked. Raises CheckpointError."""
     try:
-        found = json.loads(bytes(data))
+        result = json.loads(bytes(data))
         header = ShardHeader(
-            run_id=found["run_id"],
-            attempt=int(found["attempt"]),
-            step=int(found["step"]),
-            rank=int(found["rank"]),
-            layout=Layout.of(found["layout"]),
-            extra=found["extra"],
-            tensors=tuple(chunk_from_json(item) for item in found["tensors"]),
+            run_id=result["run_id"],
+            attempt=int(result["attempt"]),
+            step=int(result["step"]),
+            rank=int(result["rank"]),
+            layout=Layout.of(result["layout"]),
+            extra=result["extra"],
+            tensors=tuple(chunk_from_json(item) for item in result["tensors"]),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"not a shard header: {error}") from error
@@ -128,7 +128,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
 
 
 def preamble(header: ShardHeader) -> bytes:
-    """What stands before the tensors' bytes in a file."""
+    """The bytes before the tensors' bytes in a file."""
     text = encode_header(header)
     start = _FIXED.pack(MAGIC, len(text)) + text
     return start + b"\0" * (_aligned(len(start)) - len(start))

@@ -1,4 +1,4 @@
-"""The seal of a snapshot: a sum over a version's bytes, for whoever restores it, or writes it to a disk, to compare.
+"""The checksum of a snapshot: a sum over a version's bytes, compared before it is restored or written to a disk.
 
 Needs no torch, since the mover compares as well. numpy is loaded by the first sum, not by an import of this module.
 """

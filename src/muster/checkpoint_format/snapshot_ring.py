@@ -1,15 +1,15 @@
 """In-memory snapshots of one rank: a ring of slots in a file on tmpfs, which outlives the rank.
 
-The rank writes, others only read: the agent lists what is there, the mover copies it to a peer, a
+The rank writes, others only read: the agent lists what is there, the replicator copies it to a peer, a
 restarted rank maps it. A slot counts when its stamp names a step; the stamp is cleared before the bytes
-change and set after they are whole, so a rank killed in mid-copy leaves a slot that is no version.
+change and set after they are whole, so a rank killed in mid-copy leaves a slot without a version.
 
-A version gets a seal, a sum over its bytes, a moment after it is whole; whoever restores it compares.
+A version gets a seal, a checksum of its bytes, shortly after it is complete; a restore verifies it.
 
 Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four int64 each), the shard header (JSON: what
-the bytes are, see ``core.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt, seal and step of
-the seal (step -1: no version, no seal). The marks are versions too: the one that the rank wants copied to the peer
-next (``order``), the one that the peer last said it holds (``note_copied``), and the step that every rank's peer
+the bytes are, see ``checkpoint_format.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt, seal
+and step of the seal (step -1: no version, no seal). The marks are versions too: the one to copy to the peer next
+(``order``), the one that the peer last confirmed (``note_copied``), and the step that every rank's peer
 holds (``agree``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
 """
 
@@ -27,17 +27,9 @@ from pathlib import Path
 
 from muster.core.errors import CheckpointError
 from muster.core.layout import KEY_PATTERN
+from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS
 
 MAGIC = b"MUSTRNG3"
-#: Slots of a rank's own ring where no copy is made: one being written, one whole.
-OWN_SLOTS = 2
-#: With copies: what is being copied, the newest, and one being written. While copies take longer than a step, a fourth
-#: for the version that all peers hold (see ``train.snapshot``); it is reserved when that first happens.
-COPIED_SLOTS = 3
-MAX_SLOTS = 4
-#: A peer's: the version that all peers hold, and the one that arrives.
-PEER_SLOTS = 2
-FETCHED_SLOTS = 1
 _FIXED = struct.Struct("<8sIIQ")  # magic, reserved slots, bytes of the shard header, bytes of a slot
 _ORDERED, _COPIED, _AGREED, _MARKS = 0, 1, 2, 3
 _STAMP = struct.Struct("<qqqq")  # step, attempt, seal, step of the seal
@@ -53,14 +45,14 @@ def file_name(tier: str, layout_key: str, rank: int) -> str:
 
 
 def refuse(path: Path, reason: str) -> None:
-    """Say, beside the place where a rank waits for a fetched ring, why none will come."""
+    """Leave the reason why no ring will be fetched, next to the path where a rank waits for it."""
     part = path.with_name(f"{path.name}.saying")
     part.write_text(reason)
     os.rename(part, _refusal_file(path))
 
 
 def refusal(path: Path) -> str | None:
-    """What ``refuse`` said about ``path``; None where nothing."""
+    """The reason that ``refuse`` left for ``path``; None: none."""
     try:
         return _refusal_file(path).read_text()
     except FileNotFoundError:
@@ -76,14 +68,14 @@ def _refusal_file(path: Path) -> Path:
 
 
 class NoRoom(CheckpointError):
-    """The memory for snapshots is not there; what lies in memory is as sound as before."""
+    """Not enough memory for snapshots; existing snapshots are intact."""
 
-    def __init__(self, wanted: int, free: int, folder: Path) -> None:
+    def __init__(self, requested: int, free: int, folder: Path) -> None:
         super().__init__(
-            f"no room for snapshots in memory: {_size(wanted)} wanted, {_size(free)} free in {folder}",
+            f"no room for snapshots in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
             hint="checkpoint.replicate_snapshots: false needs less, checkpoint.snapshot_every_steps: 0 none",
         )
-        self.wanted, self.free = wanted, free
+        self.requested, self.free = requested, free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +88,8 @@ class Version:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """A whole version on this host, and whose it is."""
+class SnapshotInfo:
+    """A complete version on this host, and its rank."""
 
     tier: str
     layout: str
@@ -107,14 +99,14 @@ class Held:
 
 
 class Ring:
-    """A mapped ring file. ``create`` for the rank that writes it, ``open`` for everybody else."""
+    """A mapped ring file. ``create`` for the rank that writes it, ``open`` for all others."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path = path
         self.mapped = mapped
         magic, _, header_bytes, self.slot_bytes = _FIXED.unpack_from(mapped)
         if magic != MAGIC:
-            raise CheckpointError(f"{path} is no snapshot ring")
+            raise CheckpointError(f"{path} is not a snapshot ring")
         self.header = bytes(mapped[_HEADER_AT : _HEADER_AT + header_bytes])
         self._data = _aligned(_HEADER_AT + header_bytes)
         if len(mapped) < self._data + MAX_SLOTS * self.slot_bytes:
@@ -129,12 +121,12 @@ class Ring:
         """
         if path.exists():
             try:
-                found = cls.open(path, writable=True)
+                result = cls.open(path, writable=True)
             except CheckpointError:
-                found = None
-            if found is not None and (found.header, found.slot_bytes) == (header, slot_bytes):
-                found.grow(slots)
-                return found
+                result = None
+            if result is not None and (result.header, result.slot_bytes) == (header, slot_bytes):
+                result.grow(slots)
+                return result
         data = _aligned(_HEADER_AT + len(header))
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         with _room(path.parent, data + slots * slot_bytes):
@@ -163,7 +155,7 @@ class Ring:
         try:
             return cls(path, mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
         except (ValueError, struct.error) as error:
-            raise CheckpointError(f"{path} is no snapshot ring") from error
+            raise CheckpointError(f"{path} is not a snapshot ring") from error
         finally:
             os.close(fd)
 
@@ -173,7 +165,7 @@ class Ring:
         return int(_FIXED.unpack_from(self.mapped)[1])
 
     def grow(self, slots: int) -> None:
-        """Reserve memory for so many slots; never fewer than there are. Raises NoRoom."""
+        """Reserve memory for ``slots`` slots; never fewer than there are. Raises NoRoom."""
         has = self.slots
         if slots <= has:
             return
@@ -188,12 +180,12 @@ class Ring:
 
     def versions(self) -> list[Version]:
         """Whole versions, newest first."""
-        found = []
+        result = []
         for slot in range(self.slots):
             step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _at(_MARKS + slot))
             if step >= 0:
-                found.append(Version(step=step, attempt=attempt, slot=slot))
-        return sorted(found, key=lambda version: (version.step, version.attempt), reverse=True)
+                result.append(Version(step=step, attempt=attempt, slot=slot))
+        return sorted(result, key=lambda version: (version.step, version.attempt), reverse=True)
 
     def find(self, step: int, attempt: int) -> Version | None:
         return next((v for v in self.versions() if (v.step, v.attempt) == (step, attempt)), None)
@@ -228,8 +220,8 @@ class Ring:
     def seal(self, version: Version, seal: int | None) -> None:
         """Note the sum of the version's bytes (any signed 64-bit number); None: it has none.
 
-        May come from another thread: a seal of a version that is overwritten meanwhile names its own step, and so
-        seals nothing.
+        May come from another thread: a seal of a version that is overwritten meanwhile names the old step, and so
+        has no effect.
         """
         at = _at(_MARKS + version.slot)
         self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
@@ -250,7 +242,7 @@ class Ring:
                 self._stamp(_MARKS + version.slot, -1, -1)
 
     def order(self, version: Version | None) -> None:
-        """What the peer is to get next: the rank's word to the mover. None: nothing."""
+        """Request a copy to the peer (from the rank to the replicator). None: nothing."""
         self._stamp(_ORDERED, *((version.step, version.attempt) if version else (-1, -1)))
 
     def ordered(self) -> tuple[int, int]:
@@ -258,7 +250,7 @@ class Ring:
         return self._mark(_ORDERED)[:2]
 
     def note_copied(self, version: Version, *, world: int = -1) -> None:
-        """The peer that attempt ``world`` copies to said that it holds ``version``: the mover's word to the rank."""
+        """Note that the peer of attempt ``world`` holds ``version`` (from the replicator to the rank)."""
         self._stamp(_COPIED, version.step, version.attempt, world)
 
     def copied(self, *, world: int | None = None) -> tuple[int, int]:
@@ -276,7 +268,7 @@ class Ring:
         return self._mark(_AGREED)[0]
 
     def close(self) -> None:
-        """Let go of the mapping; where somebody still looks at its bytes, when they have done."""
+        """Close the mapping; where a buffer still refers to it, it is freed with the buffer."""
         with contextlib.suppress(BufferError):
             self.mapped.close()
 
@@ -294,7 +286,7 @@ class Ring:
         self.mapped[at : at + 8] = struct.pack("<q", step)
 
 
-def list_snapshots(directory: Path) -> Iterator[Held]:
+def list_snapshots(directory: Path) -> Iterator[SnapshotInfo]:
     """Every whole version in ``directory``; damaged files are passed over."""
     for path in sorted(directory.glob("*.ring")) if directory.is_dir() else []:
         match = _NAME.match(path.name)
@@ -305,7 +297,7 @@ def list_snapshots(directory: Path) -> Iterator[Held]:
         except CheckpointError:
             continue
         for version in ring.versions():
-            yield Held(
+            yield SnapshotInfo(
                 tier="memory" if match["tier"] == "own" else "peer",
                 layout=match["layout"],
                 rank=int(match["rank"]),
@@ -316,16 +308,16 @@ def list_snapshots(directory: Path) -> Iterator[Held]:
 
 
 @contextlib.contextmanager
-def _room(folder: Path, wanted: int) -> Iterator[None]:
+def _room(folder: Path, requested: int) -> Iterator[None]:
     """Raise NoRoom where ``wanted`` bytes are not free in ``folder``, or were not when it came to it."""
     try:
         free = _free(folder)
-        if wanted > free:  # asked first: a reservation that fails half-way takes what others need meanwhile
-            raise NoRoom(wanted, free, folder)
+        if requested > free:  # asked first: a reservation that fails half-way takes memory that others need
+            raise NoRoom(requested, free, folder)
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise NoRoom(wanted, _free(folder), folder) from error
+            raise NoRoom(requested, _free(folder), folder) from error
         raise CheckpointError(f"no snapshots in {folder}: {error.strerror}") from error
 
 
@@ -339,7 +331,7 @@ def _size(count: int) -> str:
 
 
 def _at(index: int) -> int:
-    """Where a mark or a stamp lies in the file."""
+    """Offset of a mark or a stamp in the file."""
     return _FIXED.size + index * _STAMP.size
 
 

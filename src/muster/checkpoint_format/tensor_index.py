@@ -33,31 +33,31 @@ def index_file(names: Iterable[str]) -> str:
 
 def encode_index(files: Sequence[Entry]) -> bytes:
     """The index's bytes."""
-    found = [
+    result = [
         {"name": name, "begin": begin, "tensors": [chunk_to_json(chunk) for chunk in chunks]}
         for name, begin, chunks in files
     ]
-    return json.dumps({"format": INDEX_FORMAT, "files": found}, separators=(",", ":")).encode()
+    return json.dumps({"format": INDEX_FORMAT, "files": result}, separators=(",", ":")).encode()
 
 
 def decode_index(data: bytes) -> list[Entry]:
     """The inverse of ``encode_index``, every box checked. Raises CheckpointError."""
     try:
-        found = json.loads(data)
-        if found["format"] != INDEX_FORMAT:
-            raise ValueError(f"unknown format {found['format']!r}")
+        result = json.loads(data)
+        if result["format"] != INDEX_FORMAT:
+            raise ValueError(f"unknown format {result['format']!r}")
         return [
             (str(item["name"]), int(item["begin"]), tuple(chunk_from_json(entry) for entry in item["tensors"]))
-            for item in found["files"]
+            for item in result["files"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"no index: {error}") from error
 
 
 def boxes_of_table(table: Iterable[Mapping[str, Any]]) -> list[Chunk]:
-    """What a snapshot ring's header says its slots hold, empty boxes left out. Raises CheckpointError."""
+    """The boxes in a snapshot ring's header, empty ones left out. Raises CheckpointError."""
     try:
-        found = [
+        result = [
             chunk_from_json(
                 [
                     entry["name"],
@@ -72,7 +72,7 @@ def boxes_of_table(table: Iterable[Mapping[str, Any]]) -> list[Chunk]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"not a snapshot's table: {error}") from error
-    return [chunk for chunk in found if math.prod(chunk.shape)]
+    return [chunk for chunk in result if math.prod(chunk.shape)]
 
 
 def incomplete(files: Iterable[Sequence[Chunk]]) -> str | None:

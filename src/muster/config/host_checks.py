@@ -62,7 +62,7 @@ def _config_file(spec: RunSpec, path: str, *, key: str = "model.config") -> Iter
     try:
         config = json.loads(Path(os.path.expanduser(path)).read_text())
     except (OSError, ValueError) as error:
-        yield Problem(key=key, message=f"{path} is no JSON: {error}", value=path)
+        yield Problem(key=key, message=f"{path} is not JSON: {error}", value=path)
         return
     if isinstance(config, dict):
         yield from config_problems(spec, config, key=key)
@@ -88,13 +88,13 @@ def _packages(spec: RunSpec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources if spec.data else []):
         for package, extra in source.packages.items():
             if importlib.util.find_spec(package) is None:
-                hint = f"pip install 'muster[{extra}]'"
-                yield Problem(key=f"data.sources.{index}", message=f"needs {package}, which is not installed", hint=hint)
+                message, hint = f"needs {package}, which is not installed", f"pip install 'muster[{extra}]'"
+                yield Problem(key=f"data.sources.{index}", message=message, hint=hint)
 
 
 def _exists(path: str) -> bool:
     expanded = os.path.expanduser(path)
-    if os.path.exists(expanded):  # Path.exists raises for a name that is too long, Path.expanduser for nobody's home
+    if os.path.exists(expanded):  # Path.exists raises for a long name, Path.expanduser for an unknown user
         return True
     if not any(sign in path for sign in "*?["):
         return False

@@ -33,7 +33,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A run file that holds."""
+    """A valid run file."""
 
     spec: RunSpec
     text: str
@@ -42,9 +42,9 @@ class Loaded:
     """The file's name, as given."""
     overrides: tuple[str, ...] = ()
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
-    """Where each explicitly given key stands; what is not here is a default."""
+    """Where each explicitly given key is; keys that are absent have their defaults."""
     warnings: tuple[Problem, ...] = ()
-    """Knobs that were set and have no effect in this combination."""
+    """Settings without effect in this combination."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True) -> Loaded:
@@ -54,7 +54,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool =
 
     Raises:
         RunFileError: everything that is wrong, in the order of the file.
-        UsageError: there is no such file, or it is no text.
+        UsageError: there is no such file, or it is not text.
     """
     source = str(path)
     try:
@@ -66,7 +66,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool =
     except OSError as error:
         raise UsageError(f"cannot read {source}: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{source} is no run file: {len(data)} bytes")
+        raise UsageError(f"{source} is not a run file: {len(data)} bytes")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -101,10 +101,10 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         _override(raw, override, origins, problems)
     spec, bad = _check_values(raw, origins, problems, source)
     if spec is not None:
-        found = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
+        result = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
-            found += host_checks.problems(spec)
-        problems += [_placed(each, origins, source) for each in found if not _touches(each.key, bad)]
+            result += host_checks.problems(spec)
+        problems += [_placed(each, origins, source) for each in result if not _touches(each.key, bad)]
     if problems or spec is None:
         raise RunFileError(sorted(problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
     given = frozenset(dotted(path) for path in origins)
@@ -129,18 +129,18 @@ def _override(raw: dict[str, Any], text: str, origins: dict[KeyPath, Origin], pr
 
     name, equals, value_text = text.partition("=")
     if not equals or not name.strip():
-        wrong(
-            f"{schema_keys.shown(text, key=name)} is no override", hint="write key.path=value, for example training.steps=100"
-        )
+        message = f"{schema_keys.shown(text, key=name)} is not an override"
+        wrong(message, hint="write key.path=value, for example training.steps=100")
         return
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
     if "" in path:
-        wrong(f"`{name}` is no key path", hint="write key.path=value")
+        wrong(f"`{name}` is not a key path", hint="write key.path=value")
         return
     try:
         value = scalar(value_text)
     except ValueError as error:
-        wrong(f"cannot read the value {schema_keys.shown(value_text, key=name)}: {error}", "quote it: key='\"text\"'", name)
+        shown = schema_keys.shown(value_text, key=name)
+        wrong(f"cannot read the value {shown}: {error}", "quote it: key='\"text\"'", name)
         return
     annotation, _ = schema_keys.at(path, raw)
     if annotation is not None and not isinstance(value, str | dict | list | None) and _takes_text_alone(annotation):
@@ -189,8 +189,8 @@ def _check_values(
 ) -> tuple[RunSpec | None, set[str]]:
     """Types, bounds and unknown keys. Returns what can still be checked further and the keys that cannot.
 
-    Values that do not hold are taken out and the rest is validated again, so that the rules across keys can
-    report on what remains.
+    Invalid values are removed and the rest is validated again, so that the rules across keys can report on what
+    remains.
     """
     bad: set[str] = set()
     rest = copy.deepcopy(raw)
@@ -204,28 +204,28 @@ def _check_values(
         try:
             return RunSpec.model_validate(rest), bad
         except ValidationError as error:
-            found = _located(error, rest)
-        for path, kind in found.items():
+            result = _located(error, rest)
+        for path, kind in result.items():
             if dotted(path) not in bad and not any(_within(dotted(path), other) for other in bad):
                 problems.append(_value_problem(path, kind, raw, origins, source))
             bad.add(dotted(path))
-        for path in sorted(found, key=lambda each: tuple(map(str, each)), reverse=True):
-            if isinstance(path[-1], int):  # a list with a bad item says nothing
+        for path in sorted(result, key=lambda each: tuple(map(str, each)), reverse=True):
+            if isinstance(path[-1], int):  # a list with a bad item cannot be checked further
                 path = path[:-1]
                 bad.add(dotted(path))
             _remove(rest, path)
-        if any(path == ("name",) for path in found):
+        if any(path == ("name",) for path in result):
             rest["name"] = "unnamed"
-        for path, kind in found.items():
+        for path, kind in result.items():
             if kind in ("missing", "too_short", "union_tag_not_found", "union_tag_invalid") and len(path) > 1:
-                _remove(rest, path[:1])  # a section that cannot stand without it
+                _remove(rest, path[:1])  # a section that is incomplete without it
                 bad.add(dotted(path[:1]))
     return None, bad
 
 
 def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
     """Key path -> kind of error; of errors inside each other the innermost."""
-    found: dict[KeyPath, str] = {}
+    result: dict[KeyPath, str] = {}
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         path: KeyPath = ()
         annotation: Any = RunSpec
@@ -240,11 +240,11 @@ def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
         kind = each["type"]
         if kind.startswith("union_tag"):
             path = (*path, "type")
-        found.setdefault(path, kind)
+        result.setdefault(path, kind)
     return {
         path: kind
-        for path, kind in found.items()
-        if not any(other != path and other[: len(path)] == path for other in found)
+        for path, kind in result.items()
+        if not any(other != path and other[: len(path)] == path for other in result)
     }
 
 
@@ -255,16 +255,17 @@ def _value_problem(
         given = _get(raw, path)
         family = schema_keys.family_of(schema_keys.at(path[:-1])[0])
         known = family.registry.names() if family else []
-        message = f"must be one of {', '.join(known)}" + (f", got {schema_keys.shown(given)}" if given is not None else "")
+        got = f", got {schema_keys.shown(given)}" if given is not None else ""
+        message = f"must be one of {', '.join(known)}{got}"
         return _problem(path, message, origins, source, hint=_near(given, known))
     annotation, info = schema_keys.at(path, raw)
-    wanted = schema_keys.expected(annotation, info.metadata if info else None)
+    requested = schema_keys.expected(annotation, info.metadata if info else None)
     value = _get(raw, path)
     if kind == "missing" and value is None:
-        return _problem(path, f"is missing: {wanted}", origins, source)
+        return _problem(path, f"is missing: {requested}", origins, source)
     if kind == "too_short":
         return _problem(path, f"must hold at least one item, got {schema_keys.shown(value)}", origins, source)
-    message = f"must be {wanted}, got {schema_keys.shown(value, key=dotted(path))}"
+    message = f"must be {requested}, got {schema_keys.shown(value, key=dotted(path))}"
     return _problem(path, message, origins, source, value=value, hint=_value_hint(value, annotation, info))
 
 
@@ -314,7 +315,7 @@ def _problem(
 
 
 def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Where the key stands, or the nearest section around it."""
+    """Where the key is, or the nearest section around it."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]

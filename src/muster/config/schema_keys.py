@@ -1,4 +1,4 @@
-"""The run file's keys as a tree: what may stand where, what was probably meant, and what a value must be."""
+"""The run file's keys as a tree: which keys are allowed where, what was probably meant, and what a value must be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact
 
-#: What other programs call it -> what it is called here.
+#: Names in other programs -> names here.
 OTHER_NAMES = {
     "lr": "training.optimizer.learning_rate",
     "max_steps": "training.steps",
@@ -75,7 +75,7 @@ def bare(annotation: Any) -> Any:
 
 
 def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
-    """The sections that may stand here; where ``raw`` names its ``type``, that one alone."""
+    """The sections allowed here; where ``raw`` names its ``type``, that one alone."""
     family = family_of(annotation)
     if family is not None:
         return list(family.sections(raw))
@@ -83,24 +83,24 @@ def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
 
 
 def family_of(annotation: Any) -> SectionOf | None:
-    """The family whose members' sections may stand here."""
+    """The family whose members' sections are allowed here."""
     notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((note for note in notes if isinstance(note, SectionOf)), None)
 
 
 def fields(annotation: Any, raw: Any = None) -> dict[str, FieldInfo]:
-    """Keys that may stand in the section."""
+    """Keys of the section."""
     return {name: info for model in sections(annotation, raw) for name, info in model.model_fields.items()}
 
 
 def holds_keys(annotation: Any) -> bool:
-    """May a section, a mapping or a list stand here?"""
+    """Whether a section, a mapping or a list is allowed here."""
     kinds = [bare(leaf) for leaf in leaves(annotation)]
     return bool(sections(annotation)) or any((get_origin(kind) or kind) in (list, tuple, dict) for kind in kinds)
 
 
 def item(annotation: Any) -> Any:
-    """What the items of a list are; None where no list may stand."""
+    """Type of a list's items; None where no list is allowed."""
     for leaf in map(bare, leaves(annotation)):
         if get_origin(leaf) in (list, tuple):
             return get_args(leaf)[0]
@@ -126,11 +126,11 @@ def at(path: KeyPath, raw: Any = None) -> tuple[Any, FieldInfo | None]:
 
 @cache
 def every_key() -> dict[str, list[str]]:
-    """Key name -> the dotted paths where it may stand (list items as ``sources.0``)."""
-    found: dict[str, list[str]] = {}
+    """Key name -> the dotted paths where it is allowed (list items as ``sources.0``)."""
+    result: dict[str, list[str]] = {}
     for path, name in _walk(RunSpec, ""):
-        found.setdefault(name, []).append(path)
-    return found
+        result.setdefault(name, []).append(path)
+    return result
 
 
 def _walk(annotation: Any, prefix: str) -> Iterator[tuple[str, str]]:
@@ -144,7 +144,7 @@ def _walk(annotation: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def unknown(raw: Any, annotation: Any = RunSpec, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str | None]]:
-    """Every key that may not stand where it stands, with what was probably meant."""
+    """Every key in a place where it is not allowed, with what was probably meant."""
     if isinstance(raw, list):
         inner = item(annotation)
         for index, value in enumerate(raw if inner is not None else []):
@@ -183,7 +183,7 @@ def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
 
 def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
     """What a value must be, in words: ``a whole number of at least 1``."""
-    found: list[str] = []
+    result: list[str] = []
     for leaf in leaves(annotation):
         notes = list(metadata or [])
         while get_origin(leaf) is Annotated:
@@ -191,9 +191,9 @@ def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
                 notes += note.metadata if isinstance(note, FieldInfo) else [note]
             leaf = get_args(leaf)[0]
         words = _words(leaf, notes)
-        if words not in found:
-            found.append(words)
-    return " or ".join(found) or "left out"
+        if words not in result:
+            result.append(words)
+    return " or ".join(result) or "left out"
 
 
 def _words(leaf: Any, notes: list[Any]) -> str:
@@ -235,7 +235,9 @@ def _bounds(leaf: Any, notes: list[Any]) -> str:
 def choices(leaf: Any, info: FieldInfo | None = None) -> list[str]:
     """The values of a leaf of which there are few."""
     kind = bare(leaf)
-    return [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else _members(info.metadata if info else [])
+    if get_origin(kind) is Literal:
+        return [str(name) for name in get_args(kind)]
+    return _members(info.metadata if info else [])
 
 
 def _members(notes: list[Any]) -> list[str]:
@@ -248,7 +250,7 @@ def _plural(annotation: Any) -> str:
 
 
 def shown(value: Any, *, key: str = "") -> str:
-    """A value as it stands in a message: short, secrets hidden."""
+    """A value for a message: short, secrets hidden."""
     if is_secret(key):
         return HIDDEN
     if isinstance(value, dict):

@@ -48,7 +48,7 @@ class SectionOf:
     registry: Registry[Any]
 
     def sections(self, raw: Any = None) -> list[type[Section]]:
-        """The classes that may stand here; where ``raw`` names its ``type``, that one alone."""
+        """The classes allowed here; where ``raw`` names its ``type``, that one alone."""
         name = raw.get("type") if isinstance(raw, dict) else None
         names = self.registry.names()
         return [self.registry.get(each).section for each in ([name] if name in names else names)]

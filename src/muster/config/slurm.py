@@ -24,7 +24,7 @@ class Container(Section):
     """For pyxis an enroot image (``nvcr.io#nvidia/pytorch:25.03-py3``) or a ``.sqsh`` file; else a ``.sif`` file."""
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     mounts: list[Line] = Field([])
-    """``SOURCE:TARGET[:OPTIONS]`` besides the run's folder, which is always mounted where it lies."""
+    """``SOURCE:TARGET[:OPTIONS]`` in addition to the run's folder, which is always mounted at its own path."""
     python: Line = "python"
     """Python inside the image; Muster must be installed there."""
 
@@ -45,11 +45,11 @@ class Slurm(Section):
     memory: Line = "0"
     """Memory of a node; 0: all of it."""
     exclusive: bool = True
-    """Whole nodes, shared with nobody."""
+    """Whole nodes, not shared."""
     cpus_per_host: Positive | None = None
     """Default: all that the node has, where it is ours alone."""
     signal_before_timeout_s: Annotated[int, Field(ge=0, le=65535)] = 180
-    """Save and leave so long before the time limit; 0: no notice."""
+    """Save and exit this long before the time limit; 0: no notice."""
     resubmit: Literal["new_job", "requeue", "no"] = "new_job"
     """After the notice: a further job, the same one put into the queue again, or nothing."""
     max_jobs: Positive = 100

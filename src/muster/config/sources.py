@@ -1,8 +1,8 @@
-"""Data sources of the run file: what every section of ``data.sources`` shares, the shipped ones, and the table of types.
+"""Data sources of the run file: what every section of ``data.sources`` shares, shipped ones, the table of types.
 
-``SOURCE_TYPES`` names each type's value as ``"module:attribute"``; only its ``section`` (a subclass of ``Source``) is used
-here, and it is imported when a run file names the type. How a source is opened is in the same value and is no concern of
-the run file: ``muster.data.source_type.SourceType``. Another package adds a type by an entry point of the group
+``SOURCE_TYPES`` names each type's value as ``"module:attribute"``; only its ``section`` (a subclass of ``Source``) is
+used here, and it is imported when a run file names the type. How a source is opened is in the same value, which
+``muster.data.source_type.SourceType`` describes. Another package adds a type by an entry point of the group
 ``muster.data_sources`` that names such a value.
 """
 
@@ -134,7 +134,7 @@ class FileSource(Source):
     def problems(self) -> Iterator[Problem]:
         if not self.path.endswith(FILE_ENDINGS):
             yield Problem(
-                key="path", message=f"{self.path!r} is of no kind that can be read", value=self.path,
+                key="path", message=f"{self.path!r} is not a supported kind of file", value=self.path,
                 hint="jsonl, json, parquet or txt, each also .gz",
             )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The run file as a value: every key, its type, default and meaning.
 
-``RunSpec`` is what ``runfile.load`` returns once the whole file has been checked. Pydantic supplies the
-type checks and the JSON schema for editors; rules across several keys live in ``core.rules``.
+``RunSpec`` is what ``config.load`` returns once the whole file has been checked. Pydantic supplies the
+type checks and the JSON schema for editors; rules across several keys are in ``config.validation``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Data(Section):
     workers: NotNegative = 0
     """Tokenising processes; 0: one per core."""
     cache_dir: str | None = None
-    """Where prepared data lies; default ``~/.cache/muster/data``."""
+    """Folder of prepared data; default ``~/.cache/muster/data``."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the rows kept for evaluation where a source has no held-out part of its own."""
 
@@ -127,15 +127,15 @@ class Training(Section):
     compile: bool = False
     """torch.compile, per decoder layer, static shapes."""
     loss_chunk_tokens: NotNegative = 1024
-    """Cross-entropy is taken over so many tokens at a time: the whole batch's logits never exist; 0: at once."""
+    """Tokens per piece of the cross-entropy, so that the whole batch's logits never exist; 0: all at once."""
     deterministic: bool = False
     """Deterministic kernels: a resume on the same layout continues bit for bit."""
     exact: bool = False
     """Sum gradients, norm and loss in 64-bit fixed point: bit for bit at any number of ranks."""
     gc_every_steps: NotNegative = 50
-    """Collect garbage by hand every so many steps, on all ranks at once; 0: leave it to Python."""
+    """Collect garbage explicitly every N steps, on all ranks at once; 0: leave it to Python."""
     state_hash_every_steps: NotNegative = 0
-    """Hash the whole training state every so many steps, into one number that is equal in any layout; 0: never."""
+    """Hash the whole training state every N steps, into one number that is equal in any layout; 0: never."""
     profile: Profile = Profile()
 
 
@@ -186,7 +186,7 @@ class CheckpointSpec(Section):
     resume: bool = True
     """Continue from the newest committed checkpoint found in ``dir``."""
     snapshot_every_steps: NotNegative = 1
-    """In-memory snapshot held by the host's agent every so many steps; 0: none."""
+    """In-memory snapshot held by the host's agent every N steps; 0: none."""
     replicate_snapshots: bool | None = None
     """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
     (``dp_replicate``) holds the same state on another one."""
@@ -202,22 +202,22 @@ class Recovery(Section):
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
     """Silence of a host after which it counts as lost."""
     step_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """No step for so long is a hang; default: 10 times the median step, at least 30 s."""
+    """Time without a step that counts as a hang; default: 10 times the median step, at least 30 s."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Time for ranks to reach their first step. A script (`command`) has all it needs until it has spoken once."""
+    """Time for ranks to reach their first step. With `command`, it starts at the script's first muster.run call."""
     warm_standby: bool | Literal["imports"] = True
     """Keep warm processes that take over without imports. One that waits takes a tiny model's first steps too; on GPUs
     with a CUDA context on the device of its place, unless less than 2 GiB of it are free then. ``imports``: neither."""
     keep_hosts_after_failure_s: Annotated[float, Field(ge=0)] = 0.0
-    """After the user's own failure the hosts stay warm for so long (``muster restart``)."""
+    """How long hosts stay warm after a failure of the user's own code (``muster restart``)."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0
     """Time to save after a notice or a stop."""
     on_nonfinite_step: Literal["stop", "skip"] = "stop"
-    """A step that is not finite is taken once more; not finite again, the run stops, or its update is left out: at most
-    10 steps a run, never two in a row."""
+    """A step with non-finite numbers is repeated once; if it is non-finite again, the run stops, or the update is
+    skipped: at most 10 steps a run, never two in a row."""
     baseline_steps: NotNegative = 0
-    """Steps at the run's beginning without snapshots and saves: their rate is what goodput divides by, and what fault
-    tolerance costs is known. 200 are enough; a failure in them costs them. 0: none."""
+    """Steps at the run's beginning without snapshots and saves: their rate is the baseline of goodput and of the cost
+    of fault tolerance. 200 are enough; a failure during them loses them. 0: none."""
 
 
 class Resources(Section):
@@ -236,9 +236,9 @@ class Resources(Section):
     """For example ``a4-highgpu-8g``."""
     locations: list[str] = Field([])
     """Regions or zones, tried in order."""
-    provisioning_model: Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None = (
-        None
-    )
+    provisioning_model: (
+        Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None
+    ) = None
     usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None
     """What a host costs; default: the list price of ``machine``, ``mode`` and place where it is known, and nothing on
     your own machine."""

@@ -1,4 +1,4 @@
-"""Knobs that were set and change nothing in this combination: reported with the reason, never swallowed."""
+"""Settings that have no effect in this combination: reported with the reason, never dropped silently."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
-#: Layers are compiled once, in tens of seconds; below so many steps that does not come back.
+#: Layers are compiled once, in tens of seconds; shorter runs do not gain that back.
 COMPILE_PAYS_AFTER_STEPS = 50
 
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
     """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
     rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
-    unused = [found for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for found in rule(spec)]
+    unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
     return [Problem(key=key, message=f"has no effect: {reason}") for key, reason in unused if key in given]
 
 

@@ -1,6 +1,6 @@
-"""Rules across several keys of the run file, with reasons. Pure: ``surroundings`` looks at the machine.
+"""Rules across several keys of the run file, with reasons. Pure: ``host_checks`` looks at the machine.
 
-A rule yields ``Problem``s that name the key to change; ``runfile`` adds where that key stands.
+A rule yields ``Problem``s that name the key to change; ``load`` adds the key's line.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.core.errors import Problem
 
-#: ``recovery.baseline_steps`` begin after so many steps of the run, and the first of them settle.
+#: ``recovery.baseline_steps`` begin after REFERENCE_AFTER steps of the run; the first of them are not counted.
 REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
 REFERENCE_LEAST = 20
 SCHEMES = ("gs", "s3", "memory", "file")
 
 
 def problems(spec: RunSpec) -> list[Problem]:
-    """What cannot work together, whatever machine this is."""
-    found: list[Problem] = []
+    """What cannot work together, on any machine."""
+    result: list[Problem] = []
     for rule in (_whole, _model, _data, _training, _numerics, _parallelism, _evaluation, _places, _recovery, _limits):
-        found += rule(spec)
-    return found
+        result += rule(spec)
+    return result
 
 
 def world_size(spec: RunSpec) -> int | None:
-    """Ranks of the run, where the file says it (or CPU is asked for)."""
+    """Ranks of the run, where the file gives them (or device is cpu)."""
     per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else None)
     return per_host * spec.resources.hosts if per_host else None
 
 
 def is_remote(path: str) -> bool:
-    """Is it a URI of some store rather than a path on this machine?"""
+    """Whether it is a URI of a store and not a path on this machine."""
     return "://" in path and not path.startswith("file://")
 
 
 def looks_local(name: str) -> bool:
-    """Is this a folder of the user's rather than a hub id?"""
+    """Whether this is a local folder and not a hub id."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
@@ -56,7 +56,7 @@ def _whole(spec: RunSpec) -> Iterator[Problem]:
             yield Problem(key="command", message="names no module", hint='for example ["-m", "package.train"]')
         for key in ("model", "data"):
             if getattr(spec, key) is not None:
-                yield Problem(key=key, message="cannot stand beside `command`, which brings its own", hint="remove one")
+                yield Problem(key=key, message="cannot be combined with `command`", hint="remove one")
         return
     for key in ("model", "data"):
         if getattr(spec, key) is None:
@@ -92,11 +92,11 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
 
 
 def config_problems(spec: RunSpec, config: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
-    """What a transformers config says against the rest of the file."""
+    """Contradictions between a transformers config and the rest of the file."""
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, context, tp = config.get("hidden_size"), config.get("max_position_embeddings"), spec.parallelism.tp
     if key == "model.config" and not isinstance(config.get("model_type"), str):
-        yield Problem(key=key, message="says no `model_type`", hint="for example model_type: llama")
+        yield Problem(key=key, message="has no `model_type`", hint="for example model_type: llama")
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if isinstance(count, int) and count > 0 and count % tp:
             yield Problem(
@@ -104,10 +104,10 @@ def config_problems(spec: RunSpec, config: Mapping[str, Any], *, key: str) -> It
                 hint=f"tp must divide {count}",
             )  # fmt: skip
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and hidden % heads and "head_dim" not in config:
-        yield Problem(key=key, message=f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+        yield Problem(key=key, message=f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         yield Problem(
-            key=key, message=f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
+            key=key, message=f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
         )
     longest = spec.training.sequence_length
     if isinstance(context, int) and longest > context:
@@ -144,7 +144,7 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
 def _training(spec: RunSpec) -> Iterator[Problem]:
     training = spec.training
     if training.steps is not None and training.epochs is not None:
-        yield Problem(key="training.epochs", message="is given beside `steps`", hint="give one of them")
+        yield Problem(key="training.epochs", message="cannot be combined with `steps`", hint="give one of them")
     if training.steps is None and training.epochs is None and spec.command is None:
         yield Problem(key="training", message="does not say how long: give `steps` or `epochs`", hint="steps: 100")
     if training.global_batch_size % training.micro_batch_size:
@@ -200,7 +200,8 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     if ranks is None:
         return
     fixed = math.prod(size for size in shape.axes.values() if size > 0)
-    terms = " x ".join(f"{axis} {size}" for axis, size in shape.axes.items() if size > 1 or (axis, size) == ("dp_shard", 1))
+    given = {axis: size for axis, size in shape.axes.items() if size > 1 or (axis, size) == ("dp_shard", 1)}
+    terms = " x ".join(f"{axis} {size}" for axis, size in given.items())
     where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
     if shape.dp_shard > 0 and fixed != ranks:
         yield Problem(
@@ -225,7 +226,8 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
         if scheme is not None and scheme not in SCHEMES:
             yield Problem(key=key, message=f"the scheme {scheme}:// is not known", value=place, hint="gs, s3 or a path")
     if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
-        yield Problem(key="checkpoint.replicate_snapshots", message="has nothing to copy: snapshot_every_steps is 0", hint="1")
+        message = "has nothing to copy: snapshot_every_steps is 0"
+        yield Problem(key="checkpoint.replicate_snapshots", message=message, hint="1")
     if spec.command is not None and spec.checkpoint.every_steps == "auto":
         yield Problem(
             key="checkpoint.every_steps", message="auto is Muster's own loop's; a `command` saves at a number of steps",
@@ -237,19 +239,19 @@ def _recovery(spec: RunSpec) -> Iterator[Problem]:
     policy = spec.recovery.policy
     if policy not in ("default", "conservative", "none") and not policy.endswith(".py"):
         yield Problem(
-            key="recovery.policy", message=f"{policy!r} is no policy", value=policy,
+            key="recovery.policy", message=f"{policy!r} is not a policy", value=policy,
             hint="default, conservative, none, or a Python file",
         )  # fmt: skip
-    steps, wanted = spec.training.steps, spec.recovery.baseline_steps
-    if 0 < wanted < REFERENCE_LEAST:
+    steps, requested = spec.training.steps, spec.recovery.baseline_steps
+    if 0 < requested < REFERENCE_LEAST:
         yield Problem(
-            key="recovery.baseline_steps", message=f"{wanted} are too few for a median", value=wanted,
+            key="recovery.baseline_steps", message=f"{requested} are too few for a median", value=requested,
             hint=f"at least {REFERENCE_LEAST}; 200 are enough",
         )  # fmt: skip
-    elif wanted and steps is not None and wanted + REFERENCE_AFTER > steps:
+    elif requested and steps is not None and requested + REFERENCE_AFTER > steps:
         yield Problem(
-            key="recovery.baseline_steps", value=wanted,
-            message=f"does not fit: the {wanted} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
+            key="recovery.baseline_steps", value=requested,
+            message=f"does not fit: the {requested} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
             hint="fewer, or a longer run",
         )  # fmt: skip
     resources = spec.resources
@@ -267,7 +269,7 @@ def _limits(spec: RunSpec, *, now: datetime | None = None) -> Iterator[Problem]:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        yield Problem(key="limits.deadline", message=f"{text!r} is no moment", hint="2030-01-31T18:00:00Z")
+        yield Problem(key="limits.deadline", message=f"{text!r} is not an ISO 8601 time", hint="2030-01-31T18:00:00Z")
         return
     if moment.tzinfo is None:
         yield Problem(key="limits.deadline", message=f"{text!r} has no zone", hint=f"{text}Z or {text}+02:00")
@@ -295,14 +297,14 @@ def absolute(spec: RunSpec) -> RunSpec:
     if spec.recovery.policy.endswith(".py"):
         changes["recovery"] = spec.recovery.model_copy(update={"policy": full(spec.recovery.policy)})
     if spec.model is not None:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name in ("source", "tokenizer"):
             value = getattr(spec.model, name)
             if isinstance(value, str) and looks_local(value):
-                found[name] = full(value)
+                result[name] = full(value)
         if isinstance(spec.model.config, str):
-            found["config"] = full(spec.model.config)
-        changes["model"] = spec.model.model_copy(update=found)
+            result["config"] = full(spec.model.config)
+        changes["model"] = spec.model.model_copy(update=result)
     if spec.data is not None:
         sources = [
             source.model_copy(update={key: full(path) for key, path in source.files.items()})

@@ -46,73 +46,73 @@ def parse(text: str, *, source: str) -> Parsed:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-    found = Parsed(source=source)
+    result = Parsed(source=source)
     try:
         node = YAML(typ="safe", pure=True).compose(text)
         if node is not None:
-            found.value = _build(node, found, (), ())
+            result.value = _build(node, result, (), ())
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
-        hint = "indent with spaces" if "'\\t'" in message else "a text with ': ' in it wants quotes" if (
+        hint = "indent with spaces" if "'\\t'" in message else "quote a text that contains ': '" if (
             "mapping values" in message
         ) else None  # fmt: skip
-        found.wrong((), f"not YAML: {message}", line=mark.line + 1 if mark else None, hint=hint)
+        result.wrong((), f"not YAML: {message}", line=mark.line + 1 if mark else None, hint=hint)
     except (YAMLError, RecursionError, OverflowError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        found.wrong((), f"not YAML: {first}", line=None)
-    return found
+        result.wrong((), f"not YAML: {first}", line=None)
+    return result
 
 
 def scalar(text: str) -> Any:
     """The value of ``text`` as YAML (flow style allowed). Raises ValueError."""
-    found = parse(text, source="value")
-    if found.problems:
-        raise ValueError(found.problems[0].message)
-    return found.value
+    result = parse(text, source="value")
+    if result.problems:
+        raise ValueError(result.problems[0].message)
+    return result.value
 
 
-def _build(node: Any, found: Parsed, path: KeyPath, above: tuple[int, ...]) -> Any:
+def _build(node: Any, result: Parsed, path: KeyPath, above: tuple[int, ...]) -> Any:
     line = node.start_mark.line + 1
-    found.lines.setdefault(path, line)
-    found.nodes += 1
-    if found.nodes > MAX_NODES or id(node) in above:
-        if found.nodes <= MAX_NODES + 1:
-            found.nodes = MAX_NODES + 2
-            found.wrong(path, "aliases repeat each other without end", line=line)
+    result.lines.setdefault(path, line)
+    result.nodes += 1
+    if result.nodes > MAX_NODES or id(node) in above:
+        if result.nodes <= MAX_NODES + 1:
+            result.nodes = MAX_NODES + 2
+            result.wrong(path, "aliases repeat each other without end", line=line)
         return None
     if isinstance(node.value, str):
-        return _scalar(node, found, path, line)
+        return _scalar(node, result, path, line)
     if str(node.tag) not in (_PREFIX + "map", _PREFIX + "seq"):
-        found.wrong(path, f"the tag {node.tag} is not allowed", line=line, hint="plain YAML values only")
+        result.wrong(path, f"the tag {node.tag} is not allowed", line=line, hint="plain YAML values only")
         return None
     inside = (*above, id(node))
     if str(node.tag) == _PREFIX + "seq":
-        return [_build(child, found, (*path, index), inside) for index, child in enumerate(node.value)]
-    return _mapping(node, found, path, inside)
+        return [_build(child, result, (*path, index), inside) for index, child in enumerate(node.value)]
+    return _mapping(node, result, path, inside)
 
 
-def _mapping(node: Any, found: Parsed, path: KeyPath, inside: tuple[int, ...]) -> dict[str, Any]:
+def _mapping(node: Any, result: Parsed, path: KeyPath, inside: tuple[int, ...]) -> dict[str, Any]:
     built: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node.value, str):
-            found.wrong(path, "a key must be text", line=line)
+            result.wrong(path, "a key must be text", line=line)
             continue
         key = key_node.value
         if str(key_node.tag) == _PREFIX + "merge":
-            found.wrong((*path, key), "merge keys are not supported", line=line, hint="write the keys out")
+            result.wrong((*path, key), "merge keys are not supported", line=line, hint="write the keys out")
             continue
         if key in built:
-            first = found.lines[(*path, key)]
-            found.wrong((*path, key), f"given twice, first on line {first}", line=line, hint="remove one")
+            first = result.lines[(*path, key)]
+            result.wrong((*path, key), f"given twice, first on line {first}", line=line, hint="remove one")
             continue
-        found.lines[(*path, key)] = line
-        built[key] = _build(value_node, found, (*path, key), inside)
+        result.lines[(*path, key)] = line
+        built[key] = _build(value_node, result, (*path, key), inside)
     return built
 
 
-def _scalar(node: Any, found: Parsed, path: KeyPath, line: int) -> Any:
+def _scalar(node: Any, result: Parsed, path: KeyPath, line: int) -> Any:
     kind = str(node.tag).removeprefix(_PREFIX)
     text: str = node.value
     if kind == "null":
@@ -131,7 +131,7 @@ def _scalar(node: Any, found: Parsed, path: KeyPath, line: int) -> Any:
                 raise ValueError
             return number
     except ValueError:
-        found.wrong(path, f"must be a finite number, got {text[:40]}", line=line)
+        result.wrong(path, f"must be a finite number, got {text[:40]}", line=line)
         return None
-    found.wrong(path, f"the tag {node.tag} is not allowed", line=line, hint="plain YAML values only")
+    result.wrong(path, f"the tag {node.tag} is not allowed", line=line, hint="plain YAML values only")
     return None

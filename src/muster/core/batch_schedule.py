@@ -1,8 +1,8 @@
-"""How batch and learning rate changed with the world: the run's course. Pure.
+"""How batch size and learning rate changed with the number of ranks. Pure.
 
 By default nothing changes: the global batch is the same on any number of ranks. A user's policy may choose
-otherwise. Then the data order is a function of (seed, course, step), and the course is in the event log, so that a
-resume repeats and skips nothing.
+otherwise. Then the data order is a function of (seed, schedule, step), and the schedule is in the event
+log, so that a resume repeats and skips nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from muster.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSegment:
-    """From ``first_step`` on, until the next stretch: so many sequences a step, the rate times so much."""
+    """Sequences per step and factor of the learning rate, from ``first_step`` until the next segment."""
 
     first_step: int
     global_batch_size: int
@@ -28,7 +28,7 @@ class BatchSegment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The stretches of a run, in order; the first begins at step 1."""
+    """The segments of a run, in order; the first begins at step 1."""
 
     stretches: tuple[BatchSegment, ...]
 
@@ -39,11 +39,11 @@ class BatchSchedule:
         return cls((first, *(BatchSegment(**change) for change in changes)))
 
     def at(self, step: int) -> BatchSegment:
-        """The stretch that ``step`` lies in."""
+        """The segment of ``step``."""
         return next(stretch for stretch in reversed(self.stretches) if stretch.first_step <= step or step < 1)
 
     def sequences_before(self, step: int) -> int:
-        """How many sequences the steps before ``step`` take: where its own begin in the run's endless list."""
+        """Sequences that the steps before ``step`` take: the offset of its own in the run's endless list."""
         ends = [stretch.first_step for stretch in self.stretches[1:]] + [step]
         return sum(
             max(0, min(end, step) - stretch.first_step) * stretch.global_batch_size
@@ -51,7 +51,7 @@ class BatchSchedule:
         )
 
     def last_step(self, sequences: int) -> int:
-        """The first step at whose end so many sequences have been taken."""
+        """The first step at whose end ``sequences`` sequences have been taken."""
         stretch = next(
             stretch
             for stretch in reversed(self.stretches)
@@ -64,24 +64,24 @@ class BatchSchedule:
 def changed(
     changes: Sequence[Mapping[str, Any]], *, resume_step: int, batch: int, wanted: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """``changes`` with what a policy's ``adjust`` wants after ``resume_step``; empty: the batch never changed.
+    """``changes`` with what a policy's ``adjust`` requests after ``resume_step``; empty: the batch never changed.
 
     Raises:
-        UsageError: what the policy wants is no batch or no rate.
+        UsageError: the policy requests an invalid batch or rate.
     """
     kept = [dict(change) for change in changes if change["first_step"] <= resume_step]
     now = BatchSchedule.of(batch, kept).at(resume_step + 1)
     if unknown := set(wanted) - {"global_batch_size", "learning_rate_scale"}:
         raise UsageError(
-            f"recovery.policy: adjust() wants {', '.join(sorted(unknown))}",
+            f"recovery.policy: adjust() requests {', '.join(sorted(unknown))}",
             hint="it may give global_batch_size and learning_rate_scale",
         )
     size = wanted.get("global_batch_size", batch)
     scale = wanted.get("learning_rate_scale", 1.0)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UsageError(f"recovery.policy: adjust() wants a global batch of {size!r}", hint="give 1 or more")
+        raise UsageError(f"recovery.policy: adjust() requests a global batch of {size!r}", hint="give 1 or more")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
-        raise UsageError(f"recovery.policy: adjust() wants the rate times {scale!r}", hint="give a number above 0")
+        raise UsageError(f"recovery.policy: adjust() requests the rate times {scale!r}", hint="give a number above 0")
     new = BatchSegment(first_step=resume_step + 1, global_batch_size=size, learning_rate_scale=float(scale))
     if (now.global_batch_size, now.learning_rate_scale) == (new.global_batch_size, new.learning_rate_scale):
         return kept

@@ -1,4 +1,4 @@
-"""The real clock and the real shell; their virtual twins live beside the tests and the simulator."""
+"""The real clock and the real shell; tests and the simulator have virtual ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Environment variables that Muster reads: the one list, and the one place that reads them.
 
-Entry points (``cli``, programs with a ``main``) call ``current`` and pass on what it returns; library functions that have
-always a default from the environment (the home folder, the root of snapshots) call it too, so that nothing else in
-``src`` reads ``os.environ``. ``docs/environment.md`` is generated from ``VARIABLES``.
+Entry points (``cli``, programs with a ``main``) call ``current`` and pass on what it returns; functions whose default
+comes from the environment (the home folder, the root of snapshots) call it too, so that no other module of theirs reads
+``os.environ``. ``docs/environment.md`` is generated from ``VARIABLES``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ VARIABLES = (
     Variable("MUSTER_HOST", "Name of the host of an agent.", "the Slurm back end"),
     Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
     Variable(
-        "MUSTER_BIND", "Address on which the supervisor and the agents listen.", "the Slurm and GKE back ends", "`127.0.0.1`"
+        "MUSTER_BIND", "Address on which the supervisor and the agents listen.",
+        "the Slurm and GKE back ends", "`127.0.0.1`",
     ),
     Variable(
         "MUSTER_TERM", "`ignored`: SIGTERM comes to every process of a job; only the supervisor acts on it.",

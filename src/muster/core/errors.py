@@ -8,7 +8,7 @@
     ├── CapacityError              4   no machines now; ``retry_after_s`` says when to ask again
     ├── AccessError                5   credentials, permissions, tokens
     ├── BackendError               6   the scheduler, the cloud or the host misbehaved
-    ├── ConflictError              1   somebody else holds the name, the lease or the generation
+    ├── ConflictError              1   another process holds the name, the lease or the generation
     ├── CheckpointError            1   torn, truncated, foreign or unreadable checkpoint
     ├── RunFailed                  1   the training itself failed; the verdict says why
     ├── Preempted                 75   saved, wants to run again (a scheduler may requeue it)
@@ -95,7 +95,7 @@ class BackendError(MusterError):
 
 
 class ConflictError(MusterError):
-    """A conditional write lost: somebody else wrote first, or holds the lease."""
+    """A conditional write lost: another process wrote first, or holds the lease."""
 
 
 class CheckpointError(MusterError):

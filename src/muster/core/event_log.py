@@ -23,7 +23,7 @@ from typing import Any
 
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
-from muster.core.event_order import steady
+from muster.core.event_order import merge_by_monotonic_clock
 from muster.core.events import Event, check, encode
 from muster.core.protocols import Clock
 
@@ -39,9 +39,9 @@ def genesis(run_id: str, name: str) -> str:
 class EventLog:
     """The writing end of one file.
 
-    Not thread-safe. ``append`` and ``sync`` never raise for the disk: ``trouble`` says what is wrong with it, and
-    ``tend`` tries again (call it now and then while there is trouble). A second writer on the same file is refused
-    (advisory lock, held while open). Opening an existing file checks its chain and goes on from its last whole line.
+    Not thread-safe. ``append`` and ``sync`` never raise for disk errors: ``trouble`` says what is wrong, and ``tend``
+    tries again (call it periodically while ``trouble`` is set). A second writer on the same file is refused (advisory
+    lock, held while open). Opening an existing file checks its chain and continues after its last complete line.
 
     Raises:
         ConflictError: another process writes this file.
@@ -72,11 +72,11 @@ class EventLog:
         whole = existing[: existing.rfind(b"\n") + 1]
         if len(whole) != len(existing):
             self._file.truncate(len(whole))
-        found = verify(whole, run_id=self.run_id, name=self.name)
-        if found.problem:
-            raise MusterError(f"{self.path}: {found.problem}", hint="the file was edited; move it aside")
-        self.head = found.head
-        self.seq = found.events
+        result = verify(whole, run_id=self.run_id, name=self.name)
+        if result.problem:
+            raise MusterError(f"{self.path}: {result.problem}", hint="the file was edited; move it aside")
+        self.head = result.head
+        self.seq = result.events
         self.trouble: str | None = None
         """Why lines wait in memory; None: the disk has all of them."""
         self._waiting = bytearray()
@@ -161,9 +161,9 @@ def verify(data: bytes, *, run_id: str, name: str) -> Verdict:
     end = data.rfind(b"\n") + 1
     for line in data[:end].splitlines(keepends=True):
         try:
-            found = json.loads(line)
-            prev = found["prev"]
-            seq = found["seq"]
+            result = json.loads(line)
+            prev = result["prev"]
+            seq = result["seq"]
         except (ValueError, KeyError, TypeError):
             return Verdict(events=count, head=head, problem=f"line {count + 1} is not an event")
         if prev != head or seq != count:
@@ -197,30 +197,31 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
 
 
 def merged(directory: str | Path) -> list[Event]:
-    """All events of a run in the order in which they happened (see ``core.steady``), each as it was written.
+    """All events of a run in the order in which they happened (see ``core.event_order``), each as it was written.
 
     Good enough for showing; the ledger uses the logged clock offsets instead.
     """
     files: dict[str, list[Event]] = {}
     for name, event in read(directory):
         files.setdefault(name, []).append(event)
-    return [event for _, _, event in steady(files)]
+    return [event for _, _, event in merge_by_monotonic_clock(files)]
 
 
 def on_one_clock(files: Mapping[str, Sequence[Event]]) -> list[Event]:
     """The events of several files in the order in which they happened, with wall times by a clock that is never
     stepped: for durations between events."""
-    return [event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in steady(files)]
+    merged = merge_by_monotonic_clock(files)
+    return [event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in merged]
 
 
 def heads(directory: str | Path, *, run_id: str) -> dict[str, str]:
     """What the next line of every file would cite: file name -> SHA-256 of its last whole line. Reads no other."""
-    found = {}
+    result = {}
     for path in sorted(Path(directory).glob("*.jsonl")):
         if _NAME.match(path.name):
             last = _last_line(path)
-            found[path.name] = hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
-    return found
+            result[path.name] = hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
+    return result
 
 
 def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:

@@ -31,7 +31,7 @@ PHASES = (
     "warmup",  # compile and the first, slow step
     "train",
     "eval",
-    "checkpoint",  # training stands still for a save
+    "checkpoint",  # training waits for a save
     "detect",  # broken, not yet noticed (set by the ledger, from the incident)
     "restart",  # noticed, not yet stepping again
     "wait",  # for capacity
@@ -130,8 +130,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Not used again, or not for now.",
             required={"reason": "why"},
             optional={
-                "for_s": "held off for so long",
-                "until_return": "told to go: until it went and came back",
+                "for_s": "seconds of quarantine",
+                "until_return": "until the host has left and rejoined",
                 "quarantined_for_error": "error (step and words) that is looked for on another host",
             },
         ),
@@ -173,7 +173,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),
         "rank.started": Kind(
-            doc="A rank's process exists, or goes on in a new attempt.",
+            doc="A rank's process exists, or continues in a new attempt.",
             required={"pid": "process id"},
             optional={"standby": "was warm", "kept": "it ran in the attempt before"},
         ),
@@ -183,7 +183,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={"reason": "last words", "exception": "class name", "traceback": "last lines"},
         ),
         "phase.changed": Kind(doc="From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
-        # -------- training (rank 0 unless said)
+        # -------- training (rank 0 unless stated)
         "data.prepared": Kind(
             doc="Tokens are ready.",
             required={
@@ -241,12 +241,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Bytes start to move.", required={"tier": "memory, peer, disk, bucket", "uri": "where"}
         ),
         "checkpoint.committed": Kind(
-            doc="The marker stands: this version can be restored.",
+            doc="The commit marker is written: this version can be restored.",
             required={"tier": "memory, peer, disk, bucket", "uri": "where", "bytes": "all ranks"},
             optional={"duration_ns": "begun to committed", "stall_ns": "training held up"},
         ),
         "checkpoint.failed": Kind(
-            doc="Not written; training goes on.", required={"tier": "which", "uri": "where", "reason": "why"}
+            doc="Not written; training continues.", required={"tier": "which", "uri": "where", "reason": "why"}
         ),
         "checkpoint.rejected": Kind(
             doc="Found, not usable.", required={"uri": "where", "reason": "torn, truncated, foreign..."}
@@ -308,8 +308,8 @@ class Event:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that stands on the line; absent fields are left out."""
-        found: dict[str, Any] = {
+        """The JSON object of the line; absent fields are left out."""
+        result: dict[str, Any] = {
             "run_id": self.run_id,
             "attempt": self.attempt,
             "seq": self.seq,
@@ -320,16 +320,16 @@ class Event:
         }
         for name in ("rank", "phase", "step"):
             if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
+                result[name] = getattr(self, name)
         if self.detail:
-            found["detail"] = dict(self.detail)
-        return found
+            result["detail"] = dict(self.detail)
+        return result
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Event:
+    def from_json(cls, result: Mapping[str, Any]) -> Event:
         """Read one line's object. Raises ValueError on a missing or unknown field."""
         names = set(cls.__dataclass_fields__)
-        given = {key: value for key, value in found.items() if key not in ("prev",)}
+        given = {key: value for key, value in result.items() if key not in ("prev",)}
         unknown = set(given) - names
         if unknown:
             raise ValueError(f"unknown event field {sorted(unknown)[0]!r}")
@@ -355,7 +355,7 @@ def check(event: Event) -> None:
             raise ValueError(f"event {event.kind} has unknown detail {extra}")
 
 
-def encode(found: Mapping[str, Any]) -> bytes:
+def encode(result: Mapping[str, Any]) -> bytes:
     """Canonical bytes of one line, newline included: sorted keys, no spaces, finite numbers only."""
-    text = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(result, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"

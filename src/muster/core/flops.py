@@ -87,16 +87,16 @@ class ModelShape:
         """The matrices of one decoder layer, by their Llama names."""
         width, kv, bias = self.attention_width, self.kv_heads * self.head_dim, self.attention_bias
         mlp_bias = self.family == "gpt2"
-        found = [
+        result = [
             Linear(name="q_proj", inputs=self.hidden, outputs=width, split="column", bias=bias),
             Linear(name="k_proj", inputs=self.hidden, outputs=kv, split="column", bias=bias),
             Linear(name="v_proj", inputs=self.hidden, outputs=kv, split="column", bias=bias),
             Linear(name="o_proj", inputs=width, outputs=self.hidden, split="row", bias=mlp_bias),
         ]
         if self.gated_mlp:
-            found.append(Linear(name="gate_proj", inputs=self.hidden, outputs=self.intermediate, split="column"))
+            result.append(Linear(name="gate_proj", inputs=self.hidden, outputs=self.intermediate, split="column"))
         return (
-            *found,
+            *result,
             Linear(name="up_proj", inputs=self.hidden, outputs=self.intermediate, split="column", bias=mlp_bias),
             Linear(name="down_proj", inputs=self.intermediate, outputs=self.hidden, split="row", bias=mlp_bias),
         )
@@ -139,11 +139,11 @@ class ModelShape:
 
     def lora_parameters(self, rank: int, targets: Iterable[str] | str = "all-linear") -> int:
         """Adapter parameters of rank ``rank`` on ``targets`` (names of ``linears()``; the head gets none)."""
-        wanted = None if targets == "all-linear" else set(targets)
+        requested = None if targets == "all-linear" else set(targets)
         return self.layers * sum(
             rank * (linear.inputs + linear.outputs)
             for linear in self.linears()
-            if wanted is None or linear.name in wanted
+            if requested is None or linear.name in requested
         )
 
 

@@ -91,13 +91,13 @@ class Tier:
 
     name: str = ""
     stall_s: float
-    """C: training stands still for so long per save."""
+    """C: pause of training per save."""
     slowdown: float = 0.0
     """a: share of speed lost while the save drains."""
     drain_s: float = 0.0
     """D: from the snapshot until it can be restored."""
     recovery_s: float = 0.0
-    """R: from the failure until training stands at the restored step."""
+    """R: from the failure until the restored step is loaded."""
     mtbf_s: float
     """Between failures that fall back to this tier. ``math.inf``: none."""
 
@@ -161,16 +161,16 @@ def tiers(given: Sequence[Tier], *, nested: bool = False) -> list[TierPlan]:
     ``nested``: each interval is a whole multiple of the one before (a save to tier l+1 is one of tier l's
     moments); floor and ceiling are compared by waste.
     """
-    found: list[TierPlan] = []
+    result: list[TierPlan] = []
     for tier in given:
         best = asynchronous(tier)
-        if nested and found and not math.isinf(best):
-            below = found[-1].interval_s
+        if nested and result and not math.isinf(best):
+            below = result[-1].interval_s
             low = max(1, math.floor(best / below))
             lowest = max(1, math.ceil(tier.drain_s / below))
             multiples = {max(low, lowest), max(low + 1, lowest)}
             best = min((k * below for k in sorted(multiples)), key=lambda t: waste(t, tier))
-        found.append(
+        result.append(
             TierPlan(
                 tier=tier,
                 interval_s=best,
@@ -178,12 +178,12 @@ def tiers(given: Sequence[Tier], *, nested: bool = False) -> list[TierPlan]:
                 first_order_holds=best < tier.mtbf_s / 10 or math.isinf(tier.mtbf_s),
             )
         )
-    return found
+    return result
 
 
-def tiers_goodput(found: Sequence[TierPlan]) -> float:
+def tiers_goodput(result: Sequence[TierPlan]) -> float:
     """1 - the sum of the tiers' waste."""
-    return 1 - sum(plan.waste for plan in found)
+    return 1 - sum(plan.waste for plan in result)
 
 
 def whole_steps(interval_s: float, step_s: float, goodput: Callable[[float], float]) -> int:
@@ -213,7 +213,7 @@ class FailureRate:
         return cls(prior_s=PRIOR_HOURS * 3600 * PRIOR_GPUS / max(1, gpus))
 
     def observed(self, *, seconds: float, failures: int = 0) -> FailureRate:
-        """What is known after so many more seconds of running and failures."""
+        """The estimate after more seconds of running and failures."""
         return replace(self, observed_s=self.observed_s + seconds, failures=self.failures + failures)
 
     @property

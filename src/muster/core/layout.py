@@ -1,7 +1,7 @@
 """How ranks share a model: the layout axes, their one table, and the layout that a number of ranks forms.
 
-An axis is added here, as a field of ``Layout``: keys, file names of snapshots, headers, events, the takeover and the plan
-follow from ``AXES``. (``report.audit`` keeps a list of its own on purpose: it shares no code with what it checks.)
+An axis is added here, as a field of ``Layout``: keys, file names of snapshots, headers, events, the takeover and the
+plan follow from ``AXES``. (``report.audit`` keeps its own list on purpose: it shares no code with what it checks.)
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False
     """The layout that ``world_size`` ranks form; None when they cannot.
 
     ``axes``: axis -> size as the run file gives it (``Parallelism.axes``); ``dp_shard`` -1 takes the ranks that remain.
-    ``resize``: the number of ranks is not the one that the file was written for. Replicas are then given up before
-    shards: with ``dp_shard`` given, as many whole replicas as fit, or one smaller one; with -1 the replicas asked for if
-    they divide the ranks, else one. The other axes are kept as given.
+    ``resize``: the number of ranks may differ from the run file's. Replicas are then given up before shards: with
+    ``dp_shard`` given, as many whole replicas as fit, or one smaller one; with -1 the requested replicas if they
+    divide the ranks, else one. The other axes are kept as given.
     """
     inner = {name: size for name, size in axes.items() if name not in ("dp_replicate", "dp_shard")}
     data_ranks, rest = divmod(world_size, math.prod(inner.values()))

@@ -20,8 +20,8 @@ class OptimizerTraits:
     factory: str
     """``"module:function"``, imported by the trainer alone: ``function(named, settings, *, elementwise)`` returns a
     ``muster.train.optim.optimizer.ShardOptimizer`` over this rank's shards. ``named``: parameter name ->
-    ``nn.Parameter``; ``settings``: the section ``training.optimizer``; ``elementwise``: each element's update may depend
-    on that element alone (``training.exact``)."""
+    ``nn.Parameter``; ``settings``: the section ``training.optimizer``; ``elementwise``: each element's update must
+    depend on that element alone (``training.exact``)."""
     moments: int = 2
     """State tensors of the parameter's shape, each of the master weights' type."""
     state_bytes: float | None = None

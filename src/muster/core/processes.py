@@ -12,7 +12,7 @@ from pathlib import Path
 
 from muster.core.errors import BackendError
 
-#: The label: in the environment of every process of a run, whoever forked it and whatever its session.
+#: The label: in the environment of every process of a run, whatever its parent and session.
 RUN_ID = "MUSTER_RUN_ID"
 RUN_DIR = "MUSTER_RUN_DIR"
 
@@ -79,9 +79,9 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
             )
     except OSError as error:
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
-    found = look(child.pid)
-    # Gone already: its record says so by a start that no living process has.
-    return found or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+    result = look(child.pid)
+    # Gone already: no running process has the recorded start time.
+    return result or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
 
 
 def look(pid: int) -> Process | None:
@@ -99,8 +99,8 @@ def look(pid: int) -> Process | None:
 
 def lives(pid: int, start_ticks: int) -> bool:
     """Is it still that very process?"""
-    found = look(pid)
-    return found is not None and found.start_ticks == start_ticks
+    result = look(pid)
+    return result is not None and result.start_ticks == start_ticks
 
 
 def labelled(run_id: str) -> list[Process]:
@@ -116,31 +116,32 @@ def _all_labelled() -> Iterator[tuple[str, Process]]:
             words = Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")
         except OSError:
             continue  # another user's, or gone
-        found = dict(word.decode(errors="replace").partition("=")[::2] for word in words if word.startswith(b"MUSTER_"))
-        process = look(int(entry.name)) if found.get(RUN_ID) else None
+        ours = [word.decode(errors="replace") for word in words if word.startswith(b"MUSTER_")]
+        result = dict(word.partition("=")[::2] for word in ours)
+        process = look(int(entry.name)) if result.get(RUN_ID) else None
         if process is not None:
             yield (
-                found[RUN_ID],
+                result[RUN_ID],
                 Process(
                     pid=process.pid,
                     start_ticks=process.start_ticks,
                     argv=process.argv,
-                    run_dir=found.get(RUN_DIR, ""),
+                    run_dir=result.get(RUN_DIR, ""),
                 ),
             )
 
 
 def ancestors() -> set[int]:
     """This process and those above it: never to be ended by a run's tear-down."""
-    found: set[int] = set()
+    result: set[int] = set()
     pid = os.getpid()
-    while pid > 1 and pid not in found:
-        found.add(pid)
+    while pid > 1 and pid not in result:
+        result.add(pid)
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             break
-    return found
+    return result
 
 
 def send(processes: Sequence[Process], number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""The seams: small Protocols that adapters implement and tests replace.
+"""Small Protocols that adapters implement and tests replace.
 
 A back end is a dataclass that holds the ones it needs (composition; no inheritance).
 """

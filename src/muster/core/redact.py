@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
-# `token` but not `tokens` or `tokenizer`: max_new_tokens is no secret.
+# `token` but not `tokens` or `tokenizer`: max_new_tokens is not a secret.
 _KEY = re.compile(
     r"(?:^|[._\-/])(?:\w*_)?(?:token|secret|password|passwd|passphrase|credentials?"
     r"|api[_-]?key|access[_-]?key|private[_-]?key)(?:$|[._\-/=])",
@@ -47,15 +47,15 @@ def redact_value(key: str, value: Any) -> Any:
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line fit for a record: ``--token X``, ``token=X`` and secret-looking words are hidden."""
-    found: list[str] = []
+    result: list[str] = []
     hide = False
     for word in argv:
         name, equals, _ = word.partition("=")
         if hide:
-            found.append(HIDDEN)
+            result.append(HIDDEN)
         elif equals and is_secret(name.lstrip("-")):
-            found.append(f"{name}={HIDDEN}")
+            result.append(f"{name}={HIDDEN}")
         else:
-            found.append(redact(word))
+            result.append(redact(word))
         hide = not equals and word.startswith("-") and is_secret(word.lstrip("-"))
-    return found
+    return result

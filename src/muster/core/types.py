@@ -1,4 +1,4 @@
-"""The nouns that floors hand to each other: frozen, keyword-only, units in the names."""
+"""Values that packages exchange: frozen, keyword-only, units in the names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.core.layout import Layout as Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Machines that a back end could give us, and what they cost."""
+    """Machines that a back end can provide, and what they cost."""
 
     backend: str
     machine: str
@@ -40,7 +40,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What will be sent, exactly: printing it shows everything that submitting it would do."""
+    """Exactly what is submitted: printing it shows everything that submitting it would do."""
 
     run_id: str
     backend: str
@@ -53,7 +53,7 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class JobHandle:
-    """What came back: enough to find the job again from another machine."""
+    """Enough to find the submitted job again from another machine."""
 
     run_id: str
     backend: str
@@ -62,7 +62,7 @@ class JobHandle:
 
 
 class JobState(StrEnum):
-    """Where a job is, in the words that every back end shares."""
+    """State of a job, common to all back ends."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -83,10 +83,10 @@ class JobStatus:
 
     state: JobState
     reason: str
-    """One sentence: why the job is where it is."""
+    """One sentence: the reason for the state."""
     exit_code: int | None = None
     tasks: Mapping[str, str] = field(default_factory=dict)
-    """Task name -> a word about it (``running (pid 123)``)."""
+    """Task name -> its state (``running (pid 123)``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

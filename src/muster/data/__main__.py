@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="prepare a Muster run's data")
     parser.add_argument("--run-dir", required=True, type=Path)
     run_dir = parser.parse_args().run_dir
-    os.setpriority(os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0")))  # not the keeper's
+    os.setpriority(os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0")))  # the agent's, not that of the watchdog
     spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
     try:
         result = prepare(spec, run_dir=run_dir)

@@ -23,6 +23,7 @@ from muster.data.tokenise import Recipe, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
 
 Progress = Callable[[str, int, int], None]
+"""(activity, done, total; total 0: not known)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def build(
                 parts = _token_parts(opened.token_rows(length, vocab_size), spool, data.heldout_fraction)
             else:
                 assert encoder is not None and format is not None
-                recipe = Recipe(encoder.folder, format, opened.section.template, _loss_on(data))
+                train_on = data.train_on if isinstance(data.train_on, str) else tuple(data.train_on)
+                recipe = Recipe(encoder.folder, format, opened.section.template, train_on)
                 parts, held_rows = _source(opened, recipe, data, spool, length, progress)
                 questions.append(collect_questions.collect(opened, format, number, held_rows))
             train.append(parts[0])
@@ -123,10 +125,6 @@ class _Spool:
         for file, path in zip(self.files, self.paths, strict=True):
             file.close()
             path.unlink(missing_ok=True)
-
-
-def _loss_on(data: Data) -> str | tuple[str, ...]:
-    return data.train_on if isinstance(data.train_on, str) else tuple(data.train_on)
 
 
 def _format(opened: OpenedSource, data: Data) -> Format | None:

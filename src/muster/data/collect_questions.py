@@ -31,7 +31,7 @@ def collect(opened: OpenedSource, format: Format, number: int, held_rows: Any) -
         rows: Iterator[Row] = opened.heldout_rows()
     else:
         chosen = {int(row) for row in held_rows}
-        rows = (row for place, row in enumerate(opened.rows()) if place in chosen)
+        rows = (row for index, row in enumerate(opened.rows()) if index in chosen)
     task, context = TASKS.get(opened.type.task), opened.type.scoring_context(opened.section)
     entries: list[dict[str, Any]] = []
     for row in itertools.islice(rows, MAX_QUESTIONS):

@@ -161,14 +161,14 @@ def _chat(messages: list[dict[str, Any]], train_on: str | Sequence[str], render:
     roles = {"assistant"} if train_on == "completions" else set(train_on)
     segments: list[Segment] = []
     done = 0
-    for place, message in enumerate(messages):
+    for position, message in enumerate(messages):
         if message["role"] not in roles:
             continue
-        before = render(messages[:place], message["role"] == "assistant") if place else ""
-        after = whole if place == len(messages) - 1 else render(messages[: place + 1], False)
+        before = render(messages[:position], message["role"] == "assistant") if position else ""
+        after = whole if position == len(messages) - 1 else render(messages[: position + 1], False)
         if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) <= len(after)):
             raise UsageError(
-                f"the chat template renders turn {place + 1} ({message['role']}) differently inside the whole "
+                f"the chat template renders turn {position + 1} ({message['role']}) differently inside the whole "
                 "conversation, so its tokens cannot be separated",
                 hint="use a template that only appends, or data.train_on: all",
             )

@@ -32,8 +32,8 @@ class Documents:
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
-    def take(self, places: Any) -> Documents:
-        return Documents(rows=self.rows[places], starts=self.starts[places], lengths=self.lengths[places])
+    def take(self, positions: Any) -> Documents:
+        return Documents(rows=self.rows[positions], starts=self.starts[positions], lengths=self.lengths[positions])
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     present = np.unique(documents.rows)
     if len(present) == 1:
         count = max(1, math.floor(fraction * len(documents)))
-        places = np.arange(len(documents))
-        return documents.take(places[:-count]), documents.take(places[-count:]), none
+        positions = np.arange(len(documents))
+        return documents.take(positions[:-count]), documents.take(positions[-count:]), none
     count = min(len(present) - 1, max(1, round(fraction * len(present))))
     chosen = np.sort(present[hashed_order(len(present), "heldout")[:count]])
     out = np.isin(documents.rows, chosen)

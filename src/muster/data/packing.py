@@ -29,23 +29,23 @@ def pack(lengths: Sequence[int], capacity: int, *, window: int = WINDOW) -> list
 
 def _pack_window(lengths: Sequence[int], start: int, stop: int, capacity: int) -> list[list[int]]:
     """Bins by free space; a bit set of the spaces in use finds the tightest fit in one shift."""
-    order = sorted(range(start, stop), key=lambda place: -lengths[place])
+    order = sorted(range(start, stop), key=lambda document: -lengths[document])
     bins: list[list[int]] = []
     open_bins: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0
-    for place in order:
-        length = lengths[place]
+    for document in order:
+        length = lengths[document]
         fitting = spaces >> length
         if fitting:
             space = length + (fitting & -fitting).bit_length() - 1
             number = open_bins[space].pop()
             if not open_bins[space]:
                 spaces ^= 1 << space
-            bins[number].append(place)
+            bins[number].append(document)
         else:
             space = capacity
             number = len(bins)
-            bins.append([place])
+            bins.append([document])
         left = space - length
         if left:
             open_bins[left].append(number)

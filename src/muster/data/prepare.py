@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,15 +20,13 @@ from typing import Any
 from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
 from muster.data import build
+from muster.data.build import Progress
 from muster.data.cache import build_once, code_version, fingerprint, translated
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, locate, model_vocab_size, train
-
-Progress = Callable[[str, int, int], None]
-"""(activity, done, total; total 0: not known)."""
 
 _POINTER = "data.json"
 
@@ -66,30 +65,30 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
     began = time.monotonic()
     data, model = _sections(spec)
     sources = [open_source(source) for source in data.sources]
-    place = locate(model)
-    if place is None and any(source.token_rows is None for source in sources):
+    tokenizer_source = locate(model)
+    if tokenizer_source is None and any(source.token_rows is None for source in sources):
         raise UsageError(
             "the model has no tokenizer", hint="set model.tokenizer: a hub id, a folder, or {vocab_size: 512}"
         )
     model_vocab = model_vocab_size(model)
-    if place is None and model_vocab is None:
+    if tokenizer_source is None and model_vocab is None:
         raise UsageError("random tokens need a vocabulary size", hint="set model.config.vocab_size")
-    mark = _fingerprint(spec, data, sources, place, model_vocab)
-    folder = cache_folder(data) / mark
+    name = _fingerprint(spec, data, sources, tokenizer_source, model_vocab)
+    folder = cache_folder(data) / name
     report = progress or (lambda activity, done, total: None)
 
     def make(partial: Path) -> None:
-        encoder = _encoder(place, sources, partial / "tokenizer", report)
+        encoder = _encoder(tokenizer_source, sources, partial / "tokenizer", report)
         build.build(spec, data, sources, encoder, model_vocab, partial, report)
 
     built = build_once(folder, make)
     prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
-    _point(run_dir, folder, prepared, _asked(spec))
+    _point(run_dir, folder, prepared, _request(spec))
     return prepared
 
 
 def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
-    """What ``prepare`` made for this run; does no work.
+    """Open what ``prepare`` made for this run; prepares nothing.
 
     Raises:
         MusterError: nothing was prepared, or for another run file, or the cache has been cleared.
@@ -97,10 +96,10 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
     path = run_dir / _POINTER
     try:
         result = json.loads(path.read_text())
-        folder, asked = Path(result["folder"]), result["asked"]
+        folder, request = Path(result["folder"]), result["request"]
     except (OSError, ValueError, KeyError) as error:
         raise MusterError(f"no data was prepared for the run in {run_dir}", hint="`muster data RUN.yaml`") from error
-    if asked != _asked(spec):
+    if request != _request(spec):
         raise MusterError(f"{path} names data of another run file", hint="`muster data RUN.yaml` prepares this one's")
     if not folder.is_dir():
         raise MusterError(f"prepared data {folder} is gone", hint="`muster data RUN.yaml` makes it again")
@@ -112,7 +111,7 @@ def cache_folder(data: Data) -> Path:
     return Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "muster" / "data"
 
 
-def _asked(spec: RunSpec) -> str:
+def _request(spec: RunSpec) -> str:
     """Identifies what the run file requests, without reading any data file."""
     data, model = _sections(spec)
     return fingerprint([data.model_dump(mode="json"), model.model_dump(mode="json"), spec.training.sequence_length])
@@ -125,14 +124,18 @@ def _sections(spec: RunSpec) -> tuple[Data, Model]:
 
 
 def _fingerprint(
-    spec: RunSpec, data: Data, sources: list[OpenedSource], place: Path | TrainedTokenizer | None, vocab: int | None
+    spec: RunSpec,
+    data: Data,
+    sources: list[OpenedSource],
+    tokenizer_source: Path | TrainedTokenizer | None,
+    vocab: int | None,
 ) -> str:
     import tokenizers
 
-    if isinstance(place, TrainedTokenizer):
-        tokenizer: Any = place.model_dump()
+    if isinstance(tokenizer_source, TrainedTokenizer):
+        tokenizer: Any = tokenizer_source.model_dump()
     else:
-        tokenizer = None if place is None else Encoder(place).fingerprint()
+        tokenizer = None if tokenizer_source is None else Encoder(tokenizer_source).fingerprint()
     return fingerprint(
         {
             "code": code_version(_modules(sources)),
@@ -147,28 +150,22 @@ def _fingerprint(
 
 
 def _modules(sources: list[OpenedSource]) -> set[str]:
-    """Where the code of the sources and their tasks is."""
+    """The modules of the sources and their tasks."""
     tasks = {type(TASKS.get(source.type.task)).__module__ for source in sources if source.type.task}
     return tasks | {source.type.open.__module__ for source in sources}
 
 
 def _encoder(
-    place: Path | TrainedTokenizer | None, sources: list[OpenedSource], target: Path, report: Progress
+    tokenizer_source: Path | TrainedTokenizer | None, sources: list[OpenedSource], target: Path, report: Progress
 ) -> Encoder | None:
     """The tokenizer, trained where asked for, with its copy in ``target``."""
-    if place is None:
+    if tokenizer_source is None:
         return None
-    if isinstance(place, TrainedTokenizer):
+    if isinstance(tokenizer_source, TrainedTokenizer):
         report("train tokenizer", 0, 0)
-        return train(lambda: _texts(sources), place, target)
-    Encoder(place).save(target)
+        return train(lambda: chain.from_iterable(map(build.training_texts, sources)), tokenizer_source, target)
+    Encoder(tokenizer_source).save(target)
     return Encoder(target)
-
-
-def _texts(sources: list[OpenedSource]) -> Iterator[str]:
-    """The training text of all sources, as the tokenizer will see it: prompts and completions apart."""
-    for opened in sources:
-        yield from build.training_texts(opened)
 
 
 def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
@@ -192,21 +189,21 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
     )
 
 
-def _point(run_dir: Path, folder: Path, prepared: Prepared, asked: str) -> None:
+def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> None:
     """Write the data's location and a copy of the tokenizer to the run's folder. Many ranks may do so at once."""
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        aside = run_dir / f".{_POINTER}.{os.getpid()}"
-        aside.write_text(json.dumps({"folder": str(folder.resolve()), "asked": asked}))
-        os.replace(aside, run_dir / _POINTER)
+        temporary = run_dir / f".{_POINTER}.{os.getpid()}"
+        temporary.write_text(json.dumps({"folder": str(folder.resolve()), "request": request}))
+        os.replace(temporary, run_dir / _POINTER)
         target = run_dir / "tokenizer"
         if prepared.tokenizer_dir is None or target.is_dir():
             return
-        aside = run_dir / f".tokenizer.{os.getpid()}"
-        shutil.copytree(prepared.tokenizer_dir, aside, dirs_exist_ok=True)
+        temporary = run_dir / f".tokenizer.{os.getpid()}"
+        shutil.copytree(prepared.tokenizer_dir, temporary, dirs_exist_ok=True)
         try:
-            os.rename(aside, target)
+            os.rename(temporary, target)
         except OSError:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             if not target.is_dir():
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,11 @@ def majority_baseline(questions: Sequence[Question]) -> float | None:
 
 
 def _entries(path: Path, count: int) -> list[dict[str, Any]]:
-    entries = []
     try:
         with open(path, encoding="utf-8") as file:
-            for line in file:
-                entries.append(json.loads(line))
-                if len(entries) == count:
-                    break
+            return [json.loads(line) for line in islice(file, count)]
     except (OSError, ValueError) as error:
         raise MusterError(f"{path} is damaged: {error}", hint="remove its folder and start again") from error
-    return entries
 
 
 def _question(entry: dict[str, Any], spec: RunSpec, encoder: Encoder) -> Question:

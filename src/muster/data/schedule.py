@@ -1,6 +1,6 @@
 """What a step will do, rank by rank: a value made before it, fixed by (seed, step) alone.
 
-The data of a run is one endless list: epoch after epoch, each a seeded permutation of the packed sequences.
+The data of a run is one unlimited list: epoch after epoch, each a seeded permutation of the packed sequences.
 Step k takes the k-th slice of ``global_batch_size`` of it (steps count from 1) and cuts it into micro-batches.
 Ranks only decide who computes which micro-batch, so the loader's whole state is the step number.
 """
@@ -25,7 +25,7 @@ _FEISTEL_ROUNDS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchRef:
-    """One micro-batch of a step: its place in the step, and the sequences in it."""
+    """One micro-batch of a step: its position in the step, and the sequences in it."""
 
     index: int
     sequences: tuple[int, ...]
@@ -53,10 +53,10 @@ class StepPlan:
         """This rank's micro-batch of each round; None: zero-weight padding, only ever in the last round."""
         if not 0 <= data_rank < self.data_ranks:
             raise ValueError(f"data rank {data_rank} of {self.data_ranks}")
-        places = range(data_rank, self.rounds * self.data_ranks, self.data_ranks)
+        indices = range(data_rank, self.rounds * self.data_ranks, self.data_ranks)
         return tuple(
-            MicroBatchRef(index=place, sequences=self.micro_batches[place]) if place < len(self.micro_batches) else None
-            for place in places
+            MicroBatchRef(index=index, sequences=self.micro_batches[index]) if index < len(self.micro_batches) else None
+            for index in indices
         )
 
 
@@ -72,7 +72,7 @@ def plan_step(
 ) -> StepPlan:
     """The plan of ``step`` (1, 2, ...). ``micro_batches`` does not depend on ``data_ranks``.
 
-    ``start``: where the step begins in the endless list; by default after ``step - 1`` batches of this size.
+    ``start``: where the step begins in the unlimited list; by default after ``step - 1`` batches of this size.
 
     A global batch may cross into the next epoch; each epoch visits every sequence exactly once. The last
     micro-batch is smaller where ``micro_batch_size`` does not divide ``global_batch_size``.
@@ -114,7 +114,7 @@ def num_steps(
 
 
 def sequences_at(*, seed: int, start: int, count: int, num_sequences: int) -> list[int]:
-    """Sequence indices at positions ``start`` to ``start + count`` of the endless list."""
+    """Sequence indices at positions ``start`` to ``start + count`` of the unlimited list."""
     result: list[int] = []
     position = start
     while position < start + count:

@@ -121,8 +121,8 @@ def write_store(
             np.lib.format.write_array_header_1_0(file, header)
         for first in range(0, len(bins), block):
             part = bins[first : first + block]
-            counts = np.array([len(each) for each in part])
-            documents = np.concatenate([np.asarray(each, dtype=np.int64) for each in part])
+            counts = np.array([len(bin) for bin in part])
+            documents = np.concatenate([np.asarray(bin, dtype=np.int64) for bin in part])
             sizes = lengths[documents]
             used = np.add.reduceat(sizes, np.cumsum(counts) - counts)
             rows, columns = np.repeat(np.arange(len(part)), used), _ranges(used)
@@ -140,7 +140,7 @@ def write_store(
             offsets[first + 1 : first + len(part) + 1] = offsets[first] + np.cumsum(counts + padded)
     result = {
         "sequences": len(bins),
-        "documents": sum(len(each) for each in bins),
+        "documents": sum(len(bin) for bin in bins),
         "tokens": int(tokens.sum()),
         "supervised_tokens": total_supervised,
         "positions": len(bins) * length,

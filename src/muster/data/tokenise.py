@@ -22,7 +22,8 @@ import numpy as np
 
 from muster.config.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
-from muster.data.formats import Document, Format, document
+from muster.data import formats
+from muster.data.formats import Document, Format
 from muster.data.tokenizer import Encoder
 
 CHUNK_ROWS = 4096
@@ -87,40 +88,41 @@ def refuse_while_starting() -> None:
 def tokenise_rows(rows: Sequence[dict[str, Any]], recipe: Recipe, encoder: Encoder, *, first_row: int = 0) -> Tokens:
     """One chunk, here. Raises UsageError with the row's number."""
     documents: list[Document] = []
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
-            documents.append(document(row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat))
+            as_text = formats.document(row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat)
+            documents.append(as_text)
         except UsageError as error:
-            raise UsageError(f"row {first_row + place + 1}: {error}", hint=error.hint) from error
+            raise UsageError(f"row {first_row + index + 1}: {error}", hint=error.hint) from error
     if recipe.format == "chat":
         result = _by_offsets(documents, encoder)
     else:
         result = _by_segments(documents, encoder)
-    ids = np.fromiter(itertools.chain.from_iterable(each for each, _ in result), dtype=np.int32)
-    supervised = np.fromiter(itertools.chain.from_iterable(each for _, each in result), dtype=np.uint8)
+    ids = np.fromiter(itertools.chain.from_iterable(row_ids for row_ids, _ in result), dtype=np.int32)
+    supervised = np.fromiter(itertools.chain.from_iterable(mask for _, mask in result), dtype=np.uint8)
     unknown = encoder.fast.token_to_id(encoder.special["unk"]) if "unk" in encoder.special else None
     return Tokens(
         ids=ids,
         supervised=supervised,
-        lengths=np.array([len(each) for each, _ in result], dtype=np.int64),
+        lengths=np.array([len(row_ids) for row_ids, _ in result], dtype=np.int64),
         unknown=0 if unknown is None else int((ids == unknown).sum()),
     )
 
 
 def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
     """Segments tokenised apart: a prompt's tokens are then exactly those that generation will start from."""
-    encoded = iter(encoder.encode([segment.text for each in documents for segment in each.segments]))
+    encoded = iter(encoder.encode([segment.text for document in documents for segment in document.segments]))
     prefix, end = list(encoder.prefix), encoder.eos_id
     result = []
-    for each in documents:
+    for document in documents:
         ids, mask = list(prefix), bytes(len(prefix))
-        for segment in each.segments:
+        for segment in document.segments:
             part = next(encoded)
             ids += part
             mask += (b"\1" if segment.supervised else b"\0") * len(part)
-        if each.ends and end is not None:
+        if document.ends and end is not None:
             ids.append(end)
-            mask += b"\1" if each.segments[-1].supervised else b"\0"
+            mask += b"\1" if document.segments[-1].supervised else b"\0"
         result.append((ids, mask))
     return result
 
@@ -128,14 +130,14 @@ def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[
 def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
     """The whole text tokenised at once; a token is supervised where all its characters are."""
     result = []
-    encoded = encoder.encode_with_offsets([each.text for each in documents])
-    for each, (ids, offsets) in zip(documents, encoded, strict=True):
+    encoded = encoder.encode_with_offsets([document.text for document in documents])
+    for document, (ids, offsets) in zip(documents, encoded, strict=True):
         spans = []
-        place = 0
-        for segment in each.segments:
+        position = 0
+        for segment in document.segments:
             if segment.supervised:
-                spans.append((place, place + len(segment.text)))
-            place += len(segment.text)
+                spans.append((position, position + len(segment.text)))
+            position += len(segment.text)
         mask = bytearray(len(ids))
         at = 0
         for number, (start, end) in enumerate(offsets):

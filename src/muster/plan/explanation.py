@@ -13,7 +13,7 @@ from muster.plan.search import Candidate, Outcome, Problem, search
 from muster.plan.step_time import step_time
 from muster.plan.workload import with_lora
 
-#: A 90th percentile so many times the median is worth a warning.
+#: A 90th percentile above this multiple of the median is worth a warning.
 WIDE = 2.0
 
 
@@ -39,37 +39,38 @@ def _family(problem: Problem, outcome: Outcome, chosen: Candidate) -> Iterator[s
         f"needs {gigabytes(need)} of {gigabytes(have)} a GPU at its fullest moment ({chosen.memory.moment})."
     )
     best: dict[str, Candidate] = {}
-    for each in outcome.candidates:
-        name = each.option.offer.accelerator
-        if name not in best or (each.cost.usd_p50 or 0) < (best[name].cost.usd_p50 or 0):
-            best[name] = each
+    for candidate in outcome.candidates:
+        name = candidate.option.offer.accelerator
+        if name not in best or (candidate.cost.usd_p50 or 0) < (best[name].cost.usd_p50 or 0):
+            best[name] = candidate
     least = chosen.cost.usd_p50
     others = sorted((c for n, c in best.items() if n != offer.accelerator), key=lambda c: c.cost.usd_p50 or 0)
     if others and least:
-        told = ", ".join(
-            f"{each.option.offer.accelerator} {dollars(each.cost.usd_p50 or 0)} in {duration(each.cost.hours_p50)}"
-            for each in others[:3]
+        parts = ", ".join(
+            f"{other.option.offer.accelerator} {dollars(other.cost.usd_p50 or 0)} in {duration(other.cost.hours_p50)}"
+            for other in others[:3]
         )
-        mine = f"{dollars(least)} in {duration(chosen.cost.hours_p50)}"
-        yield f"Other families at their cheapest: {told}; this one {mine}."
+        own = f"{dollars(least)} in {duration(chosen.cost.hours_p50)}"
+        yield f"Other families at their cheapest: {parts}; this one {own}."
 
 
 def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     mode, machine = chosen.option.mode, chosen.option.offer.machine
-    told = []
+    parts = []
     seen = {mode.name}
-    for each in sorted(outcome.candidates, key=lambda c: c.cost.usd_p50 or 0):
-        name = each.option.mode.name
-        if each.option.offer.machine == machine and name not in seen:
+    for candidate in sorted(outcome.candidates, key=lambda c: c.cost.usd_p50 or 0):
+        name = candidate.option.mode.name
+        if candidate.option.offer.machine == machine and name not in seen:
             seen.add(name)
-            told.append(
-                f"{each.option.mode.title} {dollars(each.cost.usd_p50 or 0)} (p90 {dollars(each.cost.usd_p90 or 0)})"
+            cost = candidate.cost
+            parts.append(
+                f"{candidate.option.mode.title} {dollars(cost.usd_p50 or 0)} (p90 {dollars(cost.usd_p90 or 0)})"
             )
     line = (
         f"Mode: {mode.title}, {dollars(chosen.cost.usd_p50 or 0)} (p90 {dollars(chosen.cost.usd_p90 or 0)}), "
         f"{chosen.goodput.interruptions_per_day:.2g} interruptions a day expected, goodput {chosen.goodput.share:.1%}."
     )
-    yield line + (f" The same machine otherwise: {', '.join(told)}." if told else "")
+    yield line + (f" The same machine otherwise: {', '.join(parts)}." if parts else "")
     yield from _spread(outcome, chosen)
     if mode.name == "spot":
         rate = mode.preemptions_per_node_day
@@ -88,7 +89,7 @@ def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
 def _spread(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     """Where the cheapest in the middle is far from the cheapest at the end."""
     p50, p90 = chosen.cost.usd_p50 or 0.0, chosen.cost.usd_p90 or 0.0
-    steady = min(outcome.candidates, key=lambda each: each.cost.usd_p90 or math.inf)
+    steady = min(outcome.candidates, key=lambda candidate: candidate.cost.usd_p90 or math.inf)
     if p90 > WIDE * p50 > 0 and (steady.cost.usd_p90 or math.inf) < p90:
         yield (
             f"Beware: its cost at the 90th percentile is {p90 / p50:.0f} times the median. The least there is "
@@ -99,14 +100,15 @@ def _spread(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
 
 def _nodes(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     same = [
-        each
-        for each in outcome.candidates
-        if each.option is chosen.option and each.num_nodes != chosen.num_nodes and each.cost.usd_p50
+        candidate
+        for candidate in outcome.candidates
+        if candidate.option is chosen.option and candidate.num_nodes != chosen.num_nodes and candidate.cost.usd_p50
     ]
-    for each in sorted(same, key=lambda c: abs(c.num_nodes - chosen.num_nodes))[:2]:
-        money = (each.cost.usd_p50 or 0) / (chosen.cost.usd_p50 or 1) - 1
-        time = each.cost.hours_p50 / chosen.cost.hours_p50 - 1
-        yield f"Nodes: {each.num_nodes} instead of {chosen.num_nodes} would cost {money:+.0%} and take {time:+.0%}."
+    for candidate in sorted(same, key=lambda c: abs(c.num_nodes - chosen.num_nodes))[:2]:
+        money = (candidate.cost.usd_p50 or 0) / (chosen.cost.usd_p50 or 1) - 1
+        time = candidate.cost.hours_p50 / chosen.cost.hours_p50 - 1
+        nodes = f"{candidate.num_nodes} instead of {chosen.num_nodes}"
+        yield f"Nodes: {nodes} would cost {money:+.0%} and take {time:+.0%}."
 
 
 def _full_or_lora(problem: Problem, chosen: Candidate) -> Iterator[str]:
@@ -150,13 +152,13 @@ def _layout(problem: Problem, chosen: Candidate) -> Iterator[str]:
 
 def _where_time_goes(problem: Problem, chosen: Candidate) -> Iterator[str]:
     total = chosen.time.seconds
-    told = ", ".join(
+    parts = ", ".join(
         f"{name} {value / total:.0%}"
         for name, value in sorted(chosen.time.parts.items(), key=lambda item: -item[1])
         if value / total >= 0.01
     )
     mfu = f"MFU {chosen.time.mfu:.1%}" if chosen.time.mfu is not None else "no MFU (peak unknown)"
-    yield f"A step takes {total:.2f} s ({mfu}): {told}."
+    yield f"A step takes {total:.2f} s ({mfu}): {parts}."
     if chosen.setting.activation_checkpointing == "full":
         setting = replace(chosen.setting, activation_checkpointing="selective")
         faster = step_time(problem.work, setting, chosen.option, chosen.num_nodes, problem.constants).seconds
@@ -174,15 +176,15 @@ def _tpu(chosen: Candidate) -> Iterator[str]:
     if price is None or not peak:
         return
     own = price.usd_per_gpu_hour / peak * 1e15
-    told = []
-    for each in rows.shipped_prices():
-        chip = rows.accelerators()[rows.machines()[each.machine].accelerator]
+    parts = []
+    for price in rows.shipped_prices():
+        chip = rows.accelerators()[rows.machines()[price.machine].accelerator]
         tpu_peak = chip.peak_flops.get("bf16")
-        if chip.kind == "tpu" and each.mode == chosen.option.mode.name and tpu_peak and each.region == "us-central1":
-            told.append(f"{chip.name} {dollars(each.usd_per_gpu_hour / tpu_peak * 1e15)}")
-    if told:
+        if chip.kind == "tpu" and price.mode == chosen.option.mode.name and tpu_peak and price.region == "us-central1":
+            parts.append(f"{chip.name} {dollars(price.usd_per_gpu_hour / tpu_peak * 1e15)}")
+    if parts:
         yield (
-            f"GPU or TPU: {dollars(own)} for a bf16 peak PFLOP-hour here; {', '.join(told)} in the same mode. Prices "
+            f"GPU or TPU: {dollars(own)} for a bf16 peak PFLOP-hour here; {', '.join(parts)} in the same mode. Prices "
             "only: this trainer does not run on TPUs yet."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Beyond it a time is no answer any more.
+#: Longer times are not shown.
 AGES_H = 24 * 3650
 
 

@@ -1,7 +1,7 @@
 """Useful share of wall time, from the failure rate of the mode and what a recovery costs.
 
 Tiers as the trainer has them: a snapshot in the host's own memory survives what kills a process, a peer's copy or the
-bucket what kills a machine. Interval and waste formulas are ``core.intervals``.
+bucket what kills a machine. Formulas of interval and waste are in ``core.intervals``.
 """
 
 from __future__ import annotations

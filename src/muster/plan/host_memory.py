@@ -1,8 +1,8 @@
 """What the snapshots of a training take of a machine's own memory, and whether it has that.
 
-The trainer's rules (``core.ring``): a rank's own ring has two slots, three where another host gets copies; that host
-holds two of each rank's. A save is staged beside them. While copies take longer than a step a fourth slot is reserved
-where there is room; it is not counted here.
+The trainer's rules (``checkpoint_format.snapshot_ring``): a rank's own ring has two slots, three where another host
+gets copies; that host holds two of each rank's. A save is staged in addition. While copies take longer than a step a
+fourth slot is reserved where there is room; it is not counted here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from muster.catalog import gke
-from muster.checkpoint_format.snapshot_ring import COPIED_SLOTS, OWN_SLOTS, PEER_SLOTS
+from muster.core.snapshot_slots import COPIED_SLOTS, OWN_SLOTS, PEER_SLOTS
 from muster.plan.step_time import local_state_bytes
 from muster.plan.workload import Setting, Workload
 
@@ -24,7 +24,7 @@ class HostMemory:
 
     items: Mapping[str, int]
     limit_bytes: int | None
-    """Of ``/dev/shm``, where all but the staged save lies; None: the machine is not in the catalogue."""
+    """Of ``/dev/shm``, which holds all but the staged save; None: the machine is not in the catalogue."""
     without_copies_bytes: int
     """In ``/dev/shm`` with ``checkpoint.replicate_snapshots: false``."""
 
@@ -38,10 +38,10 @@ class HostMemory:
         """What will happen where it is too little, and which key helps."""
         if self.limit_bytes is None or self.snapshot_bytes <= self.limit_bytes:
             return None
-        said = f"snapshots want {_gb(self.snapshot_bytes)} of a host's memory, /dev/shm has {_gb(self.limit_bytes)}"
+        text = f"snapshots need {_gb(self.snapshot_bytes)} of a host's memory, /dev/shm has {_gb(self.limit_bytes)}"
         if self.without_copies_bytes <= self.limit_bytes:
-            return f"{said}: the run would go on without copies on other hosts (checkpoint.replicate_snapshots: false says so)"
-        return f"{said}: the run would go on without snapshots in memory (checkpoint.snapshot_every_steps: 0 says so)"
+            return f"{text}: no copies on other hosts (as with checkpoint.replicate_snapshots: false)"
+        return f"{text}: no snapshots in memory (as with checkpoint.snapshot_every_steps: 0)"
 
 
 STAGED = "staged save"
@@ -50,7 +50,7 @@ STAGED = "staged save"
 def host_memory(work: Workload, setting: Setting, *, machine: str, gpus_per_node: int, num_nodes: int) -> HostMemory:
     """Of one machine of this plan."""
     state = round(local_state_bytes(work, setting) * gpus_per_node)
-    # Twins in other replicas stand in for copies, unless the run file asks for both.
+    # Peers in other replicas replace copies, unless the run file requests both.
     twins = setting.layout.dp_replicate > 1 and work.replicate_snapshots is None
     copied = num_nodes > 1 and work.replicate_snapshots is not False and not twins
     items: dict[str, int] = {}
@@ -66,8 +66,8 @@ def host_memory(work: Workload, setting: Setting, *, machine: str, gpus_per_node
 
 
 def _limit_bytes(name: str) -> int | None:
-    found = (family.machines[name] for family in gke.families().values() if name in family.machines)
-    machine = next(found, None)
+    result = (family.machines[name] for family in gke.families().values() if name in family.machines)
+    machine = next(result, None)
     return None if machine is None else machine.shared_memory_gib * GIB
 
 

@@ -5,7 +5,7 @@ decoder layer, one for a large untied embedding, the root (head, last norm, tied
 forward to backward; gradients reduced in float32 and kept in the master type; loss in chunks with its gradients.
 
 The peak is the largest over the moments of a step: forward, loss, its backward, the layers' backward, the root's
-gradient, the update, a save. Each formula was set beside ``train.memory_trace``, which counts the real tensors.
+gradient, the update, a save. Each formula was compared with ``train.memory_trace``, which counts the real tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCAL_GRADIENTS_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOverhead:
-    """What is taken beside tensors. CUDA context and NCCL from memory, unchecked; ``calibrate`` replaces them."""
+    """Memory besides tensors. CUDA context and NCCL from memory, unchecked; ``calibrate`` replaces them."""
 
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB
@@ -38,9 +38,9 @@ class DeviceOverhead:
     expanded_kv: bool = False
     """The attention kernel takes keys and values repeated to the queries' heads (CPU)."""
     stages_here: bool = False
-    """A save's staging copy lies in the same memory (CPU): the state once more, beside the gradients."""
+    """A save's staging copy is in the same memory (CPU): the state once more, in addition to the gradients."""
     streams: bool = True
-    """Collectives run beside arithmetic (CUDA), so that the next unit's gather buffer and the last one's reduce-scatter
+    """Collectives overlap arithmetic (CUDA), so that the next unit's gather buffer and the last one's reduce-scatter
     input are alive too."""
     capacity_bytes: int | None = None
 
@@ -227,7 +227,7 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
     else:  # the layer before is still being reduced; this one's own gradients come as its activations go
         reduce = trained * (_reducing(c, shards) - c + (c + REDUCE_BYTES if streams else 0))
     root_gradient = max(units.root, units.embedding) * _reducing(c, shards) if work.trains_all else 0.0
-    if work.shape.tied and work.trains_all:  # the embedding's gradient comes beside the head's and is added to it
+    if work.shape.tied and work.trains_all:  # the embedding's gradient is separate from the head's and is added to it
         root_gradient += work.shape.head_parameters * c
     return Gathered(
         root=whole * units.root,

@@ -37,14 +37,14 @@ def explain(problem: Problem, outcome: Outcome) -> tuple[str, str | None]:
     """
     reason = _unknown(problem) or _limit(problem) or _telling(outcome.rejected)
     message = f"no plan fits {problem.work.title}: {reason}"
-    found = nearest(problem)
-    if found is None:
+    result = nearest(problem)
+    if result is None:
         return message, "nothing in the catalogue runs this model, whatever the machines; try a smaller one or LoRA"
-    usd = found.candidate.cost.usd_p50
-    price = f" for {dollars(usd)} (p90 {dollars(found.candidate.cost.usd_p90 or usd)})" if usd is not None else ""
+    usd = result.candidate.cost.usd_p50
+    price = f" for {dollars(usd)} (p90 {dollars(result.candidate.cost.usd_p90 or usd)})" if usd is not None else ""
     return message, (
-        f"the nearest plan that works: {found.change}: {found.candidate.title}, "
-        f"{duration(found.candidate.cost.hours_p50)}{price}"
+        f"the nearest plan that works: {result.change}: {result.candidate.title}, "
+        f"{duration(result.candidate.cost.hours_p50)}{price}"
     )
 
 
@@ -86,9 +86,9 @@ def _limit(problem: Problem) -> str | None:
 def _telling(rejected: tuple[Rejection, ...]) -> str:
     order = ("needs ", "not known in", "peak", "unknown", "price", "asks for", "a TPU")
     for word in order:
-        for each in rejected:
-            if word in each.reason and not each.reason.startswith(("needs a ", "resources.")):
-                return f"{each.reason} ({each.option.title})"
+        for rejection in rejected:
+            if word in rejection.reason and not rejection.reason.startswith(("needs a ", "resources.")):
+                return f"{rejection.reason} ({rejection.option.title})"
     return rejected[0].reason if rejected else "the catalogue is empty"
 
 

@@ -72,14 +72,14 @@ def read(text: str, *, source: str) -> dict[str, Any]:
         UsageError: it is none, or its own digest does not match what it holds.
     """
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{source} is no plan: {error}", hint="muster plan RUN.yaml --out PLAN.json") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UsageError(f"{source} is no plan of this version", hint="muster plan RUN.yaml --out PLAN.json")
-    if found["spec_digest"] != digest(found["spec"]):
+        raise UsageError(f"{source} is not a plan: {error}", hint="muster plan RUN.yaml --out PLAN.json") from error
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        raise UsageError(f"{source} is not a plan of this version", hint="muster plan RUN.yaml --out PLAN.json")
+    if result["spec_digest"] != digest(result["spec"]):
         raise UsageError(f"{source} was edited: its digest does not match its run file", hint="make the plan again")
-    return found
+    return result
 
 
 def check_fresh(plan: Mapping[str, Any], spec: Mapping[str, Any], *, source: str) -> None:
@@ -121,7 +121,7 @@ def differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
 def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, Any]:
     """What the plan sets in the run file. ``every_steps``: where the plan chose the checkpoint interval."""
     setting, offer = candidate.setting, candidate.option.offer
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "training.micro_batch_size": setting.micro_batch_size,
         "training.activation_checkpointing": setting.activation_checkpointing,
         **{f"parallelism.{axis}": size for axis, size in setting.layout.sizes.items()},
@@ -133,10 +133,10 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, A
         "resources.locations": [offer.location],
     }
     if candidate.option.price is not None:
-        found["resources.usd_per_host_hour"] = candidate.option.price.usd_per_gpu_hour * offer.gpus_per_node
+        result["resources.usd_per_host_hour"] = candidate.option.price.usd_per_gpu_hour * offer.gpus_per_node
     if every_steps is not None:
-        found["checkpoint.every_steps"] = every_steps
-    return found
+        result["checkpoint.every_steps"] = every_steps
+    return result
 
 
 def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
@@ -201,17 +201,17 @@ def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
 
 def modelled(candidate: Candidate) -> list[str]:
     """Which inputs of this candidate are no measurement of anybody's."""
-    found = []
+    result = []
     if not candidate.option.ceiling_measured:
-        found.append(f"matmul ceiling of {candidate.option.accelerator.name}: peak x the median share of other chips")
+        result.append(f"matmul ceiling of {candidate.option.accelerator.name}: peak x the median share of other chips")
     if candidate.num_nodes > 1 and not candidate.option.fabric.measured:
-        found.append("data network: line rate x the median share of other machines")
+        result.append("data network: line rate x the median share of other machines")
     if candidate.option.mode.network_factor != 1:
-        found.append(f"network without compact placement: x {candidate.option.mode.network_factor:g}")
+        result.append(f"network without compact placement: x {candidate.option.mode.network_factor:g}")
     rate = candidate.option.mode.preemptions_per_node_day
     if rate.high:
-        found.append(f"preemptions: {rate.value:g} a node-day, between {rate.low:g} and {rate.high:g}")
-    return found
+        result.append(f"preemptions: {rate.value:g} a node-day, between {rate.low:g} and {rate.high:g}")
+    return result
 
 
 def rejection_json(rejection: Rejection) -> dict[str, Any]:

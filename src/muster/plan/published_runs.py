@@ -11,13 +11,13 @@ from muster.catalog.rows import Anchor
 from muster.plan.step_time import DEFAULT, Constants, StepTime, step_time, tokens_per_second_per_gpu
 from muster.plan.workload import Setting, Workload
 
-#: Megatron's user buffers overlap most of tensor parallel's collectives with the matrices beside them; from memory.
+#: Megatron's user buffers overlap most of tensor parallel's collectives with matrix products; from memory.
 HIDDEN_TENSOR_PARALLEL = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row: what was published, and what the model says."""
+    """One row: the published figure and the predicted one."""
 
     anchor: Anchor
     efficiency: float
@@ -32,19 +32,19 @@ class Check:
 
 def checks(anchors: Sequence[Anchor], constants: Constants = DEFAULT) -> list[Check]:
     """Every row with its stack's fitted efficiency."""
-    found = []
+    result = []
     for stack in dict.fromkeys(anchor.stack for anchor in anchors):
-        mine = [anchor for anchor in anchors if anchor.stack == stack]
-        efficiency = fit([anchor for anchor in mine if anchor.use == "fit"], constants)
-        for anchor in mine:
+        published = [anchor for anchor in anchors if anchor.stack == stack]
+        efficiency = fit([anchor for anchor in published if anchor.use == "fit"], constants)
+        for anchor in published:
             predicted, time = predict(anchor, replace(constants, efficiency=efficiency))
-            found.append(Check(anchor=anchor, efficiency=efficiency, predicted=predicted, time=time))
-    return found
+            result.append(Check(anchor=anchor, efficiency=efficiency, predicted=predicted, time=time))
+    return result
 
 
-def median_error(found: Sequence[Check]) -> float:
+def median_error(result: Sequence[Check]) -> float:
     """Of the rows that nothing was fitted on."""
-    return median(abs(each.error) for each in found if each.anchor.use == "check")
+    return median(abs(each.error) for each in result if each.anchor.use == "check")
 
 
 def fit(anchors: Sequence[Anchor], constants: Constants) -> float:

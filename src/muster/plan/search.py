@@ -114,7 +114,7 @@ class _Memo:
 
 def search(problem: Problem) -> Outcome:
     """The best of everything on offer. Deterministic; nothing outside the arguments matters."""
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     rejected: list[Rejection] = []
     memo = _Memo()
     fastest_settings: dict[tuple[object, ...], list[tuple[int, Setting, MemoryEstimate, StepTime]]] = {}
@@ -127,22 +127,22 @@ def search(problem: Problem) -> Outcome:
                     fastest_settings[key] = best_settings(problem, option, memo)
                 priced = [_candidate(problem, option, *each) for each in fastest_settings[key]]
                 why = _least_memory(problem, option, memo) if not priced else None
-                kept = [each for each in priced if _over(problem.limits, each) is None]
+                kept = [candidate for candidate in priced if _over(problem.limits, candidate) is None]
                 if priced and not kept:
                     why = _over(problem.limits, min(priced, key=_excess_of(problem.limits)))
-                found += kept
+                result += kept
             except NoPlanError as error:
                 why = str(error)
         if why is not None:
             rejected.append(Rejection(option=option, reason=why))
-    frontier = pareto(found)
+    frontier = pareto(result)
     cheapest = frontier[0] if frontier else None
     return Outcome(
         cheapest=cheapest,
         fastest=frontier[-1] if frontier else None,
         frontier=frontier,
-        candidates=tuple(found),
-        rejected=(*rejected, *_dearer(found, frontier)),
+        candidates=tuple(result),
+        rejected=(*rejected, *_dearer(result, frontier)),
         evaluated=memo.evaluated,
     )
 
@@ -173,7 +173,7 @@ def excluded(problem: Problem, option: Option) -> str | None:
 
 def best_settings(problem: Problem, option: Option, memo: _Memo) -> list[tuple[int, Setting, MemoryEstimate, StepTime]]:
     """For each node count the setting with the shortest step among those that fit."""
-    found = []
+    result = []
     for num_nodes in node_counts(problem.work, option, problem.pins):
         best: tuple[int, Setting, MemoryEstimate, StepTime] | None = None
         for setting, need in _fitting(problem, option, num_nodes, memo):
@@ -181,8 +181,8 @@ def best_settings(problem: Problem, option: Option, memo: _Memo) -> list[tuple[i
             if best is None or time.seconds < best[3].seconds:
                 best = (num_nodes, setting, need, time)
         if best is not None:
-            found.append(best)
-    return found
+            result.append(best)
+    return result
 
 
 def _fitting(problem: Problem, option: Option, num_nodes: int, memo: _Memo) -> list[tuple[Setting, MemoryEstimate]]:
@@ -226,12 +226,12 @@ def _candidate(
     )
 
 
-def pareto(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Those that nothing beats in both cost and time (by more than ``LEAST_GAIN``), by rising cost."""
     kept: list[Candidate] = []
-    for each in sorted(found, key=lambda c: (_usd(c), c.cost.hours_p50)):
-        if not kept or each.cost.hours_p50 < kept[-1].cost.hours_p50 * (1 - LEAST_GAIN):
-            kept.append(each)
+    for candidate in sorted(candidates, key=lambda c: (_usd(c), c.cost.hours_p50)):
+        if not kept or candidate.cost.hours_p50 < kept[-1].cost.hours_p50 * (1 - LEAST_GAIN):
+            kept.append(candidate)
     return tuple(kept)
 
 
@@ -271,23 +271,23 @@ def _least_memory(problem: Problem, option: Option, memo: _Memo) -> str:
     return f"{need}, {_article(chip)} {chip} has {gigabytes(have)}"
 
 
-def _dearer(found: Sequence[Candidate], frontier: Sequence[Candidate]) -> list[Rejection]:
+def _dearer(candidates: Sequence[Candidate], frontier: Sequence[Candidate]) -> list[Rejection]:
     """Offers that would do, but are beaten."""
     if not frontier:
         return []
-    chosen = {id(each.option) for each in frontier}
+    chosen = {id(candidate.option) for candidate in frontier}
     best: dict[int, Candidate] = {}
-    for each in found:
-        held = best.get(id(each.option))
-        if held is None or _usd(each) < _usd(held):
-            best[id(each.option)] = each
+    for candidate in candidates:
+        held = best.get(id(candidate.option))
+        if held is None or _usd(candidate) < _usd(held):
+            best[id(candidate.option)] = candidate
     least = _usd(frontier[0])
     return [
         Rejection(
-            option=each.option,
-            reason=f"would do, for {_usd(each) / least:.2f} x the cheapest" if least else "would do, no cheaper",
+            option=candidate.option,
+            reason=f"would do, for {_usd(candidate) / least:.2f} x the cheapest" if least else "would do, no cheaper",
         )
-        for key, each in best.items()
+        for key, candidate in best.items()
         if key not in chosen
     ]
 

@@ -43,7 +43,7 @@ class Constants:
     device_to_host_bytes_per_s: float = 20e9
     """Snapshots and staged checkpoints leave the GPU at this rate: PCIe 5 into pinned memory, which the trainer's rings
     are from a run's first snapshots on (modelled). Into pageable memory, where CUDA refuses to register a ring and the
-    rank's log says so, it is a few GB/s (estimated): that is not planned with."""
+    rank's log says so, it is a few GB/s (estimated): plans do not count on that."""
     store_bytes_per_s_per_node: float = 1e9
     """A machine's rate to and from a bucket (modelled)."""
     host_s_per_layer: float = 0.6e-3
@@ -194,7 +194,7 @@ def _matrices(
 
 
 def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, constants: Constants) -> float:
-    """Seconds of everything that is no matrix product: bound by memory, not by arithmetic."""
+    """Seconds of everything but matrix products: bound by memory, not by arithmetic."""
     bandwidth = option.accelerator.memory_bytes_per_s
     if bandwidth is None:
         raise NoPlanError(f"the memory bandwidth of {option.accelerator.name} is unknown")

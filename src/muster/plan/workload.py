@@ -118,7 +118,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
     ``steps``: where the file counts in epochs and the data's size is known.
 
     Raises:
-        UsageError: nobody knows how long the run is, or it runs a command of the user's.
+        UsageError: the run's length is unknown, or it runs a command of the user's.
     """
     if spec.model is None:
         raise UsageError("a run with `command` cannot be planned: what it computes is not known")

@@ -15,21 +15,21 @@ from muster.policy.cluster_state import Adjust, ClusterState
 
 #: Default time to wait for capacity.
 MAX_WAIT_S = 3600.0
-#: A host blamed this often within the window is a lemon: it is replaced rather than restarted.
-LEMON_FAILURES = 3
-#: Steps that a run may leave out because their batch is never finite; with more it is not a sample that is bad.
+#: A host blamed this often within the window is replaced rather than restarted.
+MAX_HOST_FAILURES = 3
+#: Steps that a run may skip because their batch is never finite; with more, the cause is not a bad sample.
 MAX_SKIPS = 10
 
 
-def _decision(incident: Incident, action: Action, reason: str, **more: object) -> Decision:
+def _decision(incident: Incident, action: Action, reason: str, **extra: object) -> Decision:
     if action is Action.STOP and "exit_code" in incident.detail:
-        more.setdefault("exit_code", incident.detail["exit_code"])
-    return Decision(incident_id=incident.incident_id, action=action, reason=reason, **more)  # type: ignore[arg-type]
+        extra.setdefault("exit_code", incident.detail["exit_code"])
+    return Decision(incident_id=incident.incident_id, action=action, reason=reason, **extra)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class DefaultPolicy:
-    """Keep the run alive at the lowest cost that heals."""
+    """Keep the run alive at the lowest cost."""
 
     max_wait_s: float = MAX_WAIT_S
     """Time to wait for capacity before the run stops (75: it may be started again)."""
@@ -58,86 +58,90 @@ class DefaultPolicy:
         traits = incident.traits
         if traits.fails_alike and situation.last_applied_step == 0:
             return _decision(
-                incident, Action.STOP, f"{incident.evidence} (before any step: a restart would fail alike)"
+                incident, Action.STOP, f"{incident.evidence} (before any step: a restart would fail the same way)"
             )
         elsewhere = traits.retry_on_other_host and incident.host in situation.active
         if elsewhere and situation.same_error_repeats == 2 and situation.same_error_hosts == 1 and _sound(situation):
-            why = f"the same error again on {incident.host}; on another host it would be the program's own"
-            return _decision(incident, Action.SWAP, why, host=incident.host, replacement=_sound(situation)[0])
+            reason = f"the same error again on {incident.host}: one try on another host"
+            return _decision(incident, Action.SWAP, reason, host=incident.host, replacement=_sound(situation)[0])
         if traits.fails_alike and situation.same_error_repeats >= 2:
             return _decision(
                 incident,
                 Action.STOP,
-                f"the same error stood at the same step {situation.same_error_repeats} times: {incident.evidence}",
+                f"the same error occurred at the same step {situation.same_error_repeats} times: {incident.evidence}",
             )
         if situation.restarts_without_progress >= situation.max_restarts_without_progress:
             return _decision(
                 incident,
                 Action.STOP,
-                f"{situation.restarts_without_progress} restarts brought no new step; last: {incident.evidence}",
+                f"{situation.restarts_without_progress} restarts without a new step; last: {incident.evidence}",
             )
         host = incident.host
-        lemon = host is not None and situation.host_failures.get(host, 0) >= LEMON_FAILURES
-        if lemon and (situation.spares or len(situation.active) - 1 >= situation.min_hosts):
-            return self._replace(situation, incident, lemon=True)
-        return _decision(incident, Action.RESTART, "the hosts are sound: restart the ranks in place", host=host)
+        failing = host is not None and situation.host_failures.get(host, 0) >= MAX_HOST_FAILURES
+        if failing and (situation.spares or len(situation.active) - 1 >= situation.min_hosts):
+            return self._replace(situation, incident, failing=True)
+        return _decision(incident, Action.RESTART, "no host is to blame: restart the ranks in place", host=host)
 
     def _suspect(self, situation: ClusterState, incident: Incident) -> Decision:
-        """A rank's words speak of a device or network: the host is to blame, unless the words follow the ranks."""
+        """A rank's last words name a device or network: the host is to blame, unless the error follows the ranks."""
         times, where = situation.same_error_repeats, situation.same_error_hosts
         if where >= 2:
-            why = f"the same error followed the ranks to another host, so it is the program's own: {incident.evidence}"
-            return _decision(incident, Action.STOP, why)
+            reason = (
+                f"the same error followed the ranks to another host, so the program is the cause: {incident.evidence}"
+            )
+            return _decision(incident, Action.STOP, reason)
         if situation.restarts_without_progress >= situation.max_restarts_without_progress:
             return self._restart(situation, incident)
         if incident.host in situation.resettable or _sound(situation):
             return self._replace(situation, incident)
         if times < 2:
-            why = f"no spare stands by, so once more in place: {incident.evidence}"
-            return _decision(incident, Action.RESTART, why, host=incident.host)
+            reason = f"there is no spare, so one more try in place: {incident.evidence}"
+            return _decision(incident, Action.RESTART, reason, host=incident.host)
         if len(situation.active) - 1 >= max(1, situation.min_hosts):
             return self._replace(situation, incident)
-        why = f"the same error stood at the same step {times} times, and no other host is there: {incident.evidence}"
-        return _decision(incident, Action.STOP, why)
+        reason = (
+            f"the same error occurred at the same step {times} times, and there is no other host: {incident.evidence}"
+        )
+        return _decision(incident, Action.STOP, reason)
 
     def _not_finite(self, situation: ClusterState, incident: Incident) -> Decision:
-        """Replayed once, since a flipped bit does not come again; then the batch is bad."""
+        """Replay once, since a flipped bit does not recur; after that the batch is bad."""
         step, skipped = incident.step or 0, situation.skipped_steps
         if situation.restarts_without_progress >= situation.max_restarts_without_progress:
             return _decision(incident, Action.STOP, f"not finite: {incident.evidence}")
         if situation.same_error_repeats < 2:
-            why = f"the step is taken once more, since a flipped bit does not come again: {incident.evidence}"
-            return _decision(incident, Action.RESTART, why, host=incident.host)
+            reason = f"the step is replayed, since a flipped bit does not recur: {incident.evidence}"
+            return _decision(incident, Action.RESTART, reason, host=incident.host)
         again = f"not finite again at the same step, so the batch is bad: {incident.evidence}"
         if situation.on_nonfinite_step != "skip":
             return _decision(incident, Action.STOP, again)
         if len(skipped) >= MAX_SKIPS:
-            return _decision(incident, Action.STOP, f"{len(skipped)} steps were left out already; {again}")
+            return _decision(incident, Action.STOP, f"{len(skipped)} steps were skipped already; {again}")
         if {step - 1, step, step + 1} & set(skipped):
-            return _decision(incident, Action.STOP, f"no two steps in a row are left out; {again}")
-        why = f"recovery.on_nonfinite_step is skip, so step {step} is left out: {again}"
-        return _decision(incident, Action.RESTART, why, host=incident.host, detail={"skip_steps": [step]})
+            return _decision(incident, Action.STOP, f"no two steps in a row are skipped; {again}")
+        reason = f"recovery.on_nonfinite_step is skip, so step {step} is skipped: {again}"
+        return _decision(incident, Action.RESTART, reason, host=incident.host, detail={"skip_steps": [step]})
 
-    def _replace(self, situation: ClusterState, incident: Incident, *, lemon: bool = False) -> Decision:
+    def _replace(self, situation: ClusterState, incident: Incident, *, failing: bool = False) -> Decision:
         host = incident.host
-        why = f"{host} failed {situation.host_failures.get(host or '', 0)} times" if lemon else incident.evidence
-        if not lemon and host in situation.resettable:
-            return _decision(incident, Action.RESET, f"a reset may heal it: {why}", host=host)
+        reason = f"{host} failed {situation.host_failures.get(host or '', 0)} times" if failing else incident.evidence
+        if not failing and host in situation.resettable:
+            return _decision(incident, Action.RESET, f"a reset may heal it: {reason}", host=host)
         remaining = tuple(name for name in situation.active if name != host and name not in situation.noticed)
         sound = _sound(situation)
         if incident.traits.announced and not remaining and not situation.spares:
-            why = f"every host goes away, so the state is saved now: {why}"
-            return _decision(incident, Action.STOP, why, host=host, exit_code=75)
+            reason = f"every host will be taken away, so the state is saved now: {reason}"
+            return _decision(incident, Action.STOP, reason, host=host, exit_code=75)
         flapping = [name for name in situation.spares if name not in sound]
         if sound or (flapping and len(remaining) < max(1, situation.min_hosts)):
             replacement = (sound or flapping)[0]
-            return _decision(incident, Action.SWAP, f"a spare is ready: {why}", host=host, replacement=replacement)
+            return _decision(incident, Action.SWAP, f"a spare is ready: {reason}", host=host, replacement=replacement)
         if len(remaining) >= max(1, situation.min_hosts):
-            return _decision(incident, Action.SHRINK, f"no spare; {len(remaining)} hosts go on: {why}", host=host)
+            return _decision(incident, Action.SHRINK, f"no spare; {len(remaining)} hosts continue: {reason}", host=host)
         return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
 
     def wait_or_stop(self, situation: ClusterState, incident: Incident, *, hosts: int) -> Decision:
-        """Wait until ``hosts`` are there, but not for ever."""
+        """Wait until there are ``hosts``, for at most ``max_wait_s``."""
         if situation.waited_s >= self.max_wait_s:
             return _decision(
                 incident,
@@ -156,16 +160,19 @@ class DefaultPolicy:
 
     def _grow(self, situation: ClusterState, incident: Incident) -> Decision:
         if len(situation.active) >= situation.wanted_hosts:
-            return _decision(incident, Action.IGNORE, "enough hosts run; it stays as a spare", host=incident.host)
+            return _decision(incident, Action.IGNORE, "enough hosts run; it is kept as a spare", host=incident.host)
         failures = situation.host_failures.get(incident.host or "", 0)
-        if failures >= LEMON_FAILURES:  # a flapping link: each return would cost a pause, and each loss another
+        if failures >= MAX_HOST_FAILURES:  # a flapping link: each return and each loss would cost a pause
             return _decision(
-                incident, Action.IGNORE, f"{incident.host} was lost {failures} times: it stays out", host=incident.host
+                incident,
+                Action.IGNORE,
+                f"{incident.host} was lost {failures} times: it is not used",
+                host=incident.host,
             )
         others = [
             name
             for name in situation.spares
-            if name != incident.host and situation.host_failures.get(name, 0) < LEMON_FAILURES
+            if name != incident.host and situation.host_failures.get(name, 0) < MAX_HOST_FAILURES
         ]
         room = situation.wanted_hosts - len(situation.active)
         return _decision(
@@ -178,8 +185,8 @@ class DefaultPolicy:
 
 
 def _sound(situation: ClusterState) -> list[str]:
-    """Spares that do not fail again and again themselves."""
-    return [name for name in situation.spares if situation.host_failures.get(name, 0) < LEMON_FAILURES]
+    """Spares that have not failed often themselves."""
+    return [name for name in situation.spares if situation.host_failures.get(name, 0) < MAX_HOST_FAILURES]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a policy may look at, and the protocol it fulfils."""
+"""What a policy may look at, and its protocol."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class ClusterState:
     """Attempts since the last step that was new."""
     max_restarts_without_progress: int
     same_error_repeats: int = 0
-    """How often this very error has now stood at this very step, this time included."""
+    """How often this error has occurred at this step, this time included."""
     same_error_hosts: int = 0
-    """On how many hosts it stood."""
+    """On how many hosts it occurred."""
     noticed: frozenset[str] = frozenset()
-    """Hosts of ``active`` that were told to go."""
+    """Hosts of ``active`` with a preemption notice."""
     on_nonfinite_step: str = "stop"
     """``recovery.on_nonfinite_step``: what a step that is never finite leads to, stop or skip."""
     skipped_steps: tuple[int, ...] = ()
-    """Steps whose update is left out already."""
+    """Steps whose update is skipped already."""
     host_failures: Mapping[str, int] = field(default_factory=dict)
     """Host -> incidents it was blamed for, within the policy's window."""
     resettable: frozenset[str] = frozenset()
-    """Hosts whose fault a reset may heal (the health verdict's word)."""
+    """Hosts whose fault a reset may heal (from the health report)."""
     waited_s: float = 0.0
     """Time already spent waiting for capacity in this incident."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextAttempt:
-    """The world that is about to begin, for a policy that adjusts batch or learning rate to it."""
+    """The attempt that is about to start, for a policy that adjusts batch or learning rate to it."""
 
     num_hosts: int
     wanted_hosts: int
@@ -52,7 +52,7 @@ class NextAttempt:
     data_ranks: int
     """Ranks that read different micro-batches."""
     resume_step: int
-    """The last step that was applied; what is wanted counts from the next one (steps taken again stay as they were)."""
+    """The last step that was applied; changes apply from the next one (replayed steps stay as they were)."""
     global_batch_size: int
     """As the run file gives it."""
 

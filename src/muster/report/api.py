@@ -39,21 +39,21 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
     An edited file does not stop the report: its lines are read, and ``log.problems`` lists what is wrong.
 
     Raises:
-        UsageError: there is no event log at that place.
+        UsageError: there is no event log at that path.
         MusterError: an edited value makes the log unreadable (the message names it).
     """
-    place = Path(run_dir_or_log)
-    directory = place / "events" if (place / "events").is_dir() else place
-    single = place.suffix == ".jsonl" and place.is_file()
-    paths = [place] if single else sorted(directory.glob("*.jsonl"))
+    location = Path(run_dir_or_log)
+    directory = location / "events" if (location / "events").is_dir() else location
+    single = location.suffix == ".jsonl" and location.is_file()
+    paths = [location] if single else sorted(directory.glob("*.jsonl"))
     if not paths:
-        raise UsageError(f"no event log in {place}", hint="give a run id, a run's folder or its events folder")
+        raise UsageError(f"no event log in {location}", hint="give a run id, a run's folder or its events folder")
     files: dict[str, list[Event]] = {}
     unreadable: dict[str, list[int]] = defaultdict(list)
     for path in paths:
         files[path.name] = _events(path, unreadable)
     run_id = next((events[0].run_id for events in files.values() if events), "")
-    folder = place.parent if single else directory
+    folder = location.parent if single else directory
     verdicts = {name: verdict for name, verdict in check_directory(folder, run_id=run_id).items() if name in files}
     if not single:
         verdicts = _check_cited_heads(directory, files, run_id, verdicts)

@@ -96,7 +96,7 @@ def measure(entries: Sequence[Entry], step_time_s: float) -> dict[str, Any]:
     ours = _ours(entries, runtime)
     return {
         "schema": 1,
-        "kind": "muster.report.resiliency_log-resiliency",
+        "kind": "muster.report.google-resiliency",
         "google_goodput": google,
         "google": {
             "definition": "(max_saved_step - min_loaded_step) x step time / (last event - first event)",

@@ -1,4 +1,4 @@
-"""What a virtual host's agent does with the machine's messages."""
+"""What a virtual host's agent does with the supervisor's messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from muster.simulate.host_time import VirtualHost
 from muster.simulate.virtual_cluster import VirtualCluster
 
 
-def take(cluster: VirtualCluster, name: str, message: Mapping[str, Any]) -> None:
-    """A message of the machine reaches a host; one that is not up does not hear it."""
+def handle_message(cluster: VirtualCluster, name: str, message: Mapping[str, Any]) -> None:
+    """A message of the supervisor reaches a host, if that is up and linked."""
     host = cluster.hosts.get(name)
     if host is None or not host.up or not host.linked:
         return
@@ -22,15 +22,15 @@ def take(cluster: VirtualCluster, name: str, message: Mapping[str, Any]) -> None
     elif kind == "end":
         cluster.end_ranks(host, int(message["attempt"]), message.get("keep", ()), reset="reset" in message)
     elif kind == "order":
-        obey(cluster, message["order"])
+        handle_command(cluster, message["order"])
     elif kind == "flush":
         flush(cluster, host, message)
     elif kind == "flush_commit":
         flush_commit(cluster, host, message)
 
 
-def obey(cluster: VirtualCluster, order: Mapping[str, Any]) -> None:
-    """Save and leave (or only leave) after the step under way; ranks that hang in their save do neither."""
+def handle_command(cluster: VirtualCluster, order: Mapping[str, Any]) -> None:
+    """Save and exit (or only exit) after the current step; ranks that hang in their save do neither."""
     if not cluster.stepping:
         return
     if not cluster.ranks_obey:
@@ -39,8 +39,8 @@ def obey(cluster: VirtualCluster, order: Mapping[str, Any]) -> None:
     cluster.leave_after_step(int(order["exit_code"]), save=bool(order["save"]))
 
 
-def saved(cluster: VirtualCluster, step: int, attempt: int) -> None:
-    """The ranks' last save stands, and the one that puts markers says so."""
+def report_save(cluster: VirtualCluster, step: int, attempt: int) -> None:
+    """The ranks' last save is committed, and rank 0 reports it."""
     cluster.disk_step = max(cluster.disk_step, step)
     detail = {"tier": "disk", "uri": "disk", "bytes": 1}
     event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
@@ -50,7 +50,7 @@ def saved(cluster: VirtualCluster, step: int, attempt: int) -> None:
 
 
 def exit_all(cluster: VirtualCluster, attempt: int, code: int) -> None:
-    """Every rank leaves with ``code``."""
+    """Every rank exits with ``code``."""
     for host in list(cluster.hosts.values()):
         for rank in list(host.ranks) if host.up else []:
             host.dead.add(rank)
@@ -61,7 +61,7 @@ def exit_all(cluster: VirtualCluster, attempt: int, code: int) -> None:
 
 
 def flush(cluster: VirtualCluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
-    """Write the shards that this host was asked for, if it holds them."""
+    """Write the requested shards, if this host holds them."""
     step, attempt, layout = int(order["step"]), int(order["attempt"]), str(order["layout"])
     held = all(
         host.snapshots.get((layout, int(item["held_as"]), str(item["tier"]))) == (step, attempt)

@@ -40,17 +40,17 @@ def read(path: str | Path) -> Trace:
         UsageError: no such file, or not a trace.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        gap_s, data = float(found["metadata"]["gap_seconds"]), [int(value) for value in found["data"]]
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        gap_s, data = float(content["metadata"]["gap_seconds"]), [int(value) for value in content["data"]]
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is no capacity trace: {type(error).__name__}: {error}",
+            f"{path} is not a capacity trace: {type(error).__name__}: {error}",
             hint='wanted: {"metadata": {"gap_seconds": 300}, "data": [16, 15, ...]}',
         ) from error
     if not data or gap_s <= 0 or min(data) < 0:
-        raise UsageError(f"{path} is no capacity trace: {len(data)} counts, gap {gap_s:g} s, all counts at least 0")
+        raise UsageError(f"{path} is not a capacity trace: {len(data)} counts, gap {gap_s:g} s, all counts at least 0")
     changes = [index for index, value in enumerate(data) if index == 0 or value != data[index - 1]]
     return Trace(
         name=Path(path).stem,

@@ -1,8 +1,8 @@
 """Virtual hosts for the real state machine: an event queue instead of sockets, a number instead of a clock.
 
-The machine under test or rehearsal is ``supervise.machine.Machine`` itself. A host answers its messages as
-an agent would, after stage times drawn from a profile; a fault is a function of the cluster at a time.
-Nothing sleeps and nothing polls: a healthy stretch of steps is one event.
+It drives the real ``RecoveryStateMachine``. A host answers its messages as an agent would, after stage times drawn
+from a profile; a fault is a function of the cluster at a time. Nothing sleeps and nothing polls: a healthy segment of
+steps is one event.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 @dataclass
 class Cluster:
-    """Hosts, a clock and the machine.
+    """Hosts, a clock and the state machine.
 
-    ``run`` plays until the run ends or ``until_s`` is reached. ``log`` is everything that the machine
+    ``run`` simulates until the run ends or ``until_s`` is reached. ``log`` is everything that the state machine
     logged: (seconds, Log). ``time`` is every purchased host-second by what became of it.
     """
 
@@ -42,7 +42,7 @@ class Cluster:
     """(stage, its time in the profile) -> how long it takes this time."""
     on_log: Callable[[Log], None] = field(default=lambda log: None)
     on_end: Callable[[End], bool] = field(default=lambda end: False)
-    """True: somebody starts the run again (``resume``); False: the play is over."""
+    """True: the run is started again (``resume``); False: the simulation is over."""
     time: HostTime = field(default_factory=HostTime)
     disk_step: int = 0
     """Step of the newest usable checkpoint on disk."""
@@ -51,7 +51,7 @@ class Cluster:
     log: list[tuple[float, Log]] = field(default_factory=list)
     result: End | None = None
     history: list[tuple[int, int, StepSegment]] = field(default_factory=list)
-    """(attempt, last applied step, the stretch) of every stretch that is over."""
+    """(attempt, last applied step, the segment) of every segment that is over."""
     extra_start_s: float = 0.0
     """Of the next start alone: a device that is reset in place."""
     slow: float = 1.0
@@ -64,7 +64,7 @@ class Cluster:
     disk_takes: bool = True
     """False: what memory holds cannot be written."""
     _segment: int = 0
-    """Changes whenever what was scheduled for the steps under way no longer holds."""
+    """Changes whenever what was scheduled for the current steps no longer holds."""
     _run: StepSegment | None = None
     _segment_began_ns: int | None = None
     _job: str = "start"
@@ -73,7 +73,7 @@ class Cluster:
     written: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
     """(seconds, host, event) of what the hosts wrote into their own logs."""
     dies_at_send: bool = False
-    """The supervisor is killed before the next message that it would send."""
+    """The supervisor is killed before it sends its next message."""
     supervised: bool = True
     _inputs: int = 0
     _ending: tuple[int, float] = (-1, 0.0)
@@ -94,14 +94,14 @@ class Cluster:
         return self._segment_began_ns is not None
 
     def at(self, seconds: float, act: Callable[[], None]) -> None:
-        """Do ``act`` when the clock reads ``seconds``."""
+        """Call ``act`` when the clock reads ``seconds``."""
         self._queue.push(round(seconds * SECOND_NS), act)
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         self.at(self.now_s + max(0.0, seconds), act)
 
     def run(self, until_s: float = 1e9) -> End | None:
-        """Play; returns how the run ended, or None when the time was up."""
+        """Simulate; return how the run ended, or None when the time was up."""
         self._effects(self.machine.start(self.now_ns))
         for index, name in enumerate(self.names):
             self.hosts[name] = VirtualHost(name=name)
@@ -117,7 +117,7 @@ class Cluster:
     def kill_rank(
         self, rank: int, *, code: int = -9, last: Mapping[str, Any] | None = None, detect_s: float | None = None
     ) -> bool:
-        """A rank's process dies; its host's agent sees it. False: nobody runs that rank now."""
+        """A rank's process dies; its host's agent sees it. False: no host runs that rank now."""
         host = self.running(rank)
         if host is None:
             return False
@@ -139,9 +139,9 @@ class Cluster:
         host.up = host.joined = host.linked = False
         host.forget()
         host.boots = boots = host.boots + 1
-        why = "silent" if silent else "all its connections closed"
+        reason = "silent" if silent else "all its connections closed"
         delay = self.stages.detect_silence_s if silent else self.stages.detect_exit_s
-        self.after(delay if detect_s is None else detect_s, lambda: self._down(name, why, boots))
+        self.after(delay if detect_s is None else detect_s, lambda: self._down(name, reason, boots))
 
     def return_host(self, name: str) -> None:
         """A repaired host's agent starts; a name not seen before is a new machine."""
@@ -166,11 +166,11 @@ class Cluster:
             self._schedule_steps(self.machine.state.attempt)
 
     def receive_from(self, host: VirtualHost, message: Mapping[str, Any]) -> None:
-        """A host's agent says something, now."""
+        """A host's agent sends a message, now."""
         self._from(host.name, message, boots=host.boots)
 
     def replace_supervisor(self, machine: RecoveryStateMachine) -> None:
-        """The supervisor died; another one takes over with what the log told it (``links`` has more of the kind)."""
+        """The supervisor died; another one takes over from the log (see ``connectivity``)."""
         connectivity.replace_supervisor(self, machine)
 
     def start_supervisor(self, machine: RecoveryStateMachine) -> None:
@@ -190,7 +190,7 @@ class Cluster:
                 self.after(self.draw("agent_start", self.stages.agent_start_s), lambda name=name: self.join(name))  # type: ignore[misc]
 
     def _advance(self, to_ns: int) -> None:
-        """Let the clock go on to ``to_ns``; nothing happens in between."""
+        """Advance the clock to ``to_ns``; nothing happens in between."""
         span_s = (to_ns - self.now_ns) / SECOND_NS
         self.now_ns = to_ns
         if span_s <= 0:
@@ -206,14 +206,14 @@ class Cluster:
                 self.time.purchased_s += (self.now_ns - host.held_since_ns) / SECOND_NS
 
     def join(self, name: str, *, boots: int | None = None) -> None:
-        """An agent says hello; one of an earlier boot (``boots``) does not exist any more."""
+        """An agent connects; one of an earlier boot (``boots``) no longer exists."""
         host = self.hosts[name]
         if host.up and boots in (None, host.boots):
             host.joined = True
             self._settle_steps()
-            connectivity.greet(self, host, self._step)
-            if 0 in host.ranks and self.stepping:  # whoever has just come to supervise hears of the next one
-                self.after(self.step_s, lambda segment=self._segment: self._tell_step(segment, host.attempt))  # type: ignore[misc]
+            connectivity.connect(self, host, self._step)
+            if 0 in host.ranks and self.stepping:  # a new supervisor is sent the next step
+                self.after(self.step_s, lambda segment=self._segment: self._report_step_of(segment, host.attempt))  # type: ignore[misc]
 
     def give(self, given: Input) -> None:
         if self.result is None and self.supervised:
@@ -225,14 +225,14 @@ class Cluster:
     def _from(self, name: str, message: Mapping[str, Any], *, boots: int) -> None:
         host = self.hosts[name]
         if host.up and host.boots == boots:
-            connectivity.say(self, host, message)
+            connectivity.report(self, host, message)
 
-    def _down(self, name: str, why: str, boots: int) -> None:
+    def _down(self, name: str, reason: str, boots: int) -> None:
         if self.hosts[name].boots == boots and not self.hosts[name].joined:
-            self._give(HostDown(host=name, why=why))
+            self._give(HostDown(host=name, reason=reason))
 
     def break_world(self, host: VirtualHost, message: Mapping[str, Any], detect_s: float) -> None:
-        """Nobody steps any more; the message that says why comes ``detect_s`` later."""
+        """No rank steps any more; the message with the cause comes ``detect_s`` later."""
         boots = host.boots
         self.halt("detect")
         self.after(detect_s, lambda: self._from(host.name, message, boots=boots))
@@ -245,7 +245,7 @@ class Cluster:
             elif isinstance(effect, Send):
                 if connectivity.cut_off(self):
                     return
-                agent_model.take(self, effect.host, effect.message)
+                agent_model.handle_message(self, effect.host, effect.message)
             elif self.on_end(effect):
                 self.halt("stopped")
                 self._job = "stopped"
@@ -262,9 +262,9 @@ class Cluster:
             self._give(Tick())
 
     def maybe_begin(self, attempt: int, message: Mapping[str, Any]) -> None:
-        """A host was told to start; the ranks of a world start once its last host was."""
+        """A host was sent its start; the ranks of an attempt start once its last host was."""
         world = int(message["contexts"][0]["world_size"])
-        if int(message["contexts"][-1]["rank"]) != world - 1:  # hosts are told in the order of their ranks
+        if int(message["contexts"][-1]["rank"]) != world - 1:  # hosts are sent it in the order of their ranks
             return
         active = [host for host in self.hosts.values() if host.up and host.attempt == attempt and host.ranks]
         if sum(len(host.ranks) for host in active) < world:
@@ -279,7 +279,7 @@ class Cluster:
         self._begin(attempt, world, restore is None and self.disk is not None and self.disk_step > 0)
 
     def _begin(self, attempt: int, world: int, from_disk: bool) -> None:
-        """Ranks start: in due time they step."""
+        """Ranks start, and step later."""
         segment, first = self._segment, self._world_size == 0
         start_s, warmup_s = self.stages.starting(self.draw, first=first, other_size=world != self._world_size)
         start_s, self.extra_start_s = start_s + self.extra_start_s, 0.0
@@ -296,7 +296,7 @@ class Cluster:
             self._job = job
 
     def _step_on(self, segment: int, attempt: int) -> None:
-        """Ranks step from now on: the first step is told, then the end of the stretch."""
+        """Ranks step from now on: the first step is reported, then the end of the segment."""
         if segment != self._segment:
             return
         pace = Pace(from_s=0.0, steps=0.0, step_s=self.step_s, slow=self.slow)
@@ -306,16 +306,16 @@ class Cluster:
         self._schedule_steps(attempt)
 
     def _schedule_steps(self, attempt: int) -> None:
-        """What will be told of the steps under way: the first, the first new one, the last."""
+        """Schedule the reports of the current steps: the first, the first new one, the last."""
         segment, run = self._segment, self._run
         assert run is not None
         done = self._step - run.first_step
         new = max(self.machine.state.last_applied_step + 1 - run.first_step, done + 1)
         for steps in sorted({done + 1, new}):
-            self.at(run.when_s(steps, self.disk), lambda: self._tell_step(segment, attempt))
+            self.at(run.when_s(steps, self.disk), lambda: self._report_step_of(segment, attempt))
         self.at(run.when_s(self.total_steps - run.first_step, self.disk), lambda: self._leave(segment, attempt, 0))
 
-    def _tell_step(self, segment: int, attempt: int) -> None:
+    def _report_step_of(self, segment: int, attempt: int) -> None:
         if segment == self._segment:
             self._settle_steps()
             self._report_step(attempt)
@@ -327,7 +327,7 @@ class Cluster:
             self._from(first.name, {"t": "event", "event": event}, boots=first.boots)
 
     def _productive_s(self) -> float:
-        """Training time of the stretch so far."""
+        """Training time of the segment so far."""
         elapsed_s = (self.now_ns - (self._segment_began_ns or 0)) / SECOND_NS
         return self.disk.productive_s(elapsed_s) if self.disk else elapsed_s
 
@@ -365,7 +365,7 @@ class Cluster:
             self._job = job
 
     def end_ranks(self, host: VirtualHost, attempt: int, keep: Iterable[int], *, reset: bool = False) -> None:
-        """A host ends its ranks but those in ``keep``, and then says what it holds."""
+        """A host ends its ranks but those in ``keep``, and then lists its snapshots."""
         self._settle_steps()
         if host.ranks:
             self.halt("restart")
@@ -377,12 +377,12 @@ class Cluster:
         if reset:
             message["reset"] = {"ok": self.reset_works, "evidence": "as the test wants it"}
         boots = host.boots
-        if self._ending[0] != attempt:  # all hosts end one attempt's ranks alike: the slowest is what counts
+        if self._ending[0] != attempt:  # drawn once for an attempt: the slowest host counts
             self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))
         self.after(self._ending[1], lambda: self._from(host.name, message, boots=boots))
 
     def leave_after_step(self, code: int, *, save: bool = False) -> None:
-        """All ranks leave with ``code`` once the step under way is applied, and saved."""
+        """All ranks exit with ``code`` once the current step is applied, and saved."""
         segment, attempt = self._segment, self.machine.state.attempt
         self.after(self.step_s, lambda: self._leave(segment, attempt, code, save=save))
 
@@ -391,7 +391,7 @@ class Cluster:
             self._settle_steps()
             self.halt("restart")
             if save and self.disk_takes:
-                agent_model.saved(self, self._step, attempt)
+                agent_model.report_save(self, self._step, attempt)
             agent_model.exit_all(self, attempt, code)
 
     def running(self, rank: int) -> VirtualHost | None:

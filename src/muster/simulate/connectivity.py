@@ -1,4 +1,4 @@
-"""Who hears whom: a supervisor that is killed and followed by another, agents that begin anew, what is told again."""
+"""Connections: a supervisor that is killed and replaced, agents that restart, reports that are repeated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from muster.supervise.recovery.state import FromHost, HostUp, Phase
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
-def say(cluster: VirtualCluster, host: VirtualHost, message: Mapping[str, Any]) -> None:
-    """An agent has something to say. Without a supervisor it keeps what was an end, and acts on a notice itself."""
+def report(cluster: VirtualCluster, host: VirtualHost, message: Mapping[str, Any]) -> None:
+    """An agent sends a report. Without a supervisor it keeps reports of exits, and acts on a notice itself."""
     kind = message["t"]
     if kind == "event":
         cluster.written.append((cluster.now_s, host.name, message["event"]))
@@ -21,25 +21,25 @@ def say(cluster: VirtualCluster, host: VirtualHost, message: Mapping[str, Any]) 
         host.exits[int(message["rank"])] = message
     if host.linked:
         cluster.give(FromHost(host=host.name, message=message))
-    elif kind == "notice" and host.ranks:  # its ranks save and leave, and all others with them
-        agent_model.obey(cluster, {"exit_code": 75, "save": True})
+    elif kind == "notice" and host.ranks:  # its ranks save and exit, and all others with them
+        agent_model.handle_command(cluster, {"exit_code": 75, "save": True})
     elif kind == "notice":
         cluster.kill_host(host.name)
 
 
-def greet(cluster: VirtualCluster, host: VirtualHost, step: int) -> None:
-    """An agent has found the supervisor: its hello, then what ended before, and what stands still."""
+def connect(cluster: VirtualCluster, host: VirtualHost, step: int) -> None:
+    """An agent connects to the supervisor: its hello, then earlier exits, and ranks that hang."""
     host.linked = cluster.supervised
     cluster.give(HostUp(host=host.name, hello=host.hello(step)))
-    for report in list(host.exits.values()):
-        cluster.give(FromHost(host=host.name, message=report))
+    for message in list(host.exits.values()):
+        cluster.give(FromHost(host=host.name, message=message))
     hung = host.hung
     if hung is not None:
         cluster.after(cluster.stages.detect_exit_s, lambda: cluster.receive_from(host, hung))
 
 
 def restart_agent(cluster: VirtualCluster, name: str) -> None:
-    """A host's agent is killed and started anew: what it alone knew is gone, living ranks come back to it."""
+    """A host's agent is killed and restarted: its own state is lost, live ranks reconnect to it."""
     host = cluster.hosts[name]
     if not host.up or not host.joined:
         return
@@ -51,7 +51,7 @@ def restart_agent(cluster: VirtualCluster, name: str) -> None:
 
 
 def lose_supervisor(cluster: VirtualCluster) -> None:
-    """It is killed. Nobody hears the hosts until there is another; they go on with what they were told."""
+    """It is killed. Reports are not received until there is another; hosts continue with what they were sent."""
     cluster.supervised = cluster.dies_at_send = False
     for host in cluster.hosts.values():
         host.linked = False
@@ -66,7 +66,7 @@ def cut_off(cluster: VirtualCluster) -> bool:
 
 
 def replace_supervisor(cluster: VirtualCluster, machine: RecoveryStateMachine, *, apart_s: float = 0.0) -> None:
-    """It died; another one takes over with what the log told it. Hosts find it ``apart_s`` after each other."""
+    """It died; another one takes over from the log. Hosts connect to it ``apart_s`` after each other."""
     lose_supervisor(cluster)
     cluster.start_supervisor(machine)
     for index, host in enumerate(list(cluster.hosts.values())):

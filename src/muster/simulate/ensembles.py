@@ -1,4 +1,4 @@
-"""Many seeds at once, and what is read off them: spread, categories, contributions, the best of a few choices."""
+"""Many seeds at once and their statistics: spread, categories, contributions, the best of a few choices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from muster.simulate.stage_times import shipped
 
 #: (done, of how many)
 Progress = Callable[[int, int], None]
-#: A synchronous save stands still for so long (Google's case study: tens of seconds; 43 s in the reference).
+#: Stall of a synchronous save (Google's case study: tens of seconds; 43 s in the reference).
 SYNCHRONOUS_STALL_S = 43.0
-#: For ever: the shipped policies' patience in comparisons where waiting is the point.
+#: Without end: ``max_wait_s`` of the shipped policies in comparisons of waiting.
 PATIENCE_S = 1e8
 
 
@@ -29,19 +29,19 @@ def many(
 ) -> list[Outcome]:
     """Rehearse each (scenario, seed), in parallel processes; in the order given."""
     workers = min(workers or os.cpu_count() or 1, len(jobs))
-    told = progress or (lambda done, total: None)
+    report = progress or (lambda done, total: None)
     if workers <= 1:
-        found = []
+        variants = []
         for index, (scenario, seed) in enumerate(jobs):
-            found.append(rehearse(scenario, seed))
-            told(index + 1, len(jobs))
-        return found
+            variants.append(rehearse(scenario, seed))
+            report(index + 1, len(jobs))
+        return variants
     outcomes: dict[int, Outcome] = {}
     with ProcessPoolExecutor(workers) as pool:
         waiting = {pool.submit(rehearse, scenario, seed): index for index, (scenario, seed) in enumerate(jobs)}
         for done in as_completed(waiting):
             outcomes[waiting[done]] = done.result()
-            told(len(outcomes), len(jobs))
+            report(len(outcomes), len(jobs))
     return [outcomes[index] for index in range(len(jobs))]
 
 
@@ -75,7 +75,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One variant beside the scenario, on the same seeds and blows."""
+    """One variant of the scenario, on the same seeds and faults."""
 
     name: str
     about: str
@@ -92,41 +92,43 @@ class Choice:
     """Purchased host-hours for an hour of the whole job's progress, per host: 1 is ideal."""
 
 
-def choice(name: str, about: str, found: Sequence[Outcome], base: Sequence[Outcome]) -> Choice:
+def choice(name: str, about: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Choice:
     """How a variant did against the base, seed by seed."""
-    changes = [one.goodput_active - other.goodput_active for one, other in zip(found, base, strict=True)]
-    purchased = [one.goodput_purchased - other.goodput_purchased for one, other in zip(found, base, strict=True)]
-    work = sum(one.productive_s * one.hosts for one in found)
+    changes = [variant.goodput_active - other.goodput_active for variant, other in zip(outcomes, base, strict=True)]
+    purchased = [
+        variant.goodput_purchased - other.goodput_purchased for variant, other in zip(outcomes, base, strict=True)
+    ]
+    work = sum(outcome.productive_s * outcome.hosts for outcome in outcomes)
     return Choice(
         name=name,
         about=about,
-        active=fmean(one.goodput_active for one in found),
-        purchased=fmean(one.goodput_purchased for one in found),
+        active=fmean(outcome.goodput_active for outcome in outcomes),
+        purchased=fmean(outcome.goodput_purchased for outcome in outcomes),
         change_active=fmean(changes),
         change_purchased=fmean(purchased),
         error=stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else 0.0,
-        gave_up=fmean(one.gave_up for one in found),
-        cost_ratio=sum(one.purchased_host_s for one in found) / work if work else math.inf,
+        gave_up=fmean(outcome.gave_up for outcome in outcomes),
+        cost_ratio=sum(outcome.purchased_host_s for outcome in outcomes) / work if work else math.inf,
     )
 
 
 def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Technique -> (in words, the scenario without it); only those that the scenario uses."""
-    found: dict[str, tuple[str, Scenario]] = {}
+    variants: dict[str, tuple[str, Scenario]] = {}
     if scenario.fast_detection and not scenario.profile.detect_s:
-        found["fast detection"] = ("found with the usual timeouts", scenario.with_(fast_detection=False))
+        variants["fast detection"] = ("found with the usual timeouts", scenario.with_(fast_detection=False))
     cold = shipped("google-restart")
     if scenario.profile.mean_s("start") + scenario.profile.mean_s("warmup") < 254:
         slow = {name: cold.stages[name] for name in ("start", "warmup", "relayout")}
         profile = replace(scenario.profile, stages={**scenario.profile.stages, **slow})
-        found["warm standby"] = (
+        variants["warm standby"] = (
             "124 s to start and 130 s to warm up, as in Google's log",
             scenario.with_(profile=profile),
         )
     if scenario.memory_tier:
-        found["state in memory"] = ("every failure goes back to the last save", scenario.with_(memory_tier=False))
+        variants["state in memory"] = ("every failure goes back to the last save", scenario.with_(memory_tier=False))
         if scenario.replicate_snapshots and scenario.replicas == 1:
-            found["copy on a peer"] = (
+            variants["copy on a peer"] = (
                 "a lost host goes back to the last save",
                 scenario.with_(replicate_snapshots=False),
             )
@@ -134,20 +136,20 @@ def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     if saves is not None:
         if saves.stall_s < SYNCHRONOUS_STALL_S / 2:
             blocking = replace(saves, stall_s=SYNCHRONOUS_STALL_S, drain_s=0.0, slowdown=0.0)
-            found["asynchronous saves"] = (
+            variants["asynchronous saves"] = (
                 f"training waits {SYNCHRONOUS_STALL_S:g} s for each",
                 scenario.with_(saves=blocking),
             )
         if saves.every_s is None:
             hourly = replace(saves, every_s=3600.0)
-            found["interval by formula"] = ("a save an hour", scenario.with_(saves=hourly))
+            variants["interval by formula"] = ("a save an hour", scenario.with_(saves=hourly))
     if scenario.policy == "default":
         waits = scenario.with_(policy="conservative", max_wait_s=PATIENCE_S)
         if scenario.min_hosts != scenario.hosts:
-            found["going on with fewer"] = ("waits for the full number of hosts", waits)
+            variants["going on with fewer"] = ("waits for the full number of hosts", waits)
     if scenario.spares and scenario.trace is None:
-        found["spares"] = ("none held", scenario.with_(spares=0))
-    return found
+        variants["spares"] = ("none held", scenario.with_(spares=0))
+    return variants
 
 
 def spares_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
@@ -160,18 +162,18 @@ def intervals_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Save intervals from a quarter to four times the scenario's."""
     if scenario.saves is None or math.isinf(scenario.every_s):
         return {}
-    found = {}
+    variants = {}
     for factor in (0.25, 0.5, 2.0, 4.0):
         every_s = scenario.every_s * factor
         saves: Saves = replace(scenario.saves, every_s=every_s)
-        found[f"{every_s:.0f} s"] = (f"{factor:g} x", scenario.with_(saves=saves))
-    return found
+        variants[f"{every_s:.0f} s"] = (f"{factor:g} x", scenario.with_(saves=saves))
+    return variants
 
 
 def policies_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Ways to meet missing hosts, other than the scenario's own."""
     least = scenario.quantum_hosts or 1
-    found = {
+    variants = {
         "default, min_hosts low": (
             f"goes on with as few as {least}",
             scenario.with_(policy="default", min_hosts=least),
@@ -182,7 +184,7 @@ def policies_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
         ),
         "conservative": ("the same with swaps only", scenario.with_(policy="conservative", min_hosts=scenario.hosts)),
     }
-    return {name: (about, other) for name, (about, other) in found.items() if other != scenario}
+    return {name: (about, other) for name, (about, other) in variants.items() if other != scenario}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,25 +200,25 @@ class Study:
 
     @property
     def active(self) -> Spread:
-        return spread([one.goodput_active for one in self.outcomes])
+        return spread([outcome.goodput_active for outcome in self.outcomes])
 
     @property
     def purchased(self) -> Spread:
-        return spread([one.goodput_purchased for one in self.outcomes])
+        return spread([outcome.goodput_purchased for outcome in self.outcomes])
 
     @property
     def host_s(self) -> dict[str, float]:
         """Category -> host-seconds, mean over seeds."""
-        return {name: fmean(one.host_s[name] for one in self.outcomes) for name in CATEGORIES}
+        return {name: fmean(outcome.host_s[name] for outcome in self.outcomes) for name in CATEGORIES}
 
     @property
     def lost_s(self) -> Mapping[str, list[float]]:
         """Kind -> L of every interruption of every seed, ascending."""
-        found: dict[str, list[float]] = defaultdict(list)
-        for one in self.outcomes:
-            for each in one.interruptions:
-                found[each.kind].append(each.lost_s)
-        return {kind: sorted(values) for kind, values in sorted(found.items())}
+        lost_s: dict[str, list[float]] = defaultdict(list)
+        for outcome in self.outcomes:
+            for interruption in outcome.interruptions:
+                lost_s[interruption.kind].append(interruption.lost_s)
+        return {kind: sorted(values) for kind, values in sorted(lost_s.items())}
 
 
 def study(
@@ -242,7 +244,7 @@ def study(
         jobs += [(variant, seed) for _, variant in group.values() for seed in range(paired)]
     outcomes = many(jobs, workers=workers, progress=progress)
     base, at = outcomes[:seeds], seeds
-    found: dict[str, Any] = {}
+    variants: dict[str, Any] = {}
     own = {"spares": (str(scenario.spares), "as given"), "intervals": (f"{scenario.every_s:.0f} s", "as given"),
            "policies": (scenario.policy, "as given")}  # fmt: skip
     for name, group in groups.items():
@@ -250,8 +252,8 @@ def study(
         for variant, (about, _) in group.items():
             choices.append(choice(variant, about, outcomes[at : at + paired], base[:paired]))
             at += paired
-        found[name] = tuple(choices)
-    return Study(scenario=scenario, outcomes=tuple(base), **found)
+        variants[name] = tuple(choices)
+    return Study(scenario=scenario, outcomes=tuple(base), **variants)
 
 
 def spares_for(mean_out: float, share: float) -> int:

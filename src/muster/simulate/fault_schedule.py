@@ -1,4 +1,4 @@
-"""When which fault strikes: drawn once from the seed, so that two policies meet the very same blows."""
+"""Which fault happens when: drawn once from the seed, so that two policies meet the same faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW_MEDIAN_S, SLOW_SIGMA, SLOW_LIMITS_S = 600.0, 1.5, (30.0, 36_000.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One blow. ``where`` in [0, 1) chooses the victim among the hosts that run then."""
+    """One fault. ``where`` in [0, 1) chooses the host among those that run then."""
 
     at_s: float
     kind: str
@@ -35,14 +35,14 @@ class Fault:
 def schedule(scenario: Scenario, seed: int) -> list[Fault]:
     """Every fault of one rehearsal, in order of time. Each source has a random stream of its own, so that a changed
     rate of one leaves the others alone; spares, interval and policy change nothing."""
-    found = [
+    faults = [
         *_failures(scenario, random.Random(f"{seed}:failures")),
-        *_bursts(scenario, random.Random(f"{seed}:bursts")),
-        *_plans(scenario, random.Random(f"{seed}:maintenance")),
-        *_alarms(scenario, random.Random(f"{seed}:alarms")),
+        *_rack_failures(scenario, random.Random(f"{seed}:bursts")),
+        *_maintenance(scenario, random.Random(f"{seed}:maintenance")),
+        *_false_alarms(scenario, random.Random(f"{seed}:alarms")),
         *_slow(scenario, random.Random(f"{seed}:slow")),
     ]
-    return sorted(found, key=lambda fault: fault.at_s)
+    return sorted(faults, key=lambda fault: fault.at_s)
 
 
 def _gaps(rng: random.Random, per_day: float, hours: float, shape: float = 1.0) -> Iterator[float]:
@@ -62,10 +62,10 @@ def _failures(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
     names, shares = list(scenario.kinds), [kind.share for kind in scenario.kinds.values()]
     for at_s in _gaps(rng, scenario.failures_per_day, scenario.hours, scenario.weibull_shape):
         name = rng.choices(names, shares)[0]
-        yield _blow(scenario, scenario.kinds[name], name, at_s, rng)
+        yield _failure(scenario, scenario.kinds[name], name, at_s, rng)
 
 
-def _blow(scenario: Scenario, kind: FaultKind, name: str, at_s: float, rng: random.Random) -> Fault:
+def _failure(scenario: Scenario, kind: FaultKind, name: str, at_s: float, rng: random.Random) -> Fault:
     # Every fault takes as many numbers from the stream, so that a changed mix does not shift those after it.
     where, swapped, detection, repair = rng.random(), rng.random(), rng.getrandbits(32), rng.getrandbits(32)
     measured = scenario.profile.detect_s.get(name)
@@ -87,19 +87,19 @@ def _blow(scenario: Scenario, kind: FaultKind, name: str, at_s: float, rng: rand
     )
 
 
-def _bursts(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+def _rack_failures(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
     kind = FaultKind(share=1, slow_s=8, fast_s=3, swap=1, hosts=scenario.correlated_hosts)
     for at_s in _gaps(rng, scenario.correlated_per_day, scenario.hours):
-        yield _blow(scenario, kind, "rack", at_s, rng)
+        yield _failure(scenario, kind, "rack", at_s, rng)
 
 
-def _plans(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+def _maintenance(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
     for at_s in _gaps(rng, scenario.maintenance_per_day, scenario.hours):
         yield Fault(at_s=at_s, kind="maintenance", where=rng.random(), swap=True,
                     repair_s=scenario.maintenance_h * HOUR_S)  # fmt: skip
 
 
-def _alarms(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
+def _false_alarms(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
     for at_s in _gaps(rng, scenario.false_alarms_per_day, scenario.hours):
         yield Fault(at_s=at_s, kind="false_alarm", where=rng.random())
 

@@ -1,4 +1,4 @@
-"""Host-seconds by what became of them. The parts tile the purchased time: nothing is forced to close."""
+"""Host-seconds by category. The parts add up to the purchased time without a residual category."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from muster.supervise.recovery.state import Phase, State
 CATEGORIES: dict[str, str] = {
     "productive": "steps that the final state rests on, at the reference's pace",
     "tax": "what fault tolerance costs every step",
-    "provision": "bought, our agent there not ready yet",
+    "provision": "bought, our agent on it not ready yet",
     "start": "processes, rendezvous, weights, warm-up of the first attempt",
     "restart": "noticed, not yet reading state: ending, deciding, processes, communicators",
     "restore": "training state being read back from the disk or bucket tier",
     "warmup": "compilation and what the first steps took beyond a normal one",
-    "checkpoint": "training stood still for a save",
+    "checkpoint": "training paused for a save",
     "straggler": "steps at the pace of a slow host: the excess",
     "degraded": "fewer hosts than wanted: what a step cost per host beyond its share",
-    "detect": "something was broken and nobody had noticed",
-    "wait": "held, waiting for enough hosts to go on",
+    "detect": "something was broken and not detected yet",
+    "wait": "held, waiting for enough hosts to continue",
     "unfinished": "work of a step that was never applied",
-    "redone": "applied steps that were lost and taken again",
-    "spare": "held for an emergency, or too few for another replica",
+    "redone": "applied steps that were lost and redone",
+    "spare": "held as a spare, or too few for another replica",
     "out": "broken, in repair, still paid for",
     "stopped": "the run had ended by its own decision and was not started again yet",
 }
@@ -37,20 +37,20 @@ RECOVERY = ("detect", "restart", "restore", "warmup", "wait", "unfinished", "red
 
 @dataclass(kw_only=True)
 class VirtualHost:
-    """An agent with its ranks, as far as a supervisor can tell."""
+    """An agent with its ranks, as a supervisor sees it."""
 
     name: str
     up: bool = True
     attempt: int = 0
     ranks: list[int] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
-    """Of ``ranks``: their processes are gone, whether or not its agent has noticed."""
+    """Of ``ranks``: their processes have exited, whether or not the agent has noticed."""
     exits: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Rank -> what its agent reports of its end, to every supervisor that it finds."""
+    """Rank -> the report of its exit, sent to every supervisor the agent connects to."""
     hung: Mapping[str, Any] | None = None
-    """What its agent says of a rank that stands still, each time it looks for such."""
+    """The report of a rank that hangs, repeated at each check."""
     linked: bool = True
-    """A supervisor hears its agent."""
+    """Its agent is connected to a supervisor."""
     snapshots: dict[tuple[str, int, str], tuple[int, int]] = field(default_factory=dict)
     """(layout, rank, tier) -> (step, attempt): the newest version held."""
     boots: int = 0
@@ -66,7 +66,7 @@ class VirtualHost:
         ]
 
     def hello(self, step: int) -> dict[str, Any]:
-        """What its agent says first."""
+        """Its agent's first message."""
         return {
             "t": "hello", "attempt": self.attempt, "ready": True, "step": step,
             "alive": {str(rank): 1 for rank in self.ranks if rank not in self.dead}, "exited": sorted(self.exits),
@@ -74,12 +74,12 @@ class VirtualHost:
         }  # fmt: skip
 
     def begin(self, attempt: int, ranks: Sequence[int]) -> None:
-        """It runs ``ranks`` of ``attempt``, and nothing else any more."""
+        """It runs ``ranks`` of ``attempt``, and nothing else."""
         self.attempt, self.ranks = attempt, list(ranks)
         self.dead, self.exits, self.hung = set(), {}, None
 
     def forget(self) -> None:
-        """All its processes are gone, and its memory with them."""
+        """All its processes are lost, and its memory with them."""
         self.begin(self.attempt, [])
         self.snapshots = {}
 
@@ -103,17 +103,17 @@ class HostTime:
 
     by: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
     stepping_s: float = 0.0
-    """Of a stretch that is not over: not yet classified."""
+    """Of a segment that is not over: not yet classified."""
     credit_s: float = 0.0
     """What the applied steps of the final lineage are worth at the reference's pace: tokens, not time."""
     purchased_s: float = 0.0
 
     def add(self, category: str, host_s: float) -> None:
-        """Raises KeyError on a category that is none."""
+        """Raises KeyError on an unknown category."""
         self.by[category] += host_s
 
     def lose(self, good_host_s: float) -> None:
-        """Applied steps worth so much are lost: what they took was for nothing."""
+        """Applied steps of this worth are lost: their time becomes redone."""
         if self.credit_s > 0 and good_host_s > 0:
             took_s = self.by["productive"] * good_host_s / self.credit_s
             self.by["productive"] -= took_s
@@ -121,7 +121,7 @@ class HostTime:
             self.credit_s -= good_host_s
 
     def classify(self, parts: Parts, hosts: int, *, good_host_s: float, tax: float) -> None:
-        """What a stretch of stepping on ``hosts`` hosts has come to. ``good_host_s``: its applied steps at the
+        """The time of a segment on ``hosts`` hosts. ``good_host_s``: its applied steps at the
         reference's pace."""
         slow, taxed = parts.slow_s * hosts, good_host_s * tax
         excess = parts.applied_s * hosts - good_host_s - taxed - slow

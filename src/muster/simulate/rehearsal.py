@@ -1,4 +1,4 @@
-"""One rehearsal: a scenario and a seed in, what became of every host-second out. The supervisor and the policy are
+"""One rehearsal: a scenario and a seed in, the use of every host-second out. The supervisor and the policy are
 the real ones; hosts, clock and faults are virtual."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from muster.simulate.stage_arithmetic import DiskTier, Stages
 from muster.supervise.recovery.state import End, Log, Phase, Settings, State
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
-#: Beyond every horizon: a rehearsal ends by the clock.
+#: More than any rehearsal reaches: it ends by the clock.
 ENDLESS_STEPS = 10**12
 #: How often the scheduler tries a run that wants to run again.
 REQUEUE_S = 60.0
@@ -37,7 +37,7 @@ class Interruption:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one seed came to. Seconds of the job, host-seconds by category."""
+    """The result of one seed. Seconds of the job, host-seconds by category."""
 
     seed: int
     wall_s: float
@@ -47,7 +47,7 @@ class Outcome:
     purchased_host_s: float
     host_s: dict[str, float]
     faults: dict[str, int]
-    """Kind -> how often it struck."""
+    """Kind -> how often it was injected."""
     interruptions: tuple[Interruption, ...]
     redone_steps: int
     attempts: int
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def rehearse(scenario: Scenario, seed: int) -> Outcome:
-    """Play one seed. Pure: the same scenario and seed give the same outcome."""
+    """Simulate one seed. Pure: the same scenario and seed give the same outcome."""
     return Simulation(scenario, seed).run()
 
 
@@ -88,7 +88,7 @@ class Simulation:
     injected: Counter[str] = field(default_factory=Counter)
     open: list[tuple[float, str]] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
-    """When each fault that stopped training struck."""
+    """When each fault that stopped training was injected."""
     interruptions: list[Interruption] = field(default_factory=list)
     gave_up: int = 0
     _replaced: Counter[str] = field(default_factory=Counter)
@@ -113,22 +113,22 @@ class Simulation:
             micro_batches=scenario.micro_batches,
             data_ranks_per_host=scenario.data_ranks_per_host,
             draw=self.draw,
-            on_log=self.note,
-            on_end=self.ended,
+            on_log=self.on_log,
+            on_end=self.on_run_ended,
         )
         for fault in schedule(scenario, self.seed):
             self.cluster.at(fault.at_s, lambda fault=fault: self.inject(fault))  # type: ignore[misc]
         if scenario.trace is not None:
             self._capacity = len(names)
             for at_s, count in zip(scenario.trace.times_s, scenario.trace.counts, strict=True):
-                self.cluster.at(at_s, lambda count=count: self.hold(count))  # type: ignore[misc]
+                self.cluster.at(at_s, lambda count=count: self.set_capacity(count))  # type: ignore[misc]
 
     def machine(self, state: State) -> RecoveryStateMachine:
         settings = Settings(spec=self.spec, run_id="rehearsal", run_dir="/", ranks_per_host=1)
         return RecoveryStateMachine(settings=settings, policy=self.policy, state=state)
 
     def run(self) -> Outcome:
-        """Play to the horizon."""
+        """Simulate to the end of the time."""
         scenario, cluster = self.scenario, self.cluster
         hours = min(scenario.hours, scenario.trace.hours) if scenario.trace else scenario.hours
         wall_s = hours * HOUR_S
@@ -161,7 +161,7 @@ class Simulation:
     # ------------------------------------------------------------ faults
 
     def inject(self, fault: Fault) -> None:
-        """One blow, on hosts that run at this moment."""
+        """One fault, on hosts that run at this moment."""
         cluster = self.cluster
         if fault.kind == "slow":
             self.injected["slow"] += 1
@@ -177,7 +177,7 @@ class Simulation:
         stepping = cluster.stepping
         first = int(fault.where * len(active))
         if fault.kind == "maintenance":
-            self.tell(active[first], fault)
+            self.notify(active[first], fault)
         elif fault.kind == "false_alarm":
             faults.false_alarm(cluster, rank_of(cluster, active[first]))
         elif fault.swap:
@@ -194,23 +194,23 @@ class Simulation:
             self.began.append(cluster.now_s)
 
     def last_fault_before(self, at_s: float) -> float | None:
-        """When the fault struck that stopped training last before ``at_s``; None: none has yet."""
+        """Time of the last fault before ``at_s`` that stopped training; None: there was none."""
         return max((began for began in self.began if began <= at_s), default=None)
 
-    def tell(self, name: str, fault: Fault) -> None:
-        """A host has to go: it is told, then it goes, then it is back."""
-        signal_before_timeout_s = self.scenario.maintenance_notice_s
+    def notify(self, name: str, fault: Fault) -> None:
+        """Maintenance: a host gets notice, is taken away, and returns."""
+        notice_s = self.scenario.maintenance_notice_s
         self._going.add(name)
-        faults.notice(self.cluster, name, grace_s=signal_before_timeout_s)
-        self.cluster.after(signal_before_timeout_s, lambda: self.cluster.kill_host(name))
-        self.cluster.after(signal_before_timeout_s, lambda: self.repair(name, fault.repair_s))
+        faults.notice(self.cluster, name, grace_s=notice_s)
+        self.cluster.after(notice_s, lambda: self.cluster.kill_host(name))
+        self.cluster.after(notice_s, lambda: self.repair(name, fault.repair_s))
 
     def repair(self, name: str, after_s: float) -> None:
-        """It comes back; one that the supervisor will not use again is replaced by another machine."""
+        """The host returns later; one that the supervisor will not use again is replaced by another machine."""
         self._going.add(name)
-        self.cluster.after(after_s, lambda: self.come_back(name))
+        self.cluster.after(after_s, lambda: self.return_repaired(name))
 
-    def come_back(self, name: str) -> None:
+    def return_repaired(self, name: str) -> None:
         cluster = self.cluster
         self._going.discard(name)
         known = cluster.machine.state.hosts.get(name)
@@ -223,20 +223,20 @@ class Simulation:
 
     # ------------------------------------------------------------ what the supervisor says
 
-    def note(self, log: Log) -> None:
+    def on_log(self, log: Log) -> None:
         if log.kind == "host.quarantined" and log.host not in self._going and log.host is not None:
             self.repair(log.host, self.scenario.repair_h * HOUR_S)
         elif log.kind == "incident.resolved" and self.open:
             at_s, kind = self.open[0]
             text = f"{kind}: recovered after {self.cluster.now_s - at_s:.1f} s"
             if len(self.open) > 1:
-                text += f", struck {len(self.open)} times meanwhile"
+                text += f", with {len(self.open)} faults meanwhile"
             self.interruptions.append(
                 Interruption(kind=kind, at_s=at_s, lost_s=self.cluster.now_s - at_s, sentence=text)
             )
             self.open.clear()
 
-    def ended(self, end: End) -> bool:
+    def on_run_ended(self, end: End) -> bool:
         """The run ended by its own decision: the scheduler (75) or a person (else) starts it again."""
         self.gave_up += 1
         wait_s = REQUEUE_S if end.exit_code == 75 else self.scenario.person_s
@@ -263,8 +263,8 @@ class Simulation:
 
     # ------------------------------------------------------------ spot capacity
 
-    def hold(self, count: int) -> None:
-        """The market gives ``count`` hosts from now on."""
+    def set_capacity(self, count: int) -> None:
+        """``count`` hosts are available from now on."""
         names = self.cluster.names
         self._capacity = min(count, len(names))
         if self.cluster.machine.state.phase is Phase.ENDED:
@@ -282,7 +282,7 @@ class Simulation:
 
 
 def rank_of(cluster: Cluster, name: str) -> int:
-    """A rank on that host; -1 (nobody's) where it runs none."""
+    """A rank on that host; -1 (no rank) where it runs none."""
     ranks = cluster.hosts[name].ranks
     return ranks[0] if ranks else -1
 

@@ -1,4 +1,4 @@
-"""What is rehearsed: hosts, spares, hours, faults, how they are found and healed. Values only; the seed comes later."""
+"""What is rehearsed: hosts, spares, hours, faults, their detection and repair. Values only; the seed comes later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.simulate.stage_times import Profile, shipped
 
 DAY_S = 86400.0
 HOUR_S = 3600.0
-#: No automatic interval is longer: a run that ends by its own decision takes the memory tiers with it.
+#: Longest automatic interval: a run that ends by its own decision loses its memory tiers.
 LONGEST_S = HOUR_S
 
 
@@ -24,7 +24,7 @@ class FaultKind:
 
     share: float
     slow_s: float
-    """Mean time to find it with the usual timeouts."""
+    """Mean time to detect it with the usual timeouts."""
     fast_s: float
     """The same with push on death, progress watchdog and fast heartbeats."""
     swap: float = 0.0
@@ -32,7 +32,7 @@ class FaultKind:
     hangs: bool = False
     """Seen by a watchdog, not by a death."""
     hosts: int = 1
-    """Neighbours struck at once."""
+    """Neighbouring hosts that fail at once."""
     reset_s: float = 0.0
     """Where the host stays: its device is reset first."""
 
@@ -87,10 +87,10 @@ class Scenario:
     """Mean."""
     repair_cv: float = 0.5
     correlated_per_day: float = 0.0
-    """Rack or switch events besides, each taking ``correlated_hosts`` neighbours."""
+    """Additional rack or switch failures, each of ``correlated_hosts`` neighbouring hosts."""
     correlated_hosts: int = 8
     maintenance_per_day: float = 0.0
-    """Hosts told to go away, ``maintenance_notice_s`` ahead, for ``maintenance_h``."""
+    """Hosts taken away for ``maintenance_h``, with ``maintenance_notice_s`` of notice."""
     maintenance_notice_s: float = 60.0
     maintenance_h: float = 2.0
     false_alarms_per_day: float = 0.0
@@ -101,9 +101,9 @@ class Scenario:
     profile: Profile = field(default_factory=shipped)
     policy: str = "default"
     max_wait_s: float | None = None
-    """Instead of the shipped policy's patience for capacity."""
+    """Instead of the shipped policy's time to wait for capacity."""
     min_hosts: int | None = None
-    """Go on with as few; None: with a single whole group."""
+    """Continue with as few; None: with a single whole group."""
     quantum_hosts: int | None = None
     """Hosts of a sharded group; only whole ones run. None: what the run file's layout makes of them."""
     replicas: int = 1
@@ -116,7 +116,7 @@ class Scenario:
     """Micro-batches of a step; 0: they divide evenly over any number of hosts."""
     data_ranks_per_host: int = 1
     person_s: float = 3600.0
-    """Until a person starts a run again that gave up."""
+    """Until a person starts a failed run again."""
     usd_per_host_hour: float | None = None
 
     @property
@@ -172,7 +172,7 @@ class Scenario:
 
     def run_spec(self) -> RunSpec:
         """The run file as the supervisor gets it: one rank stands for all GPUs of a host."""
-        wanted = self.spec.resources.model_copy(
+        resources = self.spec.resources.model_copy(
             update={
                 "hosts": self.hosts,
                 "spare_hosts": self.spares,
@@ -187,7 +187,7 @@ class Scenario:
         )
         return self.spec.model_copy(
             update={
-                "resources": wanted,
+                "resources": resources,
                 "parallelism": self.spec.parallelism.model_copy(update=axes),
                 "recovery": recovery,
             }

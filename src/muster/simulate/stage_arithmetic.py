@@ -1,4 +1,4 @@
-"""How long things take, and what a stretch of steps has come to by a moment. Pure arithmetic, in seconds."""
+"""How long things take, and the state of a segment of steps at a moment. Pure arithmetic, in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stages:
 
     step_s: float = 0.3
     flush_s: float = 0.5
-    """A host writes its share of a version that lies in its memory."""
+    """A host writes its share of a version in its memory."""
     detect_exit_s: float = 0.03
     detect_silence_s: float = 3.0
     end_ranks_s: float = 0.03
@@ -23,7 +23,7 @@ class Stages:
     first_start_s: float | None = None
     """Start and warm-up of the first attempt, where they differ (nothing is warm yet)."""
     relayout_s: float = 0.0
-    """Besides, where the new world has another size: resharding, other communicators."""
+    """Added where the new attempt has another size: resharding, other communicators."""
     tax: float = 0.0
     """What fault tolerance costs every step, as a share of it."""
 
@@ -45,7 +45,7 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskTier:
-    """Checkpoints by the clock: after ``every_s`` of training, ``stall_s`` of standing still, usable
+    """Checkpoints by the clock: after ``every_s`` of training, ``stall_s`` of stall, usable
     ``drain_s`` later. A restart begins a new interval."""
 
     every_s: float
@@ -70,7 +70,7 @@ class DiskTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """From ``from_s`` of a stretch's training time (and ``steps`` done) on, a step takes ``step_s``."""
+    """From ``from_s`` of a segment's training time (and ``steps`` done) on, a step takes ``step_s``."""
 
     from_s: float
     steps: float
@@ -81,7 +81,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A stretch's seconds: elapsed = applied + unfinished + stall; a slow host's share of applied is ``slow``."""
+    """A segment's seconds: elapsed = applied + unfinished + stall; a slow host's share of applied is ``slow``."""
 
     elapsed_s: float
     applied_s: float

@@ -41,12 +41,12 @@ def read(run_dir: Path, *, mark: str) -> dict[str, Any] | None:
         BackendError: it is there and cannot be read.
     """
     try:
-        found = json.loads((run_dir / "job.json").read_text())
+        result = json.loads((run_dir / "job.json").read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot read {run_dir / 'job.json'}: {error}", hint="muster down ends what runs") from error
-    return found if isinstance(found, dict) and mark in found else None
+    return result if isinstance(result, dict) and mark in result else None
 
 
 def write(run_dir: Path, record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where a run keeps its things on a host. Paths alone; nothing is created."""
+"""Paths of a run's files on a host. Nothing is created."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_SOCKET = "agent.sock"
 def memory_dir(run_dir: str | Path, run_id: str, host: str) -> Path:
     """The host's folder on tmpfs for snapshots and the agent's socket.
 
-    The name is short (see ``check_memory_dir``) and found again by whoever cleans up.
+    The name is short (see ``check_memory_dir``) and can be computed again for cleaning up.
     """
     return environment.current().memory_root / f"{memory_prefix(run_dir, run_id)}-{host}"
 

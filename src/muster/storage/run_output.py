@@ -1,4 +1,4 @@
-"""What lies in a run's folder for whoever follows it: the output of its processes, and how it ended."""
+"""Files in a run's folder for those who follow it: the output of its processes, and how it ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chunks(run_dir: Path, after: Mapping[str, int]) -> Iterator[LogChunk]:
 
 
 def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
-    """The ``run.finished`` since then, with its ``wall_ns``; it stands near the end of the newest supervisor's file."""
+    """The ``run.finished`` since then, with its ``wall_ns``; it is near the end of the newest supervisor's file."""
     folder = run_dir / "events"
     if not folder.is_dir():
         return None

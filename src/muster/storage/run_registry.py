@@ -2,8 +2,8 @@
 
 ::
 
-    <home>/runs/<run_id>/     a run's folder, unless run_dir says another
-    <home>/index/<run_id>     one line: where a run elsewhere lies
+    <home>/runs/<run_id>/     a run's folder, unless run_dir names another
+    <home>/index/<run_id>     one line: the folder of a run elsewhere
 
 A run's folder holds ``run_id``, ``run.yaml`` (as given), ``resolved.json``, ``token``, ``job.json``, ``lease.json``,
 ``events/``, ``logs/``, ``checkpoints/``, ``traces/``, ``tensorboard/``, ``tokenizer/`` and exports.
@@ -44,12 +44,12 @@ def new_run_id(name: str, *, now_s: float | None = None, salt: str | None = None
 def slug(name: str, length: int) -> str:
     """``name`` in lower-case letters, digits and single dashes, beginning with a letter; ``run`` for nothing."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
-    found = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
-    if not found:
+    result = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    if not result:
         return "run"
-    if not found[0].isalpha():
-        found = f"run-{found}"
-    return found[:length].strip("-")
+    if not result[0].isalpha():
+        result = f"run-{result}"
+    return result[:length].strip("-")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def place(run_id: str, run_dir: str | None) -> Path:
 
 
 def existing_id(path: Path) -> str | None:
-    """The id of the run that lies in ``path``; None where there is none."""
+    """The id of the run in ``path``; None where there is none."""
     try:
         run_id = (path / "run_id").read_text().strip()
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
     """Make (or complete) the run's folder, its token and its entry in the registry.
 
     Raises:
-        UsageError: the folder cannot be made, or holds something that is no run of ours.
+        UsageError: the folder cannot be made, or holds something other than a run.
     """
     run = RunDir(path=path, run_id=run_id)
     try:

@@ -17,7 +17,7 @@ from muster.core.errors import AccessError
 from muster.transport.secure_session import Session
 
 BUFFER_LIMIT_BYTES = 64 * 1024 * 1024
-#: Sent and unacknowledged for so long: the connection is given up (after a cut the kernel would retry for minutes).
+#: A connection whose data is unacknowledged for this long is closed (after a cut the kernel would retry for minutes).
 UNHEARD_MS = 10_000
 
 
@@ -64,7 +64,7 @@ class ConnectionPool:
         return bound
 
     def connect(self, address: str, port: int, *, timeout_s: float = 2.0) -> Connection:
-        """Open a connection as the client. Raises OSError when nobody answers within ``timeout_s``."""
+        """Open a connection as the client. Raises OSError when there is no answer within ``timeout_s``."""
         if address.startswith("unix:"):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(timeout_s)
@@ -101,7 +101,7 @@ class ConnectionPool:
         self._flush(peer)
 
     def drain(self, peer: Connection) -> None:
-        """Deal with everything that already lies in the socket (a dead peer's last words)."""
+        """Process everything already received in the sockets (a dead peer's last messages)."""
         for _ in range(64):
             if peer.closed or not _readable(peer.sock):
                 return
@@ -179,11 +179,11 @@ class ConnectionPool:
         if len(peer.pending) > BUFFER_LIMIT_BYTES:
             self._gone(peer, f"does not read: {len(peer.pending)} bytes wait")
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.pending else 0)
+        requested = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.pending else 0)
         with contextlib.suppress(KeyError, ValueError):
             key = self.selector.get_key(peer.sock)
-            if key.events != wanted:
-                self.selector.modify(peer.sock, wanted, key.data)
+            if key.events != requested:
+                self.selector.modify(peer.sock, requested, key.data)
 
     def _gone(self, peer: Connection, reason: str) -> None:
         if not peer.closed:

@@ -84,10 +84,10 @@ class Session:
         self._buffer += data
         if not self.ready and not (self._handshake_server() if self._server else self._handshake_client()):
             return []
-        found = []
+        result = []
         while (message := self._frame()) is not None:
-            found.append(message)
-        return found
+            result.append(message)
+        return result
 
     def _take(self, count: int) -> bytes | None:
         if len(self._buffer) < count:
@@ -148,10 +148,10 @@ class Session:
         if not hmac.compare_digest(mac, _hmac(self._receive_key, _COUNTER.pack(self._received), payload)[:MAC_BYTES]):
             raise AccessError("a frame's MAC does not fit: altered, replayed or reordered")
         self._received += 1
-        found = json.loads(payload)
-        if not isinstance(found, dict):
+        result = json.loads(payload)
+        if not isinstance(result, dict):
             raise AccessError("a frame does not hold a JSON object")
-        return found
+        return result
 
 
 def read_token(path: str) -> bytes:

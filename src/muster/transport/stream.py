@@ -1,8 +1,8 @@
 """A blocking, authenticated connection that carries JSON frames, raw bytes and open files.
 
-Between movers (TCP), and between a rank and its host's mover (a Unix socket, where alone files can be passed). The
-handshake is ``core.wire``'s. Frames and raw bytes never follow each other without an answer in between: reading a
-frame may take in whatever lies behind it.
+Between replicators (TCP), and between a rank and its host's replicator (a Unix socket: only there files can be passed).
+The handshake is ``transport.secure_session``'s. Frames and raw bytes never follow each other without an answer in
+between: reading a frame may include what follows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muster.transport.secure_session import Session
 
 CHUNK_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 30.0
-#: The mover's socket in its host's memory folder (``core.places``): here its ranks hand their shares over.
+#: The replicator's socket in its host's memory folder (``storage.paths``), where ranks hand their shares over.
 REPLICATOR_SOCKET = "mover.sock"
 
 

@@ -8,7 +8,7 @@ from fakes.host import RecordingHost
 from muster.agent import unsupervised_host
 from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, UnsupervisedHost, newest_complete
 from muster.backends.gke.pod import main
-from muster.checkpoint_format.snapshot_ring import Held, Ring, file_name
+from muster.checkpoint_format.snapshot_ring import Ring, SnapshotInfo, file_name
 
 KEY = "r1s2t1p1c1e1"
 
@@ -163,7 +163,7 @@ def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
 
 
 def held(step, *ranks, attempt=1, layout=KEY, tier="memory"):
-    return [Held(tier=tier, layout=layout, rank=rank, step=step, attempt=attempt) for rank in ranks]
+    return [SnapshotInfo(tier=tier, layout=layout, rank=rank, step=step, attempt=attempt) for rank in ranks]
 
 
 def test_versions_never_mix_and_a_replica_substitutes():

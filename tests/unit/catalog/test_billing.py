@@ -40,7 +40,7 @@ A3_FLEX = [
     ],
 )
 def test_a_description_is_taken_apart(description, mode, name):
-    found_mode, found_name = billing.take_apart(description)
+    found_mode, found_name = billing.parse_description(description)
     assert found_mode == mode
     if mode:
         assert found_name == name

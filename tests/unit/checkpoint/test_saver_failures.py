@@ -77,7 +77,7 @@ def test_a_fence_that_does_not_come_holds_nobody_up(tmp_path, store, monkeypatch
     saves.put_off(2)
     saves.put_off(3)
     assert [kind for kind, _ in seen] == ["begun", "run.message"], "said once"
-    assert "step 2 is put off: that of step 1 has been under way" in seen[-1][1]["text"]
+    assert "step 2 is deferred: that of step 1 has been under way" in seen[-1][1]["text"]
     store.go_on.set()
     assert saves.finish().committed
 

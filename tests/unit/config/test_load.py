@@ -221,9 +221,9 @@ def test_overrides(override: str, path: str, value: object):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("training.steps", "is no override"),
-        ("=5", "is no override"),
-        ("training..steps=5", "is no key path"),
+        ("training.steps", "is not an override"),
+        ("=5", "is not an override"),
+        ("training..steps=5", "is not a key path"),
         ("training.stepz=5", "training.stepz: unknown key"),
         ("steps=5", "`steps` belongs under `training`"),
         ("data.sources.7.rows=5", "there is no item 7 in `data.sources`, it has 2"),

@@ -6,7 +6,7 @@ import pytest
 
 from muster.core import event_log
 from muster.core.event_log import EventLog
-from muster.core.event_order import steady
+from muster.core.event_order import merge_by_monotonic_clock
 from muster.core.events import Event
 
 SECOND = 1_000_000_000
@@ -37,10 +37,10 @@ class Pen:
 
     def errors_s(self):
         """How far each event is from the truth on the one clock."""
-        return [abs(at - WALL - self.truth[(name, event.seq)]) / SECOND for at, name, event in steady(self.files)]
+        return [abs(at - WALL - self.truth[(name, event.seq)]) / SECOND for at, name, event in merge_by_monotonic_clock(self.files)]
 
     def order_is_true(self):
-        found = [self.truth[(name, event.seq)] for _, name, event in steady(self.files)]
+        found = [self.truth[(name, event.seq)] for _, name, event in merge_by_monotonic_clock(self.files)]
         return found == sorted(found)
 
 
@@ -96,7 +96,7 @@ def test_terms_follow_each_other_whatever_the_clock_says(by):
     play(pen, host="host-0", by=by)
     pen.add("supervisor.2.jsonl", 20, "supervisor.started", term=2)
     pen.add("supervisor.2.jsonl", 22, "run.message", text="here")
-    bosses = [event.kind for _, name, event in steady(pen.files) if name.startswith("supervisor.")]
+    bosses = [event.kind for _, name, event in merge_by_monotonic_clock(pen.files) if name.startswith("supervisor.")]
     assert bosses[-3:] == ["run.finished", "supervisor.started", "run.message"]
 
 
@@ -118,5 +118,5 @@ def test_what_is_not_bent_stays_as_it_is():
     pen = Pen()
     play(pen, host="host-1", by=SECOND // 2)
     events = {(name, event.seq): event for name, found in pen.files.items() for event in found}
-    assert all(at == events[(name, event.seq)].wall_ns for at, name, event in steady(pen.files))
-    assert all(event == replace(events[(name, event.seq)]) for _, name, event in steady(pen.files))
+    assert all(at == events[(name, event.seq)].wall_ns for at, name, event in merge_by_monotonic_clock(pen.files))
+    assert all(event == replace(events[(name, event.seq)]) for _, name, event in merge_by_monotonic_clock(pen.files))

@@ -9,7 +9,7 @@ from muster.core.types import Action, Incident
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import ClusterState
 from muster.protocol.ranks import RankContext
-from muster.simulate.agent_model import take
+from muster.simulate.agent_model import handle_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
@@ -25,7 +25,7 @@ def bad_batch(found, step):
     def listen(cluster, name, message):
         if message["t"] == "start":
             skipped[:] = RankContext.from_json(message["contexts"][0]).skip_steps
-        take(cluster, name, message)
+        handle_message(cluster, name, message)
 
     def watch():
         host = found.hosts["host-0"]
@@ -45,7 +45,7 @@ def bad_batch(found, step):
 @pytest.fixture
 def with_skips(monkeypatch):
     def start(found, step):
-        monkeypatch.setattr("muster.simulate.agent_model.take", bad_batch(found, step))
+        monkeypatch.setattr("muster.simulate.agent_model.handle_message", bad_batch(found, step))
         return found
 
     return start

@@ -30,10 +30,16 @@ class ConnectionPool:
 def supervisor(tmp_path):
     of = spec(hosts=1)
     found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.hub, found.agents, found.keepers, found.clocks = "r", ConnectionPool(), {}, {}, ClockOffsets()
+    found.run_id, found.pool, found.agents, found.watchdogs, found.clocks = (
+        "r",
+        ConnectionPool(),
+        {},
+        {},
+        ClockOffsets(),
+    )
     found.machine = machine(of)
-    found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
-    found.presence = HostLiveness(timeout_s=3.0)
+    found.limits_guard = LimitsGuard(limits=of.limits, grace_s=30.0)
+    found.liveness = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
     found.lease = SimpleNamespace(hold=lambda: None)
     found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
@@ -71,8 +77,8 @@ BAD = [
 @pytest.mark.parametrize("hello", BAD, ids=str)
 def test_a_hello_that_cannot_be_used(supervisor, hello):
     peer = say(supervisor, hello)
-    assert supervisor.hub.closed == [peer] and "cannot be used" in notes(supervisor)[0]
-    assert supervisor.machine.state.hosts == {} and not supervisor.agents and not supervisor.keepers
+    assert supervisor.pool.closed == [peer] and "unusable message" in notes(supervisor)[0]
+    assert supervisor.machine.state.hosts == {} and not supervisor.agents and not supervisor.watchdogs
 
 
 def test_one_that_can(supervisor):
@@ -80,27 +86,27 @@ def test_one_that_can(supervisor):
         supervisor,
         {**HELLO, "snapshots": [{"step": 1, "attempt": 1, "rank": 0, "layout": "r1s1t1p1c1e1", "tier": "memory"}]},
     )
-    assert supervisor.machine.state.hosts["host-0"].connected and not supervisor.hub.closed
+    assert supervisor.machine.state.hosts["host-0"].connected and not supervisor.pool.closed
 
 
 @pytest.mark.parametrize("resettable", [["first"], 3, [None]])
 def test_a_health_verdict_that_cannot_be_used(supervisor, resettable):
     peer = say(supervisor, {"t": "hello", "role": "client"}, {"t": "health", "host": "a", "resettable": resettable})
-    assert supervisor.hub.closed == [peer] and "cannot be used" in notes(supervisor)[0]
-    assert supervisor._orders == []
+    assert supervisor.pool.closed == [peer] and "unusable message" in notes(supervisor)[0]
+    assert supervisor._pending == []
 
 
 def test_clients_are_understood(supervisor):
     health = {"t": "health", "host": "a", "evidence": "Xid 79", "resettable": [0, "1"]}
     say(supervisor, {"t": "hello", "role": "client"}, health, {"t": "stop", "again": True, "save": False})
-    verdict, stop = supervisor._orders
+    verdict, stop = supervisor._pending
     assert isinstance(verdict, FromHost) and verdict.message["resettable"] == [0, 1]
     assert stop == StopRequest(source="muster stop", exit_code=75, save=False)
-    assert [message["t"] for message in supervisor.hub.sent] == ["status", "status"]
+    assert [message["t"] for message in supervisor.pool.sent] == ["status", "status"]
 
 
 def test_a_limit_of_silence_shorter_than_three_beats_is_said_not_kept(supervisor):
-    supervisor.presence.timeout_s = 0.3
+    supervisor.liveness.timeout_s = 0.3
     for _ in range(2):
         say(supervisor, {"t": "hello", "role": "beat", "host": "host-0", "every_s": 0.5})
-    assert ["counts as 1.5 s" in text for text in notes(supervisor)] == [True]
+    assert ["using 1.5 s" in text for text in notes(supervisor)] == [True]

@@ -95,7 +95,7 @@ def test_a_second_ctrl_c_does_not_wait_for_it(again):
     found.at(14.0, lambda: stop(found, **again))
     end = ended(found)
     assert end.exit_code == 130 and found.now_s == pytest.approx(14.0)
-    assert "not written (SIGINT: left at once)" in end.reason and "no checkpoint stands" in end.reason
+    assert "not written (SIGINT: left at once)" in end.reason and "there is no checkpoint" in end.reason
 
 
 def test_the_first_ctrl_c_of_a_run_that_ends_by_itself_waits():
@@ -112,7 +112,7 @@ def test_a_disk_that_does_not_take_it_ends_the_run_with_a_word():
     found.at(10.0, lambda: found.kill_rank(0))
     end = ended(found)
     assert end.exit_code == 1 and committed(found) == 0
-    assert "lay only in memory and was not written (host-" in end.reason and "no space left" in end.reason
+    assert "was only in memory and was not written (host-" in end.reason and "no space left" in end.reason
 
 
 def test_a_version_that_is_refused_is_followed_by_the_next_older_one_and_that_is_said():

@@ -50,7 +50,7 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
     message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
-    assert classify.rank_exit("host-1", message)[0] is HOST_UNHEALTHY
+    assert classify.classify_rank_exit("host-1", message)[0] is HOST_UNHEALTHY
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_words_of_a_broken_device_or_network_are_the_hosts(text):
 )
 def test_words_that_only_look_so_are_not(text, kind):
     message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
-    assert classify.rank_exit("host-1", message)[0] is kind
+    assert classify.classify_rank_exit("host-1", message)[0] is kind
 
 
 ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"}
@@ -74,11 +74,11 @@ ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC er
 def test_no_room_for_snapshots_distrusts_none_of_them():
     for text in (
         "no room for snapshots in memory: 52.5 GB wanted, 8.1 GB free in /dev/shm/muster",
-        "fetched.r1s2t1p1c1e1.0.ring of step 9 could not be fetched: no room for snapshots in memory: 52.5 GB wanted, 8.1 GB "
-        "free in /dev/shm/muster",
+        "fetched.r1s2t1p1c1e1.0.ring of step 9 could not be fetched: no room for snapshots in memory: "
+        "52.5 GB wanted, 8.1 GB free in /dev/shm/muster",
     ):
         message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
-        kind, evidence, detail = classify.rank_exit("host-1", message)
+        kind, evidence, detail = classify.classify_rank_exit("host-1", message)
         assert kind is RANK_EXCEPTION and "unreadable" not in detail
         assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
 
@@ -219,7 +219,9 @@ def test_a_policy_without_a_decision_is_replaced_by_the_default_once(decide):
     found.at(10.0, lambda: found.kill_rank(1))
     assert found.run().exit_code == 0
     assert actions(found) == ["restart"]
-    notes = [log.detail["text"] for _, log in kinds(found, "run.message") if "no decision on i1" in log.detail["text"]]
+    notes = [
+        log.detail["text"] for _, log in kinds(found, "run.message") if "no valid decision for i1" in log.detail["text"]
+    ]
     assert len(notes) == 1
 
 

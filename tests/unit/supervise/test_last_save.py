@@ -45,13 +45,13 @@ def test_weights_that_stand_nowhere_are_no_success():
     found = a_run(disk_takes=False)
     end = ended(found)
     assert (end.exit_code, end.outcome) == (1, "failed")
-    assert "step 50 lay only in memory and was not written" in end.reason and "no checkpoint stands" in end.reason
+    assert "step 50 was only in memory and was not written" in end.reason and "there is no checkpoint" in end.reason
 
 
 def test_without_snapshots_it_is_said_at_once():
     end = ended(a_run(snapshot_every_steps=0))
     assert (end.exit_code, end.outcome) == (1, "failed")
-    assert FULL in end.reason and "no checkpoint stands" in end.reason
+    assert FULL in end.reason and "there is no checkpoint" in end.reason
 
 
 @pytest.mark.parametrize("said", [("failed", "committed"), ("committed",), ()])

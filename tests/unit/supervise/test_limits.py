@@ -41,7 +41,7 @@ def test_hours_count_while_hosts_are_held():
     assert due_h(guard(*spans, max_hours=2)) is None, "nothing is held"
     again = guard(*spans, (5, "host.allocated", "a"), max_hours=2)
     assert due_h(again) == pytest.approx(6 - 30 / 3600)
-    assert "limits.max_hours 2" in again.next(0).why
+    assert "limits.max_hours 2" in again.next(0).reason
 
 
 def test_a_short_limit_is_not_eaten_up_by_the_grace():
@@ -70,5 +70,5 @@ def test_a_deadline_leaves_the_grace_and_the_first_limit_counts():
     at = datetime(1970, 1, 1, 3, 0, tzinfo=UTC).isoformat()
     found = guard((0, "host.allocated", "a", 10.0), max_usd=1000, max_hours=50, deadline=at)
     assert due_h(found) == pytest.approx(3 - 30 / 3600)
-    assert "limits.deadline" in found.next(0).why
-    assert "max_usd" in guard((0, "host.allocated", "a", 10.0), max_usd=10, max_hours=50, deadline=at).next(0).why
+    assert "limits.deadline" in found.next(0).reason
+    assert "max_usd" in guard((0, "host.allocated", "a", 10.0), max_usd=10, max_hours=50, deadline=at).next(0).reason

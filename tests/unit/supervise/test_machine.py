@@ -160,7 +160,7 @@ def test_restarts_without_progress_are_bounded():
     for tenth in range(100, 1000):
         found.at(tenth / 10 * 0.9, lambda: found.kill_rank(0))
     end = found.run()
-    assert end.exit_code == 1 and "no new step" in end.reason
+    assert end.exit_code == 1 and "without a new step" in end.reason
 
 
 def test_a_host_that_keeps_failing_is_quarantined_for_a_spare():

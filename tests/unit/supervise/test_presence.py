@@ -7,14 +7,14 @@ S = 1_000_000_000
 
 def host(timeout_s=3.0):
     found = HostLiveness(timeout_s=timeout_s)
-    found.agent_came("a", 1 * S)
-    found.keeper_came("a", 1 * S)
+    found.agent_connected("a", 1 * S)
+    found.watchdog_connected("a", 1 * S)
     return found
 
 
 def test_beats_keep_a_host_up_and_silence_takes_it_down_once():
     found = host()
-    found.beat("a", 2 * S)
+    found.heartbeat("a", 2 * S)
     assert found.deadline_ns() == 5 * S
     assert found.down(int(4.9 * S)) == []
     ((name, why),) = found.down(5 * S)
@@ -24,36 +24,36 @@ def test_beats_keep_a_host_up_and_silence_takes_it_down_once():
 
 def test_both_connections_closed_is_seen_at_once():
     found = host()
-    found.agent_went("a", 2 * S)
+    found.agent_disconnected("a", 2 * S)
     assert found.down(2 * S) == []
-    found.keeper_went("a", 2 * S)
+    found.watchdog_disconnected("a", 2 * S)
     assert found.down(2 * S) == [("a", "all its connections closed")]
 
 
 def test_an_agent_alone_may_come_back():
     found = host()
-    found.agent_went("a", 2 * S)
+    found.agent_disconnected("a", 2 * S)
     for second in range(3, 3 + int(AGENT_RETURN_S) - 2):
-        found.beat("a", second * S)
+        found.heartbeat("a", second * S)
         assert found.down(second * S) == []
-    found.agent_came("a", 9 * S)
-    found.beat("a", 11 * S)
+    found.agent_connected("a", 9 * S)
+    found.heartbeat("a", 11 * S)
     assert found.down(12 * S) == []
 
 
 def test_an_agent_that_stays_away_is_a_lost_host():
     found = host()
-    found.agent_went("a", 2 * S)
+    found.agent_disconnected("a", 2 * S)
     late = 2 * S + int(AGENT_RETURN_S * S)
-    found.beat("a", late)
+    found.heartbeat("a", late)
     assert "did not come back" in found.down(late)[0][1]
 
 
 def test_a_host_that_comes_back_can_be_lost_again():
     found = host()
     found.down(9 * S)
-    found.agent_came("a", 20 * S)
-    found.keeper_came("a", 20 * S)
+    found.agent_connected("a", 20 * S)
+    found.watchdog_connected("a", 20 * S)
     assert found.down(21 * S) == []
     assert len(found.down(30 * S)) == 1
 
@@ -61,7 +61,7 @@ def test_a_host_that_comes_back_can_be_lost_again():
 def test_a_supervisor_that_was_not_run_does_not_blame_the_hosts():
     """A paused machine: the supervisor wakes 3 s late, before the keeper had a chance to beat."""
     found = host()
-    found.beat("a", 2 * S)
+    found.heartbeat("a", 2 * S)
     limit = int(found.timeout_s * S)
     found.discount_pause(3 * S, 2 * S + limit + 3 * S)
     assert found.down(2 * S + limit + 3 * S - 1) == []
@@ -70,7 +70,7 @@ def test_a_supervisor_that_was_not_run_does_not_blame_the_hosts():
 
 def test_being_late_never_makes_a_host_seen_in_the_future():
     found = host()
-    found.beat("a", 5 * S)
+    found.heartbeat("a", 5 * S)
     found.discount_pause(3 * S, 5 * S)
     assert len(found.down(5 * S + int(found.timeout_s * S))) == 1
 
@@ -78,10 +78,10 @@ def test_being_late_never_makes_a_host_seen_in_the_future():
 def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
     """It beats as it was started: with a sixth of another limit."""
     found = HostLiveness(timeout_s=0.3)
-    found.agent_came("a", 1 * S)
-    found.keeper_came("a", 1 * S, every_s=0.5)
+    found.agent_connected("a", 1 * S)
+    found.watchdog_connected("a", 1 * S, every_s=0.5)
     for tenths in range(15, 60, 5):
-        found.beat("a", tenths * S // 10)
+        found.heartbeat("a", tenths * S // 10)
         assert found.down(tenths * S // 10 + int(0.9 * S)) == []
     assert found.least_s == 1.5 and found.deadline_ns() == int(7.0 * S)
     assert found.down(7 * S) == [("a", "silent for 1.50 s (limit 1.5 s)")]

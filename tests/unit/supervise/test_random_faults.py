@@ -41,38 +41,37 @@ def do(found, of, policy, deed, index):
     if not names or found.machine.state.phase is Phase.ENDED:
         return
     name = names[index % len(names)]
-    host = found.hosts[name]
     notice = {"t": "notice", "notice": "preemption", "source": "test", "grace_s": 30.0}
-    if deed in WORDS:
-        found.kill_rank(index, code=1, last=WORDS[deed])
-    elif deed == "rank":
-        found.kill_rank(index)
-    elif deed in ("host", "silent"):
-        found.kill_host(name, silent=deed == "silent")
-    elif deed == "return":
-        found.return_host(name)
-    elif deed == "notice":
-        found.receive_from(host, notice)
-    elif deed == "everybody":
-        for each in list(found.hosts.values()):
-            found.receive_from(each, notice)
-    elif deed == "stop":
-        found._give(StopRequest(source="SIGTERM", exit_code=75))
-    elif deed == "supervisor":
-        replace(found, of, policy)
-    elif deed in ("gap", "midway"):
-        if deed == "gap":
-            connectivity.lose_supervisor(found)
-        else:
-            found.dies_at_send = True
+
+    def notify(*hosts):
+        for host in hosts:
+            found.receive_from(host, notice)
+
+    def replace_later(lose):
+        lose()
         found.after(index * 0.7 + 0.05, lambda: replace(found, of, policy, apart_s=index * 0.3))
-    elif deed == "agent":
-        connectivity.restart_agent(found, name)
-    elif deed == "hang":
-        broken.hang_rank(found, index, detect_s=0.5)
-    elif deed == "flap":
+
+    def flap():
         found.kill_host(name, silent=True)
         found.after(5.0, lambda: found.return_host(name))
+
+    faults = {
+        "rank": lambda: found.kill_rank(index),
+        "host": lambda: found.kill_host(name),
+        "silent": lambda: found.kill_host(name, silent=True),
+        "return": lambda: found.return_host(name),
+        "notice": lambda: notify(found.hosts[name]),
+        "everybody": lambda: notify(*list(found.hosts.values())),
+        "stop": lambda: found._give(StopRequest(source="SIGTERM", exit_code=75)),
+        "supervisor": lambda: replace(found, of, policy),
+        "gap": lambda: replace_later(lambda: connectivity.lose_supervisor(found)),
+        "midway": lambda: replace_later(lambda: setattr(found, "dies_at_send", True)),
+        "agent": lambda: connectivity.restart_agent(found, name),
+        "hang": lambda: broken.hang_rank(found, index, detect_s=0.5),
+        "flap": flap,
+        **{word: lambda word=word: found.kill_rank(index, code=1, last=WORDS[word]) for word in WORDS},
+    }
+    faults[deed]()
 
 
 @settings(max_examples=400, deadline=None)

@@ -26,10 +26,10 @@ class ConnectionPool:
 def supervisor(tmp_path):
     of = spec(hosts=1, recovery={"keep_hosts_after_failure_s": 60.0})
     found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.hub, found.agents = "r", ConnectionPool(), {}
+    found.run_id, found.pool, found.agents = "r", ConnectionPool(), {}
     found.machine = machine(of)
-    found.guard = LimitsGuard(limits=of.limits, grace_s=30.0)
-    found.presence = HostLiveness(timeout_s=3.0)
+    found.limits_guard = LimitsGuard(limits=of.limits, grace_s=30.0)
+    found.liveness = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
     found.lease = SimpleNamespace(hold=lambda: None)
     found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
@@ -46,8 +46,8 @@ def test_a_deposed_supervisor_acts_on_nothing(supervisor):
 
     supervisor.lease = SimpleNamespace(hold=deposed)
     with pytest.raises(ConflictError):
-        supervisor._give(Tick())
-    assert not handled and not supervisor.hub.sent
+        supervisor._handle(Tick())
+    assert not handled and not supervisor.pool.sent
 
 
 class FullDisk:
@@ -73,15 +73,15 @@ def test_a_full_disk_neither_ends_the_supervisor_nor_breaks_its_log(supervisor, 
     for number in range(5):
         supervisor._append("run.message", {"text": f"full {number}"})
         supervisor.log.sync()
-        supervisor._tend_log()
+        supervisor._retry_log()
     assert supervisor.log.trouble == "No space left on device"
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["before"], "a torn end is left out"
     assert check_directory(tmp_path / "events", run_id="r")["supervisor.1.jsonl"].problem is None
     disk.room = 10**6
-    supervisor._tend_log()
+    supervisor._retry_log()
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert texts[:6] == ["before", *(f"full {number}" for number in range(5))]
-    assert "it is whole again" in texts[6] and "No space left" in texts[6]
+    assert "it is complete again" in texts[6] and "No space left" in texts[6]
     assert check_directory(tmp_path / "events", run_id="r")["supervisor.1.jsonl"].problem is None
 
 
@@ -108,9 +108,9 @@ def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
     supervisor._limited = True
     corrected(supervisor, policy="none")
     supervisor._from_client(None, {"t": "restart"})
-    (order,) = supervisor._orders
+    (order,) = supervisor._pending
     assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
-    assert supervisor.presence.timeout_s == 9.0 and supervisor.guard.limits.max_hours == 2.0
+    assert supervisor.liveness.timeout_s == 9.0 and supervisor.limits_guard.limits.max_hours == 2.0
     assert not supervisor._limited
 
 
@@ -120,6 +120,6 @@ def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, t
     policy.write_text("raise RuntimeError('oops')\n")
     corrected(supervisor, policy=str(policy))
     supervisor._from_client(None, {"t": "restart"})
-    assert supervisor._orders == [] and supervisor.presence.timeout_s == 3.0
+    assert supervisor._pending == [] and supervisor.liveness.timeout_s == 3.0
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert any("not restarted" in text and "oops" in text for text in texts)

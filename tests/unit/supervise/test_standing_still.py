@@ -122,7 +122,7 @@ def test_an_agent_that_begins_anew_meanwhile_is_asked_again():
 def test_a_steps_limit_is_the_limit_here_too_but_for_the_floor(limit, expected):
     state = State()
     for seconds in (3.0, STEP_S, 5.0):
-        state.took({"step_ns": int(seconds * 1e9)})
+        state.add_step_time({"step_ns": int(seconds * 1e9)})
     of = limited(step_timeout_s=limit)
     made = Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1)
     assert pause_s(SupervisorContext(settings=made, policy=SHIPPED["default"], state=state)) == expected
@@ -130,12 +130,12 @@ def test_a_steps_limit_is_the_limit_here_too_but_for_the_floor(limit, expected):
 
 def test_the_first_step_of_an_attempt_counts_until_there_is_another():
     state = State()
-    state.took({"step_ns": 90 * 10**9}, first=True)
-    state.took({"step_ns": None})  # a loop of one's own
+    state.add_step_time({"step_ns": 90 * 10**9}, first=True)
+    state.add_step_time({"step_ns": None})  # a loop of one's own
     assert list(state.recent_step_s) == [90.0]
     for _ in range(20):
-        state.took({"step_ns": 2 * 10**9})
-    state.took({"step_ns": 90 * 10**9}, first=True)
+        state.add_step_time({"step_ns": 2 * 10**9})
+    state.add_step_time({"step_ns": 90 * 10**9}, first=True)
     assert set(state.recent_step_s) == {2.0}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.transport.connections import Connection
+from muster.transport.connections import Connection, ConnectionPool
 
 
 @dataclass(kw_only=True)
@@ -86,6 +86,18 @@ def is_stopped(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] in ("T", "t")
     except (OSError, IndexError):
         return False
+
+
+def on_exit(hub: ConnectionPool, pid: int, callback: Callable[[], None]) -> None:
+    """Call back once a child of this process is gone; its exit status is still to be read."""
+    fd = os.pidfd_open(pid)
+
+    def gone() -> None:
+        hub.unwatch(fd)
+        os.close(fd)
+        callback()
+
+    hub.watch(fd, gone)
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -35,9 +35,10 @@ from typing import Any
 from muster.agent.replicator.checkpoint_writer import CheckpointWriter, log_error, serve_connections
 from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.replication import SnapshotReceiver, SnapshotSender
-from muster.checkpoint_format.snapshot_ring import FETCHED_SLOTS, PEER_SLOTS, NoRoom, Ring, file_name, refuse
+from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, file_name, refuse
 from muster.core import environment
 from muster.core.errors import CheckpointError, ConflictError, MusterError
+from muster.core.snapshot_slots import FETCHED_SLOTS, PEER_SLOTS
 from muster.transport.secure_session import read_token
 from muster.transport.stream import TIMEOUT_S, Stream
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from muster.agent.host_state import HostState
-from muster.agent.ranks.rank_process import is_stopped, open_pidfd
+from muster.agent.ranks.rank_process import is_stopped, on_exit
 
 #: The agent's first message to the supervisor names the replicator's address: it waits this long for it, once.
 FIRST_WAIT_S = 20.0
@@ -93,9 +93,7 @@ class ReplicatorProcess:
         self._incoming, self._stopped_since = b"", None
         self._outgoing.clear()
         host.hub.watch(child.stdout.fileno(), lambda: self._on_output(child))
-        fd = open_pidfd(child.pid)
-        assert fd is not None  # not reaped yet
-        host.hub.watch(fd, lambda: self._on_exit(fd, child))
+        on_exit(host.hub, child.pid, lambda: self._on_exit(child))
         return child
 
     def _log(self) -> IO[bytes]:
@@ -225,11 +223,9 @@ class ReplicatorProcess:
         if now - self._stopped_since > self._host.spec.recovery.heartbeat_timeout_s:
             self._child.kill()
 
-    def _on_exit(self, fd: int, child: subprocess.Popen[bytes]) -> None:
-        """The pidfd fired: start the next one; training continued meanwhile."""
+    def _on_exit(self, child: subprocess.Popen[bytes]) -> None:
+        """Start the next one; training continued meanwhile."""
         host = self._host
-        host.hub.unwatch(fd)
-        os.close(fd)
         code = child.wait()
         self._read(child)  # its last output; a pipe holds no more than one read takes
         assert child.stdin is not None and child.stdout is not None

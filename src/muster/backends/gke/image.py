@@ -41,14 +41,14 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
-    """A pair that does not fit (``wrong``), or that nobody is known to have tried."""
+    """A combination that does not fit (``wrong``), or is untested as far as known."""
 
     message: str
     wrong: bool = False
 
 
 def parts(*, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Parts:
-    """The table's, with what the user wants otherwise."""
+    """The table's, with the user's overrides."""
     table = catalogue.versions()["image"]
     return Parts(
         base=base or table["base"], torch=torch or str(table["torch"]), torch_index=torch_index or table["torch_index"]
@@ -60,7 +60,7 @@ def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
     rows = [row for row in catalogue.versions()["compatibility"] if row["family"] == family.name]
     found = list(_of_the_base(made_of))
     if not rows and machine.gpus:
-        found.append(Doubt(message=f"no known row for {family.name}: nobody here has seen any image work on it"))
+        found.append(Doubt(message=f"no known row for {family.name}: no image is known to work on it"))
     for row in rows:
         found += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
     return sorted(found, key=lambda one: not one.wrong)

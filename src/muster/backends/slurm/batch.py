@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -78,7 +78,7 @@ class Batch:
         run_registry.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
         with contextlib.suppress(MusterError):
             run_registry.replace_text(self.run_dir / CONTROLLERS, json.dumps(self.slurm.controllers()) + "\n")
-        with self._signals() as wake:
+        with wake_on_signals(signal.SIGUSR1, self._on_notice, ignored=[signal.SIGTERM]) as wake:
             for step in steps:
                 self._start(step)
             verdict = self._wait(steps, wake)
@@ -157,28 +157,32 @@ class Batch:
 
     # ------------------------------------------------------------ the time limit
 
-    @contextlib.contextmanager
-    def _signals(self) -> Any:
-        """USR1 is the notice before the time limit. TERM goes to every node, where the supervisor handles it."""
-        wake_r, wake_w = socket.socketpair()
-        wake_r.setblocking(False)
-        wake_w.setblocking(False)
-        signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGUSR1, self._on_notice)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # wakes us
-        try:
-            yield wake_r
-        finally:
-            signal.set_wakeup_fd(-1)
-
     def _on_notice(self, _number: int, _frame: FrameType | None) -> None:
+        """USR1 is the notice before the time limit. TERM goes to every node, where the supervisor handles it."""
         self.notice = True
 
     def _send_stop(self) -> bool:
         """Ask the supervisor to save and exit with 75; False: it could not be reached, ask again."""
         _log("the time limit is near: asking the run to save and exit")
         return send_to_supervisor(self.run_dir, TIME_LIMIT_STOP)
+
+
+@contextlib.contextmanager
+def wake_on_signals(
+    number: signal.Signals, handler: Callable[[int, FrameType | None], None], *, ignored: Iterable[signal.Signals]
+) -> Iterator[socket.socket]:
+    """A socket that becomes readable at every signal: ``number``, the ``ignored`` ones, or the end of a child."""
+    wake_r, wake_w = socket.socketpair()
+    wake_r.setblocking(False)
+    wake_w.setblocking(False)
+    signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
+    signal.signal(number, handler)
+    for other in (signal.SIGCHLD, *ignored):
+        signal.signal(other, lambda _number, _frame: None)
+    try:
+        yield wake_r
+    finally:
+        signal.set_wakeup_fd(-1)
 
 
 def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:

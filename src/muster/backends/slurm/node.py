@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from muster.backends.slurm import locate
-from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_LIMIT_STOP, send_to_supervisor
+from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_LIMIT_STOP, send_to_supervisor, wake_on_signals
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.nccl_settings import with_nccl_settings
 from muster.backends.slurm.resubmit import resubmit
@@ -86,7 +86,7 @@ class Node:
 
     def run(self) -> int:
         """Serve until the run has ended; return the agent's or the supervisor's code."""
-        with self._signals() as wake:
+        with wake_on_signals(signal.SIGTERM, self._on_term, ignored=[signal.SIGUSR1, signal.SIGINT]) as wake:
             self._start_agent()
             if self.index == 0:
                 self._take_over("the first node")
@@ -256,22 +256,8 @@ class Node:
 
     # ------------------------------------------------------------ signals
 
-    @contextlib.contextmanager
-    def _signals(self) -> Any:
-        """TERM: Slurm ends the job (scancel, requeue, preemption, time limit). USR1 is for the batch program."""
-        wake_r, wake_w = socket.socketpair()
-        wake_r.setblocking(False)
-        wake_w.setblocking(False)
-        signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._on_term)
-        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, lambda _number, _frame: None)
-        try:
-            yield wake_r
-        finally:
-            signal.set_wakeup_fd(-1)
-
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
+        """Slurm ends the job (scancel, requeue, preemption, time limit). USR1 is for the batch program."""
         self.term = True
 
     def _notice_due(self) -> float | None:

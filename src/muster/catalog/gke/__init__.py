@@ -45,7 +45,7 @@ class DataNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """The daemon that GPUDirect-TCPX and TCPXO need beside each pod's own process."""
+    """The daemon that GPUDirect-TCPX and TCPXO need next to each pod's own process."""
 
     name: str
     image: str
@@ -59,7 +59,7 @@ class Sidecar:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """How pods reach the data network, and what NCCL is told."""
+    """How pods reach the data network, and NCCL's settings."""
 
     name: str
     env: Mapping[str, str]
@@ -73,7 +73,7 @@ class Fabric:
     images: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     capabilities: tuple[str, ...] = ()
-    """What the trainer's own container is allowed besides the default."""
+    """What the trainer's own container is allowed in addition to the default."""
     networks: tuple[DataNetwork, ...] = ()
     sidecar: Sidecar | None = None
     claim_class: str | None = None
@@ -96,7 +96,7 @@ class Machine:
 
     @property
     def shared_memory_gib(self) -> int:
-        """The limit of a host's ``/dev/shm``, where snapshots lie: the rest is for processes and staged saves."""
+        """The limit of a host's ``/dev/shm``, which holds snapshots: the rest is for processes and staged saves."""
         return max(1, self.memory_gb * SHARED_MEMORY_PERCENT // 100)
 
 
@@ -145,17 +145,17 @@ def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> 
         raise UsageError(
             "no machine named", hint="set resources.machine (a4-highgpu-8g) or resources.accelerator (B200)"
         )
-    wanted = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
-    if wanted in (choices := _document("families.yaml")["ambiguous"]):
+    requested = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
+    if requested in (choices := _document("families.yaml")["ambiguous"]):
         raise UsageError(
             f"accelerator {accelerator!r} comes in several machines",
-            hint="resources.machine: " + ", ".join(choices[wanted]),
+            hint="resources.machine: " + ", ".join(choices[requested]),
         )
     for family in _families().values():
-        if family.accelerator and wanted == family.accelerator.upper():
+        if family.accelerator and requested == family.accelerator.upper():
             return family, family.machines[family.default_machine]
     names = {one.accelerator: one for one in _families().values() if one.accelerator}
-    raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(wanted, names))
+    raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(requested, names))
 
 
 def installers_url() -> str:

@@ -35,7 +35,7 @@ def versions(events: Sequence[Timed], steps: Sequence[Step]) -> dict[str, list[V
                 step = event.detail.get(key)
                 if step is not None and not (result[tier] and result[tier][-1].step == step):
                     result[tier].append(_version(timed, int(step), ends))
-    return {tier: sorted(each) for tier, each in result.items() if each}
+    return {tier: sorted(held) for tier, held in result.items() if held}
 
 
 def _version(timed: Timed, step: int, ends: Mapping[int, int]) -> Version:

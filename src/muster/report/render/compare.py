@@ -35,7 +35,7 @@ def compare(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Figures and category shares of each run, and each one's change against the first; null where unknown."""
     return {
         "schema": 1,
-        "kind": "muster.report.render.compare",
+        "kind": "muster.report.compare",
         "runs": [doc["run_id"] for doc in documents],
         "figures": {path: _row([_at(doc, path) for doc in documents]) for path in FIGURES},
         "categories": {name: _row([doc["categories"][name]["share"] for doc in documents]) for name in CATEGORIES},

@@ -1,7 +1,7 @@
 """Small objects under URIs, with the conditional writes that leases, fences and commits need.
 
-``open_store()`` gives one ``Store`` (``core.seams``) for every scheme: it picks the adapter by the URI and
-imports its library then, not before. ``core.store.blobs`` moves large files under the same URIs.
+``open_store()`` gives one ``Store`` (``core.protocols``) for every scheme: it picks the adapter by the URI and
+imports its library then, not before. ``storage.store.blobs`` moves large files under the same URIs.
 
 ================  ==================================================  =====================================
 scheme            conditional writes                                  generation

@@ -67,8 +67,8 @@ def read_range(uri: str, start: int, stop: int) -> bytes:
         if uris.is_local(uri):
             with open(uris.local_path(uri), "rb", buffering=0) as file:
                 return os.pread(file.fileno(), stop - start, start)
-        found: bytes = filesystem(uri).cat_file(uri, start=start, end=stop)
-        return found
+        result: bytes = filesystem(uri).cat_file(uri, start=start, end=stop)
+        return result
 
 
 def size(uri: str) -> int:

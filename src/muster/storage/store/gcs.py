@@ -29,7 +29,7 @@ class GcsStore:
     def get(self, uri: str) -> Stored:
         with self._errors(uri):
             blob = self._blob(uri)
-            # One request for both: the answer's header says which generation its bytes are.
+            # One request for both: the response's header carries the generation of its bytes.
             data: bytes = blob.download_as_bytes(timeout=_TIMEOUT_S, retry=None)
             return Stored(data=data, generation=str(blob.generation))
 
@@ -41,16 +41,16 @@ class GcsStore:
 
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
         if not generation.isdecimal() or int(generation) == 0:
-            raise ConflictError(f"{uri}: {generation!r} is no generation of this store")
+            raise ConflictError(f"{uri}: {generation!r} is not a generation of this store")
         return self._upload(uri, data, if_generation_match=int(generation))
 
     def list(self, prefix: str) -> list[str]:
         bucket, key = uris.bucket_and_key(prefix)
         folder = f"{key.rstrip('/')}/" if key.strip("/") else ""
         with self._errors(prefix):
-            found = self._client().list_blobs(bucket, prefix=folder, timeout=_TIMEOUT_S, retry=None)
+            result = self._client().list_blobs(bucket, prefix=folder, timeout=_TIMEOUT_S, retry=None)
             # A name that ends in a slash is a folder marker that consoles and FUSE mounts leave.
-            return sorted(f"gs://{bucket}/{blob.name}" for blob in found if not blob.name.endswith("/"))
+            return sorted(f"gs://{bucket}/{blob.name}" for blob in result if not blob.name.endswith("/"))
 
     def delete(self, uri: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._errors(uri):

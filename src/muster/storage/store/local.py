@@ -61,24 +61,24 @@ class LocalStore:
                 raise ConflictError(f"{uri} is gone; expected generation {generation}")
             with _locked(path.parent):
                 try:
-                    found = path.stat()
+                    result = path.stat()
                 except FileNotFoundError as error:
                     raise ConflictError(f"{uri} is gone; expected generation {generation}") from error
-                if _generation(found) != generation:
-                    raise ConflictError(f"{uri} is at generation {_generation(found)}, not {generation}")
-                return _replace(path, data, after_ns=found.st_mtime_ns)
+                if _generation(result) != generation:
+                    raise ConflictError(f"{uri} is at generation {_generation(result)}, not {generation}")
+                return _replace(path, data, after_ns=result.st_mtime_ns)
 
     def list(self, prefix: str) -> list[str]:
         root = uris.local_path(prefix)
-        found = []
+        result = []
         with translated(prefix):
             for folder, folders, files in os.walk(root):
                 folders.sort()
                 for file in files:
                     if not file.startswith(_HIDDEN):
                         inside = Path(folder, file).relative_to(root).as_posix()
-                        found.append(uris.join(prefix, inside))
-        return sorted(found)
+                        result.append(uris.join(prefix, inside))
+        return sorted(result)
 
     def delete(self, uri: str) -> None:
         path = uris.local_path(uri)

@@ -8,13 +8,13 @@ from typing import Any
 
 from muster.supervise.recovery.state import SECOND_NS
 
-#: An offset that did not move is said again after so long.
+#: An offset that has not changed is logged again after this time.
 AGAIN_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """Add ``offset_ns`` to the host's monotonic clock; ``error_ns``: the most that it can be wrong."""
+    """Add ``offset_ns`` to the host's monotonic clock; ``error_ns``: its greatest error."""
 
     offset_ns: int
     error_ns: int
@@ -23,38 +23,38 @@ class Offset:
 
 @dataclass
 class ClockOffsets:
-    """What was asked and not yet answered, and what was last said of each host."""
+    """Pings that are not answered yet, and the offset last logged of each host."""
 
     _asked: dict[int, tuple[str, int]] = field(default_factory=dict)
-    _told: dict[str, Offset] = field(default_factory=dict)
+    _logged: dict[str, Offset] = field(default_factory=dict)
     _number: int = 0
 
     def ping(self, host: str, now_ns: int) -> dict[str, Any]:
-        """What to ask a host."""
+        """The message for a host."""
         self._number += 1
         self._asked[self._number] = (host, now_ns)
         return {"t": "ping", "id": self._number}
 
     def pong(self, message: Mapping[str, Any], now_ns: int) -> tuple[str, Offset] | None:
-        """The host and its offset; None where that says nothing that is not known."""
+        """The host and its offset; None where it adds nothing to what is logged."""
         host, sent_ns = self._asked.pop(int(message["id"]), ("", 0))
         if not host:
             return None
-        half_ns = (now_ns - sent_ns) // 2  # half the round trip is the most that it can be wrong (Cristian 1989)
-        found = Offset(offset_ns=sent_ns + half_ns - int(message["mono_ns"]), error_ns=half_ns, at_ns=now_ns)
-        if not self._news(found, self._told.get(host)):
+        half_ns = (now_ns - sent_ns) // 2  # half the round trip is the greatest error (Cristian 1989)
+        offset = Offset(offset_ns=sent_ns + half_ns - int(message["mono_ns"]), error_ns=half_ns, at_ns=now_ns)
+        if not self._is_news(offset, self._logged.get(host)):
             return None
-        self._told[host] = found
-        return host, found
+        self._logged[host] = offset
+        return host, offset
 
-    def _news(self, found: Offset, told: Offset | None) -> bool:
-        """Whether it moved for certain, is much better known, or was not said for long."""
-        if told is None or found.at_ns - told.at_ns >= AGAIN_S * SECOND_NS:
+    def _is_news(self, offset: Offset, logged: Offset | None) -> bool:
+        """Whether it has certainly changed, is known much better, or was not logged for long."""
+        if logged is None or offset.at_ns - logged.at_ns >= AGAIN_S * SECOND_NS:
             return True
-        moved_ns = abs(found.offset_ns - told.offset_ns)
-        return moved_ns > found.error_ns + told.error_ns or found.error_ns < told.error_ns // 2
+        change_ns = abs(offset.offset_ns - logged.offset_ns)
+        return change_ns > offset.error_ns + logged.error_ns or offset.error_ns < logged.error_ns // 2
 
     def forget(self, host: str) -> None:
-        """It went: nothing that it was asked will be answered, and whoever comes may have been booted anew."""
+        """Host disconnected: drop pending pings and the offset; it may have rebooted when it reconnects."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked[0] != host}
-        self._told.pop(host, None)
+        self._logged.pop(host, None)

@@ -1,4 +1,4 @@
-"""Who calls the supervisor, and whether what it says can be used: it may be of another version, or wrong."""
+"""Who connects to the supervisor, and whether its messages are usable: it may be of another version, or wrong."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 from muster.core.incidents import HOST_UNHEALTHY, KINDS
 from muster.supervise.recovery.state import FromHost, StopRequest
 
-#: What a message that cannot be used raises, here and where its fields are read.
+#: What an unusable message raises, here and where its fields are read.
 UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
 class ClientIdentity:
-    """Who is at the other end of a connection."""
+    """The other end of a connection."""
 
     role: str
-    """agent, beat (its keeper) or client (a verb of another terminal)."""
+    """agent, beat (its watchdog) or client (a verb of another terminal)."""
     host: str = ""
 
 
 def parse_hello(hello: Mapping[str, Any]) -> ClientIdentity:
-    """Who says so. Raises one of ``UNUSABLE`` where it cannot be used; nothing was done with it then."""
-    who = ClientIdentity(role=str(hello["role"]), host=str(hello.get("host", "")))
-    if who.role not in ("agent", "beat", "client"):
-        raise ValueError(f"role {who.role[:40]!r}")
-    if who.role != "client" and not who.host:
+    """Who it is. Raises one of ``UNUSABLE`` before anything is done with the message."""
+    client = ClientIdentity(role=str(hello["role"]), host=str(hello.get("host", "")))
+    if client.role not in ("agent", "beat", "client"):
+        raise ValueError(f"role {client.role[:40]!r}")
+    if client.role != "client" and not client.host:
         raise ValueError("no host")
-    if who.role == "agent":
+    if client.role == "agent":
         _ranks_of(hello)
     if not 0 <= float(hello.get("every_s", 0.0)) <= 3600:
         raise ValueError("every_s")
-    return who
+    return client
 
 
 def _ranks_of(hello: Mapping[str, Any]) -> None:
-    """Read every field as the machine will."""
+    """Read every field as the state machine will."""
     dict(hello.get("alive", {}).items())
     [int(rank) for rank in (*hello.get("alive", {}), *hello.get("exited", ()))]
     [int(hello.get(name, 0)) for name in ("attempt", "step")]
@@ -50,7 +50,7 @@ def _ranks_of(hello: Mapping[str, Any]) -> None:
 
 
 def stop_of(message: Mapping[str, Any]) -> StopRequest:
-    """``muster stop``; ``again``: a scheduler that starts the run anew."""
+    """``muster stop``; ``again``: of a scheduler that will start the run again."""
     return StopRequest(
         source=str(message.get("source", "muster stop")),
         save=bool(message.get("save", True)),

@@ -1,7 +1,7 @@
-"""The supervisor's lease: one object in the run's folder, changed by conditional writes alone.
+"""The supervisor's lease: one object in the run's folder, changed only by conditional writes.
 
-Whoever holds it may act. ``term`` rises by one with each holder and is never used twice, so two
-supervisors can never both believe for long: a renewal that loses its condition ends its process at once.
+Its holder may act. ``term`` rises by one with each holder and is never used twice, so two supervisors never both
+act for long: a renewal that loses its condition ends its process at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Clock, Store
 
-#: A holder that has not renewed for so long may be replaced (a dead one on this host at once).
+#: A holder that has not renewed for this time may be replaced (one whose process is dead on this host at once).
 LEASE_S = 10.0
 
 
@@ -31,47 +31,47 @@ class LeaseKeeper:
     term: int = 0
     _generation: str = ""
     _until_ns: tuple[int, int] = (0, 0)
-    """When it runs out, by the monotonic clock (which may stand still with the machine) and by the wall's."""
+    """When it expires, by the monotonic clock (which may pause with the machine) and by the wall clock."""
     _unsure: bool = False
-    """A renewal failed half-way: the object may be ours under another generation."""
+    """A renewal failed: the object may be ours under another generation."""
     _address: tuple[str, int] | None = None
 
     def take(self, address: tuple[str, int]) -> int:
         """Become the holder; return the new term.
 
         Raises:
-            ConflictError: a living supervisor holds it, or another one was faster.
+            ConflictError: a live supervisor holds it, or another one was faster.
         """
         self._address = address
         try:
-            found = self.store.get(self.uri)
+            stored = self.store.get(self.uri)
         except FileNotFoundError:
             self.term = 1
             self._write(None)
             return self.term
-        record = _parse(found.data)
+        record = _parse(stored.data)
         if not self._vacant(record):
             raise ConflictError(
                 f"a supervisor (pid {record.get('pid')} on {record.get('machine')}) holds this run",
                 hint="muster status shows it; muster stop ends it",
             )
         self.term = int(record.get("term", 0)) + 1
-        self._write(found.generation)
+        self._write(stored.generation)
         return self.term
 
     def hold(self) -> None:
-        """Make sure that the lease is ours at this moment; costs nothing while it has not run out.
+        """Make sure that the lease is ours at this moment; costs nothing while it has not expired.
 
         Call it before acting on anything: a process that was stopped, or whose machine was, wakes up with its inputs
         waiting and perhaps with a successor. Raises ConflictError then.
         """
-        if self._ran_out():
+        if self._expired():
             self.renew()
 
     def renew(self) -> bool:
-        """Say that we live; False where the store does not take it now (a full disk): try again soon.
+        """Extend the lease; False where the store refuses the write for now (a full disk): try again soon.
 
-        That is borne with until the lease has run out, and from then on as long as the store shows that nobody else
+        That is tolerated until the lease has expired, and afterwards while the store shows that no other supervisor
         has it. Raises ConflictError when the lease was taken from us, or might be: stop acting at once.
         """
         try:
@@ -82,14 +82,14 @@ class LeaseKeeper:
             self._write(self._generation)
         except (MusterError, OSError) as error:
             self._unsure = True
-            if self._ran_out() and not self._shown_as_ours():
-                raise ConflictError(f"the lease ran out and could not be renewed: {error}") from error
+            if self._expired() and not self._shown_as_ours():
+                raise ConflictError(f"the lease expired and could not be renewed: {error}") from error
             return False
         self._unsure = False
         return True
 
     def _write(self, generation: str | None) -> None:
-        """Put our record in the place of ``generation`` (None: of nothing)."""
+        """Replace ``generation`` (None: nothing) by our record."""
         length = int(LEASE_S * 1e9)
         until_ns = (self.clock.monotonic_ns() + length, self.clock.wall_ns() + length)
         record = self._record()
@@ -99,30 +99,30 @@ class LeaseKeeper:
             self._generation = self.store.put_if(self.uri, record, generation)
         self._until_ns = until_ns
 
-    def _ran_out(self) -> bool:
+    def _expired(self) -> bool:
         monotonic, wall = self._until_ns
         return self.clock.monotonic_ns() >= monotonic or self.clock.wall_ns() >= wall
 
     def _shown_as_ours(self) -> bool:
-        """Whether the store holds our own record, under whatever generation."""
+        """Whether the store holds our own record, under any generation."""
         try:
-            found = self.store.get(self.uri)
+            stored = self.store.get(self.uri)
         except (MusterError, OSError):
             return False
-        record = _parse(found.data)
+        record = _parse(stored.data)
         ours = (self.term, os.getpid(), socket.gethostname(), boot_id())
         if tuple(record.get(key) for key in ("term", "pid", "machine", "boot_id")) != ours:
             return False
-        self._generation = found.generation
+        self._generation = stored.generation
         return True
 
     def give_back(self) -> None:
-        """Leave; a successor needs no waiting."""
+        """Release it; a successor does not have to wait."""
         record = {**json.loads(self._record()), "expires_wall_ns": 0, "address": None, "pid": 0}
         try:
             self.store.put_if(self.uri, json.dumps(record).encode(), self._generation)
         except (MusterError, OSError):
-            pass  # it is another's, or it runs out by itself
+            pass  # another supervisor has it, or it expires by itself
 
     def _record(self) -> bytes:
         return json.dumps(
@@ -138,19 +138,19 @@ class LeaseKeeper:
         ).encode()
 
     def _vacant(self, record: dict[str, Any]) -> bool:
-        """Whether nobody holds it. On the holder's own machine its wall clock has no say: somebody may have set it."""
+        """Whether it is free. On the holder's own machine the wall clock does not count: it may have been set."""
         if not int(record.get("expires_wall_ns", 0)):
             return True
-        ran_out = self.clock.wall_ns() >= int(record["expires_wall_ns"])
+        expired = self.clock.wall_ns() >= int(record["expires_wall_ns"])
         if record.get("boot_id") != boot_id() or record.get("machine") != socket.gethostname():
-            return ran_out
+            return expired
         if "expires_mono_ns" in record:
-            ran_out = self.clock.monotonic_ns() >= int(record["expires_mono_ns"])
-        return ran_out or not alive(int(record.get("pid", 0)))
+            expired = self.clock.monotonic_ns() >= int(record["expires_mono_ns"])
+        return expired or not alive(int(record.get("pid", 0)))
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
@@ -168,7 +168,7 @@ def boot_id() -> str:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        record = json.loads(data)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

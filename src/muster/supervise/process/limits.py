@@ -1,4 +1,4 @@
-"""The guard over ``limits``: when a run has to stop because the run file says so. A fold over events, without a clock.
+"""``limits`` of the run file: when a run has to stop because of them. A fold over events, without a clock.
 
 Hours and dollars count from purchase to release of hosts, over all terms of the supervisor: the same spans as the
 ledger's. Time between two lives of a run, in which it holds no host, is free and is not counted.
@@ -14,16 +14,16 @@ from muster.core.events import Event
 
 SECOND_NS = 1_000_000_000
 HOUR_NS = 3600 * SECOND_NS
-#: A limit is met by stopping so much earlier that the save is done by then: the grace, at most this share of the limit.
+#: To meet a limit with its save done, a run stops earlier: by the grace time, at most this share of the limit.
 EARLIER_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """A limit, and when the run has to be told to stop because of it."""
+    """A limit, and when the run has to be asked to stop because of it."""
 
     at_wall_ns: int
-    why: str
+    reason: str
 
 
 @dataclass
@@ -35,9 +35,9 @@ class LimitsGuard:
     _held: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     """Host -> (bought at, dollars an hour; None: unknown)."""
     _usd: float = 0.0
-    """Of hosts that were given back."""
+    """Of hosts that were released."""
     _hours_ns: int = 0
-    """In which some host was held, up to ``_since_ns``."""
+    """During which any host was held, up to ``_since_ns``."""
     _since_ns: int | None = None
 
     def add(self, event: Event) -> None:
@@ -60,18 +60,18 @@ class LimitsGuard:
         )
 
     def next(self, wall_ns: int, *, clock_ns: int | None = None) -> Reached | None:
-        """The limit that is due first as things stand now; None: none is set, or none will be reached like this.
+        """The limit that is due first with the hosts held now; None: none is set, or none will be reached.
 
-        ``clock_ns``: what the wall clock says, where ``wall_ns`` is by one that is never stepped: a deadline is the
-        wall clock's.
+        ``clock_ns``: the wall clock, where ``wall_ns`` is by a clock that is never stepped: deadlines are the wall
+        clock's.
         """
         ahead_ns = 0 if clock_ns is None else clock_ns - wall_ns
-        found = [each for each in (self._deadline(ahead_ns), self._hours(), self._dollars(wall_ns)) if each is not None]
-        return min(found, key=lambda each: each.at_wall_ns, default=None)
+        limits = (self._deadline(ahead_ns), self._hours(), self._dollars(wall_ns))
+        return min((limit for limit in limits if limit), key=lambda limit: limit.at_wall_ns, default=None)
 
     @property
     def unpriced(self) -> list[str]:
-        """Hosts of which nobody knows what they cost, where ``limits.max_usd`` is to be kept: it cannot be for them."""
+        """Hosts whose price is unknown, so that ``limits.max_usd`` cannot be kept for them."""
         if self.limits.max_usd is None:
             return []
         return sorted(host for host, (_, price) in self._held.items() if price is None)
@@ -81,14 +81,14 @@ class LimitsGuard:
             return None
         at_ns = int(datetime.fromisoformat(self.limits.deadline).timestamp() * SECOND_NS)
         at_ns -= int(self.grace_s * SECOND_NS) + ahead_ns
-        return Reached(at_wall_ns=at_ns, why=f"limits.deadline {self.limits.deadline}")
+        return Reached(at_wall_ns=at_ns, reason=f"limits.deadline {self.limits.deadline}")
 
     def _hours(self) -> Reached | None:
         if self.limits.max_hours is None or self._since_ns is None:
             return None
         length_ns = int(self.limits.max_hours * HOUR_NS)
         left_ns = length_ns - self._earlier_ns(length_ns) - self._hours_ns
-        return Reached(at_wall_ns=self._since_ns + left_ns, why=f"limits.max_hours {self.limits.max_hours:g}")
+        return Reached(at_wall_ns=self._since_ns + left_ns, reason=f"limits.max_hours {self.limits.max_hours:g}")
 
     def _dollars(self, wall_ns: int) -> Reached | None:
         per_hour = sum(price or 0.0 for _, price in self._held.values())
@@ -97,7 +97,7 @@ class LimitsGuard:
         length_ns = int(self.limits.max_usd / per_hour * HOUR_NS)
         left_ns = int((self.limits.max_usd - self.spent_usd(wall_ns)) / per_hour * HOUR_NS)
         at_ns = wall_ns + left_ns - self._earlier_ns(length_ns)
-        return Reached(at_wall_ns=at_ns, why=f"limits.max_usd {self.limits.max_usd:g}")
+        return Reached(at_wall_ns=at_ns, reason=f"limits.max_usd {self.limits.max_usd:g}")
 
     def _earlier_ns(self, length_ns: int) -> int:
         return min(int(self.grace_s * SECOND_NS), int(length_ns * EARLIER_SHARE))

@@ -1,4 +1,4 @@
-"""Signals of the supervisor's process, as something its loop wakes up for."""
+"""Signals of the supervisor's process, which wake its loop."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from muster.transport.connections import ConnectionPool
 
 
 @contextlib.contextmanager
-def caught(hub: ConnectionPool, act: Callable[[int], None], *, leaving: Callable[[], bool]) -> Iterator[None]:
-    """``act`` is called with each signal's number. ``leaving``: asked at the end; then a late one must not kill."""
+def caught(pool: ConnectionPool, handle: Callable[[int], None], *, leaving: Callable[[], bool]) -> Iterator[None]:
+    """Call ``handle`` with each signal's number. ``leaving``: asked at the end; if true, a late one must not kill."""
     wake_r, wake_w = socket.socketpair()
     wake_w.setblocking(False)
-    hub.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
+    pool.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
     try:
         before = {
-            number: signal.signal(number, lambda number, _frame: act(number))
+            number: signal.signal(number, lambda number, _frame: handle(number))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
         old_fd = signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread: a test drives us
+    except ValueError:  # not the main thread: a test
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""From one attempt to the next: end the ranks, learn what lives, form a world, start it."""
+"""From one attempt to the next: end the ranks, learn which snapshots hosts hold, form a layout, start it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ UNWATCHED = (
 SPARE = "kept as a spare"
 
 
-def drain(ctx: SupervisorContext, *, wait: bool = False) -> None:
-    """End every rank of the attempt and learn which snapshots live."""
+def drain(ctx: SupervisorContext) -> None:
+    """End every rank of the attempt and learn which snapshots the hosts hold."""
     state = ctx.state
     members = {name for name in [*state.active, *state.target] if state.hosts[name].connected}
     if state.attempt:
@@ -47,40 +47,40 @@ def drain(ctx: SupervisorContext, *, wait: bool = False) -> None:
         host, answer_s = state.hosts[name], ctx.settings.drain_timeout_s
         host.retained = {}
         message: dict[str, Any] = {"t": "end", "attempt": state.attempt, "why": why}
-        mine = [rank for rank in sorted(keep) if state.ranks[rank] == name]
-        if mine:
-            message |= {"keep": mine, "pause_s": pause_s(ctx)}
+        local_ranks = [rank for rank in sorted(keep) if state.ranks[rank] == name]
+        if local_ranks:
+            message |= {"keep": local_ranks, "pause_s": pause_s(ctx)}
             answer_s += message["pause_s"] - PAUSE_S
         if host.resetting:
             message["reset"] = list(host.resettable)
             host.resettable, host.resetting = (), False
             answer_s = max(answer_s, RESET_TIMEOUT_S)
-        host.end_order, host.answer_by_ns = message, ctx.now_ns + int(answer_s * SECOND_NS)
+        host.end_message, host.answer_by_ns = message, ctx.now_ns + int(answer_s * SECOND_NS)
         ctx.send(name, message)
     await_answers(ctx)
     start_when_drained(ctx)
 
 
 def await_answers(ctx: SupervisorContext) -> None:
-    """Wake the machine when the next host's time to answer is over."""
+    """Set the deadline to the first host's time limit."""
     state = ctx.state
     if state.phase is Phase.DRAINING and state.draining:
         state.deadline_ns = min(state.hosts[name].answer_by_ns for name in state.draining)
 
 
 def overdue_hosts(ctx: SupervisorContext) -> list[str]:
-    """Hosts that should have ended their ranks by now and have not said so."""
+    """Hosts that have not reported the end of their ranks in time."""
     return sorted(name for name in ctx.state.draining if ctx.state.hosts[name].answer_by_ns <= ctx.now_ns)
 
 
 def resend_end(ctx: SupervisorContext, name: str) -> None:
-    """Its agent began anew before it had answered, and knows of no order."""
+    """Its agent restarted before it had answered, and does not know the message."""
     if ctx.state.phase is Phase.DRAINING and name in ctx.state.draining:
-        ctx.send(name, ctx.state.hosts[name].end_order)
+        ctx.send(name, ctx.state.hosts[name].end_message)
 
 
 def start_when_drained(ctx: SupervisorContext) -> None:
-    """Once every host has reported: begin, or wait for more hosts."""
+    """Once every host has reported: start the attempt, or wait for more hosts."""
     state = ctx.state
     if state.phase is not Phase.DRAINING or state.draining:
         return
@@ -99,7 +99,7 @@ def start_when_drained(ctx: SupervisorContext) -> None:
 
 
 def has_rendezvous_store(ctx: SupervisorContext, names: list[str]) -> bool:
-    """Whether the ranks of these hosts have a place to meet: a killed fork server's store went with it."""
+    """Whether one of these hosts has a rendezvous store: a killed fork server takes its store with it."""
     return any(ctx.state.hosts[name].store for name in names)
 
 
@@ -205,17 +205,17 @@ def adjust_batch(ctx: SupervisorContext, resume_step: int) -> bool:
 
 
 def ask_to_save(ctx: SupervisorContext, outcome: str, code: int, *, source: str, save: bool = True) -> None:
-    """Ask the ranks to save and leave; the run then ends with ``code``."""
+    """Ask the ranks to save and exit; the run then ends with ``code``."""
     state, grace_s = ctx.state, ctx.settings.spec.recovery.grace_s
     state.phase, state.stop, state.stop_source, state.stop_saves = Phase.STOPPING, (outcome, code), source, save
     ctx.deadline(grace_s)
-    order = {"kind": "stop", "save": save, "exit_code": code, "deadline_s": grace_s}
+    command = {"kind": "stop", "save": save, "exit_code": code, "deadline_s": grace_s}
     for name in state.active:
-        ctx.send(name, {"t": "order", "order": order})
+        ctx.send(name, {"t": "order", "order": command})
 
 
 def check_ranks_exited(ctx: SupervisorContext) -> None:
-    """Ranks that were asked to leave: once all have, the run ends, or goes on in a larger world."""
+    """Once all ranks that were asked to exit have: end the run, or start a larger attempt."""
     state = ctx.state
     if set(state.ranks) - set(state.exited):
         return
@@ -223,11 +223,11 @@ def check_ranks_exited(ctx: SupervisorContext) -> None:
         drain(ctx)
         return
     outcome, code = state.stop or ("stopped", 130)
-    # A rank leaves alike where there was no time for a save: what stands says whether there was one.
+    # A rank's exit code is the same where there was no time for a save: the committed step tells.
     saved = all(value in REQUESTED_EXIT_CODES or value == 0 for value in state.exited.values())
     saved = saved and (not state.stop_saves or state.committed_step >= state.last_applied_step)
-    how = "saved and left" if saved and state.stop_saves else "left"
-    how += ", but not every rank could save" if not saved else ""
-    why = f"{state.stop_source}: " if state.stop_source else ""
+    result = "saved and left" if saved and state.stop_saves else "left"
+    result += ", but not every rank could save" if not saved else ""
+    source = f"{state.stop_source}: " if state.stop_source else ""
     end = finish if saved or not state.stop_saves else flush_and_finish
-    end(ctx, outcome, code, f"{why}{how} after step {state.last_applied_step}")
+    end(ctx, outcome, code, f"{source}{result} after step {state.last_applied_step}")

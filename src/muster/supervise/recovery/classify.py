@@ -1,4 +1,4 @@
-"""From what an agent reports to what kind of incident it is, in words. Pure."""
+"""From the report of a rank's exit to the kind of incident and its evidence. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from muster.core.incidents import HOST_UNHEALTHY, NOT_FINITE, RANK_EXCEPTION, RA
 from muster.core.layout import KEY_PATTERN
 from muster.protocol.ranks import LOST_PEER
 
-#: What allocators say (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
+#: Error texts of allocators (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
 
-#: What drivers and runtimes say of a broken device or link: cudaGetErrorString (cudaErrorECCUncorrectable,
+#: Error texts of drivers and runtimes for a broken device or link: cudaGetErrorString (cudaErrorECCUncorrectable,
 #: cudaErrorLaunchFailure, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError, cudaErrorDevicesUnavailable,
 #: cudaErrorContained), the kernel's "NVRM: Xid" lines, cuBLAS.
-#: A launch failure can be a kernel's own bug too: then it follows the ranks to the next host.
+#: A launch failure can also be a bug of a kernel: then it follows the ranks to the next host.
 _DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink) error|uncorrectable error|CUDA error: uncorrectable|\bXid\b"
     r"|unspecified launch failure|hardware stack error|GPU has fallen off the bus|GPU is lost"
@@ -26,19 +26,19 @@ _DEVICE = re.compile(
     r"|Contained error|CUBLAS_STATUS_INTERNAL_ERROR",
     re.IGNORECASE,
 )
-#: NCCL's words for a failed system call or network card (ncclSystemError; in PyTorch "unhandled system error"). A
-#: peer's death says so as well, and names the broken connection.
+#: NCCL's error texts for a failed system call or network card (ncclSystemError; in PyTorch "unhandled system error"). A
+#: lost peer gives the same text, and names the broken connection.
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
-#: A snapshot that could not be read, by the name of its ring (``core.ring.file_name``) or in words.
+#: A snapshot that could not be read: the name of its ring (``snapshot_ring.file_name``), or the word.
 _SNAPSHOT = re.compile(rf"\b(own|peer|fetched)\.{KEY_PATTERN}|snapshot", re.IGNORECASE)
 #: No memory for a snapshot (``core.ring.NoRoom``): nothing is wrong with the snapshot.
 _NO_ROOM = re.compile(r"\bno room for snapshots\b")
 
-#: How the trainer's guard begins (``train.guard``).
+#: How the message of a non-finite step begins (``train.optim.nonfinite``).
 _STEP = re.compile(r"step (\d+):")
 
 
-def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentTraits, str, dict[str, Any]]:
+def classify_rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentTraits, str, dict[str, Any]]:
     """(kind, evidence, detail) for a rank that left without being asked to."""
     rank, code = message["rank"], int(message["code"])
     last = message.get("last") or {}
@@ -61,7 +61,7 @@ def rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentTraits, st
     if not last:
         return RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
     if last.get("not_finite"):
-        named = _STEP.match(first_line)  # the rank may be at the next one by the time it looks at the numbers
+        named = _STEP.match(first_line)  # the rank may be at the next step by the time it checks the numbers
         if named:
             detail["step"] = int(named[1])
         return NOT_FINITE, f"{where}: {first_line}", detail

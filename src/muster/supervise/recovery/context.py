@@ -1,4 +1,4 @@
-"""What every part of the machine works on: the settings, the state, the time, and the effects so far."""
+"""What every function of recovery works on: the settings, the state, the time, and the effects so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
 
-#: Exit codes of ranks that left when told to.
+#: Exit codes of ranks that were asked to exit.
 REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
 
 
 @dataclass
 class SupervisorContext:
-    """One run's supervisor, between two inputs. The functions beside it fold one thing each."""
+    """One run's supervisor, between two inputs."""
 
     settings: Settings
     policy: Policy
@@ -26,21 +26,21 @@ class SupervisorContext:
     now_ns: int = 0
     effects: list[Effect] = field(default_factory=list)
 
-    def log(self, kind: str, detail: Mapping[str, Any], **more: Any) -> None:
-        self.effects.append(Log(kind=kind, detail=detail, **more))
+    def log(self, kind: str, detail: Mapping[str, Any], **extra: Any) -> None:
+        self.effects.append(Log(kind=kind, detail=detail, **extra))
 
     def send(self, host: str, message: Mapping[str, Any]) -> None:
         self.effects.append(Send(host=host, message=message))
 
     def deadline(self, seconds: float) -> None:
-        """Wake the machine then, if nothing sets another deadline before."""
+        """Set the deadline of the current phase."""
         self.state.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
 
     def await_first_step(self) -> None:
-        """From now on the ranks have ``start_timeout_s`` to step or to say that they are getting there.
+        """From now on the ranks have ``start_timeout_s`` to step or to report progress.
 
-        A script of the user's own that has never said a word (``muster.run``) cannot be told from one that hangs: it
-        has all the time there is.
+        A script of the user's own that has never called ``muster.run`` cannot be told from one that hangs: it has no
+        deadline.
         """
         silent = self.settings.spec.command is not None and not self.state.last_applied_step
         if silent:
@@ -49,7 +49,7 @@ class SupervisorContext:
             self.deadline(self.settings.spec.recovery.start_timeout_s)
 
     def alarm(self, name: str, seconds: float) -> None:
-        """Besides: look at ``name`` then (``Machine`` knows the names)."""
+        """An additional deadline, by name (``RecoveryStateMachine`` handles them)."""
         self.state.alarms[name] = self.now_ns + int(seconds * SECOND_NS)
 
     def usable(self) -> list[str]:
@@ -67,11 +67,11 @@ class SupervisorContext:
         return next((layout for layout in layouts if layout is not None), None)
 
     def needed(self) -> int:
-        """With fewer hosts the next attempt is not begun."""
+        """With fewer hosts the next attempt is not started."""
         return max(1, self.settings.min_hosts, self.state.needed_hosts)
 
 
 def usable(host: Host) -> bool:
     """Whether it could run ranks now, and for longer than a moment."""
-    there = host.connected and host.ready and not host.start_failed
-    return there and not host.quarantined and host.preemption_grace_s is None
+    present = host.connected and host.ready and not host.start_failed
+    return present and not host.quarantined and host.preemption_grace_s is None

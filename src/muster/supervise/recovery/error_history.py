@@ -1,4 +1,4 @@
-"""The same error again: how often it stood at one step, and on which hosts. Pure, but for the state it counts in."""
+"""The same error again: how often it occurred at one step, and on which hosts. Pure, but for the state it counts in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def key_of(
 
 
 def count(state: State, key: str | None, host: str | None) -> None:
-    """One more of it, on ``host``."""
+    """Count one more, on ``host``."""
     if key is None:
         return
     state.error_counts[key] = state.error_counts.get(key, 0) + 1
@@ -32,19 +32,19 @@ def count(state: State, key: str | None, host: str | None) -> None:
 
 
 def readmit_suspects(state: State, key: str | None, host: str | None) -> list[str]:
-    """Hosts that were taken out because of this error and are sound: it came again on another one. They are let go."""
-    found = [
+    """Readmit the hosts that are quarantined for this error, since it recurred on another one; return their names."""
+    suspects = [
         other
         for other in state.hosts.values()
         if key is not None and other.quarantined_for_error == key and other.name != host and host is not None
     ]
-    for other in found:
+    for other in suspects:
         readmit_host(state, other.name)
-    return [other.name for other in found]
+    return [other.name for other in suspects]
 
 
 def readmit_host(state: State, name: str) -> None:
-    """A host that was kept out is like any other again."""
+    """A quarantined host becomes like any other."""
     host = state.hosts[name]
     host.quarantined = host.until_return = host.asked_about = False
     host.quarantined_for_error, host.hold_off_s = None, 0.0
@@ -52,7 +52,7 @@ def readmit_host(state: State, name: str) -> None:
 
 
 def forget(state: State) -> None:
-    """The run file was corrected: what failed before says nothing now."""
+    """The run file was corrected: earlier failures no longer count."""
     state.error_counts.clear()
     state.error_hosts.clear()
     state.restarts_without_progress = 0

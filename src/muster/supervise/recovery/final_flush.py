@@ -2,11 +2,11 @@
 
 ::
 
-    leave -> inventory -> write -> commit -> finish      what memory holds is newer than what is committed
-    leave -> finish                                      it is not, or nobody is there to be asked
+    flush_and_finish -> begin_flush -> write -> commit -> finish     what memory holds is newer than what is committed
+    flush_and_finish -> finish                                       it is not, or no host is connected
 
-The ranks are gone or hang by then: the hosts write their snapshots themselves, one of them puts the marker. All
-of it has ``grace_s``; what could not be written in that time is said in the run's last word.
+The ranks have exited or hang by then: the hosts write their snapshots themselves, one of them puts the marker. All
+of it has ``grace_s``; the run's final reason names what could not be written in that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from muster.supervise.recovery.state import SECOND_NS, End, Ending, Phase
 
 
 def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
-    """End the run, once: say so, let the hosts go."""
+    """End the run, once: log it, release the hosts."""
     ctx.state.phase = Phase.ENDED
     ctx.state.deadline_ns, ctx.state.alarms = None, {}
     ctx.log(
@@ -38,7 +38,7 @@ def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None
 
 
 def finish_training(ctx: SupervisorContext) -> None:
-    """Every rank has left after the last step. Where its save failed (a full disk), the hosts write it once more."""
+    """Every rank has exited after the last step. Where the save failed (a full disk), the hosts write it again."""
     state = ctx.state
     reason = f"done after step {state.last_applied_step}"
     if state.save_failed is None or state.committed_step >= state.last_applied_step:
@@ -69,7 +69,7 @@ def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: st
 
 
 def begin_flush(ctx: SupervisorContext) -> None:
-    """Ask every host what it holds once its ranks are gone. A new supervisor of a run that was ending begins here."""
+    """Ask every host to end its ranks and list its snapshots. A takeover of a run that was ending begins here."""
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     if not _connected(ctx):
@@ -84,7 +84,7 @@ def begin_flush(ctx: SupervisorContext) -> None:
 
 
 def on_drained(ctx: SupervisorContext, name: str) -> None:
-    """A host has ended its ranks and said what it holds; after the last one the newest version is written."""
+    """A host has ended its ranks and listed its snapshots; after the last one the newest version is written."""
     ending = ctx.state.ending
     if ending is None or ending.choice is not None or name not in ending.waiting:
         return
@@ -100,7 +100,7 @@ def on_answer(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> 
     if ctx.state.phase is not Phase.FLUSH or ending is None or ending.choice is None or name not in ending.waiting:
         return
     ending.waiting[name] -= 1
-    if ending.waiting[name] > 0:  # the answer to an order that a lost host has overtaken
+    if ending.waiting[name] > 0:  # the answer to a request that the loss of another host has replaced
         return
     if ending.committing != (message["t"] == "flush_committed"):
         return
@@ -108,18 +108,18 @@ def on_answer(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> 
     if not message.get("ok"):
         step, attempt = ending.choice.step, ending.choice.attempt
         ending.given_up.add((step, attempt))
-        ending.why = f"{name}: {message.get('reason', 'no reason given')}"
-        text = f"step {step} of attempt {attempt} cannot be written from memory: {ending.why}"
+        ending.problem = f"{name}: {message.get('reason', 'no reason given')}"
+        text = f"step {step} of attempt {attempt} cannot be written from memory: {ending.problem}"
         ctx.log("run.message", {"text": text}, step=step)
         _write(ctx)
     elif ending.committing:
         step = ending.choice.step
         ctx.state.committed_step = max(ctx.state.committed_step, step)
-        told = f"{ending.reason}; step {step} was written from memory before the hosts went"
+        reason = f"{ending.reason}; step {step} was written from memory at the end"
         newest = max((given_up for given_up, _ in ending.given_up), default=step)
         if newest > step:
-            told += f", and step {newest} could not be ({ending.why})"
-        finish(ctx, *_final_outcome(ctx), told)
+            reason += f", and step {newest} could not be ({ending.problem})"
+        finish(ctx, *_final_outcome(ctx), reason)
     else:
         ending.files += list(message.get("files", ()))
         ending.writers.append(name)
@@ -128,7 +128,7 @@ def on_answer(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> 
 
 
 def on_host_lost(ctx: SupervisorContext, name: str) -> None:
-    """A host went, or its agent began anew and knows of no order: go on with what there is."""
+    """A host was lost, or its agent restarted and does not know the request: continue with what there is."""
     ending = ctx.state.ending
     if ending is None or ctx.state.phase is not Phase.FLUSH:
         return
@@ -143,12 +143,12 @@ def on_host_lost(ctx: SupervisorContext, name: str) -> None:
     elif ending.committing:
         _commit(ctx)
     else:
-        ending.why = f"{name} was lost"
+        ending.problem = f"{name} was lost"
         _write(ctx)
 
 
 def on_host_returned(ctx: SupervisorContext, name: str) -> None:
-    """Its agent said hello again: what it was asked before it may not know."""
+    """Its agent restarted and may not know what it was asked."""
     ending = ctx.state.ending
     if ending is not None and ending.choice is None and name in ending.waiting:
         ctx.send(name, {"t": "end", "attempt": ctx.state.attempt, "why": "the run ends"})
@@ -157,27 +157,27 @@ def on_host_returned(ctx: SupervisorContext, name: str) -> None:
 
 
 def on_deadline(ctx: SupervisorContext) -> None:
-    """The deadline has passed: hosts that have not said what they hold are left out, and nothing else is waited for."""
+    """The deadline has passed: continue without the hosts that have not answered."""
     ending = ctx.state.ending
     assert ending is not None
     if ending.choice is None and ctx.now_ns < ending.until_ns:
         ending.waiting = {}
         _write(ctx)
         return
-    ending.why = f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s"
+    ending.problem = f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s"
     _finish_unsaved(ctx)
 
 
 def skip_flush(ctx: SupervisorContext, source: str) -> None:
-    """Somebody does not want to wait for it."""
+    """A second stop request: do not wait for the flush."""
     ending = ctx.state.ending
     assert ending is not None
-    ending.why = source
+    ending.problem = source
     _finish_unsaved(ctx)
 
 
 def _write(ctx: SupervisorContext) -> None:
-    """Order the newest version that is left to be written; without one the run ends."""
+    """Have the newest version that is left written; without one the run ends."""
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     ending.files, ending.writers, ending.committing = [], [], False
@@ -186,16 +186,16 @@ def _write(ctx: SupervisorContext) -> None:
         _finish_unsaved(ctx)
         return
     ending.choice = choice
-    owed = ending.waiting
+    due = ending.waiting
     ending.waiting = {}
     for name in sorted({held.host for held in choice.shards.values()}):
-        mine = [
+        shards = [
             {"rank": rank, "tier": held.tier, "held_as": held.rank}
             for rank, held in sorted(choice.shards.items())
             if held.host == name
         ]
-        ending.waiting[name] = owed.get(name, 0) + 1
-        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": mine})
+        ending.waiting[name] = due.get(name, 0) + 1
+        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": shards})
     ctx.state.deadline_ns = ending.until_ns
 
 
@@ -205,10 +205,10 @@ def _commit(ctx: SupervisorContext) -> None:
     assert ending is not None
     writer = next((name for name in ending.writers if ctx.state.hosts[name].connected), None)
     if writer is None:
-        ending.why = "the hosts that wrote it were lost"
+        ending.problem = "the hosts that wrote it were lost"
         _finish_unsaved(ctx)
         return
-    ending.writers.remove(writer)  # asked once: if it is lost, another one is
+    ending.writers.remove(writer)  # asked once: if it is lost, another one is asked
     ending.committing, ending.waiting = True, {writer: 1}
     ctx.send(writer, {"t": "flush_commit", **_version(ctx), "files": ending.files})
 
@@ -222,24 +222,24 @@ def _version(ctx: SupervisorContext) -> dict[str, Any]:
 
 
 def _finish_unsaved(ctx: SupervisorContext) -> None:
-    """End without it, and say what is lost; nothing where memory held nothing newer."""
+    """End without it; the reason names what is lost."""
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     reason = ending.reason
-    if ending.why or ending.choice is not None:
+    if ending.problem or ending.choice is not None:
         step = ending.choice.step if ending.choice is not None else state.last_applied_step
-        why = ending.why or "no complete version is left"
-        reason += f"; step {step} lay only in memory and was not written ({why}): {_newest_checkpoint(ctx)}"
+        problem = ending.problem or "no complete version is left"
+        reason += f"; step {step} was only in memory and was not written ({problem}): {_newest_checkpoint(ctx)}"
     finish(ctx, *_final_outcome(ctx), reason)
 
 
 def _newest_checkpoint(ctx: SupervisorContext) -> str:
     step = ctx.state.committed_step
-    return f"step {step} on disk stands" if step else "no checkpoint stands"
+    return f"the checkpoint of step {step} remains" if step else "there is no checkpoint"
 
 
 def _final_outcome(ctx: SupervisorContext) -> tuple[str, int]:
-    """(outcome, exit code). A run whose last step stands nowhere has not succeeded: recovered, it makes up for it."""
+    """(outcome, exit code). A run whose last step is saved nowhere has not succeeded: `muster recover` redoes it."""
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     if ending.outcome == "succeeded" and state.committed_step < state.last_applied_step:

@@ -1,4 +1,4 @@
-"""What the hosts hold of the training state, as far as they have told."""
+"""The training state that hosts hold in memory, as far as they have reported it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def newest_held(
 ) -> Choice | None:
     """The newest complete version in the memory of connected hosts; None: none is newer than what is committed.
 
-    ``hosts``: of these alone. ``without``: (step, attempt) of versions that are not to be used.
+    ``hosts``: only these. ``without``: (step, attempt) of versions that must not be used.
     """
-    found = [
+    snapshots = [
         Snapshot(
             step=int(item["step"]),
             attempt=int(item["attempt"]),
@@ -29,5 +29,5 @@ def newest_held(
         for item in host.snapshots
         if (int(item["step"]), int(item["attempt"])) not in without
     ]
-    choice = newest_complete(found)
+    choice = newest_complete(snapshots)
     return choice if choice is not None and choice.step >= ctx.state.committed_step else None

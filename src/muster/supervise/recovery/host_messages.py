@@ -41,7 +41,7 @@ def _progress(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) ->
 def _event(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:
     event, state = message["event"], ctx.state
     if event.get("kind") == "checkpoint.committed":
-        state.committed(event)
+        state.add_checkpoint(event)
     elif event.get("kind") == "checkpoint.failed":
         state.save_failed = str((event.get("detail") or {}).get("reason", ""))
     elif event.get("kind") == "step" and event.get("attempt") == state.attempt:
@@ -51,7 +51,7 @@ def _event(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> No
 def _step(ctx: SupervisorContext, step: int, detail: Mapping[str, Any]) -> None:
     state = ctx.state
     first, state.stepped = not state.stepped, True
-    state.took(detail, first=first)
+    state.add_step_time(detail, first=first)
     if state.phase is Phase.RUN and not state.resizing:
         state.deadline_ns = None
     elif state.phase is Phase.RUN:

@@ -1,4 +1,4 @@
-"""Hosts that come, go and come back."""
+"""Hosts that connect, are lost and rejoin; the takeover of a running attempt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
     host.exited = {int(rank) for rank in hello.get("exited", ())}
     host.attempt = int(hello.get("attempt", 0))
     host.snapshots = list(hello.get("snapshots", []))
-    if int(hello.get("step", 0)) > ctx.state.last_applied_step:  # taken while nobody supervised
+    if int(hello.get("step", 0)) > ctx.state.last_applied_step:  # taken while there was no supervisor
         ctx.state.last_applied_step = int(hello["step"])
         ctx.state.restarts_without_progress = 0
     ctx.state.attempt = max(ctx.state.attempt, host.attempt if ctx.state.phase is Phase.ADOPT else 0)
@@ -65,25 +65,25 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
 
 
 def clear_notice(host: Host) -> None:
-    """It was away: that it was told to go says nothing any more."""
+    """It has left and rejoined: an earlier preemption notice no longer applies."""
     host.preemption_grace_s = None
     if host.until_return:
         host.quarantined = host.until_return = False
 
 
 def rejoin_after_timeout(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:
-    """A host that was given up because its ranks did not end in time has ended them after all."""
+    """A host that timed out while stopping its ranks has stopped them after all."""
     host.drain_timed_out, host.connected = False, True
     host.snapshots, host.alive, host.retained = list(message["snapshots"]), {}, {}
-    ctx.log("run.message", {"text": f"{host.name} has ended its ranks after all and is used again"}, host=host.name)
+    ctx.log("run.message", {"text": f"{host.name} has ended its ranks after all and can be used again"}, host=host.name)
     host_ready(ctx, host, {})
 
 
 def end_quarantine(ctx: SupervisorContext, name: str) -> None:
-    """A host whose link flapped is looked at again."""
+    """The time of a quarantine that expires is over; or failures that kept a host from being used have expired."""
     host = ctx.state.hosts[name]
     if host.quarantined and not host.hold_off_s:
-        return  # meanwhile it was taken out for good
+        return  # meanwhile it was quarantined for good
     was_out, host.quarantined, host.hold_off_s, host.asked_about = host.quarantined, False, 0.0, False
     if was_out:
         ctx.log("host.readmitted", {"reason": "its quarantine has expired"}, host=name)
@@ -92,19 +92,19 @@ def end_quarantine(ctx: SupervisorContext, name: str) -> None:
 
 
 def check_returned_agent(ctx: SupervisorContext, host: Host, exited: set[int]) -> None:
-    """An agent came back while its host's ranks belong to the running attempt: are they all there?
+    """An agent reconnected while its host's ranks belong to the running attempt: are they all alive?
 
     Ranks in ``exited`` are reported one by one, with their codes, in the messages that follow.
     """
     gone = set(ctx.state.exited) | exited
-    mine = {rank for rank, name in ctx.state.ranks.items() if name == host.name and rank not in gone}
-    if host.attempt == ctx.state.attempt and mine <= set(host.alive):
+    expected = set(ctx.ranks_on(host.name)) - gone
+    if host.attempt == ctx.state.attempt and expected <= set(host.alive):
         return
     report_incident(
         ctx,
         RANK_EXIT,
         host=host.name,
-        evidence=f"the agent on {host.name} came back without ranks {sorted(mine - set(host.alive))}",
+        evidence=f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}",
     )
 
 
@@ -119,13 +119,13 @@ def host_ready(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -
             start_attempt(ctx)
     elif phase is Phase.WAIT:
         use_new_capacity(ctx, host)
-    elif phase is Phase.RUN and host.name not in ctx.state.active and not host.quarantined:  # noqa: SIM102 (it acts)
+    elif phase is Phase.RUN and host.name not in ctx.state.active and not host.quarantined:  # noqa: SIM102 (the condition acts)
         if not consider_growth(ctx):
             ctx.log("phase.changed", {"reason": SPARE}, host=host.name, phase="spare")
 
 
 def consider_growth(ctx: SupervisorContext) -> bool:
-    """Whether hosts outside a world that is too small could make it larger: the policy is asked, once a host."""
+    """Ask the policy, once for each host, whether idle hosts should join a run that has too few. True: it was asked."""
     state = ctx.state
     if state.resizing or len(state.active) >= ctx.settings.wanted_hosts:
         return False
@@ -134,26 +134,26 @@ def consider_growth(ctx: SupervisorContext) -> bool:
     room = ctx.settings.wanted_hosts - len(state.active)
     layout = ctx.largest_layout(len(state.active) + min(len(idle), room))
     if not new or layout is None or layout.world_size <= state.layout.world_size:
-        return False  # half a group is of no use: it waits for its other half
+        return False  # half a sharded group is of no use: it waits for its other half
     for name in new:
         state.hosts[name].asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
     report_incident(ctx, HOST_RETURNED, host=new[0], evidence=evidence)
     for name in new if state.phase is Phase.RUN and not state.resizing else ():
         failures = state.hosts[name].failures_ns
-        if failures:  # not taken in for what it did: once that has passed, the policy is asked again
+        if failures:  # perhaps refused because of them: once they have expired, the policy is asked again
             oldest_s = (ctx.now_ns - min(failures)) / SECOND_NS
             ctx.alarm(f"back:{name}", max(0.0, ctx.settings.host_failure_window_s - oldest_s) + 1.0)
     return True
 
 
 def set_aside(ctx: SupervisorContext, name: str, reason: str) -> bool:
-    """Note a host that cannot start; whether the run can do without it for now (a bad spare)."""
+    """Mark a host that cannot start; whether the run can continue without it for now (a bad spare)."""
     host, phase = ctx.state.hosts[name], ctx.state.phase
     host.start_failed = True
     if phase is Phase.STARTING:
-        hopeful = [each for each in ctx.state.hosts.values() if each.connected and not each.start_failed]
-        needed = len(hopeful) < ctx.settings.wanted_hosts
+        candidates = [host for host in ctx.state.hosts.values() if host.connected and not host.start_failed]
+        needed = len(candidates) < ctx.settings.wanted_hosts
     elif phase in (Phase.RUN, Phase.DRAINING, Phase.WAIT):
         needed = name in (ctx.state.active if phase is Phase.RUN else ctx.state.target)
     else:
@@ -180,7 +180,7 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
         return
     host.connected = host.ready = False
     host.snapshots, host.retained = [], {}
-    ctx.log("host.lost", {"evidence": given.why}, host=given.host)
+    ctx.log("host.lost", {"evidence": given.reason}, host=given.host)
     phase = ctx.state.phase
     if phase is Phase.STOPPING:
         for rank, name in ctx.state.ranks.items():
@@ -194,7 +194,7 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
         Phase.DRAINING,
         Phase.WAIT,
     ):
-        evidence = f"{given.host}: {given.why}"
+        evidence = f"{given.host}: {given.reason}"
         report_incident(ctx, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
     if phase is Phase.DRAINING and ctx.state.phase is Phase.DRAINING:
         ctx.state.draining.discard(given.host)
@@ -202,14 +202,14 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
 
 
 def try_adopt(ctx: SupervisorContext) -> None:
-    """After a supervisor's death: are all ranks of the logged attempt alive and of that attempt?"""
+    """After the loss of a supervisor: are all ranks of the logged attempt alive and of that attempt?"""
     state = ctx.state
     if not all(state.hosts[name].connected for name in state.active if name in state.hosts):
         return
     if any(name not in state.hosts for name in state.active):
         return
     fresh = all(not state.hosts[name].attempt and not state.hosts[name].snapshots for name in state.active)
-    if state.ending is not None and not fresh:  # it was ending when its supervisor went
+    if state.ending is not None and not fresh:  # it was ending when its supervisor was lost
         final_flush.begin_flush(ctx)
         return
     alive = {rank for name in state.active for rank in (*state.hosts[name].alive, *state.hosts[name].exited)}
@@ -217,11 +217,11 @@ def try_adopt(ctx: SupervisorContext) -> None:
         state.phase, state.adopted, state.deadline_ns = Phase.RUN, state.attempt, None
         if not state.stepped:
             ctx.await_first_step()
-        state.asked = state.asked or state.stop_before  # the ranks may not have heard of it, and may hang in their save
-        ctx.log("run.message", {"text": f"attempt {state.attempt} goes on under a new supervisor"})
+        state.asked = state.asked or state.stop_before  # the ranks may not have received it, and may hang in their save
+        ctx.log("run.message", {"text": f"attempt {state.attempt} continues under a new supervisor"})
         return
     if not alive and all(state.hosts[name].attempt == 0 for name in state.active):
-        # Fresh agents: the whole run was gone (a reboot, a kill of everything) and is started again.
+        # New agents: every process of the run was lost (a reboot, a kill of everything), and it is started again.
         ctx.log(
             "run.message",
             {"text": f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"},

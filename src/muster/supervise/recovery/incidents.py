@@ -1,4 +1,4 @@
-"""What went wrong, judged by the policy and acted upon."""
+"""From an incident to the policy's decision, and from the decision to what is done."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from muster.supervise.recovery.final_flush import flush_and_finish
 from muster.supervise.recovery.retained_ranks import retainable_ranks
 from muster.supervise.recovery.state import SECOND_NS, OpenIncident, Phase
 
-#: Ranks that were asked to leave for a larger world and step on, since a save is under way, have so long.
-YIELD_S = 300.0
+#: Ranks that were asked to exit for a resize and continue because a save is running have this long.
+RESIZE_S = 300.0
 
 
 def report_incident(
@@ -32,11 +32,11 @@ def report_incident(
     detail: Mapping[str, Any] | None = None,
     silent_s: float = 0.0,
 ) -> None:
-    """Log it, let the policy judge it, log the decision, act. ``silent_s``: how old the fault can be."""
-    state = ctx.state
+    """Log an incident, ask the policy, log its decision, carry it out. ``silent_s``: how old the fault can be."""
+    state, detail = ctx.state, dict(detail or {})
     if silent_s > 0:
-        detail = {**(detail or {}), "since_ns": ctx.now_ns - int(silent_s * SECOND_NS)}
-    found = Incident(
+        detail["since_ns"] = ctx.now_ns - int(silent_s * SECOND_NS)
+    incident = Incident(
         incident_id=f"i{state.next_incident}",
         kind=traits.kind,
         attempt=state.attempt,
@@ -45,7 +45,7 @@ def report_incident(
         rank=rank,
         evidence=evidence,
         detected_ns=ctx.now_ns,
-        detail=detail or {},
+        detail=detail,
     )
     state.next_incident += 1
     if host in state.hosts and traits.blames_host:
@@ -53,80 +53,74 @@ def report_incident(
         state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [ctx.now_ns]
     if rank is not None:
         state.blamed.add(rank)
-    ctx.log(
-        "incident.detected",
-        {"incident_id": found.incident_id, "incident": traits.kind, "evidence": evidence, **(detail or {})},
-        host=host,
-        rank=rank,
-        step=found.step,
-    )
-    key = error_history.key_of(state, traits, found.step, found.detail, evidence)
+    identity = {"incident_id": incident.incident_id, "incident": traits.kind, "evidence": evidence}
+    ctx.log("incident.detected", {**identity, **detail}, host=host, rank=rank, step=incident.step)
+    key = error_history.key_of(state, traits, incident.step, detail, evidence)
     error_history.count(state, key, host)
     for name in error_history.readmit_suspects(state, key, host):
         ctx.log("host.readmitted", {"reason": f"the error that quarantined {name} recurred on {host}"}, host=name)
-    decision = decided(ctx, found, key)
-    ctx.log(
-        "incident.decided",
-        {
-            "incident_id": decision.incident_id,
-            "action": decision.action.value,
-            "reason": decision.reason,
-            **({"replacement": decision.replacement} if decision.replacement else {}),
-            **({"skip_steps": list(decision.detail["skip_steps"])} if "skip_steps" in decision.detail else {}),  # type: ignore[call-overload]
-        },
-        host=decision.host,
-        sync=True,
-    )
+    decision = decide(ctx, incident, key)
+    _log_decision(ctx, decision)
     if decision.action is not Action.IGNORE and (state.open is None or state.phase is Phase.RUN):
         state.open = OpenIncident(
-            incident_id=found.incident_id,
+            incident_id=incident.incident_id,
             kind=traits.kind,
             detected_ns=ctx.now_ns,
             last_applied_step=state.last_applied_step,
-            secondary=bool((detail or {}).get("secondary")),
+            secondary=bool(detail.get("secondary")),
         )
-    apply_decision(ctx, decision, found, key)
+    apply_decision(ctx, decision, incident, key)
 
 
-def decided(ctx: SupervisorContext, incident: Incident, key: str | None) -> Decision:
-    """The policy's decision; the default's where the policy has none that could be carried out (and a note says so)."""
-    seen = cluster_state(ctx, key)
+def _log_decision(ctx: SupervisorContext, decision: Decision) -> None:
+    skip_steps: Any = decision.detail.get("skip_steps")
+    optional = {"replacement": decision.replacement, "skip_steps": skip_steps and list(skip_steps)}
+    required = {"incident_id": decision.incident_id, "action": decision.action.value, "reason": decision.reason}
+    detail = {**required, **{key: value for key, value in optional.items() if value}}
+    ctx.log("incident.decided", detail, host=decision.host, sync=True)
+
+
+def decide(ctx: SupervisorContext, incident: Incident, key: str | None) -> Decision:
+    """The policy's decision; the default policy's, with a message, where it has none that could be carried out."""
+    situation = cluster_state(ctx, key)
     try:
-        decision = ctx.policy.decide(seen, incident)
-        problem = decision_error(ctx, seen, incident, decision)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code: the run outlives it)
+        decision = ctx.policy.decide(situation, incident)
+        problem = decision_error(ctx, situation, incident, decision)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code must not end the run)
         problem = f"{type(error).__name__}: {error}"
     if problem is None:
         return decision
-    text = f"recovery.policy: no decision on {incident.incident_id} ({problem[:300]}); the default policy's is taken"
+    text = f"policy returned no valid decision for {incident.incident_id} ({problem[:300]}); using the default policy"
     ctx.log("run.message", {"text": text})
-    return SHIPPED["default"].decide(seen, incident)
+    return SHIPPED["default"].decide(situation, incident)
 
 
-def decision_error(ctx: SupervisorContext, seen: ClusterState, incident: Incident, decision: object) -> str | None:
+def decision_error(ctx: SupervisorContext, situation: ClusterState, incident: Incident, decision: object) -> str | None:
     """Why a decision cannot be carried out; None: it can."""
     if not isinstance(decision, Decision) or not isinstance(decision.action, Action):
-        return f"decide returned {decision!r}, no Decision"
+        return f"decide returned {decision!r}, not a Decision"
     detail = decision.detail
     typed = isinstance(decision.reason, str) and isinstance(detail, Mapping) and isinstance(decision.exit_code, int)
     if not typed or decision.incident_id != incident.incident_id:
-        return "its fields are of another kind or for another incident"
+        return "wrong field types, or an incident_id that does not match"
     if decision.host is not None and decision.host not in ctx.state.hosts:
-        return f"it names {decision.host!r}, which is no host of the run"
-    if decision.action is Action.SWAP and decision.replacement not in seen.spares:
-        return f"it swaps for {decision.replacement!r}, and the spares are {', '.join(seen.spares) or 'none'}"
+        return f"{decision.host!r} is not a host of the run"
+    if decision.action is Action.SWAP and decision.replacement not in situation.spares:
+        return (
+            f"replacement {decision.replacement!r} is not a spare ({', '.join(situation.spares) or 'there are none'})"
+        )
     if decision.action is Action.IGNORE and not incident.traits.may_be_ignored:
         return f"training does not continue by itself after {incident.kind}"
     if decision.action is Action.WAIT and not str(detail.get("hosts", 0)).isdigit():
-        return f"it waits for {detail.get('hosts')!r} hosts"
+        return f"it waits for {detail.get('hosts')!r} hosts, which is not a number"
     skips = detail.get("skip_steps", ())
     if not isinstance(skips, (list, tuple)) or not all(isinstance(step, int) for step in skips):
-        return f"it leaves out the steps {skips!r}"
+        return f"skip_steps={skips!r} is not a list of steps"
     return None
 
 
 def cluster_state(ctx: SupervisorContext, key: str | None) -> ClusterState:
-    """What the policy may look at. ``key``: the error, where it can repeat itself (``repeats.key_of``)."""
+    """What the policy may look at. ``key``: the error, where it can recur (``error_history.key_of``)."""
     state = ctx.state
     members = members_of(ctx)
     window_ns = int(ctx.settings.host_failure_window_s * SECOND_NS)
@@ -152,7 +146,7 @@ def cluster_state(ctx: SupervisorContext, key: str | None) -> ClusterState:
 
 
 def apply_decision(ctx: SupervisorContext, decision: Decision, incident: Incident, key: str | None = None) -> None:
-    """Carry a logged decision out, as far as it goes before the hosts answer."""
+    """Carry out a logged decision, as far as is possible before the hosts answer."""
     state = ctx.state
     action = decision.action
     members = members_of(ctx)
@@ -185,38 +179,39 @@ def apply_decision(ctx: SupervisorContext, decision: Decision, incident: Inciden
         state.waiting_since_ns = state.waiting_since_ns or ctx.now_ns
         state.needed_hosts = int(str(decision.detail.get("hosts", 0)))
     if state.phase is not Phase.DRAINING:
-        drain(ctx, wait=action is Action.WAIT)
+        drain(ctx)
 
 
 def members_of(ctx: SupervisorContext) -> list[str]:
-    """Hosts of the world that is, or, while ranks are being replaced or leave so that it can grow, that will be."""
+    """Hosts of the current attempt, or of the next one while ranks are being replaced or a resize is under way."""
     state = ctx.state
     return list(state.active if state.phase is Phase.RUN and not state.resizing else state.target)
 
 
 def quarantine_host(ctx: SupervisorContext, name: str | None, incident: Incident, key: str | None) -> None:
-    """Take a host out of the run: a lemon for good, a flapping one for a while, one that goes until it is back."""
+    """Take a host out of the run: for good, for a while, or until it has left and rejoined."""
     host = ctx.state.hosts.get(name or "")
-    if host is not None and host.connected:
-        host.quarantined = True
-        more: dict[str, Any] = {}
-        if incident.traits.announced:
-            host.until_return = more["until_return"] = True
-        elif incident.traits.quarantine_expires:
-            host.hold_off_s = more["for_s"] = ctx.settings.host_failure_window_s
-            ctx.alarm(f"back:{host.name}", host.hold_off_s)
-        elif key is not None:
-            host.quarantined_for_error = more["quarantined_for_error"] = key
-        reason = incident.evidence if more else f"{len(host.failures_ns)} failures"
-        ctx.log("host.quarantined", {"reason": reason, **more}, host=host.name)
-        ctx.send(host.name, {"t": "end", "attempt": ctx.state.attempt, "why": "replaced"})
+    if host is None or not host.connected:
+        return
+    host.quarantined = True
+    extra: dict[str, Any] = {}
+    if incident.traits.announced:
+        host.until_return = extra["until_return"] = True
+    elif incident.traits.quarantine_expires:
+        host.hold_off_s = extra["for_s"] = ctx.settings.host_failure_window_s
+        ctx.alarm(f"back:{host.name}", host.hold_off_s)
+    elif key is not None:
+        host.quarantined_for_error = extra["quarantined_for_error"] = key
+    reason = incident.evidence if extra else f"{len(host.failures_ns)} failures"
+    ctx.log("host.quarantined", {"reason": reason, **extra}, host=host.name)
+    ctx.send(host.name, {"t": "end", "attempt": ctx.state.attempt, "why": "replaced"})
 
 
 def request_resize(ctx: SupervisorContext) -> None:
-    """Ask the ranks to leave after the step they are in; nothing is recomputed.
+    """Ask the ranks to exit after the current step; nothing is recomputed.
 
-    They train on until a save that is under way stands, so that growing costs no checkpoint. Each step gives them
-    ``grace_s`` again (``extend_resize_deadline``); one that takes longer is not worth its wait, the larger world is faster.
+    They continue until a running save has committed, so that growing costs no checkpoint. Each step extends the
+    deadline by ``grace_s``; a step that takes longer is not worth waiting for, since more hosts are faster.
     """
     if ctx.state.resizing:
         return
@@ -226,7 +221,7 @@ def request_resize(ctx: SupervisorContext) -> None:
 
 
 def continue_resize(ctx: SupervisorContext) -> None:
-    """Ranks leave so that the world can grow: an earlier supervisor asked them to, and this one takes its place."""
+    """Ranks exit for a resize that an earlier supervisor requested."""
     state = ctx.state
     others = [name for name in ctx.usable() if name not in state.active]
     state.target = [*state.active, *others][: max(ctx.settings.wanted_hosts, len(state.active))]
@@ -234,36 +229,32 @@ def continue_resize(ctx: SupervisorContext) -> None:
 
 
 def _start_resize(ctx: SupervisorContext) -> None:
-    ctx.state.resizing, ctx.state.resize_deadline_ns = True, ctx.now_ns + int(YIELD_S * SECOND_NS)
+    ctx.state.resizing, ctx.state.resize_deadline_ns = True, ctx.now_ns + int(RESIZE_S * SECOND_NS)
     extend_resize_deadline(ctx)
 
 
 def extend_resize_deadline(ctx: SupervisorContext) -> None:
-    """Ranks were asked to leave just now, or have taken another step since."""
+    """Call it when ranks were asked to exit, and after each step they take since."""
     if ctx.now_ns < ctx.state.resize_deadline_ns:
         ctx.deadline(ctx.settings.spec.recovery.grace_s)
 
 
 def stop_run(ctx: SupervisorContext, decision: Decision, incident: Incident) -> None:
-    spec = ctx.settings.spec
+    """End the run; after an error that a corrected run file may fix, hold its hosts first."""
+    hold_s = ctx.settings.spec.recovery.keep_hosts_after_failure_s
     hint = incident.detail.get("hint")
     ctx.state.final_result = (decision.exit_code, decision.reason + (f" (hint: {hint})" if hint else ""))
     if incident.traits.announced and ctx.state.phase is Phase.RUN:
         ask_to_save(ctx, "preempted", decision.exit_code, source=incident.evidence)
         return
     correctable = "signature" in incident.detail or incident.traits.user_error
-    if spec.recovery.keep_hosts_after_failure_s > 0 and correctable and decision.exit_code != 75:
+    if hold_s > 0 and correctable and decision.exit_code != 75:
         for name in ctx.state.active or list(ctx.state.hosts):
             ctx.send(name, {"t": "end", "attempt": ctx.state.attempt, "why": "held after a failure"})
         ctx.state.phase = Phase.HELD_AFTER_FAILURE
-        ctx.deadline(spec.recovery.keep_hosts_after_failure_s)
+        ctx.deadline(hold_s)
         ctx.log("phase.changed", {"reason": decision.reason}, phase="hold")
-        ctx.log(
-            "run.message",
-            {
-                "text": f"held for {spec.recovery.keep_hosts_after_failure_s:.0f} s: muster restart {ctx.settings.run_id}"
-            },
-        )
+        ctx.log("run.message", {"text": f"held for {hold_s:.0f} s: muster restart {ctx.settings.run_id}"})
         return
     outcome = "preempted" if decision.exit_code == 75 else "failed"
     flush_and_finish(ctx, outcome, decision.exit_code, ctx.state.final_result[1])

@@ -24,15 +24,15 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A complete version and where each of its shards lies."""
+    """A complete version and where each of its shards is."""
 
     step: int
     attempt: int
     layout: Layout
     shards: Mapping[int, Snapshot]
-    """Rank of that world -> where its state lies; with replicas perhaps under a twin's rank."""
+    """Rank of that attempt -> where its state is; with replicas perhaps under a replica peer's rank."""
     holders: Mapping[int, Sequence[Snapshot]] = field(default_factory=dict)
-    """All places of each."""
+    """All snapshots that hold it."""
 
     def nearest(self, rank: int, host: str) -> Snapshot:
         """Where ``host`` takes a rank's state from: its own memory before any other host's, a peer's copy included."""
@@ -44,7 +44,7 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
     """The newest step whose every shard exists on a living host; None when there is none.
 
     Shards of one version are of one layout, one step and one attempt: versions never mix. A replica's
-    shard stands in for its twin in another replica (``dp_replicate`` > 1: the same state).
+    shard replaces that of its peer in another replica (``dp_replicate`` > 1: the same state).
     """
     versions: dict[tuple[int, int, str], dict[int, list[Snapshot]]] = {}
     for found in snapshots:
@@ -74,8 +74,8 @@ def replica_peers(layout: Layout, rank: int) -> list[int]:
 
 
 def needed_shards(choice: Choice, name: str) -> list[int]:
-    """Ranks whose shards a host needs to form any part of the state: one of each set of twins, one that lies there
-    already where there is one."""
+    """Ranks whose shards a host needs to form any part of the state: one of each set of replica peers, preferably one
+    that the host holds."""
     return [
         next((twin for twin in (rank, *replica_peers(choice.layout, rank)) if choice.shards[twin].host == name), rank)
         for rank in range(choice.layout.ranks_per_replica)

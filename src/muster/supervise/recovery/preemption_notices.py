@@ -1,4 +1,4 @@
-"""Hosts that are told to go: gathered for a moment, since a scheduler that takes one often takes all."""
+"""Preemption notices of hosts: gathered for a moment, since a scheduler that takes one host often takes all."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ALARM = "notices"
 
 
 def on_notice(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
-    """A host goes away soon. While ranks step they go on, until it is known who goes with it."""
+    """A host will be taken away. Ranks continue until it is known which other hosts leave with it."""
     state, host = ctx.state, ctx.state.hosts[name]
     grace_s = float(message.get("grace_s", ctx.settings.spec.recovery.grace_s))
     ctx.log(
         "termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name
     )
     host.preemption_grace_s = grace_s
-    connected = [each for each in state.hosts.values() if each.connected]
+    connected = [host for host in state.hosts.values() if host.connected]
     if (
         state.phase is Phase.HELD_AFTER_FAILURE
         and state.final_result is not None
-        and all(each.preemption_grace_s is not None for each in connected)
+        and all(host.preemption_grace_s is not None for host in connected)
     ):
         flush_and_finish(ctx, "failed", state.final_result[0], state.final_result[1])  # no host is left to be held
         return
@@ -38,7 +38,7 @@ def on_notice(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> 
 
 
 def judge(ctx: SupervisorContext) -> None:
-    """Each host of the world that goes is an incident; the first decision may already answer for all."""
+    """Each host of the attempt that will leave is an incident; the first decision may already cover all."""
     state = ctx.state
     for name in members_of(ctx):
         host = state.hosts[name]
@@ -46,5 +46,5 @@ def judge(ctx: SupervisorContext) -> None:
             continue
         if state.phase not in (Phase.RUN, Phase.DRAINING, Phase.WAIT):
             return
-        evidence = f"{name} goes away in {host.preemption_grace_s:.0f} s"
+        evidence = f"{name} will be taken away in {host.preemption_grace_s:.0f} s"
         report_incident(ctx, PREEMPTION_NOTICE, host=name, evidence=evidence)

@@ -1,4 +1,4 @@
-"""Ranks that leave: done, asked to, or failed."""
+"""Ranks that exit: done, asked to, or failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.supervise.recovery.state import Phase
 
 
 def rank_exit(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> None:
-    """A rank of ``host`` is gone. One of another attempt changes nothing; each is counted once."""
+    """A rank of ``host`` has exited. One of another attempt changes nothing; each is counted once."""
     state = ctx.state
     if message["attempt"] == state.attempt and state.phase is Phase.DRAINING:
         _cause(ctx, host, message)
@@ -44,7 +44,7 @@ def rank_exit(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> 
 
 def _failed(ctx: SupervisorContext, host: str, rank: int, message: Mapping[str, Any]) -> None:
     state = ctx.state
-    kind, evidence, detail = classify.rank_exit(host, message)
+    kind, evidence, detail = classify.classify_rank_exit(host, message)
     if detail.get("unreadable") and state.resumed is not None and not state.stepped:
         state.unreadable_snapshots.add(state.resumed)
         detail["unreadable_snapshot"] = list(state.resumed)
@@ -53,12 +53,12 @@ def _failed(ctx: SupervisorContext, host: str, rank: int, message: Mapping[str, 
 
 
 def _cause(ctx: SupervisorContext, host: str, message: Mapping[str, Any]) -> None:
-    """A rank's own error, reported after its peer's broken connection: that was the cause, and is judged."""
+    """A rank's own error, reported after its peer's broken connection: it is the cause, and an incident of its own."""
     state = ctx.state
     code = int(message["code"])
     if state.open is None or not state.open.secondary or code <= 0 or code in REQUESTED_EXIT_CODES:
         return
-    kind, _, detail = classify.rank_exit(host, message)
+    kind, _, detail = classify.classify_rank_exit(host, message)
     if kind is RANK_EXIT and not detail.get("unreadable"):
         return
     state.open.secondary = False

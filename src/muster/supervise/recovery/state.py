@@ -1,4 +1,4 @@
-"""The supervisor's state, its inputs and its effects: plain values that the machine folds."""
+"""The supervisor's state, its inputs and its effects: plain values that the state machine folds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from muster.policy.cluster_state import Policy
 from muster.supervise.recovery.layout import Choice
 
 SECOND_NS = 1_000_000_000
-#: Steps whose times are remembered: what a rank is given to stand still rests on the longest of them.
+#: Step times that are remembered: the time a rank gets to pause follows from the longest of them.
 RECENT_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the machine needs of a run file."""
+    """What the state machine needs of a run file."""
 
     spec: RunSpec
     run_id: str
@@ -29,13 +29,13 @@ class Settings:
     usd_per_host_hour: float | None = None
     """None: unknown."""
     drain_timeout_s: float = 7.0
-    """A host ends its ranks and says what it holds within this time; one whose ranks are kept has longer where steps
-    take long (``survivors.pause_s``)."""
+    """Time for a host to end its ranks and list its snapshots; one that retains ranks has longer where steps are long
+    (``retained_ranks.pause_s``)."""
     adopt_timeout_s: float = 5.0
     host_failure_window_s: float = 3600.0
-    """A host's failures count for so long; one that is held off (a flapping link) is looked at again after it."""
+    """How long a host's failures count, and how long a quarantine that expires lasts."""
     gather_notices_s: float = 0.5
-    """Preemption notices that come within this time are answered as one; ranks step on meanwhile."""
+    """Preemption notices within this time are answered together; ranks continue meanwhile."""
 
     @property
     def wanted_hosts(self) -> int:
@@ -47,14 +47,14 @@ class Settings:
 
 
 class Phase(StrEnum):
-    """Where the run is, from the supervisor's chair."""
+    """Where the run is."""
 
     STARTING = "starting"  # hosts are joining
     ADOPT = "adopt"  # a new supervisor waits for the hosts of the attempt it found in the log
     RUN = "run"  # ranks are starting or stepping
     DRAINING = "draining"  # ranks were ended; hosts report what they hold
     WAIT = "wait"  # too few hosts
-    STOPPING = "stopping"  # ranks were asked to save and leave
+    STOPPING = "stopping"  # ranks were asked to save and exit
     FLUSH = "flush"  # the run ends: hosts write what only their memory holds
     HELD_AFTER_FAILURE = "hold"  # failed by the user's own error; hosts stay warm
     ENDED = "ended"
@@ -67,19 +67,19 @@ class Host:
     name: str
     connected: bool = False
     has_connected: bool = False
-    """It has spoken to this supervisor; one that has not may have been here all the time."""
+    """Since this supervisor started; a host that has not may have been up all the time."""
     ready: bool = False
     quarantined: bool = False
     hold_off_s: float = 0.0
-    """It is quarantined for so long; 0: for good, or ``until_return``."""
+    """How long it is quarantined; 0: for good, or ``until_return``."""
     until_return: bool = False
-    """It is quarantined until it went and came back (it was told to go)."""
+    """Quarantined after a preemption notice until the host has left and rejoined."""
     quarantined_for_error: str | None = None
-    """The error (``repeats.key_of``) because of which it was taken out; if that comes again elsewhere, it is sound."""
+    """The error (``error_history.key_of``) it is quarantined for; it is readmitted if the error recurs elsewhere."""
     preemption_grace_s: float | None = None
-    """It was told to go, with so much time to leave."""
+    """Time until it is taken away, from a preemption notice."""
     drain_timed_out: bool = False
-    """It did not end its ranks in time and counts as lost, though it may answer yet."""
+    """Timed out while stopping its ranks; treated as lost, but a late reply is still accepted."""
     store: tuple[str, int] | None = None
     """Where its rendezvous store listens."""
     memory: tuple[str, int] | None = None
@@ -88,24 +88,24 @@ class Host:
     failures_ns: list[int] = field(default_factory=list)
     allocated: bool = False
     asked_about: bool = False
-    """The policy was asked whether the world should grow by it, since it came."""
+    """Since it became ready, the policy was asked whether to grow by it."""
     start_failed: bool = False
-    """It said so; a later ``ready`` takes it back."""
+    """Its agent could not prepare; a later ``ready`` clears it."""
     alive: dict[int, int] = field(default_factory=dict)
     """Ranks running there (from its hello) -> pid."""
     exited: set[int] = field(default_factory=set)
-    """Ranks of its attempt that have left; their codes follow in messages."""
+    """Ranks of its attempt that have exited; their exit codes follow in messages."""
     attempt: int = 0
     resettable: tuple[int, ...] = ()
-    """GPUs that the health verdict thinks a reset may heal."""
+    """GPUs that a reset may heal, by the health report."""
     resetting: bool = False
-    """They are being reset; asked once, and then no more for this verdict."""
+    """A reset was decided; it is tried once for each health report."""
     retained: dict[int, int] = field(default_factory=dict)
-    """Ranks of the attempt that was ended which stand still there -> the step they stand after."""
-    end_order: Mapping[str, Any] = field(default_factory=dict)
-    """How it was told to end its ranks; told again to an agent that begins anew before it has answered."""
+    """Paused ranks of the attempt that was ended -> the step they are paused after."""
+    end_message: Mapping[str, Any] = field(default_factory=dict)
+    """The message that ends its ranks; sent again to an agent that restarts before it has answered."""
     answer_by_ns: int = 0
-    """Without an answer to it by then the host counts as lost."""
+    """Without an answer to ``end_message`` by then the host counts as lost."""
 
 
 @dataclass(kw_only=True)
@@ -117,37 +117,37 @@ class OpenIncident:
     detected_ns: int
     last_applied_step: int
     secondary: bool = False
-    """A consequence (a peer was lost) was heard first; its cause may follow."""
+    """The report was a consequence (a lost peer); its cause may follow."""
     stages_ns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Ending:
-    """How the run will end, once what only memory holds is written (``supervise.flush``)."""
+    """How the run will end, once what only memory holds is written (``final_flush``)."""
 
     outcome: str
     exit_code: int
     reason: str
     until_ns: int = 0
     waiting: dict[str, int] = field(default_factory=dict)
-    """Host -> answers that it owes; only the last of them counts."""
+    """Host -> answers still due; only the last one counts."""
     answered: set[str] = field(default_factory=set)
-    """Hosts that have said what they hold."""
+    """Hosts that have listed their snapshots."""
     choice: Choice | None = None
-    """The version that is being written; None: the hosts are being asked what they hold."""
+    """The version being written; None: the hosts' lists are awaited."""
     files: list[Mapping[str, Any]] = field(default_factory=list)
-    """What was written, in the hosts' own words."""
+    """What was written, as the hosts report it."""
     writers: list[str] = field(default_factory=list)
     committing: bool = False
     given_up: set[tuple[int, int]] = field(default_factory=set)
     """(step, attempt) of versions that could not be written."""
-    why: str = ""
+    problem: str = ""
     """What last went wrong with it."""
 
 
 @dataclass(kw_only=True)
 class State:
-    """Everything the machine remembers; ``fold.recover`` rebuilds it from a log."""
+    """Everything the state machine remembers; ``replay.rebuild_state`` rebuilds it from a log."""
 
     phase: Phase = Phase.STARTING
     attempt: int = 0
@@ -162,71 +162,73 @@ class State:
     """Ranks of the current attempt that an incident names."""
     last_applied_step: int = 0
     recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """What the last steps took."""
+    """Times of the last steps."""
     committed_step: int = 0
-    save_failed: str | None = None
-    """Why the ranks' last save came to nothing; None: it stands, or none was tried."""
     """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
+    save_failed: str | None = None
+    """Why the ranks' last save failed; None: it succeeded, or there was none."""
     stepped: bool = False
     """This attempt has taken a step."""
     restarts_without_progress: int = 0
     failures: int = 0
-    """Attempts that an incident made necessary, since ``watched_from_ns``: what the ranks' interval of saves rests
-    on. A supervisor that takes over counts anew."""
+    """Attempts that an incident made necessary, since ``watched_from_ns``; the ranks' interval of saves follows from
+    it. A supervisor that takes over counts from zero."""
     watched_from_ns: int | None = None
     error_counts: dict[str, int] = field(default_factory=dict)
-    """Error at a step (``repeats.key_of``) -> how often."""
+    """Error at a step (``error_history.key_of``) -> how often."""
     error_hosts: dict[str, list[str]] = field(default_factory=dict)
-    """The same -> the hosts it stood on."""
+    """The same -> the hosts it occurred on."""
     resumed: tuple[int, int] | None = None
-    """(step, attempt) of the version in memory that the current attempt began with."""
+    """(step, attempt) of the version in memory that the current attempt started from."""
     alarms: dict[str, int] = field(default_factory=dict)
-    """Besides ``deadline_ns``: what is to be looked at -> when."""
+    """Additional deadlines: name -> time."""
     skip_steps: set[int] = field(default_factory=set)
     """Steps whose update is left out."""
     next_incident: int = 1
     batch_schedule: list[dict[str, Any]] = field(default_factory=list)
-    """Changes of batch and rate on the way (``core.course``)."""
+    """Changes of batch and rate so far (``core.batch_schedule``)."""
     open: OpenIncident | None = None
     target: list[str] = field(default_factory=list)
-    """Hosts of the attempt to come, while collecting or waiting."""
+    """Hosts of the next attempt, while draining or waiting."""
     draining: set[str] = field(default_factory=set)
+    """Hosts that have not reported the end of their ranks yet."""
     needed_hosts: int = 0
-    """With fewer the next attempt is not begun; 0: the run's minimum."""
+    """With fewer hosts the next attempt is not started; 0: the run's minimum."""
     waiting_since_ns: int | None = None
     deadline_ns: int | None = None
     stop: tuple[str, int] | None = None
     """(outcome, exit code) once the run has been asked to end."""
     stop_source: str = ""
-    """By whom or what."""
+    """What requested it."""
     stop_asked: bool = False
-    """Somebody asked for it: whoever asks again does not wait. (A notice to the hosts is nobody's asking.)"""
+    """A user or scheduler requested it; a second request does not wait. (A notice to the hosts does not count.)"""
     stop_saves: bool = True
     """The stop asked for a save."""
     stop_before: StopRequest | None = None
-    """What an earlier supervisor was asked and had not done: found in the log."""
+    """A request to an earlier supervisor that the log shows as unfinished."""
     resizing: bool = False
-    """The ranks were asked to leave after their step so that the world can grow."""
+    """The ranks were asked to exit after their step, for an attempt on more hosts."""
     resize_deadline_ns: int = 0
-    """Ranks that step on meanwhile, since a save is under way, are let to until then."""
+    """Ranks that continue meanwhile, because a save is running, may do so until then."""
     final_result: tuple[int, str] | None = None
+    """(exit code, reason) of the decision to stop."""
     ending: Ending | None = None
     unreadable_snapshots: set[tuple[int, int]] = field(default_factory=set)
     """(step, attempt) of versions in memory that turned out to be unreadable."""
     asked: StopRequest | None = None
-    """A stop that came before the hosts had answered this supervisor."""
+    """A stop request that came before the hosts had answered this supervisor."""
     deferred: list[FromHost] = field(default_factory=list)
-    """What hosts reported before all of them had answered: judged once it is known whether the attempt goes on."""
+    """Reports from before all hosts had answered; handled once it is known whether the attempt continues."""
     adopted: int = 0
     """The attempt that an earlier supervisor started and this one took over; 0: none."""
 
-    def took(self, detail: Mapping[str, Any], *, first: bool = False) -> None:
-        """The detail of a ``step`` event. An attempt's ``first`` one warms up: it counts where no other is known."""
+    def add_step_time(self, detail: Mapping[str, Any], *, first: bool = False) -> None:
+        """From a ``step`` event. An attempt's ``first`` one includes warm-up: it counts only if no other is known."""
         step_ns = detail.get("step_ns")
         if isinstance(step_ns, int) and not (first and self.recent_step_s):
             self.recent_step_s.append(step_ns / SECOND_NS)
 
-    def committed(self, event: Mapping[str, Any]) -> None:
+    def add_checkpoint(self, event: Mapping[str, Any]) -> None:
         """A ``checkpoint.committed`` event, as a mapping."""
         if (event.get("detail") or {}).get("tier") in ("disk", "bucket"):
             self.committed_step = max(self.committed_step, int(event.get("step") or 0))
@@ -245,9 +247,9 @@ class HostUp:
 @dataclass(frozen=True, kw_only=True)
 class HostDown:
     host: str
-    why: str
+    reason: str
     silent_s: float = 0.0
-    """Since it was last heard: the fault can be so old."""
+    """Since its last heartbeat: the greatest age of the fault."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,7 +218,7 @@ def _run_deadline(ctx: SupervisorContext) -> None:
 def _drain_deadline(ctx: SupervisorContext) -> None:
     for name in overdue_hosts(ctx):
         ctx.state.hosts[name].drain_timed_out = ctx.state.hosts[name].ready
-        host_down(ctx, HostDown(host=name, why="did not end its ranks in time"))
+        host_down(ctx, HostDown(host=name, reason="did not end its ranks in time"))
     await_answers(ctx)
 
 

@@ -1,4 +1,4 @@
-"""Where a run is, for a person and for the verbs of another terminal. Pure."""
+"""Where a run is, for people and for the verbs of another terminal. Pure."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ def status(machine: RecoveryStateMachine) -> dict[str, Any]:
 
 
 def _save_failed(state: State) -> str:
-    """The alarm of a full disk or a bucket that is away; training goes on."""
+    """A full disk or an unreachable bucket; training continues."""
     if state.save_failed is None:
         return ""
-    stands = f"step {state.committed_step} stands" if state.committed_step else "none stands"
-    return f"; the last save failed ({state.save_failed[:200]}), {stands}"
+    newest = f"the newest checkpoint is of step {state.committed_step}" if state.committed_step else "there is none yet"
+    return f"; the last save failed ({state.save_failed[:200]}); {newest}"
 
 
 def sentence(machine: RecoveryStateMachine) -> str:
-    """Why the run is where it is, for a person."""
+    """Why the run is where it is, for people."""
     state = machine.state
     if state.phase is Phase.RUN and not state.stepped:
         return f"attempt {state.attempt} is starting: no step yet"
     missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
+    failure = state.final_result[1] if state.final_result else ""
     sentences = {
         Phase.STARTING: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
         Phase.ADOPT: "a new supervisor waits for the hosts to answer",
         Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}",
         Phase.DRAINING: "recovering: ranks are being replaced",
         Phase.WAIT: "waiting for a host to return",
-        Phase.STOPPING: "saving before it leaves",
+        Phase.STOPPING: "saving before it ends",
         Phase.FLUSH: "ending: hosts write what only their memory holds",
-        Phase.HELD_AFTER_FAILURE: f"failed; hosts are held for muster restart: {state.final_result[1] if state.final_result else ''}",
+        Phase.HELD_AFTER_FAILURE: f"failed; hosts are held for muster restart: {failure}",
         Phase.ENDED: "ended",
     }
     return sentences[state.phase]

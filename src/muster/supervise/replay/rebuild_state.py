@@ -1,4 +1,4 @@
-"""From a run's event log to the state in which a new supervisor goes on. Pure."""
+"""From a run's event log to the state in which a new supervisor continues. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def rebuild_state(events: Iterable[Event]) -> State:
     """The state after ``events`` (in each file's order; files in any order).
 
     A run that has ended, or never started an attempt, begins at STARTING with the attempt counter where it
-    was: numbers are never used twice. One that was under way begins at ADOPT, where the hosts' own word
-    (who runs what) decides. What the run has learned of errors and hosts is kept: hosts' failures are ages
-    (nanoseconds before the last event, negative), which ``Machine.start`` puts on its own clock.
+    was: numbers are never used twice. One that was under way begins at ADOPT, where the hosts' own reports
+    (who runs what) decide. What the run has learned of errors and hosts is kept: hosts' failures are ages
+    (nanoseconds before the last event, negative), which ``RecoveryStateMachine.start`` puts on its own clock.
     """
     state = State()
     ordered = sorted(events, key=lambda event: event.wall_ns)
@@ -31,13 +31,13 @@ def rebuild_state(events: Iterable[Event]) -> State:
         elif event.kind == "attempt.ended" and event.attempt == state.attempt:
             state.phase = Phase.STARTING if not state.ranks else Phase.ADOPT
         elif event.kind in ("step", "incident.resolved") and event.step is not None:
-            state.took(event.detail)
+            state.add_step_time(event.detail)
             state.stepped = state.stepped or event.attempt == state.attempt
             if event.step > state.last_applied_step:
                 state.last_applied_step = event.step
                 state.restarts_without_progress = 0
         elif event.kind == "checkpoint.committed":
-            state.committed({"step": event.step, "detail": event.detail})
+            state.add_checkpoint({"step": event.step, "detail": event.detail})
         elif event.kind == "checkpoint.failed":
             state.save_failed = str(event.detail["reason"])
         elif event.kind == "incident.detected":
@@ -87,7 +87,7 @@ def _start(state: State, event: Event) -> None:
 
 
 def _incident(state: State, event: Event, now_ns: int) -> None:
-    """Counted as the supervisor that logged it did."""
+    """Count it as the supervisor that logged it did."""
     number = str(event.detail.get("incident_id", "i0"))[1:]
     if number.isdigit():
         state.next_incident = max(state.next_incident, int(number) + 1)
@@ -106,7 +106,7 @@ def _incident(state: State, event: Event, now_ns: int) -> None:
 
 
 def _host(state: State, event: Event) -> None:
-    """What became of a host."""
+    """An event of a host's life."""
     if event.kind == "host.allocated":
         state.hosts.setdefault(event.host, Host(name=event.host)).allocated = True
     elif event.kind == "host.quarantined":
@@ -122,6 +122,6 @@ def _host(state: State, event: Event) -> None:
     elif event.kind == "termination.notice":
         state.hosts[event.host].preemption_grace_s = float(event.detail.get("grace_s", 0.0))
     elif event.kind == "host.lost":
-        clear_notice(state.hosts[event.host])  # if it comes, it does
+        clear_notice(state.hosts[event.host])  # if it connects, it has left and rejoined
     elif event.kind == "host.released":
         state.hosts[event.host].allocated = False

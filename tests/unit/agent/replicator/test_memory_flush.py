@@ -146,7 +146,8 @@ def test_bytes_that_are_not_what_was_sealed_are_not_written(tmp_path):
     version = ring.find(12, 3)
     ring.seal(version, checksum_of(ring.slot(version.slot)))
     ring.slot(version.slot)[7] ^= 0x20
-    with pytest.raises(CheckpointError, match=r"own\.r1s2t1p1c1e1\.0\.ring.* step 12 of attempt 3 is not what was sealed"):
+    message = r"own\.r1s2t1p1c1e1\.0\.ring.* step 12 of attempt 3 is not what was sealed"
+    with pytest.raises(CheckpointError, match=message):
         flush(order(tmp_path, 0), tmp_path / "a")
     assert not list((tmp_path / "checkpoints").rglob("*.shard"))
     ring.slot(version.slot)[7] ^= 0x20

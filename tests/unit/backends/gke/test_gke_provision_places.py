@@ -263,7 +263,7 @@ def test_services_that_answer_a_while_after_they_were_switched_on():
 
 
 def test_a_bucket_of_somebody_elses():
-    refused(ConflictError, "example-bucket is somebody else's", foreign_buckets={"example-bucket"})
+    refused(ConflictError, "example-bucket belongs to another project or user", foreign_buckets={"example-bucket"})
 
 
 def foreign_cluster():

@@ -148,7 +148,8 @@ def test_sinfo_that_fails_is_an_error_not_an_empty_cluster():
 
 
 def test_a_refusal_is_one_line():
-    found = reason_text.refusal("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n")
+    text = "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n"
+    found = reason_text.refusal("sbatch", text)
     assert "\n" not in str(found) and "Invalid qos" in str(found) and found.hint
 
 

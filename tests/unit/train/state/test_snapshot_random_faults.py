@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from muster.checkpoint_format.snapshot_ring import PEER_SLOTS, Ring, file_name, list_snapshots
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, list_snapshots
+from muster.core.snapshot_slots import PEER_SLOTS
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.layout import Snapshot, newest_complete

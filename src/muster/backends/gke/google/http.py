@@ -61,7 +61,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """The service's own words."""
+        """The service's own message."""
         error = self.body.get("error")
         if isinstance(error, Mapping):
             return str(error.get("message", self.status))
@@ -69,7 +69,7 @@ class Reply:
 
     @property
     def reasons(self) -> set[str]:
-        """Machine-readable words of the refusal, over the ways in which Google's services say them."""
+        """Machine-readable reasons of the refusal, in any of the formats of Google's services."""
         error = self.body.get("error")
         if not isinstance(error, Mapping):
             return {str(self.body.get("reason", ""))}
@@ -78,7 +78,7 @@ class Reply:
 
 
 class Unreachable(BackendError):
-    """The request may have arrived or not: nobody answered."""
+    """No response: the request may or may not have arrived."""
 
 
 class Http(Protocol):
@@ -96,7 +96,7 @@ class Http(Protocol):
 class GoogleHttp:
     """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left.
 
-    A person's own credentials have to say whom their requests are charged to: Google refuses them otherwise (403,
+    A person's own credentials must name the project that their requests are charged to: Google refuses them otherwise (403,
     "requires a quota project"). That is the project they name, or else the one that the request is about. A service
     account belongs to a project and needs none.
     """
@@ -166,7 +166,7 @@ def exchange(call: Call, headers: Mapping[str, str], timeout_s: float) -> Reply:
 
 
 def _of_a_person(credentials: object) -> bool:
-    """What ``gcloud auth application-default login`` leaves: a refresh token in a person's name."""
+    """Whether they are ``gcloud auth application-default login``'s: a refresh token in a person's name."""
     from google.oauth2.credentials import Credentials
 
     return isinstance(credentials, Credentials)

@@ -87,7 +87,7 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
         "hosts": Knob(value=spec.resources.hosts, about="Hosts that train.", schema={"type": "integer", "minimum": 1}),
         "spareHosts": Knob(
             value=spec.resources.spare_hosts,
-            about="Hosts besides, warm, that take over for a lost one.",
+            about="Additional warm hosts that replace a lost one.",
             schema={"type": "integer", "minimum": 0},
         ),
         "mode": Knob(

@@ -25,7 +25,7 @@ SOURCE_AND_RUN = 'source "$0" && exec "$@"'
 LEAVE_AFTER = "--leave-after-s"
 SHORTEST_S = 60
 LEAVE_BEFORE_S = 1800
-"""Seconds before the end of an allocation at which the run saves: nodes are counted from their own start, which lies
+"""Seconds before the end of an allocation at which the run saves: an allocation counts from the nodes' start, which is
 before the supervisor's by as long as the slowest of them took."""
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""

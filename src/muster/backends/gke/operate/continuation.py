@@ -63,7 +63,7 @@ def queue_the_rest(cluster: Cluster, namespace: str, name: str, *, at_most: int 
     metadata = {"name": name, "namespace": namespace}
     there = cluster.get({"apiVersion": API, "kind": "JobSet", "metadata": metadata})
     if there is None:
-        raise BackendError(f"the JobSet {namespace}/{name} is gone", hint="somebody ended the run")
+        raise BackendError(f"the JobSet {namespace}/{name} is gone", hint="the run was ended")
     if at_most and number_of(there) >= at_most:
         raise CapacityError(
             f"the run has had {at_most} allocations, all that limits.max_hours allows",

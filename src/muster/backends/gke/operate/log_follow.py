@@ -1,7 +1,6 @@
-"""Output of a run's pods as it comes: one followed log per pod, pods found by a watch, the end by another.
+"""Live output of a run's pods: one followed log per pod; one watch finds pods, another the end of the run.
 
-Nothing is asked at intervals: each connection stays open and is opened anew where it breaks, from the last line's time
-on. What ranks write is in their pod's own output (``echo.py``), marked with the rank.
+Nothing is polled: each connection stays open and is reopened where it breaks, from the last line's time on. What ranks write is in their pod's own output (``echo.py``), marked with the rank.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from muster.core.protocols import Clock
 from muster.core.types import LogChunk
 
 DRAIN_S = 15.0
-"""After the run's end its pods' last words are waited for; a pod of a dead node has none."""
+"""How long after the run's end its pods' last output is waited for; a pod of a dead node sends none."""
 AHEAD_LINES = 10_000
-"""Read ahead of whoever reads them here: a pager that waits holds the connections back, not the memory."""
+"""Lines buffered ahead of the reader: a pager that waits slows the connections down instead of filling memory."""
 LOOK_EVERY_S = 5.0
 """Where watching is not allowed, or nothing can be watched yet."""
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)$")
@@ -42,7 +41,7 @@ class Follower:
     namespace: str
     labels: Mapping[str, str]
     over: Callable[[], bool]
-    """Looks whether the run has ended."""
+    """Whether the run has ended."""
     clock: Clock = field(default_factory=SystemClock)
     pause_s: float = 0.5
     """Between a connection that broke and the next."""
@@ -85,7 +84,7 @@ class Follower:
                 yield found
 
     def _tell(self, found: LogChunk | MusterError | None) -> None:
-        """Wait for room, for as long as somebody reads."""
+        """Wait for room until the reader leaves."""
         while not self._stopping.is_set():
             with contextlib.suppress(queue.Full):
                 self._told.put(found, timeout=1.0)
@@ -97,7 +96,7 @@ class Follower:
     # ---------------------------------------------------------------- what there is
 
     def _watch_run(self) -> None:
-        """Until the run has ended: a JobSet that changed is the occasion to look, a lost watch is another."""
+        """Until the run has ended: checks when the JobSet changes, and when the watch is lost."""
         while not self._stopping.is_set() and not self._over_now():
             with self._breaks():
                 for _ in self._watch(JOBSET_API, "jobsets"):
@@ -115,7 +114,7 @@ class Follower:
     def _watch_pods(self) -> None:
         while not self._stopping.is_set():
             with self._breaks():
-                # Whoever comes after the end finds the pods that are left by this look alone.
+                # A reader that starts after the end of the run finds the remaining pods by this list alone.
                 for pod in self.cluster.list("v1", "pods", namespace=self.namespace, labels=self.labels):
                     self._meet(pod)
                 self._looked.set()
@@ -133,7 +132,7 @@ class Follower:
             self._stopping.wait(LOOK_EVERY_S)
 
     def _meet(self, pod: Mapping[str, Any]) -> None:
-        """A pod whose containers may have begun is read, once."""
+        """Start one reader for a pod whose containers may have started."""
         name = str(pod["metadata"]["name"])
         self._known[name] = pod
         if pod.get("status", {}).get("phase") in (None, "Pending") or name in self._readers or self._stopping.is_set():
@@ -179,17 +178,17 @@ class Follower:
 
     @contextlib.contextmanager
     def _breaks(self) -> Iterator[None]:
-        """What is over by asking again."""
+        """Errors that asking again resolves."""
         with contextlib.suppress(Unreachable, OSError):
             yield
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A thread's edge: what it cannot live with is raised where the lines are read."""
+        """A thread's edge: its errors are raised where the lines are read."""
         try:
             work()
         except MusterError as error:
             self._tell(error)
-        except Exception as error:  # noqa: BLE001 (else the reader waits for ever)
+        except Exception as error:  # noqa: BLE001 (else the reader waits forever)
             self._tell(BackendError(f"following the logs broke: {error!r}", hint="muster logs without -f"))
         finally:
             self._tell(None)

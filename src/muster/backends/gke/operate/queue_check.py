@@ -1,4 +1,4 @@
-"""Is the queue that a run names there? Kueue itself takes a job for any queue, and lets it wait for ever."""
+"""Check that the queue of a run exists: Kueue itself accepts a job for any queue name, and leaves it waiting forever."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The first program of a pod: starts the agent or the supervisor, and turns how it ended into what Kubernetes is told.
+"""The first program of a pod: starts the agent or the supervisor, and maps its end to the exit code that Kubernetes acts on.
 
 Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME] [--leave-after-s N] -- PROGRAM...``.
 
-* ``host``: a pod that is taken away (drained, preempted, deleted) ends with 75, so that its Job makes another one; an
-  agent that left because nobody came is started again, for as long as the pod stands.
-* ``supervisor``: a pod that is taken away leaves at once and the agents train on: the next one adopts them, once
-  the old one's lease is out (10 s). Where that one lives after all (its node was only unreachable), it stands by.
+* ``host``: a pod that is removed (drained, preempted, deleted) ends with 75, so that its Job creates another one; an
+  agent that left because no supervisor connected is restarted for the lifetime of the pod.
+* ``supervisor``: a pod that is removed ends at once and the agents continue training: the next one adopts them once
+  the old one's lease has expired (10 s). Where the old one is alive (its node was only unreachable), it waits.
   When the run itself saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of
   it is queued as a new JobSet, which goes through the queue to a new allocation and goes on from the checkpoint.
 """
@@ -29,15 +29,15 @@ from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 
 AGAIN = 75
-"""Saved, wants to run again. As a pod's exit code it is free: the Job makes a new pod and does not count it."""
+"""Saved, asks to be continued. As a pod's exit code it is free: the Job creates a new pod and does not count it."""
 BACK_END_FAULT = 6
 REFUSED = 1
-"""What a supervisor ends with, among others, when another one holds the run."""
+"""One of the causes: another supervisor holds the run."""
 STAND_BY_S = 0.5
 LONELY = "no supervisor and no work"
-"""The agent's own word for having left because nobody came (its ``agent.ended`` event)."""
+"""The reason in ``agent.ended`` of an agent that left because no supervisor connected."""
 SHORTEST_RUN_S = 60.0
-"""A run that wants to run again sooner than this would go on for ever without a step."""
+"""A run that asks to be continued sooner than this would be requeued forever without a step."""
 
 
 @dataclass(kw_only=True)
@@ -67,12 +67,12 @@ class Pod:
             return self._supervise()
         code = self._wait()
         while code == 0 and not self._taken and self.lonely():
-            print("no supervisor came; waiting for one again", file=sys.stderr, flush=True)
+            print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
             code = self._wait()
         return AGAIN if self._taken else code
 
     def _supervise(self) -> int:
-        """A supervisor that went without a word holds the run until its lease is out; its successor stands by."""
+        """A supervisor that disappeared holds the run until its lease expires; its successor waits."""
         code: int | None = None
         while code is None and not self._taken:
             if self.held():
@@ -99,8 +99,8 @@ class Pod:
 
     def _signal(self, number: int, _frame: FrameType | None) -> None:
         self._taken = True
-        # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it just goes: whatever it
-        # knows is in its log, and agents wait for its successor.
+        # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it is killed: its state is
+        # in its log, and agents wait for its successor.
         self._send(signal.SIGKILL if self.role == "supervisor" else number)
 
     def _leave(self, _number: int, _frame: FrameType | None) -> None:
@@ -116,12 +116,12 @@ class Pod:
         lived_s = time.monotonic() - self._started
         if self.requeue is None or lived_s < SHORTEST_RUN_S:
             why = (
-                "and nothing here may queue it" if self.requeue is None else f"after {lived_s:.0f} s: too short a life"
+                "but this pod may not queue it" if self.requeue is None else f"after only {lived_s:.0f} s"
             )
-            print(f"error: the run wants to run again {why}\nhint: muster submit continues it", file=sys.stderr)
+            print(f"error: the run asks to be continued {why}\nhint: muster submit continues it", file=sys.stderr)
             return BACK_END_FAULT
         try:
-            print(f"queued to go on: {self.requeue()}", file=sys.stderr)
+            print(f"continuation queued: {self.requeue()}", file=sys.stderr)
         except MusterError as error:
             print(f"error: cannot queue the rest of the run: {error}\nhint: muster submit", file=sys.stderr)
             return BACK_END_FAULT
@@ -129,10 +129,10 @@ class Pod:
 
 
 def named_after_its_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
-    """The host's name with the pod's own five letters, and the program told so.
+    """The host's name with the pod's own suffix, also in the program's arguments.
 
-    A pod that replaces another is another machine as a rule: nothing that the supervisor holds against the old one
-    (a notice, a quarantine) holds for it.
+    A pod that replaces another is usually on another machine: a notice or a quarantine of the old one does not
+    apply to it.
     """
     if not host or not pod:
         return host, list(argv)
@@ -141,7 +141,7 @@ def named_after_its_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, 
 
 
 def lease_held(run_dir: Path) -> bool:
-    """Whether somebody holds the run's lease now, as far as this pod's clock can say."""
+    """Whether the run's lease is held now, by this pod's clock."""
     try:
         record = json.loads((run_dir / "lease.json").read_text())
         return time.time_ns() < int(record.get("expires_wall_ns", 0))
@@ -150,7 +150,7 @@ def lease_held(run_dir: Path) -> bool:
 
 
 def left_lonely(run_dir: Path, host: str) -> bool:
-    """Whether the host's newest event says that its agent left because nobody came."""
+    """Whether the host's newest event says that its agent left because no supervisor connected."""
     files = sorted((run_dir / "events").glob(f"{host}.*.jsonl"), key=lambda path: path.stat().st_mtime)
     for path in files[-1:]:
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("role", choices=["host", "supervisor"])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--host", default="")
-    parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue the rest; 0: never")
+    parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue a continuation; 0: never")
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
     given = parser.parse_args(own)

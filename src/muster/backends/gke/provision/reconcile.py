@@ -23,7 +23,7 @@ def ensure(
     """Make what is missing; what is there already, and fits, is left alone. Running it again resumes it.
 
     Raises:
-        ConflictError: something is somebody else's, or differs.
+        ConflictError: a resource was not created by Muster, or differs.
         CapacityError, AccessError, BackendError: Google refused; nothing half-made stays behind.
     """
     say = progress or silent
@@ -39,7 +39,7 @@ def ensure(
 def survey(
     resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress | None = None
 ) -> set[str]:
-    """Look at everything, refuse what is somebody else's or differs, and return the keys of what is absent.
+    """Look at everything, refuse what Muster did not create or what differs, and return the keys of what is absent.
 
     Raises:
         ConflictError: the first such resource.
@@ -72,7 +72,7 @@ def remove(
 ) -> list[str]:
     """Remove everything of ours, dependents first; return what could not be removed, with the reason.
 
-    What somebody else made, and what ``keep`` names, stays.
+    What Muster did not create, and what ``keep`` names, stays.
     """
     say = progress or silent
     known = {resource.key: resource for resource in resources}
@@ -129,7 +129,7 @@ def _make(resource: Resource, session: Session) -> None:
 
 
 def _settle(resource: Resource, session: Session) -> None:
-    """Wait for what somebody began, perhaps we ourselves before an interruption; the same where it ends badly."""
+    """Wait for an operation in progress, perhaps our own from before an interruption; also where it fails."""
     try:
         resource.settle(session)
     except MusterError:

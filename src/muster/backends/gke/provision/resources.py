@@ -1,4 +1,4 @@
-"""Something that is, is not, or differs. One shape for all of Google's REST resources."""
+"""A resource that exists, is absent, or differs. One shape for all of Google's REST resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = Literal["absent", "changing", "there", "broken"]
 
 
 class NeedGone(BackendError):
-    """What was there a moment ago went away: an interrupted removal ends at Google's, whoever looks."""
+    """A needed resource disappeared: an interrupted removal finished at Google."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +32,27 @@ class Found:
 
 
 class Resource(Protocol):
-    """What the engine needs of anything that can be made and removed."""
+    """What reconciliation needs of anything that can be created and removed."""
 
     @property
     def key(self) -> str: ...
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys of what has to be there before."""
+        """Keys of what must exist before."""
         ...
 
     def look(self, session: Session) -> Found: ...
 
     def make(self, session: Session) -> None:
-        """Create it and wait; there already is success."""
+        """Create it and wait; existing already is success."""
         ...
 
     def settle(self, session: Session) -> None:
         """Wait until it is no longer changing.
 
         Raises:
-            CapacityError, BackendError: it ended up broken.
+            CapacityError, BackendError: it failed.
         """
         ...
 
@@ -66,7 +66,7 @@ class Resource(Protocol):
 
     @property
     def foreign(self) -> Literal["refuse", "use"]:
-        """What to do with one of that name that somebody else made. Never removed, either way."""
+        """What to do with an existing one of that name that Muster did not create. Never removed, either way."""
         ...
 
     @property
@@ -159,7 +159,7 @@ class RestResource:
         return [self.create]
 
     def settle(self, session: Session) -> None:
-        """Wait until it is finished, whoever asked for it."""
+        """Wait until it is finished, whichever process requested it."""
         pause_s, waited_s = 1.0, 0.0
         limit_s = session.operation_timeout_s if self.patience_s is None else self.patience_s
         while (found := self.look(session)).state == "changing":
@@ -178,7 +178,7 @@ class RestResource:
 
         Raises:
             CapacityError: always, once it is gone.
-            NotOver: it is to be waited for, or cannot be ended: then another place must not be asked besides.
+            NotOver: still running, or cannot be cancelled: then no other location may be tried at the same time.
         """
         if self.patience_s is None:
             raise late
@@ -232,7 +232,7 @@ def differences(wanted: Any, there: Any, at: str = "") -> list[str]:
 
 
 def refuse_foreign(resource: Resource, found: Found, *, adopt: bool) -> None:
-    """Somebody else's resource under our name is left alone.
+    """A resource under our name that Muster did not create is left alone.
 
     Raises:
         ConflictError: it is not ours and ``adopt`` is not set, or it differs from what the run file needs.

@@ -1,4 +1,4 @@
-"""What is installed on the cluster: released manifests whose bytes somebody vouched for."""
+"""What is installed on the cluster: released manifests, pinned by hash."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def software(
     """Check the released manifests and parse them. ``pins``: address -> sha256 that the user recorded.
 
     Raises:
-        UsageError: files are missing, are not what the table or a pin says, or nobody has vouched for them.
+        UsageError: files are missing, do not match the table or a pin, or are not pinned.
     """
     if found := unvouched(site, texts, pins):
         lines = "\n".join(f"  {one.sentence()}" for one in found)
         raise UsageError(
-            f"nobody has vouched for {len(found)} of the manifests that would be applied to the cluster:\n{lines}",
-            hint="look at the files; then the same with --pin records these hashes, and later runs compare with them",
+            f"{len(found)} of the manifests that would be applied to the cluster are not pinned by hash:\n{lines}",
+            hint="review the files, then the same with --pin records these hashes; later runs compare with them",
         )
     return parsed(site, texts, hugging_face_token=hugging_face_token)
 

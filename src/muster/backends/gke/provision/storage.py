@@ -61,7 +61,7 @@ class Bucket:
             return self._rest().look(session)
         except AccessError as error:
             raise ConflictError(
-                f"bucket {self.name} is somebody else's: {error}",
+                f"bucket {self.name} belongs to another project or user: {error}",
                 hint="bucket names are shared by all the world; choose another",
             ) from error
 

@@ -63,7 +63,7 @@ def up(
 
     Raises:
         AccessError: billing, credentials or permissions, before anything is made.
-        ConflictError: somebody else's cluster or network has the name.
+        ConflictError: a cluster or network that Muster did not create has the name.
         CapacityError: no quota or no machines.
     """
     say = progress or silent
@@ -177,7 +177,7 @@ def _pools_of_others(where: Site, session: Session) -> list[Mapping[str, Any]]:
 
 
 def _used_by_others(where: Site, session: Session) -> set[str]:
-    """What another run file's node pools stand on: the cluster, and its networks and theirs. Nothing without such."""
+    """What another run file's node pools depend on: the cluster, and its networks and theirs. Empty without such pools."""
     others = _pools_of_others(where, session)
     if not others:
         return set()

@@ -203,7 +203,7 @@ def test_wrong_traces_are_refused(tmp_path):
     ):
         path = tmp_path / "t.json"
         path.write_text(text)
-        with pytest.raises(UsageError, match="no capacity trace"):
+        with pytest.raises(UsageError, match="not a capacity trace"):
             capacity_trace.read(path)
     with pytest.raises(UsageError, match="cannot read"):
         capacity_trace.read(tmp_path / "none.json")

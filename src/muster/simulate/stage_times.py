@@ -17,10 +17,6 @@ from muster.core.errors import UsageError
 #: Spread / mean of a stage whose spread no source gives.
 ASSUMED_CV = 0.3
 DEFAULT = "gpu-modelled"
-STAGES = (
-    "step", "end", "start", "warmup", "relayout", "restore", "agent_start", "first_start", "tax", "save_stall",
-    "save_drain",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

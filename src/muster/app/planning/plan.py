@@ -128,11 +128,6 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return load.load(run_file, [*given, *settings])
 
 
-def is_plan(path: str | Path) -> bool:
-    """Does this file look like a plan rather than a run file?"""
-    return str(path).endswith(".json")
-
-
 def shape_of(spec: RunSpec) -> ModelShape:
     """The model's shape without network: from the file, a local folder, the catalogue, or the hub's local cache.
 

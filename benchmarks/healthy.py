@@ -207,7 +207,9 @@ def measure_alarms(minutes: float, loops: int, **changes: Any) -> dict[str, Any]
         if run.supervisor.poll() is not None:
             raise SystemExit(f"the run ended by itself:\n{run.story()}")
     incidents = [
-        f"{event.detail['incident']}: {event.detail['evidence']}" for event in events if event.kind == "incident.detected"
+        f"{event.detail['incident']}: {event.detail['evidence']}"
+        for event in events
+        if event.kind == "incident.detected"
     ]
     hours = watched_s / 3600
     result = {

@@ -218,20 +218,20 @@ def play(
     names: list[str], options: argparse.Namespace, result: dict[str, Any], keep: Any, *, warm_standby: bool | str
 ) -> None:
     """The cases of one run, one after another; each figure is kept as soon as it is known."""
-    spec = run_spec(options, standby=standby)
+    spec = run_spec(options, warm_standby=warm_standby)
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as folder, LiveRun(Path(folder), spec) as run:
         began = time.monotonic()
         run.start()
         run.wait_for_step(12 if not options.smoke else 4, 600)
         result.setdefault("start_s", round(time.monotonic() - began, 2))
-        if standby is True and "snapshot" not in result:
+        if warm_standby is True and "snapshot" not in result:
             result["snapshot"] = {**snapshot_figures(run), "copies": result.pop("copies")}
             print(f"snapshot {json.dumps(result['snapshot'])}", flush=True)
         for name in names:
             deed = CASES[name][1 if options.smoke else 0]
             trials = [trial(run, deed, options.settle_s) for _ in range(options.trials)]
             result["cases"][name] = summary(trials)
-            if standby is True:
+            if warm_standby is True:
                 result["standby_mib"] = standby_mib(run)
             print(f"{name:18s} {json.dumps(result['cases'][name])}", flush=True)
             keep()
@@ -266,7 +266,7 @@ def main() -> None:
     if with_context:
         play(with_context, options, result, keep, warm_standby=True)
     if without:
-        play(without, options, result, keep, standby="imports")
+        play(without, options, result, keep, warm_standby="imports")
     keep()
 
 

@@ -105,21 +105,21 @@ def cpu(bench: Bench) -> dict[str, Any]:
     path, tokenizer = text2sql_rows(bench, 400 if bench.smoke else 6000)
     packed = {**one, "sequence_length": 256, "rows": str(path), "tokenizer": str(tokenizer)}
 
-    def used(play: Callable[[dict[str, Any]], dict[str, Any]], told: dict[str, Any], counted: str) -> float:
+    def used(play: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any], counted: str) -> float:
         spent, done = [], []
         for steps in (short, long):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            done.append(sum(play({**told, "steps": steps})[counted]))
+            done.append(sum(play({**settings, "steps": steps})[counted]))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         return (spent[1] - spent[0]) / (done[1] - done[0]) * 1000
 
-    def muster(told: dict[str, Any]) -> dict[str, Any]:
-        spec = jobs.muster_spec(told, bench.folder / "cache", ranks=1)
+    def muster(settings: dict[str, Any]) -> dict[str, Any]:
+        spec = jobs.muster_spec(settings, bench.folder / "cache", ranks=1)
         return jobs.steps_of(jobs.run_muster(spec, bench.place(), ranks=1, how="worker")[0])
 
     def loop(name: str, python: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        return lambda told: jobs.run_loop(name, told, ranks=1, folder=bench.place(), python=python)[0]
+        return lambda settings: jobs.run_loop(name, settings, ranks=1, folder=bench.place(), python=python)[0]
 
     bare = loop("bare_loop", sys.executable)
     full = {"muster": lambda: used(muster, one, "tokens"), "bare": lambda: used(bare, one, "tokens")}
@@ -215,7 +215,7 @@ def prepare_trl(bench: Bench, one: dict[str, Any]) -> tuple[int, float]:
 
 
 def checkpoint(bench: Bench) -> dict[str, Any]:
-    """How long training stands still for a save, asynchronous and synchronous; 2 ranks."""
+    """How long training waits for a save, asynchronous and synchronous; 2 ranks."""
     one = jobs.job(bench.model if bench.smoke else MIDDLE, steps=13, batch=2, micro=1, sequence_length=64)
 
     def play(asynchronous: bool) -> list[dict[str, float]]:
@@ -247,8 +247,8 @@ def checkpoint(bench: Bench) -> dict[str, Any]:
 def trl_of(bench: Bench, one: dict[str, Any], ranks: int, tokenizer: Path) -> dict[str, Callable[[], Any]]:
     """TRL in its own environment, or the HF Trainer of this one, or nothing."""
     if bench.trl:
-        told = {**one, "tokenizer": str(tokenizer)}
-        return {"trl": lambda: bench.loop("trl_loop", told, ranks, str(bench.trl))}
+        settings = {**one, "tokenizer": str(tokenizer)}
+        return {"trl": lambda: bench.loop("trl_loop", settings, ranks, str(bench.trl))}
     try:
         import accelerate  # noqa: F401 (the HF Trainer needs it)
     except ImportError:

@@ -74,19 +74,20 @@ def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAKS if part.lower() in name.lower()), None)
 
 
-def play(system: str, told: dict[str, Any], folder: Path) -> jobs.Measured:
+def play(system: str, job: dict[str, Any], folder: Path) -> jobs.Measured:
     """One training of ``system``."""
     if system.startswith("muster"):
-        spec = jobs.muster_spec(told, folder / "cache", ranks=1, checkpoint={"every_steps": 0, "snapshot_every_steps": 0})
+        no_saves = {"every_steps": 0, "snapshot_every_steps": 0}
+        spec = jobs.muster_spec(job, folder / "cache", ranks=1, checkpoint=no_saves)
         events, began = jobs.run_muster(spec, folder / system, ranks=1, how="worker", timeout_s=420)
         return jobs.measured(jobs.steps_of(events), began, warmup=WARMUP)
     python = sys.executable
     if system == "trl":
         python = str(jobs.peer_python("trl") or sys.executable)
-        told = {**told, "tokenizer": told["tokenizer"] or str(word_tokenizer(folder, told["config"]["vocab_size"]))}
+        job = {**job, "tokenizer": job["tokenizer"] or str(word_tokenizer(folder, job["config"]["vocab_size"]))}
     loop = "bare_loop" if system.startswith("bare") else "trl_loop"
     found, began = jobs.run_loop(
-        loop, {**told, "kind": system}, ranks=1, folder=folder / system, python=python, timeout_s=420
+        loop, {**job, "kind": system}, ranks=1, folder=folder / system, python=python, timeout_s=420
     )
     return jobs.measured(found, began, warmup=WARMUP)
 
@@ -103,12 +104,12 @@ def word_tokenizer(folder: Path, vocab_size: int) -> Path:
     return place
 
 
-def fitting(system: str, told: dict[str, Any], micros: list[int], folder: Path) -> tuple[jobs.Measured | None, str]:
+def fitting(system: str, job: dict[str, Any], micros: list[int], folder: Path) -> tuple[jobs.Measured | None, str]:
     """The first of the micro-batch sizes that fits, and which it was; or None and why not."""
     why = ""
     for micro in micros:
         try:
-            return play(system, {**told, "micro": micro, "batch": max(micro, told["batch"])}, folder), f"micro {micro}"
+            return play(system, {**job, "micro": micro, "batch": max(micro, job["batch"])}, folder), f"micro {micro}"
         except RuntimeError as error:
             why = str(error)
             if "out of memory" not in why.lower():
@@ -116,14 +117,14 @@ def fitting(system: str, told: dict[str, Any], micros: list[int], folder: Path) 
     return None, "out of memory at every micro-batch size tried"
 
 
-def figures(seen: jobs.Measured, told: dict[str, Any], peak: float | None, ceiling: float) -> dict[str, Any]:
+def figures(seen: jobs.Measured, job: dict[str, Any], peak: float | None, ceiling: float) -> dict[str, Any]:
     """What is reported of a training: MFU by CAUSAL, FULL and N6 against the data sheet, CAUSAL against the ceiling."""
     from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor
 
-    shape = ModelShape.from_config(told["config"])
-    factor = lora_factor(shape, shape.lora_parameters(told["lora_rank"])) if told["lora_rank"] else 1.0
+    shape = ModelShape.from_config(job["config"])
+    factor = lora_factor(shape, shape.lora_parameters(job["lora_rank"])) if job["lora_rank"] else 1.0
     tflops = {
-        str(kind): factor * flops_per_token(shape, told["sequence_length"], kind) * seen.tokens_per_s / 1e12
+        str(kind): factor * flops_per_token(shape, job["sequence_length"], kind) * seen.tokens_per_s / 1e12
         for kind in Convention
     }
     return {
@@ -167,16 +168,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as folder:
         for shape in arguments.only:
             config, lora = SHAPES[shape]
-            told = jobs.job(
+            job = jobs.job(
                 TINY if arguments.smoke else config, steps=arguments.steps, batch=arguments.batch, device=device,
                 sequence_length=arguments.length, lora_rank=lora, dtype="float32" if arguments.smoke else "bfloat16",
                 threads=1 if arguments.smoke else 8,
             )  # fmt: skip
             result["shapes"][shape] = rows = {}
             for system in systems_of(arguments.systems, arguments.smoke):
-                mine = {**told, "compile": system.endswith("_compiled")}
-                seen, note = fitting(system, mine, arguments.micro, Path(folder) / shape)
-                rows[system] = {"failed": note} if seen is None else {**figures(seen, mine, peak, ceiling), "at": note}
+                variant = {**job, "compile": system.endswith("_compiled")}
+                seen, note = fitting(system, variant, arguments.micro, Path(folder) / shape)
+                row = {"failed": note} if seen is None else {**figures(seen, variant, peak, ceiling), "at": note}
+                rows[system] = row
                 print(f"  {shape:8s} {system:16s} {json.dumps(rows[system])}", flush=True)
                 if arguments.json:  # as far as it got: a lent GPU may be taken back
                     arguments.json.write_text(json.dumps(result, indent=1) + "\n")

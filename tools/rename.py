@@ -5,11 +5,13 @@ A table has any of these parts; each is applied to every text file that git trac
 * ``[modules]``  "old.dotted.path" = "new.dotted.path": the file is moved (``git mv``), every import of it is rewritten,
   and so is each use of its last component as a name where a module was imported as a whole.
 * ``[moved]``    "old.module:Name" = "new.module:Name": only imports change (the definition is moved by hand).
-* ``[text]``     "Old" = "New": whole words anywhere: code, comments, strings, documents. For names that are no English words.
+* ``[text]``     "Old" = "New": whole words anywhere: code, comments, strings, documents. For names that are no English
+  words.
 * ``[[code]]``   files = ["glob", ...], names = {old = "new", ...}: identifiers in Python code, in f-strings' braces and
   between back quotes; prose and other strings stay.
 * ``[[regex]]`` files = [...], pattern = "...", replace = "...": a regular expression, in files of any kind.
-* ``[[strings]]`` files = [...], names = {...}: whole string literals (a key of an event, of a JSON object, of a run file).
+* ``[[strings]]`` files = [...], names = {...}: whole string literals (a key of an event, of a JSON object, of a run
+  file).
 
 Run it on a clean checkout and commit the result alone; list the commit in ``.git-blame-ignore-revs``.
 """
@@ -72,9 +74,8 @@ def move_files(modules: Mapping[str, str]) -> None:
 def rewrite_imports(text: str, modules: Mapping[str, str], moved: Mapping[str, str], where: str) -> str:
     tree = ast.parse(text)
     lines = text.split("\n")
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
-        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
-    }
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     renamed: dict[str, str] = {}
     statements: list[tuple[ast.ImportFrom, str]] = []
     for node in ast.walk(tree):
@@ -83,40 +84,53 @@ def rewrite_imports(text: str, modules: Mapping[str, str], moved: Mapping[str, s
         groups: dict[str, list[str]] = {}
         changed = False
         for alias in node.names:
-            dotted = f"{node.module}.{alias.name}"
-            package, name, local = node.module, alias.name, alias.asname
-            if dotted in modules:
-                package, _, name = modules[dotted].rpartition(".")
-                if local is None and name != alias.name:
-                    if name in used:
-                        print(f"{where}: {name} is in use already; {dotted} is imported as {alias.name}")
-                        local = alias.name
-                    else:
-                        renamed[alias.name] = name
-            elif f"{node.module}:{alias.name}" in moved:
-                package, _, name = moved[f"{node.module}:{alias.name}"].partition(":")
-                if local is None and name != alias.name:
-                    renamed[alias.name] = name
-            elif node.module in modules:
-                package = modules[node.module]
-            if local == name:
-                local = None
+            package, name, local = _target(node.module, alias, modules, moved)
+            if alias.asname is None and name != alias.name and name in used:
+                print(f"{where}: {name} is in use already; {node.module}.{alias.name} keeps its name there")
+                local = alias.name
+            elif alias.asname is None and name != alias.name:
+                renamed[alias.name] = name
             changed = changed or (package, name, local) != (node.module, alias.name, alias.asname)
-            groups.setdefault(package, []).append(f"{name} as {local}" if local else name)
+            groups.setdefault(package, []).append(f"{name} as {local}" if local and local != name else name)
         if changed:
-            indent = " " * node.col_offset
-            comment = re.search(r"  #.*$", lines[node.end_lineno - 1])
-            first = re.search(r"  #.*$", lines[node.lineno - 1])
-            tail = (comment or first).group() if comment or first else ""
-            new = []
-            for package, names in sorted(groups.items()):
-                package = package.replace("muster", DONE, 1)
-                line = f"{indent}from {package} import {', '.join(names)}{tail}"
-                if len(line) > 120:
-                    body = "".join(f"{indent}    {name},\n" for name in names)
-                    line = f"{indent}from {package} import ({tail}\n{body}{indent})"
-                new.append(line)
-            statements.append((node, "\n".join(new)))
+            statements.append((node, _import_lines(node, groups, lines)))
+    text = _apply(tree, lines, statements, renamed)
+    for old, new in renamed.items():  # positions inside f-strings are not exact in Python 3.11
+        text = _in_fstrings(text, {old: new}, attributes=False)
+    return text
+
+
+def _target(
+    module: str, alias: ast.alias, modules: Mapping[str, str], moved: Mapping[str, str]
+) -> tuple[str, str, str | None]:
+    """Package, name and local name of one imported name in the new tree."""
+    dotted, single = f"{module}.{alias.name}", f"{module}:{alias.name}"
+    package, name = modules.get(module, module), alias.name
+    if dotted in modules:
+        package, _, name = modules[dotted].rpartition(".")
+    elif single in moved:
+        package, _, name = moved[single].partition(":")
+    return package, name, alias.asname
+
+
+def _import_lines(node: ast.ImportFrom, groups: Mapping[str, list[str]], lines: list[str]) -> str:
+    indent = " " * node.col_offset
+    comment = re.search(r"  #.*$", lines[node.end_lineno - 1]) or re.search(r"  #.*$", lines[node.lineno - 1])
+    tail = comment.group() if comment else ""
+    new = []
+    for package, names in sorted(groups.items()):
+        package = package.replace("muster", DONE, 1)
+        line = f"{indent}from {package} import {', '.join(names)}{tail}"
+        if len(line) > 120:
+            body = "".join(f"{indent}    {name},\n" for name in names)
+            line = f"{indent}from {package} import ({tail}\n{body}{indent})"
+        new.append(line)
+    return "\n".join(new)
+
+
+def _apply(
+    tree: ast.Module, lines: list[str], statements: list[tuple[ast.ImportFrom, str]], renamed: Mapping[str, str]
+) -> str:
     edits = [((node.lineno, 0), (node.end_lineno, None), new) for node, new in statements]
     edits += [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset), renamed[n.id]) for n in _uses(tree, renamed)]
     inside = [(node.lineno, node.end_lineno) for node, _ in statements]
@@ -128,10 +142,7 @@ def rewrite_imports(text: str, modules: Mapping[str, str], moved: Mapping[str, s
             assert row == end
             line = raw[row - 1]
             raw[row - 1] = line[:column] + new.encode() + line[stop:]
-    text = b"\n".join(raw).decode()
-    for old, new in renamed.items():  # positions inside f-strings are not exact in Python 3.11
-        text = _in_fstrings(text, {old: new}, attributes=False)
-    return text
+    return b"\n".join(raw).decode()
 
 
 def _uses(tree: ast.Module, renamed: Mapping[str, str]) -> Iterator[ast.Name]:
@@ -145,9 +156,8 @@ def _uses(tree: ast.Module, renamed: Mapping[str, str]) -> Iterator[ast.Name]:
             bound |= {each.arg for each in (arguments.vararg, arguments.kwarg) if each}
             body = node.body if isinstance(node.body, list) else [node.body]
             for inner in body:
-                bound |= {
-                    each.id for each in ast.walk(inner) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-                }
+                names = (each for each in ast.walk(inner) if isinstance(each, ast.Name))
+                bound |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
             outer = [*arguments.defaults, *[each for each in arguments.kw_defaults if each]]
             outer += [] if isinstance(node, ast.Lambda) else node.decorator_list
             for inner in outer:

@@ -1,4 +1,4 @@
-"""One measured training: what every loop is told, how each is started, and what comes back."""
+"""One measured training: the settings of every loop, how each is started, and its result."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def steps_of(events: list[Any]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where, when and beside what load a figure was measured."""
+    """Where, when and under what load a figure was measured."""
     import platform
 
     return {

@@ -158,10 +158,16 @@ class FakeGoogleCloud:
     def _special(self, match: Match, query: dict[str, str], call: Call) -> Reply | None:
         if match.id == "serviceusage.services.consumerQuotaMetrics.get":
             return gcp_services.quota(self, match.path["consumerQuotaMetricsId"])
-        if match.id == "cloudbilling.projects.getBillingInfo":
-            return Reply(status=200, body={"billingEnabled": self.billing})
-        if match.id == "cloudresourcemanager.projects.get":
-            return Reply(status=200, body={"projectNumber": "123456789", "projectId": "example-project"})
+        constant = {
+            "cloudbilling.projects.getBillingInfo": {"billingEnabled": self.billing},
+            "cloudresourcemanager.projects.get": {"projectNumber": "123456789", "projectId": "example-project"},
+            "compute.networkProfiles.list": {"items": [{"name": f"{zone}-vpc-roce"} for zone in ZONES]},
+            "compute.advice.capacity": {
+                "recommendations": [{"scores": {"obtainability": 0.9, "estimatedUptime": "3600s"}}]
+            },
+        }
+        if match.id in constant:
+            return Reply(status=200, body=constant[match.id])
         if match.id == "cloudresourcemanager.projects.testIamPermissions":
             assert call.body is not None and set(call.body["permissions"]) <= set(PERMISSIONS)
             granted = [one for one in call.body["permissions"] if one not in self.denied]
@@ -185,13 +191,8 @@ class FakeGoogleCloud:
         if match.id == "compute.networkProfiles.get":
             zone = match.path["networkProfile"].rpartition("-vpc")[0]
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
-        if match.id == "compute.networkProfiles.list":
-            return Reply(status=200, body={"items": [{"name": f"{zone}-vpc-roce"} for zone in ZONES]})
         if match.id in ("compute.machineTypes.get", "compute.machineTypes.aggregatedList"):
             return gcp_services.machine_type(self, match, query)
-        if match.id == "compute.advice.capacity":
-            scores = {"obtainability": 0.9, "estimatedUptime": "3600s"}
-            return Reply(status=200, body={"recommendations": [{"scores": scores}]})
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
             return gcp_services.build(self, match, query, call)
         if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):

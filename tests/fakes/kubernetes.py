@@ -14,6 +14,10 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
+pytest.importorskip("lightkube", reason="muster[gke] is not installed")
+
 import httpx2
 from fakes.clock import VirtualClock
 from lightkube.config.kubeconfig import KubeConfig

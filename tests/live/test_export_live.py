@@ -203,7 +203,7 @@ def test_the_check_can_fail(tmp_path):
     make_run(tmp_path / "run", {"config": TINY, "dtype": "float32"})
     folder = exporting.export(tmp_path / "run", tmp_path / "out", verify=False).folder
     spec = read_spec(tmp_path / "run")
-    manifest = exporting.choose(spec, tmp_path / "run", None)
+    manifest = exporting.choose_checkpoint(spec, tmp_path / "run", None)
     reader = exporting.ShardReader(exporting.open_checkpoint(manifest))
     reference = reference_model(open_sources(spec, tmp_path / "run", reader))
     stored = load_file(folder / "model.safetensors")

@@ -66,7 +66,8 @@ def plane(tmp_path_factory):
 def placed():
     spec = RunSpec.model_validate(
         {"name": "a", "backend": "gke", "command": ["x"], "resources": {
-            "machine": "a4-highgpu-8g", "provisioning_model": "flex_start_queued", "image": "i", "project": "example-project",
+            "machine": "a4-highgpu-8g", "provisioning_model": "flex_start_queued", "image": "i",
+            "project": "example-project",
             "locations": ["us-central1-b"]}}
     )  # fmt: skip
     return place(spec, run_id="a", run_dir="/gcs/b/r", options=Options())
@@ -100,7 +101,8 @@ def document(plane, name, **changes):
     found["training"]["steps"] = 100_000
     found |= {"name": name, "backend": "gke", "run_dir": f"gs://bucket/runs/{name}"}
     found["resources"] = {
-        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "provisioning_model": "owned", "image": "trainer:1", "queue": "research",
+        "hosts": 3, "device": "cpu", "threads_per_rank": 1, "provisioning_model": "owned", "image": "trainer:1",
+        "queue": "research",
         "cluster": f"kubeconfig:{plane.dir / 'kubeconfig'}",
     }  # fmt: skip
     # No silence is a failure here (pods end by signals and closed sockets), and a busy machine is often silent.
@@ -191,12 +193,14 @@ class Losing:
     def __init__(self, real):
         self.real, self.sent = real, 0
 
-    def send(self, call):
-        reply = self.real.send(call)
-        if call.method == "PATCH":
-            self.sent += 1
-            if self.sent == 1:
-                raise Unreachable("the answer was lost")
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def apply(self, *arguments, **more):
+        reply = self.real.apply(*arguments, **more)
+        self.sent += 1
+        if self.sent == 1:
+            raise Unreachable("the answer was lost")
         return reply
 
 
@@ -215,9 +219,9 @@ def test_what_up_puts_on_a_cluster_is_taken_by_a_real_server(plane):
     assert plane.get(path)["spec"]["stopPolicy"] == "Hold", "what we do not set is left alone"
     assert {one["manager"] for one in plane.get(path)["metadata"]["managedFields"]} >= {"muster"}
     # An answer that never came: the request is sent again, and the object is what it was.
-    cluster.session.http = Losing(cluster.session.http)
+    cluster.connection = Losing(cluster.connection)
     once = cluster.apply({**queue, "metadata": {**queue["metadata"], "name": "lost"}})
-    assert cluster.session.http.sent == 2 and once["metadata"]["generation"] == 1
+    assert cluster.connection.sent == 2 and once["metadata"]["generation"] == 1
     cluster.delete({**queue, "metadata": {**queue["metadata"], "name": "lost"}})
     for one in queue_objects(where)[::-1]:
         cluster.delete(one)
@@ -236,7 +240,7 @@ def test_submit_is_one_jobset_however_often_and_whatever_is_lost(plane, home):
     assert launcher.submit(request) == first == launcher.find(run_id)
     assert len(plane.items(f"{JOBSETS}/jobsets?labelSelector=app.kubernetes.io/instance={run_id}")) == 1
     found = launcher.poll(first)
-    assert found.state is JobState.WAITING and "waiting for Kueue, which has made no Workload" in found.reason
+    assert found.state is JobState.WAITING and "waiting for Kueue to create a Workload" in found.reason
     launcher.cancel(first)
     plane.wait(lambda: not launcher.remaining(first), "end")
     assert launcher.find(run_id) is None and launcher.cancel(first) is None

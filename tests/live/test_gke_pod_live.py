@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, LONELY, Pod, left_lonely, named_after_its_pod
+from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, LONELY, Pod, left_unsupervised, name_after_pod
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
 
@@ -97,7 +97,7 @@ def test_a_run_that_saved_is_queued_again_unless_it_lived_too_short(monkeypatch,
     assert not made and "too short a life" in capsys.readouterr().err
     monkeypatch.setattr("muster.backends.gke.pod.main.SHORTEST_RUN_S", 0.0)
     assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == 0
-    assert made == [1] and "queued to go on: ns/x" in capsys.readouterr().err
+    assert made == [1] and "continuation queued: ns/x" in capsys.readouterr().err
 
 
 def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):
@@ -116,9 +116,9 @@ def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):
 
 def test_a_host_is_named_after_its_pod():
     argv = ["python", "-m", "muster.agent.watchdog", "--host", "host-2", "--run-dir", "/runs/host-2/x"]
-    name, told = named_after_its_pod("host-2", argv, "llama-host-2-0-abcde")
+    name, told = name_after_pod("host-2", argv, "llama-host-2-0-abcde")
     assert name == "host-2-abcde" and told == [*argv[:4], "host-2-abcde", *argv[5:]]
-    assert named_after_its_pod("", argv, "p-abcde") == ("", argv) and named_after_its_pod("h", argv, "") == ("h", argv)
+    assert name_after_pod("", argv, "p-abcde") == ("", argv) and name_after_pod("h", argv, "") == ("h", argv)
 
 
 def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
@@ -132,7 +132,8 @@ def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
         "events.write(json.dumps({'kind': 'rank.started', 'rank': 0, 'attempt': 1}) + chr(10)); "
         "sys.stdin.readline(); log.write('second\\nhalf'); print('agent ends')"
     )
-    argv = [sys.executable, "-m", "muster.backends.gke.pod.main", "host", "--run-dir", str(tmp_path), "--host", "host-0"]
+    program = [sys.executable, "-m", "muster.backends.gke.pod.main"]
+    argv = [*program, "host", "--run-dir", str(tmp_path), "--host", "host-0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     pod = subprocess.Popen([*argv, "--", sys.executable, "-c", program], **pipes)
     assert pod.stdout.readline() == "rank-0.a1 | first\n", "while the rank still writes"
@@ -142,12 +143,12 @@ def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
 
 def test_what_counts_as_lonely(tmp_path):
     (tmp_path / "events").mkdir()
-    assert left_lonely(tmp_path, "host-0") is False
+    assert left_unsupervised(tmp_path, "host-0") is False
     path = tmp_path / "events" / "host-0.2.jsonl"
     path.write_text(json.dumps({"kind": "agent.ended", "detail": {"reason": LONELY}}) + "\n")
-    assert left_lonely(tmp_path, "host-0") is True and left_lonely(tmp_path, "host-1") is False
+    assert left_unsupervised(tmp_path, "host-0") is True and left_unsupervised(tmp_path, "host-1") is False
     path.write_text(path.read_text() + json.dumps({"kind": "agent.started", "detail": {}}) + "\n")
-    assert left_lonely(tmp_path, "host-0") is False
+    assert left_unsupervised(tmp_path, "host-0") is False
 
 
 def test_process_1_collects_what_its_children_leave(tmp_path):

@@ -132,10 +132,10 @@ def test_ctrl_c_leaves_a_clean_terminal_and_says_how_to_go_on(terminal):
     assert up.code() == 130, up.text()
     rows = [row.rstrip() for row in up.screen.rows if row.strip()]
     assert rows[-2:] == [
-        "hint: muster up run.yaml --manifests manifests goes on where this stopped",
-        "hint: muster down run.yaml removes what was made",
+        "hint: muster up run.yaml --manifests manifests resumes",
+        "hint: muster down run.yaml removes what was created",
     ]
-    assert any(row.startswith("it bills: clusters/muster") and "about $0.23 an hour" in row for row in rows)
+    assert any(row.startswith("billed: clusters/muster") and "about $0.23 an hour" in row for row in rows)
     assert up.screen.column == 0 and "^C" not in up.text(), "the next prompt begins on a line of its own"
     assert termios.tcgetattr(up.master) == before and b"\x1b[?25l" not in up.raw
 

@@ -181,7 +181,9 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
     with LiveRun(tmp_path / "run", spec) as run:
         run.start()
         run.wait_for_step(30)
-        run.wait_until(lambda: len({e.host for e in run.events("phase.changed") if e.phase == "spare"}) == 2, "two spares")
+        run.wait_until(
+            lambda: len({e.host for e in run.events("phase.changed") if e.phase == "spare"}) == 2, "two spares"
+        )
         rings = [memory_dir(run.dir, RUN_ID, run.ranks()[rank][1]) / f"own.r1s2t1p1c1e1.{rank}.ring" for rank in (0, 1)]
         run.wait_until(lambda: all(Ring.open(ring).copied() == (30, 1) for ring in rings), "both copies of step 30")
         run.signal_host(run.ranks()[1][1])

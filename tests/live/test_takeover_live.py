@@ -55,4 +55,5 @@ def test_a_script_that_never_speaks_may_take_its_time(tmp_path):
         run.start()
         assert run.wait(60) == 0 and len(run.events("attempt.started")) == 1, run.story()
         assert "rank_hang" not in [event.detail["incident"] for event in run.events("incident.detected")], run.story()
-        assert any("start_timeout_s applies from then on" in event.detail["text"] for event in run.events("run.message"))
+        messages = [event.detail["text"] for event in run.events("run.message")]
+        assert any("start_timeout_s applies from then on" in text for text in messages)

@@ -126,7 +126,7 @@ def test_a_detached_run_from_submit_to_down(shell: Shell) -> None:
     assert shell.left(run_id) == []
     assert shell.status(run_id)["state"] == "stopped"
     shell.run("down", run_id)  # absent is success
-    assert "had ended already" in shell.run("stop", run_id).stderr
+    assert "had already ended" in shell.run("stop", run_id).stderr
 
 
 def test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit(shell: Shell) -> None:

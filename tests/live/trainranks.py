@@ -31,7 +31,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What happens to one attempt beside training."""
+    """What happens to one attempt besides training."""
 
     kill_step: int | None = None
     """SIGKILL of ``kill_rank`` in this step, before its second micro-batch's end (or its first one's)."""
@@ -274,7 +274,7 @@ def _link(context: RankContext, script: Script) -> Any:
                 if self.beats >= 1:
                     _die()
 
-        def order(self) -> Command | None:
+        def next_command(self) -> Command | None:
             due = script.order is not None and context.rank == script.order_rank
             if due and not self.given and self.step >= (script.order_step or 0):
                 self.given = True

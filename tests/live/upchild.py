@@ -15,7 +15,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "golden" / "gke")]
 from fakes import discovery  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
-import muster.backends.gke.provision.cluster as use_cases  # noqa: E402
+from muster.backends.gke.google.session import Session  # noqa: E402
+from muster.backends.gke.provision.cluster import GkeCluster  # noqa: E402
 from muster.cli.main import main  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
 
@@ -33,6 +34,5 @@ kind, sys.argv[1:] = sys.argv[1], sys.argv[2:]
 google = FakeGoogleCloud(discovery.Discovery(discovery.folder()), looks=3)
 if kind == "stuck":
     google.slow["clusters/muster"] = 10**9
-use_cases.GoogleHttp = lambda **_: google  # type: ignore[assignment,misc]
-use_cases.SystemClock = Hurried  # type: ignore[misc]
+GkeCluster.session = lambda self: Session(http=google, clock=Hurried())  # type: ignore[method-assign]
 main()

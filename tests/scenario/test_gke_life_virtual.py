@@ -25,7 +25,7 @@ from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit  # noqa: E402
 from muster.backends.gke.google.http import Unreachable  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
-from muster.backends.gke.operate.continuation import queue_the_rest  # noqa: E402
+from muster.backends.gke.operate.continuation import queue_continuation  # noqa: E402
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
@@ -102,7 +102,7 @@ def world(tmp_path, monkeypatch):
     world = World()
     launcher = GkeLauncher(http=world.google, clock=world.clock, store=MemoryStore())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
-    monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": world.phase, "step": 7})
+    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: {"phase": world.phase, "step": 7})
     run = run_registry.RunDir(path=tmp_path / "in-pod", run_id="r")
     run.events.mkdir(parents=True)
 
@@ -166,7 +166,7 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     # Seven days: the run saves, its supervisor queues the rest, the first JobSet is over.
     clock.sleep(7 * 24 * 3600)
     launcher = status_app.job(run)[0]
-    queue_the_rest(launcher._known(run.run_id), "default", jobset["metadata"]["name"])
+    queue_continuation(launcher._known(run.run_id), "default", jobset["metadata"]["name"])
     world.finish(jobset, "Completed")
     look()
     first, second = world.jobsets()

@@ -34,7 +34,7 @@ class AgentConnection:
     def progress(self, *, for_s=0.0):
         pass
 
-    def order(self):
+    def next_command(self):
         return self.commands.pop() if self.commands else None
 
 

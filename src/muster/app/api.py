@@ -73,7 +73,7 @@ _EXPORTS = {
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 _NAMES_THERE = {"find_run": "find"}
 
-__all__ = sorted(_MODULES)  # noqa: PLE0605 (pinned by a test)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -33,14 +33,15 @@ MENU = catalog.MENU
 
 #: Steps beyond the fault that count as "it trains on".
 SETTLE_STEPS = 5
-#: Whatever the user's file does first (data, imports, compile) must be over by then.
+#: What the user's file does first (data, imports, compile) must be over by then.
 START_TIMEOUT_S = 900.0
 #: A run that has to end does so within its grace and this: restarts before the verdict are in it.
 END_TIMEOUT_S = 120.0
-#: A drill replaces these, whatever the file says: its run belongs to nobody else.
+#: A drill replaces these in every file: its run is its own.
 OWN = (
     "backend=local", "run_dir=null", "checkpoint.dir=null", "output.tracker=none", "evaluation.at_start=false",
-    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0", "recovery.policy=default",
+    "training.epochs=null", "training.steps=1000000", "recovery.keep_hosts_after_failure_s=0",
+    "recovery.policy=default",
 )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def drill(
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Play one fault of the menu through. Blocks; whatever happens, no process of the run is left.
+    """Run one fault of the menu to its end. Blocks; no process of the run is left in any case.
 
     Raises:
         UsageError, RunFileError: no such fault; the file does not hold; the fault needs root, or Muster's own loop.
@@ -179,7 +180,7 @@ def _play(target: RunTarget, fault: Fault, outcome: Outcome, tell: Callable[[str
         target.wait(lambda: _ended(target, began_ns), "end", target.spec.recovery.grace_s + END_TIMEOUT_S)
         outcome.exit_code = int(_ended(target, began_ns)[0].detail["exit_code"])
     if fault.recover:
-        time.sleep(0.5)  # the dead must be seen dead, and a living trainer must be seen to go on
+        time.sleep(0.5)  # dead processes must be seen dead, and a living trainer must be seen to continue
         tell(f"muster recover {target.run.run_id}")
         target.revived_ns = time.time_ns()
         recover.recover(target.run.run_id, argv=["muster", "recover", target.run.run_id])

@@ -24,13 +24,13 @@ GENERATED = "<!-- Generated from the code by `python -m muster.app.reference_doc
 def run_file_schema() -> str:
     """The JSON schema of run files, for editors."""
     schema = RunSpec.model_json_schema()
-    found = {
+    result = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:muster:run-file",
         **schema,
         "title": "Muster run file",
     }
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(result, indent=1) + "\n"
 
 
 def run_file_reference() -> str:
@@ -138,7 +138,9 @@ def _kind(model: type[BaseModel], info: FieldInfo) -> str:
 def _row(path: str, info: FieldInfo) -> str:
     wanted = schema_keys.expected(info.annotation, info.metadata)
     if schema_keys.sections(info.annotation):
-        wanted = "section" if len(schema_keys.leaves(info.annotation)) == 1 else f"{wanted.split(' or ')[0]} or a section"
+        wanted = (
+            "section" if len(schema_keys.leaves(info.annotation)) == 1 else f"{wanted.split(' or ')[0]} or a section"
+        )
         wanted = wanted.replace("a section with the keys", "section:")
     words = " ".join((info.description or "").split()).replace("|", "\\|")
     return f"| `{path}` | {wanted.replace('|', chr(92) + '|')} | {_default(info)} | {words} |"

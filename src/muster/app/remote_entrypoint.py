@@ -1,9 +1,9 @@
-"""``python -m muster.app.remote_entrypoint --run-dir DIR``: what another machine's terminal wants of a run, asked inside its pod.
+"""``python -m muster.app.remote_entrypoint --run-dir DIR``: requests about a run, answered inside its pod.
 
 One JSON line comes in on standard input, one goes out. ``{"do": "ask", "message": {...}, "resolved": TEXT}`` speaks to
 the supervisor (after putting run file and code in place, where there are any); ``{"do": "read", "folder": "logs",
-"after": {NAME: OFFSET}}`` answers what the folder's files hold beyond the offsets. The way here proves who asks:
-whoever may run commands in the pod may read its token.
+"after": {NAME: OFFSET}}`` answers what the folder's files hold beyond the offsets. No further authentication:
+who may run commands in the pod may read its token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.app.inspect.supervisor_client import ask_here
+from muster.app.inspect.supervisor_client import request_here
 from muster.backends import code_bundle
 from muster.core.errors import MusterError, UsageError
 from muster.storage import run_registry
@@ -28,10 +28,10 @@ LARGEST_BYTES = 4 * 1024 * 1024
 
 
 def answer(run: RunDir, question: Mapping[str, Any]) -> dict[str, Any]:
-    """What the question wants.
+    """The answer to one question.
 
     Raises:
-        UsageError: the question is none that is known here.
+        UsageError: the question is not known here.
         SupervisorUnreachable: there is no supervisor.
     """
     if question.get("do") == "ask":
@@ -39,15 +39,15 @@ def answer(run: RunDir, question: Mapping[str, Any]) -> dict[str, Any]:
             code_bundle.unpack(base64.b64decode(packed), run.path)
         if text := question.get("resolved"):
             run_registry.replace_text(run.resolved, str(text))
-        return {"answer": ask_here(run, question["message"], timeout_s=float(question.get("timeout_s", 5.0)))}
+        return {"answer": request_here(run, question["message"], timeout_s=float(question.get("timeout_s", 5.0)))}
     if question.get("do") == "read" and question.get("folder") in FOLDERS:
         return {"files": read(run.path / question["folder"], FOLDERS[question["folder"]], question.get("after", {}))}
     raise UsageError(f"cannot do {question.get('do')!r} {question.get('folder', '')}".rstrip())
 
 
 def read(folder: Path, suffix: str, after: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Name, offset and bytes (base64) of what each file holds beyond its offset; a shorter file begins anew."""
-    found: list[dict[str, Any]] = []
+    """Name, offset and bytes (base64) of each file beyond its offset; a truncated one is read from its start."""
+    result: list[dict[str, Any]] = []
     left = LARGEST_BYTES
     for path in sorted(folder.glob(f"*{suffix}")) if folder.is_dir() else []:
         start = int(after.get(path.name, 0))
@@ -57,10 +57,10 @@ def read(folder: Path, suffix: str, after: Mapping[str, int]) -> list[dict[str, 
             data = file.read(left)
         left -= len(data)
         if data:
-            found.append({"name": path.name, "offset": start, "data": base64.b64encode(data).decode()})
+            result.append({"name": path.name, "offset": start, "data": base64.b64encode(data).decode()})
         if left <= 0:
             break
-    return found
+    return result
 
 
 def main() -> int:
@@ -68,10 +68,12 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     path = parser.parse_args().run_dir
     try:
-        found = answer(RunDir(path=path, run_id=run_registry.existing_id(path) or ""), json.loads(sys.stdin.readline()))
+        result = answer(
+            RunDir(path=path, run_id=run_registry.existing_id(path) or ""), json.loads(sys.stdin.readline())
+        )
     except MusterError as error:
-        found = {"error": str(error), "hint": error.hint, "kind": type(error).__name__}
-    print(json.dumps(found), flush=True)
+        result = {"error": str(error), "hint": error.hint, "kind": type(error).__name__}
+    print(json.dumps(result), flush=True)
     return 0
 
 

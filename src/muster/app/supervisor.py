@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from muster.app.inspect.event_format import line
+from muster.core import environment
 from muster.core.errors import MusterError
 from muster.core.events import Event
 from muster.supervise.process.server import serve
@@ -20,10 +20,9 @@ def main() -> None:
     parser.add_argument("--run-id", required=True)
     arguments = parser.parse_args()
     try:
-        # An entry point: the back end says where agents on other hosts can reach us.
-        bind = os.environ.get("MUSTER_BIND", "127.0.0.1")
-        ignore_term = os.environ.get("MUSTER_TERM") == "ignored"
-        sys.exit(serve(arguments.run_dir, on_event=_print, bind=bind, ignore_term=ignore_term))
+        given = environment.current()  # the back end says where agents on other hosts can reach us
+        code = serve(arguments.run_dir, on_event=_print, bind=given.bind, ignore_term=given.term_ignored)
+        sys.exit(code)
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)

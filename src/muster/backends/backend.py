@@ -23,7 +23,7 @@ class Capabilities:
     """What differs between places, as values: nothing outside ``backends/`` asks for a back end's name."""
 
     uses_this_machine: bool = False
-    """Hosts are processes of the machine that submits: the run uses its GPUs, packages and memory, and costs nothing."""
+    """Hosts are processes of the machine that submits: the run uses its GPUs, packages and memory for free."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 

@@ -159,9 +159,7 @@ class Cluster(Protocol):
         """Remove everything of ours at every location, then list what still exists."""
         ...
 
-    def image(
-        self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None
-    ) -> Image:
+    def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
         """The image for the run file's machine. Touches nothing.
 
         Raises:

@@ -1,4 +1,4 @@
-"""``muster up RUN.yaml`` and its counterpart: a cluster for the run file, and everything gone again."""
+"""``muster up RUN.yaml`` and ``muster down RUN.yaml``: create and remove the cluster of a run file."""
 
 from __future__ import annotations
 
@@ -30,12 +30,17 @@ def up(
     overrides: list[str] = OVERRIDES,
     manifests: Path | None = MANIFESTS,
     zone: str | None = ZONE,
-    adopt: bool = typer.Option(False, "--adopt", help="Use a cluster or network of that name that somebody else made."),
-    pin: bool = typer.Option(False, "--pin", help="Vouch for the released manifests: record their sha256, then go on."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; touch nothing."),
+    adopt: bool = typer.Option(
+        False, "--adopt", help="Use a cluster or network of that name that Muster did not create."
+    ),
+    pin: bool = typer.Option(False, "--pin", help="Pin the released manifests: record their sha256, then continue."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; change nothing."),
     as_json: bool = JSON,
 ) -> None:
-    """Make networks, cluster, node pools, queue and bucket in a Google Cloud project; again resumes it."""
+    """Create the cluster that a run file needs in your project.
+
+    Networks, cluster, node pools, queue and bucket; after an interruption, the same command resumes.
+    """
     from muster.app.api import load
     from muster.app.cluster import up_down
     from muster.cli import output
@@ -64,7 +69,7 @@ def up(
     output.info(f"in {lease.labels['zone']}:")
     for key in lease.resources:
         output.result(key)
-    output.info(f"hint: muster submit {run_file}; give it back with: muster down {run_file}")
+    output.info(f"hint: muster submit {run_file}; remove it with: muster down {run_file}")
 
 
 def give_back(
@@ -74,7 +79,7 @@ def give_back(
     keep_data: bool = typer.Option(False, "--keep-data", help="Keep the run file's buckets."),
     as_json: bool = JSON,
 ) -> None:
-    """Remove what `up` made, in order, and list what still exists; fails while anything of ours bills."""
+    """Remove what `up` created and list what still exists; fails while anything of ours is billed."""
     from muster.app.api import load
     from muster.app.cluster import up_down
     from muster.cli import output
@@ -82,25 +87,25 @@ def give_back(
 
     spec = load(run_file, overrides or [], environment=False).spec
     cluster = up_down.cluster_of(spec, zone=zone)
-    found = watched(
+    result = watched(
         lambda progress: cluster.down(keep_data=keep_data, progress=progress),
         again=_command("down", run_file, overrides, zone, *(["--keep-data"] if keep_data else [])),
         live=not as_json,
     )
     if as_json:
-        output.as_json(up_down.down_to_json(cluster, found))
-        if not found.clean:
+        output.as_json(up_down.down_to_json(cluster, result))
+        if not result.clean:
             raise typer.Exit(6)
         return
-    for trouble in found.troubles:
+    for trouble in result.troubles:
         output.info(f"not removed: {trouble}")
-    for left in found.leftovers:
+    for left in result.leftovers:
         output.result(left.sentence())
-    if total := sum(left.usd_per_day or 0.0 for left in found.leftovers):
-        output.info(f"together about ${total:.2f} a day, where prices are known")
-    if not found.clean:
+    if total := sum(left.usd_per_day or 0.0 for left in result.leftovers):
+        output.info(f"together about ${total:.2f} per day, where prices are known")
+    if not result.clean:
         raise typer.Exit(6)
-    output.info(f"nothing of ours is left in {cluster.project}" + (" but what was kept" if found.leftovers else ""))
+    output.info(f"nothing of ours is left in {cluster.project}" + (" except what was kept" if result.leftovers else ""))
 
 
 def _dry_run(cluster: Cluster, manifests: Path | None, as_json: bool) -> None:

@@ -22,12 +22,12 @@ def drill(
     run_file: str | None = typer.Argument(None, metavar="RUN.yaml", help="The run file."),
     overrides: list[str] = OVERRIDES,
     fault: str | None = typer.Option(None, "--fault", help="What to break; --list names the menu."),
-    at_step: int = typer.Option(10, "--at-step", min=1, help="Strike after this step."),
-    seed: int = typer.Option(0, "--seed", help="Chooses the victim and the moments: the same seed, the same blows."),
+    at_step: int = typer.Option(10, "--at-step", min=1, help="Inject the fault after this step."),
+    seed: int = typer.Option(0, "--seed", help="Chooses the target and the times; the same seed, the same faults."),
     listed: bool = typer.Option(False, "--list", help="Print the menu of faults."),
     json: bool = JSON,
 ) -> None:
-    """Break a run of this file on purpose, here, and compare what happened with what had to happen (minutes)."""
+    """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
     from muster.app.api import UsageError
     from muster.app.drill import MENU
@@ -92,15 +92,15 @@ def _again(limit: int | None) -> str:
 def _print(outcome: Outcome) -> None:
     from muster.cli import output
 
-    found = outcome.to_json()
-    expected, seen = found["expected"], found["seen"]
+    result = outcome.to_json()
+    expected, seen = result["expected"], result["seen"]
     output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
     output.result(f"{'':<12}{'expected':<44}seen")
     rows = [
         ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
         ("done", _either(expected["done"]), ", ".join(seen["done"]) or "nothing"),
         ("redone", _again(expected["redone_steps"]), seen["redone_steps"]),
-        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it did not go on"),
+        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it did not continue"),
         ("exit code", _none(expected["exit_code"]), _none(seen["exit_code"])),
         ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
     ]
@@ -114,4 +114,4 @@ def _print(outcome: Outcome) -> None:
 
 
 def _none(code: int | None) -> str:
-    return "it trains on" if code is None else str(code)
+    return "it continues to train" if code is None else str(code)

@@ -20,7 +20,10 @@ def register(app: typer.Typer) -> None:
 
 
 def exec_(run: str = RUN, command: list[str] = COMMAND, host: int | None = HOST) -> None:
-    """Run a command on a host of the run, or open a shell there; ends with the command's exit code."""
+    """Run a command, or a shell, on a host of the run.
+
+    Exits with the command's exit code.
+    """
     from muster.app.api import Terminal
     from muster.app.run.exec import execute
 
@@ -54,7 +57,7 @@ def _typed() -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _raw() -> Iterator[None]:
-    """Every key goes to the other side, Ctrl-C too; the terminal comes back as it was."""
+    """Send every key to the other side, Ctrl-C included; restore the terminal afterwards."""
     import termios
     import tty
 

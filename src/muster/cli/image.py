@@ -20,22 +20,25 @@ def image(
     base: str | None = typer.Option(None, "--base", help="Base image; default: the table's."),
     torch: str | None = typer.Option(None, "--torch", help="Version of torch; default: the table's."),
     torch_index: str | None = typer.Option(None, "--torch-index", help="pip index of torch; its name says which CUDA."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; touch nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; change nothing."),
 ) -> None:
-    """Build the run's image by Cloud Build, without docker here, and print its name; the same parts are built once."""
+    """Build the image that a run needs with Cloud Build.
+
+    Prints its name; needs no docker here; the same parts are built once.
+    """
     from muster.app.api import load
     from muster.app.cluster.up_down import cluster_of
     from muster.cli import output
 
     spec = load(run_file, overrides or [], environment=False).spec
-    found = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
-    for doubt in found.doubts:
+    result = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
+    for doubt in result.doubts:
         output.info(f"warning: {doubt}")
     if dry_run:
-        for call in found.calls():
+        for call in result.calls():
             output.result(call.shown())
         return
-    output.info(f"building {found.name}: some 20 minutes the first time")
-    built = found.build()
-    output.result(found.name)
-    output.info(("built" if built else "it was there already") + f"; hint: resources.image: {found.name}")
+    output.info(f"building {result.name}: about 20 minutes the first time")
+    built = result.build()
+    output.result(result.name)
+    output.info(("built" if built else "it existed already") + f"; hint: resources.image: {result.name}")

@@ -1,4 +1,4 @@
-"""Verbs that read: status, logs, events, report, checkpoints, show, data. Each answers in JSON too."""
+"""Commands that read: status, logs, events, report, checkpoints, show, data. Each has JSON output too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
 RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
-JSON = typer.Option(False, "--json", help="Answer in JSON.")
+JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,16 +27,16 @@ def status(
     run: str | None = typer.Argument(None, metavar="[RUN]", help="A run; default: all of this machine."),
     json: bool = JSON,
 ) -> None:
-    """Say where a run is and why, or list the runs of this machine."""
+    """Show where a run is and why, or list this machine's runs."""
     from muster.app.inspect import status as use_case
     from muster.cli import output
 
     if run is not None:
-        found = use_case.status(run)
+        result = use_case.status(run)
         if json:
-            output.as_json(found.to_json())
+            output.as_json(result.to_json())
         else:
-            _print_status(found)
+            _print_status(result)
         return
     unreadable: list[str] = []
     every = use_case.all_runs(on_unreadable=lambda run_id, why: unreadable.append(f"{run_id} cannot be read: {why}"))
@@ -52,10 +52,10 @@ def status(
         output.info(line)
 
 
-def _print_status(found: RunStatus) -> None:
+def _print_status(result: RunStatus) -> None:
     from muster.cli import output
 
-    shown = found.to_json()
+    shown = result.to_json()
     output.result(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
     for key in ("now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
         value = shown[key]
@@ -67,11 +67,11 @@ def _print_status(found: RunStatus) -> None:
 
 def logs(
     run: str = RUN,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run has ended."),
-    rank: int | None = typer.Option(None, "--rank", help="Of this rank alone."),
-    task: str | None = typer.Option(None, "--task", help="Of this process alone: supervisor, agent, prepare..."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the run has ended."),
+    rank: int | None = typer.Option(None, "--rank", help="Only this rank."),
+    task: str | None = typer.Option(None, "--task", help="Only this process: supervisor, agent, prepare..."),
 ) -> None:
-    """Print what the run's processes wrote. Ctrl-C leaves the run running."""
+    """Print the output of the run's processes. Ctrl-C does not stop the run."""
     from muster.app.inspect.logs import logs as use_case
     from muster.cli import output
 
@@ -89,11 +89,11 @@ def logs(
 
 def events(
     run: str = RUN,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run has ended."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the run has ended."),
     kind: list[str] = KIND,
     json: bool = typer.Option(False, "--json", help="One JSON object a line."),
 ) -> None:
-    """Print the run's events, oldest first, times in UTC. Ctrl-C leaves the run running."""
+    """Print the run's events, oldest first, times in UTC. Ctrl-C does not stop the run."""
     import json as writer
 
     from muster.app.inspect.logs import events as use_case
@@ -123,14 +123,14 @@ def report(
     runs: list[str] = RUNS,
     json: bool = JSON,
     html: bool = typer.Option(False, "--html", help="Write one self-contained page."),
-    target: str | None = typer.Option(None, "--output", "-o", help="Where the page goes; default: the run's folder."),
+    target: str | None = typer.Option(None, "--output", "-o", help="File of the page; default: in the run's folder."),
     reference: float | None = typer.Option(
         None, "--reference-tokens-per-s", help="Rate that goodput divides by, measured with fault tolerance off."
     ),
-    form: str | None = typer.Option(None, "--from", help="RUN is another system's log: google-resiliency."),
+    form: str | None = typer.Option(None, "--from", help="RUN is a log of another system: google-resiliency."),
     step_time_s: float | None = typer.Option(None, "--step-time", help="With --from: seconds a step takes."),
 ) -> None:
-    """Account for the run: figures, time by category, dollars. Works from its folder alone, years later."""
+    """Account for the run: time by category, figures, dollars. Needs the run's folder alone."""
     from muster.app.inspect import report as use_case
     from muster.cli import output
 
@@ -139,23 +139,23 @@ def report(
         foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
         output.as_json(foreign) if json else output.result(use_case.foreign_table(foreign))
         return
-    found = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
+    result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
     if html:
-        for run, each in zip(runs, found, strict=True):
+        for run, each in zip(runs, result, strict=True):
             output.result(str(use_case.write_page(each, run, target)))
-    elif len(found) > 1:
-        side_by_side = use_case.compare(found)
+    elif len(result) > 1:
+        side_by_side = use_case.compare(result)
         output.as_json(side_by_side) if json else output.result(use_case.comparison_table(side_by_side))
     elif json:
-        output.as_json(found[0].to_json())
+        output.as_json(result[0].to_json())
     else:
-        output.result(use_case.table(found[0]))
+        output.result(use_case.table(result[0]))
 
 
 def _refuse_idle_options(
     runs: list[str], form: str | None, step_time_s: float | None, html: bool, target: str | None
 ) -> None:
-    """An option that would do nothing is said, not swallowed."""
+    """Refuse an option that would have no effect."""
     from muster.app.api import UsageError
 
     if form is not None and len(runs) > 1:
@@ -169,26 +169,28 @@ def _refuse_idle_options(
 
 
 def checkpoints(run: str = RUN, json: bool = JSON) -> None:
-    """List the run's checkpoints in every tier, newest first, and which one a restart would take."""
+    """List checkpoints in every tier, and which one a restart uses."""
     from muster.app.inspect.checkpoints import checkpoints as use_case
     from muster.cli import output
     from muster.cli.tables import catalogue
 
-    found = use_case(run)
+    result = use_case(run)
     if json:
-        output.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
-    for line in catalogue(found):
+    for line in catalogue(result):
         output.result(line)
-    for uri, reason in found.skipped:
+    for uri, reason in result.skipped:
         output.info(f"passed over: {uri}: {reason}")
-    if found.unseen:
+    if result.unseen:
         newest = (
-            ", ".join(f"{tier} held step {step}" for tier, step in found.told) or "the run has not said what it holds"
+            ", ".join(f"{tier} held step {step}" for tier, step in result.told) or "the run has not said what it holds"
         )
-        output.info(f"not on this machine: the memory of {', '.join(found.unseen)} (at the last step heard of: {newest})")
-    if found.used is None:
-        output.info("nothing to restart from: the run would begin anew")
+        output.info(
+            f"not on this machine: the memory of {', '.join(result.unseen)} (at the last step heard of: {newest})"
+        )
+    if result.used is None:
+        output.info("nothing to restart from: the run would start from the beginning")
 
 
 def show(
@@ -197,9 +199,9 @@ def show(
     json: bool = JSON,
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of run files, for editors."),
 ) -> None:
-    """Print the run file as it will be taken, every default included."""
-    from muster.app import load, reference_docs
-    from muster.app.api import UsageError
+    """Print the run file with every default filled in."""
+    from muster.app import reference_docs
+    from muster.app.api import UsageError, load
     from muster.app.inspect.show import resolved_json, resolved_yaml
     from muster.cli import output
 
@@ -222,7 +224,10 @@ def data(
     examples: int = typer.Option(3, "--examples", "-n", min=0, help="Documents to show."),
     json: bool = JSON,
 ) -> None:
-    """Prepare the run's data and show a few documents; what is not learned from is dimmed."""
+    """Prepare the run's data and show a few documents.
+
+    Tokens without a loss are dimmed.
+    """
     import sys
 
     from muster.app.api import load
@@ -233,12 +238,12 @@ def data(
     loaded = load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     with preparing() as progress:
-        found = prepare_and_preview(loaded, examples=examples, progress=progress)
+        result = prepare_and_preview(loaded, examples=examples, progress=progress)
     if json:
-        output.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
     from rich.console import Console
 
     from muster.app.run.data import render
 
-    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(found))
+    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(result))

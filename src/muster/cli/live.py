@@ -51,31 +51,32 @@ class Display:
         training = self.spec.training
         if training.steps is not None or training.epochs is None or "sequences" not in self.summary.data:
             return training.steps
-        return math.ceil(self.summary.data["sequences"] * training.epochs / training.global_batch_size)
+        sequences = int(self.summary.data["sequences"])
+        return math.ceil(sequences * training.epochs / training.global_batch_size)
 
     def close(self) -> None:
         """Nothing is shown any more."""
 
     def finish(self, run: RunDir) -> str | None:
         """Print before and after, and where things are; return what went wrong, if anything did."""
-        found = self.summary
-        for text in tables.before_and_after(found):
+        result = self.summary
+        for text in tables.before_and_after(result):
             output.result(text)
-        if found.outcome == "succeeded":
-            output.info(f"done: {found.reason}")
+        if result.outcome == "succeeded":
+            output.info(f"done: {result.reason}")
             output.info(f"  folder       {run.path}")
             own = self.spec.command is not None  # its model is known to the script alone
             output.info(f"  hint: muster report {run.run_id}" + ("" if own else f", muster export {run.run_id}"))
             return None
-        if found.outcome in ("stopped", "preempted"):
-            return f"{found.outcome}: {found.reason}\nhint: muster recover --watch {run.run_id} goes on from here"
-        reason, _, hint = (found.reason or "the run ended without a verdict").partition(" (hint: ")
+        if result.outcome in ("stopped", "preempted"):
+            return f"{result.outcome}: {result.reason}\nhint: muster recover --watch {run.run_id} continues from here"
+        reason, _, hint = (result.reason or "the run ended without a verdict").partition(" (hint: ")
         hints = f"hint: {hint.removesuffix(')')}\n" if hint else ""
         return f"error: {reason}\n{hints}hint: muster logs {run.run_id}; its folder is {run.path}"
 
 
 class LiveDisplay(Display):
-    """The same on a terminal: events scroll, the step's numbers stand below them."""
+    """The same on a terminal: events scroll, the step's numbers are below them."""
 
     def __init__(self, spec: RunSpec, progress: Progress) -> None:
         super().__init__(spec)

@@ -11,7 +11,7 @@ USUAL = (80, 24)
 
 
 class Growing:
-    """A picture at the bottom of the terminal. The cursor stands at the start of the line below it, always.
+    """A picture at the bottom of the terminal. The cursor is always at the start of the line below it.
 
     ``size`` says (columns, lines) now; a terminal may be resized between two pictures.
     """
@@ -20,7 +20,7 @@ class Growing:
         self.stream = stream
         self._size = size or (lambda: terminal_size(stream))
         self._widths: list[int] = []
-        """Cells of each line of the picture that stands there."""
+        """Cells of each line of the picture on the screen."""
 
     def size(self) -> tuple[int, int]:
         """Columns and lines that a picture may use."""
@@ -71,7 +71,7 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 
 def plain(text: str) -> str:
-    """Without anything that would move the cursor: text of a service's goes to the terminal through this."""
+    """Without anything that would move the cursor: text from a service goes to the terminal through this."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 

@@ -11,14 +11,40 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
+import typer.core
 
 from muster import __version__
 from muster.cli import cloud, drill, image, inspect_commands, plan, preflight, render, run_commands, simulate, watch
 from muster.cli import exec as exec_
 
+HELP = "Train language models on GPUs that come and go. Start: muster train RUN.yaml"
+
+#: The commands of ``muster --help``, by what a person is doing.
+GROUPS = {
+    "Run": ("train", "submit", "stop", "recover", "restart", "down", "export"),
+    "Inspect": ("status", "watch", "logs", "events", "report", "checkpoints", "exec"),
+    "Plan and rehearse": ("show", "data", "plan", "calibrate", "prices", "simulate", "drill"),
+    "Clusters": ("up", "preflight", "image", "render"),
+    "Other": ("version",),
+}
+
+
+class _Grouped(typer.core.TyperGroup):
+    """Lists the commands by group, each sentence whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(len(name) for name in self.commands)
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(f"{name:<{width}}", self.commands[name].get_short_help_str(limit=200)) for name in names]
+                )
+
+
 app = typer.Typer(
     name="muster",
-    help="Train language models on GPUs that come and go. Start with: muster train RUN.yaml",
+    cls=_Grouped,
+    help=HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -37,17 +63,17 @@ preflight.register(app)
 app.command()(render.render)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"muster {__version__}")
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=HELP)
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
 ) -> None:
-    """Train language models on GPUs that come and go. Start with: muster train RUN.yaml"""
+    pass
 
 
 @app.command()
@@ -62,7 +88,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        _discard_stdout()
     sys.exit(code)
 
 
@@ -72,8 +98,8 @@ def run(argv: Sequence[str]) -> int:
     from muster.cli import output
 
     try:
-        found: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
-        return found if isinstance(found, int) else 0
+        result: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
+        return result if isinstance(result, int) else 0
     except MusterError as error:
         output.error(error)
         return error.exit_code
@@ -81,16 +107,16 @@ def run(argv: Sequence[str]) -> int:
         output.info("stopped")
         return 130
     except BrokenPipeError:  # `muster events | head`
-        _forget_stdout()
+        _discard_stdout()
         return 141
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except Exception as error:  # noqa: BLE001 (the process's edge: one line, the rest in a file)
-        return _wrong_words(error) if hasattr(error, "format_message") else _unexpected(error)
+        return _usage_error(error) if hasattr(error, "format_message") else _unexpected(error)
 
 
-def _wrong_words(error: Any) -> int:
-    """The command line cannot be parsed (an exception of the parser's)."""
+def _usage_error(error: Any) -> int:
+    """The command line cannot be parsed (an exception of the parser)."""
     from muster.cli import output
 
     context = getattr(error, "ctx", None)
@@ -103,7 +129,7 @@ def _wrong_words(error: Any) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    """A bug of ours, or an abort at a prompt: one line, and the traceback in a file."""
+    """A bug of ours, or an abort at a prompt: print one line, and write the traceback to a file."""
     import tempfile
     import traceback
 
@@ -121,8 +147,8 @@ def _unexpected(error: Exception) -> int:
     return 1
 
 
-def _forget_stdout() -> None:
-    """The reader is gone; what is still buffered must not raise at exit."""
+def _discard_stdout() -> None:
+    """The reader has closed the pipe; what is still buffered must not raise at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Where words go: stdout is data, stderr is talk."""
+"""Results go to stdout; diagnostics go to stderr."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from muster.app.api import MusterError, Problem, RunFileError
 
 
 def result(text: str) -> None:
-    """A line of what was asked for."""
+    """One line of the result."""
     print(text, flush=True)
 
 
 def as_json(value: Any) -> None:
-    """What was asked for, for programs."""
+    """The result as JSON."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str), flush=True)
 
 
 def info(text: str) -> None:
-    """A line about what is going on."""
+    """One line of diagnostics."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """Ctrl-C ends the looking (130), not the run, and that is said."""
+    """Ctrl-C ends this command (130), not the run, and a line says so."""
     import typer
 
     try:
@@ -39,11 +39,11 @@ def looking() -> Iterator[None]:
 
 
 def error(problem: MusterError) -> None:
-    """An error, once: what was wrong, and the next command."""
+    """Print an error: what was wrong, and the next command."""
     if isinstance(problem, RunFileError):
         count = len(problem.problems)
-        for each in problem.problems:
-            info(f"error: {each.render()}")
+        for detail in problem.problems:
+            info(f"error: {detail.render()}")
         if count > 1:
             info(f"{count} problems; nothing was started")
         return
@@ -53,6 +53,6 @@ def error(problem: MusterError) -> None:
 
 
 def warnings(problems: Iterable[Problem]) -> None:
-    """Knobs without effect."""
+    """Settings without effect."""
     for problem in problems:
         info(f"warning: {problem.render()}")

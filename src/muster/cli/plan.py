@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def plan(
     run_file: str = RUN_FILE,
     overrides: list[str] | None = OVERRIDES,
     json: bool = JSON,
-    why: bool = typer.Option(False, "--why", help="Say in words why."),
+    why: bool = typer.Option(False, "--why", help="Explain the choice in sentences."),
     fastest: bool = typer.Option(
         False, "--fastest", help="Choose the fastest plan within the limits, not the cheapest."
     ),
@@ -33,32 +34,35 @@ def plan(
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
 ) -> None:
-    """Say before paying: will it fit, how fast, how long, how much, how likely, where, and what would be cheaper."""
+    """Predict whether it fits, how fast, how long and how much.
+
+    And how likely, where, and what would be cheaper.
+    """
     from muster.app.api import UsageError
     from muster.app.planning import plan as use_case
     from muster.cli import output, plan_table
 
     if out is not None and not out.endswith(".json"):
         raise UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
-    found = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
-    answer: dict[str, Any] = found.plan.to_json()
+    result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
+    answer: dict[str, Any] = result.plan.to_json()
     if trace:
         from muster.app.planning.memory_trace import compare
 
-        answer["trace"] = compare(found)
+        answer["trace"] = compare(result)
     if out is not None:
         _write(out, answer)
         output.info(f"plan written to {out}; muster train {out} runs it")
     if html is not None:
         from muster.app.planning import plan_page
 
-        output.info(f"page: {plan_page.write(found, html)}")
+        output.info(f"page: {plan_page.write(result, html)}")
     if json:
         output.as_json(answer)
         return
-    for line in plan_table.lines(found, every=all_offers):
+    for line in plan_table.lines(result, every=all_offers):
         output.result(line)
-    for sentence in found.plan.why if why else ():
+    for sentence in result.plan.why if why else ():
         output.result(f"* {sentence}")
     if trace:
         for line in plan_table.trace_lines(answer["trace"]):
@@ -68,23 +72,26 @@ def plan(
 def calibrate(
     run_dir: str = typer.Argument(..., metavar="RUN", help="A run or its folder."), json: bool = JSON
 ) -> None:
-    """Fit the plan's constant to a measured run, and say how far the model was off."""
+    """Fit the plan's constant to a measured run.
+
+    Prints how far the model was off.
+    """
     from muster.app.api import find_run
     from muster.app.planning.calibrate import calibrate_run
     from muster.cli import output
 
     path = Path(run_dir)
-    found = calibrate_run(path if path.is_dir() else find_run(run_dir).path)
+    result = calibrate_run(path if path.is_dir() else find_run(run_dir).path)
     if json:
-        output.as_json(found.to_json())
+        output.as_json(result.to_json())
         return
-    fit = found.calibration
+    fit = result.calibration
     output.result(
-        f"{found.run_id} on {found.accelerator}: {fit.measured_step_s:.4g} s a step ({fit.steps} steps, spread "
+        f"{result.run_id} on {result.accelerator}: {fit.measured_step_s:.4g} s a step ({fit.steps} steps, spread "
         f"{fit.spread:.1%}); the model said {fit.predicted_step_s:.4g} s ({fit.off:+.0%}); "
         f"efficiency {fit.efficiency:.3f}"
     )
-    output.info(f"kept in {found.path}")
+    output.info(f"kept in {result.path}")
 
 
 @prices_app.command()
@@ -93,15 +100,15 @@ def update(json: bool = JSON) -> None:
     from muster.app.planning.prices import update as use_case
     from muster.cli import output
 
-    found = use_case()
+    result = use_case(api_key=os.environ.get("MUSTER_BILLING_API_KEY"))
     if json:
         output.as_json(
-            {"path": str(found.path), "prices": len(found.prices), "skus": found.skus, "missing": found.missing}
+            {"path": str(result.path), "prices": len(result.prices), "skus": result.skus, "missing": result.missing}
         )
         return
-    output.result(f"{len(found.prices)} prices of {found.skus} SKUs in {found.path}")
-    if found.missing:
-        output.info("not found: " + ", ".join(found.missing))
+    output.result(f"{len(result.prices)} prices of {result.skus} SKUs in {result.path}")
+    if result.missing:
+        output.info("not found: " + ", ".join(result.missing))
 
 
 @prices_app.command(name="list")
@@ -112,11 +119,11 @@ def list_prices(json: bool = JSON) -> None:
     from muster.app.planning.prices import all_prices
     from muster.cli import output
 
-    found = all_prices()
+    result = all_prices()
     if json:
-        output.as_json([asdict(each) for each in found])
+        output.as_json([asdict(each) for each in result])
         return
-    for each in found:
+    for each in result:
         spread = "" if each.low == each.high else f" ({each.low:g}-{each.high:g})"
         output.result(
             f"{each.machine:<20} {each.mode:<12} {each.region:<16} ${each.usd_per_gpu_hour:<8.4g}{spread:<18} "

@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from muster.app.planning.plan import Planned, words
+from muster.app.planning.plan import Planned, format
 
 REJECTED_SHOWN = 8
 
 
-def lines(found: Planned, *, every: bool = False) -> Iterator[str]:
+def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     """The chosen plan, the frontier, and why other offers were not taken."""
-    chosen = found.plan.chosen
-    yield f"{found.plan.extra['job']}: {chosen['title']}"
+    chosen = result.plan.chosen
+    yield f"{result.plan.extra['job']}: {chosen['title']}"
     yield from _figures(chosen)
     yield ""
     yield from _memory(chosen)
     yield ""
     yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
-    for each in found.plan.frontier:
+    for each in result.plan.frontier:
         yield _row(each)
-    shown = found.plan.rejected if every else _telling(found.plan.rejected)
+    shown = result.plan.rejected if every else _telling(result.plan.rejected)
     if shown:
         yield ""
         yield "not taken:"
     for each in shown:
         yield f"  {each['machine']:<20} {each['mode']:<11} {each['location']:<16} {each['reason']}"
-    left = len(found.plan.rejected) - len(shown)
+    left = len(result.plan.rejected) - len(shown)
     if left:
         yield f"  and {left} more (--all)"
     yield ""
-    for assumption in (*found.plan.assumptions, *chosen["modelled"]):
+    for assumption in (*result.plan.assumptions, *chosen["modelled"]):
         yield f"assumed: {assumption}"
 
 
@@ -54,15 +54,15 @@ def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"  step     {chosen['step_s']:.3g} s, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
     yield (
-        f"  time     {words.duration(hours['p50'])} (p90 {words.duration(hours['p90'])}), "
+        f"  time     {format.duration(hours['p50'])} (p90 {format.duration(hours['p90'])}), "
         f"goodput {chosen['goodput']:.1%}, checkpoint every {chosen['checkpoint_every_steps']} steps"
     )
     if usd["p50"] is not None:
         yield (
-            f"  cost     {words.dollars(usd['p50'])} (p90 {words.dollars(usd['p90'])}), "
-            f"{words.dollars(chosen['usd_per_step'])} a step, "
-            f"{words.dollars(chosen['usd_per_million_tokens'])} a million tokens, "
-            f"{words.dollars(chosen['usd_per_hour'])}/h"
+            f"  cost     {format.dollars(usd['p50'])} (p90 {format.dollars(usd['p90'])}), "
+            f"{format.dollars(chosen['usd_per_step'])} a step, "
+            f"{format.dollars(chosen['usd_per_million_tokens'])} a million tokens, "
+            f"{format.dollars(chosen['usd_per_hour'])}/h"
         )
     price = chosen["price"]
     if price:
@@ -76,7 +76,7 @@ def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
 def _memory(chosen: Mapping[str, Any]) -> Iterator[str]:
     total, have = chosen["memory_bytes_per_gpu"], chosen["gpu_memory_bytes"]
     moment = chosen["memory_peak_moment"]
-    yield f"  memory   {words.gigabytes(total)} of {words.gigabytes(have)} a GPU at its peak ({moment})"
+    yield f"  memory   {format.gigabytes(total)} of {format.gigabytes(have)} a GPU at its peak ({moment})"
     for name, count in sorted(chosen["memory_bytes_by_item"].items(), key=lambda item: -item[1]):
         yield f"    {name:<22} {count / 1e9:8.2f} GB"
     yield from _host_memory(chosen)
@@ -97,15 +97,15 @@ def _row(each: Mapping[str, Any]) -> str:
     mfu = f"{each['mfu']:.1%}" if each["mfu"] is not None else "-"
     usd, hours = each["usd"], each["hours"]
     return (
-        f"{each['title']:<52} {each['gpus']:>5} {each['step_s']:>8.3g} {mfu:>6} {words.duration(hours['p50']):>9} "
-        f"{words.duration(hours['p90']):>9} {words.dollars(usd['p50']):>10} {words.dollars(usd['p90']):>10}"
+        f"{each['title']:<52} {each['gpus']:>5} {each['step_s']:>8.3g} {mfu:>6} {format.duration(hours['p50']):>9} "
+        f"{format.duration(hours['p90']):>9} {format.dollars(usd['p50']):>10} {format.dollars(usd['p90']):>10}"
     )
 
 
 def _telling(rejected: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
     """One example of each kind of reason, those with numbers first."""
-    found: dict[str, Mapping[str, Any]] = {}
+    result: dict[str, Mapping[str, Any]] = {}
     for each in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r["reason"])):
         kind = "".join(c for c in each["reason"] if not c.isdigit() and c not in ".,")[:18]
-        found.setdefault(kind, each)
-    return list(found.values())[:REJECTED_SHOWN]
+        result.setdefault(kind, each)
+    return list(result.values())[:REJECTED_SHOWN]

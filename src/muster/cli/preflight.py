@@ -20,17 +20,20 @@ def preflight(
     overrides: list[str] = OVERRIDES,
     machine: str | None = typer.Option(None, "--machine", help="A cheap GPU machine with a pool; default: a CPU node."),
     mode: str | None = typer.Option(None, "--mode", help="With --machine: how it is bought; default: spot."),
-    timeout_s: float = typer.Option(1800.0, "--timeout", help="Seconds after which it is given up."),
+    timeout_s: float = typer.Option(1800.0, "--timeout", help="Seconds until it is abandoned."),
 ) -> None:
-    """Rehearse a run on one small machine of its cluster: same image, mounts, secrets and data, two steps."""
+    """Rehearse two steps of a run on one small machine.
+
+    Same image, mounts, secrets and data.
+    """
     from muster.app.api import load
     from muster.app.cluster import preflight as use_case
     from muster.cli import output
 
     loaded = load(run_file, overrides or [], environment=False)
     argv = ["muster", *sys.argv[1:]]
-    found = use_case.preflight(
+    result = use_case.preflight(
         loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.info(word)
     )
-    output.result(f"preflight passed: {found.status.reason}")
-    output.info("not shown by it: GPU memory, NCCL, speed")
+    output.result(f"preflight passed: {result.status.reason}")
+    output.info("not tested: GPU memory, NCCL, speed")

@@ -38,7 +38,10 @@ def render(
     run_claim: Annotated[str | None, typer.Option(help="ReadWriteMany claim for run folders, not a bucket.")] = None,
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
-    """Render a run for GKE or Slurm, offline: no project, no credentials."""
+    """Print what would be sent to GKE or Slurm, offline.
+
+    Needs no project and no credentials.
+    """
     from muster.app.api import UsageError, load
     from muster.app.cluster import render as use_case
 

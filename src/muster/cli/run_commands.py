@@ -1,4 +1,4 @@
-"""Verbs that act: train, submit, recover, restart, stop, down, export."""
+"""Commands that start, change or end a run: train, submit, recover, restart, stop, down, export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
-    """Train here, and watch. Ctrl-C saves and leaves; a second one leaves at once."""
+    """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once."""
     from muster.app.run.train import train as train_here
     from muster.cli.live import watching
 
@@ -37,8 +37,8 @@ def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
 def submit(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be sent; touch nothing."),
-    backend: str | None = typer.Option(None, "--backend", help="In place of the file's: local, slurm, gke."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be sent; change nothing."),
+    backend: str | None = typer.Option(None, "--backend", help="Instead of the file's: local, slurm, gke."),
 ) -> None:
     """Start a run in the background and print its id. The terminal may be closed."""
     from muster.app.run import submit as use_case
@@ -50,13 +50,13 @@ def submit(
 
         output.as_json(asdict(use_case.preview(loaded)))
         return
-    found = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
-    output.result(found.run.run_id)
-    if found.again:
-        output.info("it was running already; nothing was started")
-    output.info(f"in {found.run.path}")
+    result = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
+    output.result(result.run.run_id)
+    if result.again:
+        output.info("it is already running; nothing was started")
+    output.info(f"in {result.run.path}")
     output.info(
-        f"hint: muster status {found.run.run_id}, muster logs -f {found.run.run_id}, muster stop {found.run.run_id}"
+        f"hint: muster status {result.run.run_id}, muster logs -f {result.run.run_id}, muster stop {result.run.run_id}"
     )
 
 
@@ -65,15 +65,18 @@ def recover(
     overrides: list[str] = OVERRIDES,
     watch: bool = typer.Option(False, "--watch", "-w", help="Supervise from this terminal, as `train` does."),
 ) -> None:
-    """Go on with a run whose supervisor is gone or that was stopped: living agents are adopted."""
+    """Continue a run that was stopped or whose supervisor died.
+
+    Agents that still run are adopted.
+    """
     from muster.app.run import recover as use_case
     from muster.cli import output
 
     argv = ["muster", *sys.argv[1:]]
     if not watch:
-        found = use_case.recover(run, overrides or [], argv=argv)
-        output.result(found.run.run_id)
-        output.info(f"hint: muster logs -f {found.run.run_id}")
+        result = use_case.recover(run, overrides or [], argv=argv)
+        output.result(result.run.run_id)
+        output.info(f"hint: muster logs -f {result.run.run_id}")
         return
     from muster.app.api import find_run
     from muster.app.inspect.status import spec_of
@@ -85,7 +88,10 @@ def recover(
 
 
 def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
-    """Start a failed run again, corrected, on the hosts that are kept warm (recovery.keep_hosts_after_failure_s)."""
+    """Start a failed run again, corrected, on its held hosts.
+
+    They are held for recovery.keep_hosts_after_failure_s.
+    """
     from muster.app.run.stop import restart as use_case
     from muster.cli import output
 
@@ -96,31 +102,36 @@ def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
 
 def stop(
     run: str = RUN,
-    force: bool = typer.Option(False, "--force", help="Leave at once; the newest checkpoint stands."),
-    wait: bool = typer.Option(True, "--wait/--no-wait", help="Come back when the run has ended."),
+    force: bool = typer.Option(False, "--force", help="End at once; the newest checkpoint remains."),
+    wait: bool = typer.Option(True, "--wait/--no-wait", help="Return when the run has ended."),
 ) -> None:
     """Save a checkpoint and end the run."""
     from muster.app.run.stop import stop as use_case
     from muster.cli import output
 
-    found = use_case(run, force=force, wait=wait)
-    if not found.was_running:
-        output.info(f"{found.run.run_id} had ended already: {found.status.state} ({found.status.reason})")
+    result = use_case(run, force=force, wait=wait)
+    if not result.was_running:
+        output.info(f"{result.run.run_id} had already ended: {result.status.state} ({result.status.reason})")
     elif wait:
-        output.info(f"{found.run.run_id}: {found.status.state}: {found.status.reason}")
-        output.info(f"hint: muster recover {found.run.run_id} goes on from here")
+        output.info(f"{result.run.run_id}: {result.status.state}: {result.status.reason}")
+        output.info(f"hint: muster recover {result.run.run_id} continues from here")
     else:
-        output.info(f"{found.run.run_id} was asked to stop")
+        output.info(f"{result.run.run_id} was asked to stop")
 
 
 def down(
     run: str = RUN,
     overrides: list[str] = OVERRIDES,
-    zone: str | None = typer.Option(None, "--zone", help="With a run file: the zone, where the file names several."),
+    zone: str | None = typer.Option(None, "--zone", help="With a run file: the zone, if the file names several."),
     keep_data: bool = typer.Option(False, "--keep-data", help="With a run file: keep its buckets."),
-    as_json: bool = typer.Option(False, "--json", help="What is left as JSON, with a run file with its cost a day."),
+    as_json: bool = typer.Option(
+        False, "--json", help="What is left, as JSON; with a run file, with its cost per day."
+    ),
 ) -> None:
-    """End everything of a run now, and prove that nothing is left; with a run file: what `muster up` made."""
+    """End everything of a run now and verify that nothing is left.
+
+    With a run file: remove the cluster that `muster up` created.
+    """
     from muster.app.api import UsageError
     from muster.app.run.stop import down as use_case
     from muster.cli import output
@@ -130,20 +141,20 @@ def down(
 
         give_back(run, overrides, zone, keep_data, as_json)
         return
-    if beside := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
+    if extra := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
         raise UsageError(
-            f"muster down ends one run at a time: {beside[0]!r} goes with a run file alone",
+            f"muster down ends one run at a time: {extra[0]!r} needs a run file",
             hint=f"muster down {run}, then the next one",
         )
-    found = use_case(run)
+    result = use_case(run)
     if as_json:
-        usd = found.usd_per_hour
+        usd = result.usd_per_hour
         output.as_json(
-            {"run_id": found.run.run_id, "clean": not found.left, "left": found.left, "stopped_usd_per_hour": usd}
+            {"run_id": result.run.run_id, "clean": not result.left, "left": result.left, "stopped_usd_per_hour": usd}
         )
         return
-    output.info(f"{found.run.run_id} is down: no process, no memory is left; ${found.usd_per_hour:.2f}/h stopped")
-    output.info(f"its folder stays: {found.run.path}")
+    output.info(f"{result.run.run_id} is down: no processes or memory are left; ${result.usd_per_hour:.2f}/h stopped")
+    output.info(f"its folder is kept: {result.run.path}")
 
 
 def export(
@@ -152,13 +163,13 @@ def export(
     step: int | None = typer.Option(None, "--step", help="Checkpoint of this step; default: the newest."),
     adapter: bool = typer.Option(False, "--adapter", help="LoRA: write the adapter alone instead of merging it."),
 ) -> None:
-    """Write a Hugging Face folder, reload it in a fresh process, and compare before saying done."""
+    """Write a Hugging Face folder, then reload and compare it."""
     from muster.app.run.export import export as use_case
     from muster.cli import output
 
-    found = use_case(run, out=out, step=step, merge=not adapter)
-    output.result(str(found.folder))
-    for line in found.lines:
+    result = use_case(run, out=out, step=step, merge=not adapter)
+    output.result(str(result.folder))
+    for line in result.lines:
         output.info(line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -20,31 +21,41 @@ def simulate(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,
     hosts: int | None = typer.Option(None, "--hosts", min=1, help="Instead of the file's resources.hosts."),
-    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts held for an emergency."),
-    min_hosts: int | None = typer.Option(None, "--min-hosts", min=1, help="Go on with as few."),
+    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts kept as spares."),
+    min_hosts: int | None = typer.Option(None, "--min-hosts", min=1, help="Continue with as few."),
     hours: float | None = typer.Option(None, "--hours", help="Length of a rehearsal; default 40, or the trace's."),
-    failures_per_day: float = typer.Option(5.0, "--failures-per-day", help="Of the whole job."),
+    failures_per_day: float = typer.Option(5.0, "--failures-per-day", help="Failures of the whole job per day."),
     seeds: int = typer.Option(100, "--seeds", help="Rehearsals."),
     paired: int = typer.Option(20, "--paired", help="Seeds for each comparison; 0: no comparisons."),
     policy: str | None = typer.Option(None, "--policy", help="default, conservative, or a Python file of yours."),
     profile: str | None = typer.Option(None, "--profile", help="Stage times: a shipped table, or a run to measure."),
     trace: str | None = typer.Option(None, "--trace", help="Spot capacity over time, instead of failures a day."),
-    detection: str = typer.Option("fast", "--detection", help="fast or slow: how soon faults are found."),
+    detection: str = typer.Option("fast", "--detection", help="fast or slow: how soon faults are detected."),
     repair_h: float = typer.Option(4.0, "--repair-hours", help="Mean time until a broken host is back."),
     weibull_shape: float = typer.Option(1.0, "--weibull-shape", help="Below 1 failures cluster."),
-    correlated_per_day: float = typer.Option(0.0, "--correlated-per-day", help="Rack events besides."),
-    correlated_hosts: int = typer.Option(8, "--correlated-hosts", min=1, help="Hosts that one takes."),
-    maintenance_per_day: float = typer.Option(0.0, "--maintenance-per-day", help="Hosts told to leave for 2 h."),
-    false_alarms_per_day: float = typer.Option(0.0, "--false-alarms-per-day", help="Healthy ranks accused."),
-    slow_per_day: float = typer.Option(0.0, "--slow-per-day", help="Episodes of a slow host."),
-    step_s: float | None = typer.Option(None, "--step-s", help="Seconds a step takes; default: the profile's."),
+    correlated_per_day: float = typer.Option(
+        0.0, "--correlated-per-day", help="Correlated (rack-level) failures per day."
+    ),
+    correlated_hosts: int = typer.Option(8, "--correlated-hosts", min=1, help="Hosts lost in each."),
+    maintenance_per_day: float = typer.Option(
+        0.0, "--maintenance-per-day", help="Hosts taken for 2 h of maintenance per day."
+    ),
+    false_alarms_per_day: float = typer.Option(
+        0.0, "--false-alarms-per-day", help="False-positive hang reports per day."
+    ),
+    slow_per_day: float = typer.Option(0.0, "--slow-per-day", help="Episodes of a slow host per day."),
+    step_s: float | None = typer.Option(None, "--step-s", help="Seconds per step; default: the profile's."),
     usd: float | None = typer.Option(None, "--usd-per-host-hour", help="Price, for figures in dollars."),
     json: bool = JSON,
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write one rehearsal as the report's page."),
 ) -> None:
-    """Rehearse this run on virtual hosts with faults: goodput, where the time goes, what would be better."""
+    """Rehearse failures of this run on a virtual cluster.
+
+    Shows goodput, where the time goes, and what would improve it.
+    """
     from muster.app.planning import simulate as use_case
     from muster.cli import output
+    from muster.cli.live import preparing
 
     asked = use_case.Asked(
         hosts=hosts, spares=spares, min_hosts=min_hosts, hours=hours, failures_per_day=failures_per_day,
@@ -54,56 +65,54 @@ def simulate(
         trace=trace, step_s=step_s, usd_per_host_hour=usd,
     )  # fmt: skip
     scenario = use_case.scenario_of(run_file, overrides or [], asked)
-    study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=_bar if sys.stderr.isatty() else None)
-    found = use_case.to_json(study)
+    with preparing() if sys.stderr.isatty() else contextlib.nullcontext() as show:
+        progress = (lambda done, total: show("rehearsing", done, total)) if show is not None else None
+        study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=progress)
+    result = use_case.to_json(study)
     if json:
-        output.as_json(found)
+        output.as_json(result)
     else:
-        _print(found)
+        _print(result)
     if html is not None:
         from muster.app.planning.rehearsal_page import write_page
 
         output.info(f"page: {write_page(study, html)}")
 
 
-def _bar(done: int, total: int) -> None:
-    """One line on the terminal, written over itself."""
-    width = 30
-    filled = width * done // total
-    end = "\n" if done == total else ""
-    print(f"\rrehearsing [{'#' * filled}{'.' * (width - filled)}] {done}/{total}", end=end, file=sys.stderr, flush=True)
-
-
-def _print(found: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     from muster.cli import output
 
-    world = found["scenario"]
+    world = result["scenario"]
     rate = f"{world['failures_per_day']:g} failures a day" if world["trace"] is None else f"trace {world['trace']}"
     every = world["checkpoint_every_s"]
     output.result(
         f"{world['hosts']} hosts ({world['gpus']} GPUs), {world['spares']} spares, {world['hours']:g} h, {rate}, "
         f"policy {world['policy']}, saves {'never' if every is None else f'every {every:.0f} s'}, "
-        f"stage times {found['profile']['name']}, {found['seeds']} seeds"
+        f"stage times {result['profile']['name']}, {result['seeds']} seeds"
     )
     output.result(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
     for key, words in (("goodput_active", "of active hosts"), ("goodput_purchased", "of purchased hosts")):
-        row = found[key]
-        output.result(f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95")))
+        row = result[key]
+        output.result(
+            f"  {words:<22}" + "".join(f"{row[name] * 100:>8.2f}%" for name in ("mean", "sd", "p5", "p50", "p95"))
+        )
     output.result(f"{'went to':<24}{'share':>9}{'host-hours':>12}")
-    for name, row in found["categories"].items():
+    for name, row in result["categories"].items():
         if row["share"] > 5e-6:
             output.result(f"  {name:<22}{row['share'] * 100:>8.3f}%{row['host_s'] / 3600:>12,.1f}")
-    if found["lost_s"]:
+    if result["lost_s"]:
         output.result(f"{'lost per interruption':<24}{'count':>9}{'p50':>10}{'p95':>10}")
-        for kind, row in found["lost_s"].items():
+        for kind, row in result["lost_s"].items():
             output.result(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
-    _choices("without", found["contributions"], None)
+    _choices("without", result["contributions"], None)
     for title, key, which in (("spares", "spares", "spares"), ("saves every", "intervals", "interval"),
                               ("policy", "policies", "policy")):  # fmt: skip
-        _choices(title, found[key], found["best"][which])
-    if found["gave_up"]:
-        output.result(f"the run ended by its own decision {found['gave_up']:.2f} times a rehearsal, and was started again")
-    output.info(found["note"])
+        _choices(title, result[key], result["best"][which])
+    if result["gave_up"]:
+        output.result(
+            f"the run ended by its own decision {result['gave_up']:.2f} times a rehearsal, and was started again"
+        )
+    output.info(result["note"])
 
 
 def _choices(title: str, rows: list[dict[str, Any]], best: str | None) -> None:

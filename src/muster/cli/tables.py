@@ -10,7 +10,7 @@ from muster.app.inspect.event_format import one_line
 from muster.app.inspect.run_summary import Summary
 
 SHOWN_SAMPLES = 5
-#: Key of an ``eval`` event -> its words and format.
+#: Key of an ``eval`` event -> its label and format.
 FIGURES = {
     "loss": ("held-out loss", "{:.4f}"),
     "execution_accuracy": ("execution accuracy", "{:.3f}"),
@@ -19,20 +19,20 @@ FIGURES = {
 }
 
 
-def before_and_after(found: Summary) -> Iterator[str]:
+def before_and_after(result: Summary) -> Iterator[str]:
     """First and last evaluation side by side, then a few questions and what was written for them."""
-    steps = sorted(found.evals)
+    steps = sorted(result.evals)
     if steps:
-        first, last = found.evals[steps[0]], found.evals[steps[-1]]
+        first, last = result.evals[steps[0]], result.evals[steps[-1]]
         yield ""
         yield f"{'':<20}  {f'after step {steps[0]}':>16}  {f'after step {steps[-1]}':>16}"
         for key, (words, form) in FIGURES.items():
             if first.get(key) is not None or last.get(key) is not None:
                 yield f"{words:<20}  {_figure(first.get(key), form):>16}  {_figure(last.get(key), form):>16}"
-    for step in sorted(found.samples)[-1:]:
+    for step in sorted(result.samples)[-1:]:
         yield ""
         yield f"samples after step {step}:"
-        for sample in found.samples[step][:SHOWN_SAMPLES]:
+        for sample in result.samples[step][:SHOWN_SAMPLES]:
             yield from _sample(sample)
 
 
@@ -48,12 +48,12 @@ def _figure(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def catalogue(found: Catalogue) -> Iterator[str]:
+def catalogue(result: Catalogue) -> Iterator[str]:
     """One line a version; ``>`` marks what a restart would take."""
     rows: list[tuple[str, ...]] = [("", "step", "attempt", "tier", "age", "size", "layout", "whole", "where")]
-    for each in found.versions:
+    for each in result.versions:
         where = ", ".join(each.hosts) or each.uri
-        age = found.age_s(each)
+        age = result.age_s(each)
         rest = ("-" if age is None else _age(age), f"{each.bytes / 2**20:.1f} MiB", each.layout, _whole(each), where)
         rows.append((">" if each.used else "", str(each.step), f"a{each.attempt}", each.tier, *rest))
     if len(rows) == 1:

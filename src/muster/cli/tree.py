@@ -1,6 +1,6 @@
 """The live tree of ``muster up`` and ``muster down``: redrawn in place on a terminal, a line for each change elsewhere.
 
-The work goes on in a thread of its own, and this one draws: Ctrl-C is answered at once, whatever the work waits for.
+The work runs in a thread of its own, and this one draws: Ctrl-C is handled at once, even while the work waits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 REDRAWN_EVERY_S = 0.5
 COLOURS = {"active": "33", "trouble": "31", "done": "32", "pending": "2"}
 MARKS = {"active": "*", "trouble": "!", "done": "+", "pending": "."}
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 QUIET = ("looking", "absent")
-"""Steps that are no news in a log."""
+"""Steps that are not logged."""
 
 
-def watched(work: Callable[[Progress], Found], *, again: str, undo: str | None = None, live: bool = True) -> Found:
+def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None = None, live: bool = True) -> Result:
     """Call ``work`` with somewhere to send its events, draw them, and return what it returns.
 
-    ``again`` is the command that goes on where an interruption left it, ``undo`` the one that removes what was made.
-    Exits with 130 on Ctrl-C: what Google has begun goes on there, and so do the bills, which are named.
+    ``again`` is the command that resumes after an interruption, ``undo`` the one that removes what was created.
+    Exits with 130 on Ctrl-C: operations that Google has begun continue there and are billed, which is printed.
     """
     events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
 
@@ -48,18 +48,18 @@ def watched(work: Callable[[Progress], Found], *, again: str, undo: str | None =
     try:
         while True:
             try:
-                kind, found = events.get(timeout=REDRAWN_EVERY_S)
+                kind, item = events.get(timeout=REDRAWN_EVERY_S)
             except Empty:
                 display.tick()
                 continue
             if kind == "event":
-                display.take(found)
+                display.take(item)
                 continue
             display.close()
             if kind == "error":
-                raise found
-            result: Found = found
-            return result
+                raise item
+            outcome: Result = item
+            return outcome
     except KeyboardInterrupt:
         _interrupted(display, again, undo)
         raise typer.Exit(130) from None
@@ -186,7 +186,7 @@ def _most_important(rows: Sequence[Row], room: int) -> list[Row]:
 
 
 def _branches(shown: Sequence[Row], rows: Sequence[Row]) -> list[str]:
-    """What stands before each name; a row whose parent is not shown hangs below the nearest ancestor that is."""
+    """The prefix of each name; a row whose parent is not shown hangs below the nearest ancestor that is."""
     parents = {row.key: row.parent for row in rows}
     visible = {row.key for row in shown}
 
@@ -218,20 +218,20 @@ def _counts(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def _interrupted(display: PlainTree, again: str, undo: str | None) -> None:
-    """Say how things stand, and how to go on."""
+    """Print what exists, and how to resume."""
     from muster.cli import output
 
     bills, making = display.tree.bills(), display.tree.making
     display.close()
-    output.info("stopped by you; what Google has begun goes on there")
+    output.info("stopped by you; operations that have begun continue")
     for one in bills:
         price = "its price is not known" if one.usd_per_hour is None else f"about ${one.usd_per_hour:.2f} an hour"
-        output.info(f"it bills: {one.key} ({one.bills}), {price}")
+        output.info(f"billed: {one.key} ({one.bills}), {price}")
     if making and not bills:
-        output.info("nothing that bills by the hour was made by then, as far as this command saw")
-    output.info(f"hint: {again} goes on where this stopped")
+        output.info("nothing that is billed by the hour had been created, as far as this command saw")
+    output.info(f"hint: {again} resumes")
     if undo is not None:
-        output.info(f"hint: {undo} removes what was made")
+        output.info(f"hint: {undo} removes what was created")
 
 
 def _length(seconds: float) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from muster.app.inspect.watch import HostView, View
 
-#: In a pipe, a line about where the run is at most so often (seconds), besides what happens.
+#: In a pipe, seconds between two lines about the run's progress, besides events.
 LINE_EVERY_S = 5.0
 _SHOWN = (
     "attempt.started", "run.message", "run.restarted", "incident.detected", "incident.decided", "incident.resolved",
@@ -31,7 +31,10 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
-    """Show a run live: hosts, ranks, step, checkpoint tiers, incidents. Ctrl-C leaves it running."""
+    """Show a run live: hosts, ranks, step, checkpoints, incidents.
+
+    Ctrl-C does not stop the run.
+    """
     from muster.app.inspect.watch import watch as use_case
     from muster.cli import output
 
@@ -48,7 +51,7 @@ def _live(views: Any) -> None:
 
 
 def _lines(views: Any) -> None:
-    """What happens, and now and then where the run is."""
+    """Events, and the run's progress at intervals."""
     from muster.app.inspect.event_format import line
     from muster.cli import output
 
@@ -101,16 +104,18 @@ def _render(view: View) -> Group:
 
 
 def account(view: View) -> str:
-    """What the ledger says so far; empty where it says nothing yet."""
-    found, words = view.account, []
-    if found is None:
+    """The ledger's figures so far; empty where there are none yet."""
+    result, words = view.account, []
+    if result is None:
         return ""
-    if found.goodput_active is not None and found.goodput_purchased is not None:
-        words.append(f"goodput {found.goodput_active:.1%} of active, {found.goodput_purchased:.1%} of purchased hosts")
-    if found.usd:
-        words.append(f"${found.usd:,.2f} so far")
-    if found.losses:
-        words.append("not training: " + ", ".join(f"{name} {share:.1%}" for name, share in found.losses))
+    if result.goodput_active is not None and result.goodput_purchased is not None:
+        words.append(
+            f"goodput {result.goodput_active:.1%} of active, {result.goodput_purchased:.1%} of purchased hosts"
+        )
+    if result.usd:
+        words.append(f"${result.usd:,.2f} so far")
+    if result.losses:
+        words.append("not training: " + ", ".join(f"{name} {share:.1%}" for name, share in result.losses))
     return "  ".join(words)
 
 

@@ -36,7 +36,7 @@ class MemberOf:
         return {"anyOf": [{"enum": list(self.registry.shipped)}, handler(schema)]}
 
     def _check(self, name: str) -> str:
-        if name not in self.registry.names():
+        if name not in self.registry:
             raise ValueError(f"no {self.registry.family} {name!r}")
         return name
 
@@ -50,8 +50,8 @@ class SectionOf:
     def sections(self, raw: Any = None) -> list[type[Section]]:
         """The classes allowed here; where ``raw`` names its ``type``, that one alone."""
         name = raw.get("type") if isinstance(raw, dict) else None
-        names = self.registry.names()
-        return [self.registry.get(each).section for each in ([name] if name in names else names)]
+        names = [name] if isinstance(name, str) and name in self.registry else self.registry.names()
+        return [self.registry.get(each).section for each in names]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._read)
@@ -70,9 +70,9 @@ class SectionOf:
             raise PydanticKnownError("model_type", {"class_name": self.registry.family})
         if "type" not in value:
             raise PydanticKnownError("union_tag_not_found", {"discriminator": "'type'"})
-        names = self.registry.names()
-        if value["type"] not in names:
-            tags = {"discriminator": "'type'", "tag": str(value["type"]), "expected_tags": ", ".join(names)}
+        if not isinstance(value["type"], str) or value["type"] not in self.registry:
+            expected = ", ".join(self.registry.names())
+            tags = {"discriminator": "'type'", "tag": str(value["type"]), "expected_tags": expected}
             raise PydanticKnownError("union_tag_invalid", tags)
         section: type[Section] = self.registry.get(value["type"]).section
         return section.model_validate(value)

@@ -90,7 +90,7 @@ def _checkpoint(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _resources(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    for name in set(BACKENDS.names()) & set(RunSpec.model_fields) - {spec.backend}:  # sections of one back end
+    for name in set(BACKENDS.shipped) & set(RunSpec.model_fields) - {spec.backend}:  # sections of one back end
         yield name, f"backend is {spec.backend}"
     if spec.resources.device == "cuda":
         yield "resources.threads_per_rank", "it sets CPU threads, and device is cuda"

@@ -90,7 +90,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             required={"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
             optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
         ),
-        "run.message": Kind(doc="Informational message; nothing is read back from it.", required={"text": "one sentence"}, open=True),
+        "run.message": Kind(
+            doc="Informational message; nothing is read back from it.", required={"text": "one sentence"}, open=True
+        ),
         "run.restarted": Kind(
             doc="`muster restart` with a corrected run file: errors and restarts are counted from zero again.",
             required={"reason": "one sentence"},

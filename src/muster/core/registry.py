@@ -49,6 +49,10 @@ class Registry(Generic[T]):
             raise UsageError(f"{self.family} {name!r} cannot be loaded from {target}: {error}") from error
         return member
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a member of that name; entry points are looked up only for names that do not ship."""
+        return name in self.shipped or name in self._added
+
     def names(self) -> list[str]:
         """Every name, shipped ones first."""
         return [*self.shipped, *sorted(set(self._added) - set(self.shipped))]

@@ -104,7 +104,7 @@ class Command:
     another number of ranks."""
     deadline_s: float | None = None
     """Seconds from when it was received."""
-    heard_s: float = field(default_factory=time.monotonic, compare=False)
+    received_s: float = field(default_factory=time.monotonic, compare=False)
     """When it was received, on this process's monotonic clock; not sent."""
 
 
@@ -127,8 +127,8 @@ class AgentClient(Protocol):
         """
         ...
 
-    def order(self) -> Command | None:
-        """The newest command not yet taken, or None."""
+    def next_command(self) -> Command | None:
+        """The oldest command not yet taken, or None."""
         ...
 
     def pause_requested(self) -> bool:

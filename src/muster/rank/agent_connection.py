@@ -160,7 +160,7 @@ class SocketAgentClient:
         self._out.append({"t": "progress", "attempt": self._attempt, "rank": self._rank})
         self._wake()
 
-    def order(self) -> Command | None:
+    def next_command(self) -> Command | None:
         return self._commands.popleft() if self._commands else None
 
     def pause_requested(self) -> bool:

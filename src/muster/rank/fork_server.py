@@ -112,9 +112,9 @@ def _serve_store(bind: str, inherited: list[int]) -> tuple[int, tuple[str, int]]
         _die_with_parent(parent)
         for fd in inherited:
             os.close(fd)
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
 
-        _store = dist.TCPStore(
+        _store = TCPStore(
             address[0], address[1], None, True, wait_for_workers=False, master_listen_fd=listener.fileno()
         )
         while True:

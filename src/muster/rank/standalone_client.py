@@ -40,7 +40,7 @@ class StandaloneClient:
     def progress(self, *, for_s: float = 0.0) -> None:
         """No watchdog."""
 
-    def order(self) -> Command | None:
+    def next_command(self) -> Command | None:
         command, self._command = self._command, None
         return command
 

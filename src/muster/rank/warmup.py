@@ -159,7 +159,7 @@ def _train(spec: RunSpec, device: torch.device) -> None:
         reducer.begin(micro_batches=1)
         reducer.before_forward(last=True)
         loss = loss_sum(built.module, batch, chunk_tokens=TOKENS, scale=1.0 / TOKENS)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         reducer.add_loss(loss)
         _, norm, fault = reducer.finish()
         scale = clip_scale(norm, spec.training.optimizer.max_grad_norm)

@@ -145,7 +145,7 @@ def preload(spec: Mapping[str, Any]) -> None:
     try:
         small = AutoConfig.for_model(family or "llama", num_hidden_layers=1)
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(small)
+            AutoModelForCausalLM.from_config(small)  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: {family} could not be loaded in advance: {error}", file=sys.stderr)
     if model.get("lora"):

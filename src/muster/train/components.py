@@ -1,7 +1,7 @@
 """What one rank trains with, and how it becomes a run in the world of one attempt.
 
-A ``Learner`` (data, model, optimizer, state) are made once a process. ``assemble`` connects them to a world; if a
-rank outlives its world (another replica was lost), they are connected to the next one, and the model stays as it is.
+``TrainerComponents`` (data, model, optimizer, state) are made once per process. ``assemble`` connects them to a world;
+if a rank outlives its world (another replica was lost), they are connected to the next one, with the model as it is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
-from muster.core.errors import MusterError, UsageError
-from muster.core.flops import ModelShape, lora_factor, step_flops
+from muster.core.errors import MusterError
+from muster.core.flops import lora_factor, step_flops
 from muster.data.prepare import Prepared, open_prepared, prepare
 from muster.data.schedule import num_steps
 from muster.protocol.ranks import AgentClient, RankContext
@@ -131,15 +131,7 @@ def assemble(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
     announce(agent, world, prepared, components.built, flops, source)
-    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
-    log = StepLog(
-        agent=agent,
-        rank=world.rank,
-        device=device,
-        peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
-        track_every_steps=spec.output.log_every_steps,
-    )
+    log = open_log(components, context, agent, world, flops)
     evaluator = Evaluator(
         spec=spec,
         prepared=prepared,
@@ -178,6 +170,24 @@ def assemble(
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
         pause_consensus=PauseConsensus(agent, replica_group(spec, context)),
+    )
+
+
+def open_log(
+    components: TrainerComponents, context: RankContext, agent: AgentClient, world: World, flops: float | None
+) -> StepLog:
+    """The record of steps, with rank 0's trackers."""
+    spec = components.spec
+    trackers = []
+    if world.rank == 0:
+        trackers = open_trackers(spec, run_id=context.run_id, run_dir=Path(context.run_dir))
+    return StepLog(
+        agent=agent,
+        rank=world.rank,
+        device=components.device,
+        peak=Peak(flops=flops, ranks=context.world_size),
+        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
+        track_every_steps=spec.output.log_every_steps,
     )
 
 
@@ -271,9 +281,8 @@ def choose_reducer(
 
 def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     """Document lengths -> operations by the CAUSAL convention; None for a model of unknown shape."""
-    try:
-        shape = ModelShape.from_config(built.config.to_dict())
-    except UsageError:
+    shape = built.shape
+    if shape is None:
         return None
     factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_trainable)
     return lambda lengths: factor * step_flops(shape, lengths)

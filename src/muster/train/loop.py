@@ -55,7 +55,7 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
         run.reducer.before_forward(last=number == len(work.rounds))
         loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
         run.pause_consensus.start()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         run.reducer.add_loss(loss)
         losses.append(loss.detach())
         run.agent.beat(step)

@@ -41,7 +41,7 @@ from muster.train.model import causal_lm, lora
 from muster.train.model.attention import choose_attention, needs_of
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import shard
+from muster.train.model.sharding import WHOLE_BELOW
 from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
@@ -50,7 +50,7 @@ LOOK_EVERY = 64
 
 
 @dataclass
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of live storages, and their peak with the stage in which it was reached.
 
     FSDP frees and refills whole parameters by resizing their storages, which no operator shows.
@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
     _operators: int = 0
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -159,10 +159,7 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
     if spec.model.lora:
         lora.add_adapters(made, spec.model.lora, master_dtype)
     plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
-    layers = causal_lm.prepare_layers(made, plain, mesh, device)
-    module = ModelWithLoss(made, attention, compute_dtype=compute_dtype)
-    reshard_layers = spec.parallelism.reshard_after_forward
-    shard(module, made, layers, mesh, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    module = causal_lm.sharded_module(made, attention, plain, mesh, device, WHOLE_BELOW)
     module.train()
     return module
 
@@ -188,7 +185,7 @@ def _step(
         live.moment = "forward and loss"
         loss = loss_sum(module, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
         live.moment = "backward"
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         reducer.add_loss(loss)
         del loss, batch
     live.moment = "update"

@@ -15,6 +15,11 @@ from muster.core.errors import UsageError
 class Tracker(Protocol):
     """Records scalars."""
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Record one step's scalars."""
         ...
@@ -26,6 +31,8 @@ class Tracker(Protocol):
 
 class TensorBoard:
     """Event files under the run's ``tensorboard`` folder, created with the first numbers: the disk may be full."""
+
+    name = "TensorBoard"
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -78,6 +85,7 @@ class Guarded:
     """
 
     def __init__(self, inner: Tracker, report: Callable[[str], None]) -> None:
+        self.name = inner.name
         self._inner: Tracker | None = inner
         self._report = report
 
@@ -94,9 +102,8 @@ class Guarded:
         try:
             call(self._inner)
         except Exception as error:  # noqa: BLE001 (third-party code that training does not depend on)
-            name = getattr(self._inner, "name", type(self._inner).__name__)
             self._inner = None
-            self._report(f"{name} failed and gets no more numbers: {error or type(error).__name__}")
+            self._report(f"{self.name} failed and gets no more numbers: {error or type(error).__name__}")
 
 
 def guarded(trackers: list[Tracker], report: Callable[[str], None]) -> list[Tracker]:

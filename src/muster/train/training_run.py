@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from muster.train.optim.nonfinite import find_bad_micro_batch, not_finite_error
 from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.profiling import Collector, Profiler
 from muster.train.state.saving import Saves
+from muster.train.state.snapshot import Snapshots
 from muster.train.state.state_hash import PendingHash, StateHashes
 from muster.train.state.training_state import TrainingState
 
@@ -36,26 +37,6 @@ SAVE_LIMIT_S = 1800.0
 
 class Paused(Exception):
     """This rank leaves its world between two updates, to continue in another one."""
-
-
-class Snapshot(Protocol):
-    """Where in-memory snapshots go."""
-
-    def save(self, step: int, local_tensors: dict[str, Tensor], *, copies_arrived: bool = False) -> object:
-        """Copy the tensors; returns when they may change again. ``copies_arrived``: no rank's copy is pending."""
-        ...
-
-    def copy_is_pending(self) -> bool:
-        """Whether another host still lacks the snapshot whose copy was requested last."""
-        ...
-
-    def save_if_newer(self, step: int, local_tensors: dict[str, Tensor]) -> None:
-        """Save unless that step's snapshot is already the newest."""
-        ...
-
-    def newest_steps(self) -> dict[str, int]:
-        """The newest step in each tier (detail of the ``step`` event)."""
-        ...
 
 
 @dataclass
@@ -89,7 +70,7 @@ class TrainingRun:
     phases: Phases
     evaluator: Evaluator
     saves: Saves
-    snapshots: Snapshot | None
+    snapshots: Snapshots | None
     hashes: StateHashes
     baseline: BaselineWindow
     profiler: Profiler
@@ -175,7 +156,7 @@ class TrainingRun:
         self.world.aborter()
         self.reader.close()
         self.collector.close()
-        self.saves.abandon()
+        self.saves.saver.abandon()
         for tracker in self.log.trackers:
             tracker.close()
 
@@ -222,7 +203,7 @@ class TrainingRun:
 
     def checkpoint_is_due(self, step: int) -> bool:
         """By the step count, or because a save was deferred. The same on every rank: training waits for no save."""
-        self.saves.poll()
+        self.saves.saver.poll()
         if step >= self.last_step or self.baseline.covers(step):
             return False
         due = self.saves.due(step)

@@ -63,7 +63,9 @@ def blueprints() -> dict[str, RunSpec]:
     return {
         "toolkit-a3-mega-spot": spec(**google, machine="a3-megagpu-8g", provisioning_model="spot"),
         "toolkit-a3-ultra-flex": spec(**google, machine="a3-ultragpu-8g", provisioning_model="flex_start"),
-        "toolkit-a4-reservation": spec(**google, machine="a4-highgpu-8g", provisioning_model="reservation", reservation="mine"),
+        "toolkit-a4-reservation": spec(
+            **google, machine="a4-highgpu-8g", provisioning_model="reservation", reservation="mine"
+        ),
     }
 
 

@@ -6,13 +6,41 @@ import sys
 import muster
 from muster.app import api
 
-VERBS = (
-    "all_runs checkpoints down events execute export find_run load logs plan preview recover report restart status "
-    "stop submit train watch"
-).split()
-TYPES = (
-    "Backend Cluster Event Loaded MusterError Problem RunDir RunFileError RunSpec Terminal UsageError redact"
-).split()
+VERBS = [
+    "all_runs",
+    "checkpoints",
+    "down",
+    "events",
+    "execute",
+    "export",
+    "find_run",
+    "load",
+    "logs",
+    "plan",
+    "preview",
+    "recover",
+    "report",
+    "restart",
+    "status",
+    "stop",
+    "submit",
+    "train",
+    "watch",
+]
+TYPES = [
+    "Backend",
+    "Cluster",
+    "Event",
+    "Loaded",
+    "MusterError",
+    "Problem",
+    "RunDir",
+    "RunFileError",
+    "RunSpec",
+    "Terminal",
+    "UsageError",
+    "redact",
+]
 
 
 def test_exports():

@@ -38,7 +38,7 @@ def test_submit_status_logs_down(google):
     run_id = submitted.run.run_id
     found = look.status(run_id)
     assert found.backend == "gke" and found.status.state == "waiting"
-    assert found.status.reason.startswith("waiting for Kueue, which has made no Workload")
+    assert found.status.reason.startswith("waiting for Kueue to create a Workload")
     assert list(logs.logs(run_id)) == []
     stop.down(run_id)
     assert not google.kubernetes.objects and look.status(run_id).status.state == "absent"

@@ -124,7 +124,7 @@ def test_a_replica_s_shard_stands_in_for_its_twin():
 def test_the_command_marks_it_and_says_who_is_missing(place, capsys):
     assert command(["checkpoints", "c-1"]) == 0
     told = capsys.readouterr()
-    assert told.out == "" and "begin anew" in told.err
+    assert told.out == "" and "start from the beginning" in told.err
     save(place, 5)
     hold(place, "host-0", 0, 6)
     assert command(["checkpoints", "c-1"]) == 0

@@ -37,7 +37,9 @@ def test_the_list_price_of_machine_mode_and_place(tmp_path):
     assert price(tmp_path, **asked, locations=["us-east1-b"]) == pytest.approx(8 * 4.0758)
     anywhere = price(tmp_path, **asked)
     assert anywhere >= price(tmp_path, **asked, locations=["us-east1"]), "the dearest place keeps the limit"
-    queued = price(tmp_path, machine="a4-highgpu-8g", provisioning_model="flex_start_queued", locations=["us-central1-b"])
+    queued = price(
+        tmp_path, machine="a4-highgpu-8g", provisioning_model="flex_start_queued", locations=["us-central1-b"]
+    )
     assert queued == pytest.approx(8 * 8.055)
 
 

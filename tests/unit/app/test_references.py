@@ -37,13 +37,19 @@ def test_the_promised_examples_are_there():
 def test_the_70b_job_is_the_tutorials():
     found = load.load(ROOT / "examples" / "llama3-70b-text2sql.yaml").spec
     resources = found.resources
-    assert (found.backend, resources.provisioning_model, resources.machine) == ("gke", "flex_start_queued", "a4-highgpu-8g")
+    assert (found.backend, resources.provisioning_model, resources.machine) == (
+        "gke",
+        "flex_start_queued",
+        "a4-highgpu-8g",
+    )
     assert resources.hosts * (resources.ranks_per_host or 0) == 16 and resources.accelerator == "B200"
 
 
 @pytest.mark.parametrize("name", sorted(reference_docs.FILES))
 def test_references_are_up_to_date(name: str):
-    assert (ROOT / "docs" / name).read_text() == reference_docs.FILES[name](), "run: python -m muster.app.reference_docs docs"
+    assert (ROOT / "docs" / name).read_text() == reference_docs.FILES[name](), (
+        "run: python -m muster.app.reference_docs docs"
+    )
 
 
 def test_the_schema_knows_every_key_and_refuses_others():

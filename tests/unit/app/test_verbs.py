@@ -262,7 +262,8 @@ def test_following_ends_with_the_run(paper: Paper):
         wall_ns = monotonic_ns
 
     seen = [
-        event.detail["text"] for event in logs.events(run.run_id, follow=True, kinds=("run.message",), clock=Impatient())
+        event.detail["text"]
+        for event in logs.events(run.run_id, follow=True, kinds=("run.message",), clock=Impatient())
     ]
     assert seen == ["note 1", "note 2"]
 
@@ -281,14 +282,14 @@ def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(pap
     paper.state = JobState.STOPPED
     assert stop.stop(run.run_id).was_running is False
     with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
-        supervisor_client.ask(run, {"t": "status"})
+        supervisor_client.request(run, {"t": "status"})
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(paper: Paper):
     run = submitted().run
     run.lease.write_text(json.dumps({"address": ["127.0.0.1", 1]}))
     with pytest.raises(supervisor_client.SupervisorUnreachable, match="does not answer"):
-        supervisor_client.ask(run, {"t": "status"}, timeout_s=0.5)
+        supervisor_client.request(run, {"t": "status"}, timeout_s=0.5)
 
 
 def test_down_ends_and_writes_the_end_once(paper: Paper):
@@ -331,7 +332,7 @@ def test_recover_in_the_foreground_is_for_runs_of_this_machine(paper: Paper):
         ("resources.threads_per_rank=3", "resources.threads_per_rank cannot change"),
         ("backend=slurm", "backend cannot change"),
         ("run_dir=elsewhere", "run_dir cannot change"),
-        ("resources.hosts=2", "2 hosts are wanted, and 1 are held"),
+        ("resources.hosts=2", "2 hosts are needed, and 1 are held"),
         ("training.steps=many", "whole number"),
     ],
 )
@@ -346,7 +347,7 @@ def test_a_restart_is_refused_what_held_hosts_cannot_do(
         told.append(message["t"])
         return {"phase": "hold", "hosts": {"host-0": {"connected": True}, "host-1": {"connected": False}}}
 
-    monkeypatch.setattr("muster.app.run.stop.ask", answer)
+    monkeypatch.setattr("muster.app.run.stop.request", answer)
     with pytest.raises((ConflictError, UsageError)) as caught:
         stop.restart(run.run_id, [override])
     assert words in str(caught.value) and told == ["status"] and run.resolved.read_text() == before
@@ -358,7 +359,7 @@ def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
     paper: Paper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     run = submitted().run
-    monkeypatch.setattr("muster.app.run.stop.ask", lambda *_, **__: {"phase": "hold"})
+    monkeypatch.setattr("muster.app.run.stop.request", lambda *_, **__: {"phase": "hold"})
     (tmp_path / "mine.py").write_text("decide = 1\n")
     with pytest.raises(UsageError, match="has no decide"):
         stop.restart(run.run_id, [f"recovery.policy={tmp_path}/mine.py"])
@@ -366,7 +367,9 @@ def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
 
 def test_the_supervisors_sentence_stands_beside_the_back_ends(paper: Paper, monkeypatch: pytest.MonkeyPatch):
     run = submitted().run
-    monkeypatch.setattr("muster.app.inspect.status.ask", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"})
+    monkeypatch.setattr(
+        "muster.app.inspect.status.request", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"}
+    )
     found = status.status(run.run_id).to_json()
     assert (found["reason"], found["now"], found["phase"]) == ("so it is", "failed; hosts are held", "hold")
 

@@ -53,14 +53,15 @@ def test_what_was_given_up_is_forgotten(tmp_path):
 def test_damaged_files_are_named_or_passed_over(tmp_path):
     bad = tmp_path / file_name("own", "r1s1t1p1c1e1", 0)
     bad.write_bytes(b"not a ring at all, but long enough to hold a header of one")
-    with pytest.raises(CheckpointError, match="not a snapshot ring|no snapshot ring"):
+    with pytest.raises(CheckpointError, match=r"not a snapshot ring|no snapshot ring"):
         Ring.open(bad)
     good = Ring.create(tmp_path / file_name("own", "r1s1t1p1c1e1", 1), header=b"{}", slot_bytes=10_000)
     write(good, 3, 1, 1)
     torn = tmp_path / file_name("peer", "r1s1t1p1c1e1", 2)
     torn.write_bytes((tmp_path / file_name("own", "r1s1t1p1c1e1", 1)).read_bytes()[:5000])
     write(Ring.create(tmp_path / file_name("fetched", "r1s1t1p1c1e1", 3), header=b"{}", slot_bytes=10), 9, 1, 1)
-    assert list(list_snapshots(tmp_path)) == [SnapshotInfo(tier="memory", layout="r1s1t1p1c1e1", rank=1, step=3, attempt=1)]
+    expected = SnapshotInfo(tier="memory", layout="r1s1t1p1c1e1", rank=1, step=3, attempt=1)
+    assert list(list_snapshots(tmp_path)) == [expected]
 
 
 def test_no_room_is_said_before_the_first_write(tmp_path):

@@ -186,8 +186,8 @@ def test_before_and_after():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["down", "one", "two"], "'two' goes with a run file alone"),
-        (["down", "one", "--keep-data"], "'--keep-data' goes with a run file alone"),
+        (["down", "one", "two"], "'two' needs a run file"),
+        (["down", "one", "--keep-data"], "'--keep-data' needs a run file"),
         (["report", "a", "--step-time", "8"], "--step-time goes with --from"),
         (["report", "a", "-o", "page.html"], "--output goes with --html"),
         (["report", "a", "b", "--html", "-o", "page.html"], "--output names one page"),
@@ -211,6 +211,18 @@ def test_a_run_that_cannot_be_read_is_not_left_out_silently(capsys: pytest.Captu
     assert "https://" not in err and "Invalid JSON" in err
 
 
+def test_help_groups_every_command_and_cuts_no_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    import typer
+
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "--help")
+    assert "..." not in out.split("Run:")[1] and all(len(line) <= 80 for line in out.splitlines())
+    grouped = [name for names in main.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(typer.main.get_command(main.app).commands), "each command is in one group"
+
+
 def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -218,7 +230,7 @@ def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
         raise KeyboardInterrupt
 
     for verb, place in (("watch", "watch.watch"), ("logs", "logs.logs"), ("events", "logs.events")):
-        monkeypatch.setattr(f"muster.app.{place}", interrupted)
+        monkeypatch.setattr(f"muster.app.inspect.{place}", interrupted)
         code, out, err = run(capsys, verb, "x")
         assert (code, out) == (130, "") and "the run itself is left as it is" in err, verb
 

@@ -73,7 +73,7 @@ def test_a_trace_replaces_failures_a_day(tmp_path, capsys):
         (["--hours", "-1"], "--hours must be above 0"),
         (["--failures-per-day", "-3"], "--failures-per-day must be from 0"),
         (["--profile", "nothing-such"], "no profile and no run 'nothing-such'"),
-        (["--policy", "hope"], "'hope' is no policy"),
+        (["--policy", "hope"], "there is no policy 'hope'"),
         (["--trace", "none.json"], "cannot read none.json"),
         (["--min-hosts", "9"], "--min-hosts 9 is more than 8"),
         (["--seeds", "0"], "--seeds 0"),

@@ -180,8 +180,8 @@ def test_ctrl_c_is_answered_while_the_work_still_waits(capsys):
     assert caught.value.exit_code == 130
     said = capsys.readouterr().err.splitlines()[-4:]
     assert said == [
-        "stopped by you; what Google has begun goes on there",
-        "it bills: clusters/c (a cluster), about $0.23 an hour",
-        "hint: muster up run.yaml goes on where this stopped",
-        "hint: muster down run.yaml removes what was made",
+        "stopped by you; operations that have begun continue",
+        "billed: clusters/c (a cluster), about $0.23 an hour",
+        "hint: muster up run.yaml resumes",
+        "hint: muster down run.yaml removes what was created",
     ]

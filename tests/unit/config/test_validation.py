@@ -71,7 +71,10 @@ WRONG = {
     "trace after the end": (["training.profile.trace_step=101"], "after the last one, 100"),
     "scheme": (["checkpoint.dir=ftp://x"], "the scheme ftp:// is not known"),
     "remote run_dir": (["run_dir=gs://b/x"], "must be a folder of this machine"),
-    "nothing to copy": (["checkpoint.replicate_snapshots=true", "checkpoint.snapshot_every_steps=0"], "nothing to copy"),
+    "nothing to copy": (
+        ["checkpoint.replicate_snapshots=true", "checkpoint.snapshot_every_steps=0"],
+        "nothing to copy",
+    ),
     "policy": (["recovery.policy=brave"], "is not a policy"),
     "min_hosts": (["resources.min_hosts=2"], "2 is more than hosts = 1"),
     "no moment": (["limits.deadline=tomorrow"], "is not an ISO 8601 time"),

@@ -37,7 +37,8 @@ class Pen:
 
     def errors_s(self):
         """How far each event is from the truth on the one clock."""
-        return [abs(at - WALL - self.truth[(name, event.seq)]) / SECOND for at, name, event in merge_by_monotonic_clock(self.files)]
+        merged = merge_by_monotonic_clock(self.files)
+        return [abs(at - WALL - self.truth[(name, event.seq)]) / SECOND for at, name, event in merged]
 
     def order_is_true(self):
         found = [self.truth[(name, event.seq)] for _, name, event in merge_by_monotonic_clock(self.files)]

@@ -52,7 +52,9 @@ def test_the_reason_names_need_and_room():
 
 
 def test_pins_are_kept():
-    pins = Pins(num_nodes=2, axes={"tp": 2}, micro_batch_size=2, activation_checkpointing="selective", mode="flex_start")
+    pins = Pins(
+        num_nodes=2, axes={"tp": 2}, micro_batch_size=2, activation_checkpointing="selective", mode="flex_start"
+    )
     outcome = search(problem(job("8B"), pins=pins))
     assert outcome.candidates
     for each in outcome.candidates:

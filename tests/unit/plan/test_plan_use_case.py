@@ -143,7 +143,7 @@ def test_own_prices_change_the_choice(run_file, home):
 def test_prices_are_not_touched_without_credentials(home, monkeypatch):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(home / "absent.json"))
     with pytest.raises(AccessError, match="no credentials for the billing catalogue"):
-        prices.update(home, environ={}, fetch=lambda *_: pytest.fail("asked without credentials"))
+        prices.update(home, fetch=lambda *_: pytest.fail("asked without credentials"))
     assert not home.exists()
 
 
@@ -166,13 +166,13 @@ def test_fetched_prices_are_kept_beside_the_users(home):
         asked.append(url)
         return pages["2" if "pageToken=2" in url else ""]
 
-    found = prices.update(home, environ={"MUSTER_BILLING_API_KEY": "k"}, fetch=fetch)
+    found = prices.update(home, api_key="k", fetch=fetch)
     assert len(asked) == 2 and found.skus == 2
     kept = {(each.machine, each.mode): each for each in prices.all_prices(home) if each.region == "us-central1"}
     assert kept["a4-highgpu-8g", "spot"].usd_per_gpu_hour == 3.5
     assert kept["a4-highgpu-8g", "spot"].reliability == "first-hand"
     with pytest.raises(BackendError, match="no price that is understood"):
-        prices.update(home, environ={"MUSTER_BILLING_API_KEY": "k"}, fetch=lambda *_: {"skus": []})
+        prices.update(home, api_key="k", fetch=lambda *_: {"skus": []})
 
 
 def test_calibration_finds_the_constant_that_made_the_steps(run_file, home):

@@ -142,7 +142,7 @@ def again(spec, proof, *, restored):
 @pytest.fixture
 def given(monkeypatch):
     """How often values were given and the attention was proven."""
-    counts = {"give_values": 0, "prove_isolation": 0}
+    counts = {"set_initial_values": 0, "prove_isolation": 0}
     for name in counts:
         true = getattr(models, name)
 
@@ -158,9 +158,9 @@ def test_a_restored_rank_takes_the_proof_of_the_first(tmp_path, given):
     proof = tmp_path / "attention_proof.json"
     with process_group():
         first = again(spec_of(), proof, restored=False)
-        assert given == {"give_values": 1, "prove_isolation": 1}
+        assert given == {"set_initial_values": 1, "prove_isolation": 1}
         second = again(spec_of(), proof, restored=True)
-        assert given == {"give_values": 1, "prove_isolation": 1}
+        assert given == {"set_initial_values": 1, "prove_isolation": 1}
         assert second.proof == first.proof
         # What no state holds is there: with the first one's values the second computes the same.
         with torch.no_grad():
@@ -198,7 +198,7 @@ def test_without_a_proof_of_this_model_it_is_proven_again(tmp_path, given, damag
         elif damage == "keys":
             proof.write_text(json.dumps({"of": "?"}))
         again(spec_of(), proof, restored=True)
-    assert given == {"give_values": 2, "prove_isolation": 2}
+    assert given == {"set_initial_values": 2, "prove_isolation": 2}
 
 
 def test_frozen_weights_are_read_again(tmp_path, given):
@@ -207,4 +207,4 @@ def test_frozen_weights_are_read_again(tmp_path, given):
         build(spec_of())
         again(spec_of(lora={"rank": 4}), proof, restored=False)
         again(spec_of(lora={"rank": 4}), proof, restored=True)
-    assert given == {"give_values": 3, "prove_isolation": 2}, "the state holds the adapters alone"
+    assert given == {"set_initial_values": 3, "prove_isolation": 2}, "the state holds the adapters alone"

@@ -67,7 +67,7 @@ class Quiet:
     def __init__(self, *commands: Command) -> None:
         self.commands = list(commands)
 
-    def order(self) -> Command | None:
+    def next_command(self) -> Command | None:
         return self.commands.pop(0) if self.commands else None
 
 
@@ -116,7 +116,7 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
 def test_a_deadline_ages_until_it_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(step_consensus.time, "monotonic", lambda: now)
-    found = StepConsensus(Quiet(Command(kind="stop", exit_code=75, deadline_s=15.0, heard_s=1000.0)), None)  # type: ignore[arg-type]
+    found = StepConsensus(Quiet(Command(kind="stop", exit_code=75, deadline_s=15.0, received_s=1000.0)), None)  # type: ignore[arg-type]
     now += 12.0  # the step that was under way when it came
     found.start()
     now += 1.0
@@ -314,7 +314,7 @@ def test_the_file_link_writes_rank_0_alone(tmp_path: Path) -> None:
         agent = StandaloneClient(context(tmp_path, rank))
         agent.emit("phase.changed", phase="train", step=4)
         agent.beat(4)
-        assert agent.order() is None
+        assert agent.next_command() is None
         agent.close()
     (found,) = [event for _, event in event_log.read(tmp_path / "events")]
     assert (found.kind, found.phase, found.step, found.rank, found.attempt) == ("phase.changed", "train", 4, 0, 2)

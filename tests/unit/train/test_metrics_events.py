@@ -22,6 +22,8 @@ class Recorder:
 
 
 class Tracked:
+    name = "tracked"
+
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
 

@@ -85,7 +85,7 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
         begin=nothing, end=nothing, step=nothing, poll=nothing, prepare=nothing, close=nothing, start=nothing,
         command=nothing,
         due=lambda step: False, due_by_clock=lambda: False, copies_arrived=lambda: True, deferred=False,
-        any_rank_saving=lambda: False, saver=SimpleNamespace(busy=False),
+        any_rank_saving=lambda: False, saver=SimpleNamespace(busy=False, poll=nothing),
     )  # fmt: skip
     hashes = StateHashes(state, every_steps=1, replica=0, shard_rank=0, tp_rank=0, group=None)
     reader: Any = Reader()

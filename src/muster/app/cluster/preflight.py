@@ -36,7 +36,7 @@ def preflight(
     on_word: Callable[[str], None] | None = None,
     clock: Clock | None = None,
 ) -> Preflight:
-    """Run the rehearsal to its end, and remove it from the cluster whatever comes of it.
+    """Run the rehearsal to its end, and remove it from the cluster in every case.
 
     Raises:
         UsageError: the back end has no preflight.

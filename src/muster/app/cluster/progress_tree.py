@@ -1,10 +1,10 @@
-"""What ``up`` and ``down`` are doing, as a tree: events in, rows out. Pure; the terminal is somebody else's.
+"""What ``up`` and ``down`` are doing, as a tree: events in, rows out. Pure: no terminal.
 
 ::
 
     engine --(Began, Changed, Said)--> Tree.take      Tree.rows(now) -> [Row(key, parent, state, words, seconds)]
 
-The picture is the real graph of resources: each stands below the deepest of those it needs, and says which others it
+The picture is the real graph of resources: each is below the deepest of those it needs, and names the others it
 waits for. Making goes from the roots down, removing from the leaves up.
 """
 
@@ -80,17 +80,17 @@ class Tree:
             self._change(node, event, at_s)
 
     def rows(self, now_s: float) -> list[Row]:
-        """Every resource, parents before what stands below them."""
+        """Every resource, parents before their children."""
         below: dict[str | None, list[str]] = {}
         for key, parent in self._parents.items():
             below.setdefault(parent, []).append(key)
-        found: list[Row] = []
+        result: list[Row] = []
         todo = list(reversed(below.get(None, [])))
         while todo:
             key = todo.pop()
-            found.append(self._row(key, now_s))
+            result.append(self._row(key, now_s))
             todo.extend(reversed(below.get(key, [])))
-        return found
+        return result
 
     def bills(self) -> list[Planned]:
         """What costs by the hour as far as is known: it is there, or is being made or removed."""
@@ -136,7 +136,7 @@ class Tree:
 
 
 def parents(nodes: Sequence[Planned]) -> dict[str, str | None]:
-    """Where each stands in the tree: below the deepest of its needs, of equals the last."""
+    """The parent of each:  the deepest of its needs, of equals the last."""
     known = {one.key: one for one in nodes}
     depths: dict[str, int] = {}
 
@@ -145,8 +145,8 @@ def parents(nodes: Sequence[Planned]) -> dict[str, str | None]:
             depths[key] = 1 + max((depth(need) for need in known[key].needs if need in known), default=-1)
         return depths[key]
 
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     for one in nodes:
         needs = [need for need in one.needs if need in known]
-        found[one.key] = max(reversed(needs), key=depth, default=None)
-    return found
+        result[one.key] = max(reversed(needs), key=depth, default=None)
+    return result

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, over every tier: what lies where, how old it is, and which one a restart would take.
+"""Checkpoints of a run, over every tier: what is where, how old it is, and which one a restart would take.
 
 Disk and bucket are read by their markers. The hosts' memories are read where they are on this machine (a run here, or
 this host's share of a Slurm job): a snapshot is a file on tmpfs that anyone may look at. Of a memory out of reach only
@@ -15,7 +15,7 @@ from typing import Any
 
 from muster import backends
 from muster.app.inspect.status import spec_of
-from muster.app.inspect.supervisor_client import ask
+from muster.app.inspect.supervisor_client import request
 from muster.checkpoint_format import manifest, snapshot_ring
 from muster.checkpoint_format.manifest import Manifest
 from muster.core import event_log
@@ -119,7 +119,7 @@ def checkpoints(reference: str) -> Catalogue:
     steps = {(event.step, event.attempt): event for event in event_log.merged(run.events) if event.kind == "step"}
     connected, active = _hosts(run)
     lying = memories(run)
-    found = [
+    result = [
         *in_memory(lying, connected=connected, steps=steps.values()),
         *(_on_disk(each) for each in committed),
     ]
@@ -127,7 +127,7 @@ def checkpoints(reference: str) -> Catalogue:
     return Catalogue(
         run=run,
         directory=directory,
-        versions=tuple(sorted(_chosen(found), key=lambda each: (-each.step, -each.attempt, TIERS.index(each.tier)))),
+        versions=tuple(sorted(_chosen(result), key=lambda each: (-each.step, -each.attempt, TIERS.index(each.tier)))),
         committed=tuple(committed),
         skipped=tuple(skipped),
         unseen=tuple(sorted(set(active) - set(lying))),
@@ -173,7 +173,7 @@ def in_memory(
 
 
 def missing_ranks(layout: Layout, ranks: Collection[int]) -> list[int]:
-    """Ranks of the layout whose state is in none of ``ranks``: a replica's shard stands in for its twin's."""
+    """Ranks of the layout whose state is in none of ``ranks``: a replica's shard replaces its peer's."""
     return [
         rank
         for rank in range(layout.world_size)
@@ -184,54 +184,54 @@ def missing_ranks(layout: Layout, ranks: Collection[int]) -> list[int]:
 def _slot_bytes(path: Path, held: snapshot_ring.SnapshotInfo) -> int:
     tier = "own" if held.tier == "memory" else "peer"
     try:
-        found = snapshot_ring.Ring.open(path / snapshot_ring.file_name(tier, held.layout, held.rank))
+        result = snapshot_ring.Ring.open(path / snapshot_ring.file_name(tier, held.layout, held.rank))
     except CheckpointError:
         return 0  # gone since it was listed
     try:
-        return found.slot_bytes
+        return int(result.slot_bytes)
     finally:
-        found.close()
+        result.close()
 
 
-def _on_disk(found: Manifest) -> Version:
-    ranks = tuple(range(found.layout.world_size))
+def _on_disk(result: Manifest) -> Version:
+    ranks = tuple(range(result.layout.world_size))
     try:
-        problem = manifest.missing(found)
+        problem = manifest.missing(result)
     except (MusterError, OSError) as error:
         problem = f"its files cannot be looked at: {error}"
     return Version(
-        step=found.step,
-        attempt=found.attempt,
-        tier="disk" if uris.is_local(found.uri) else "bucket",
-        layout=found.layout.key,
+        step=result.step,
+        attempt=result.attempt,
+        tier="disk" if uris.is_local(result.uri) else "bucket",
+        layout=result.layout.key,
         ranks=ranks,
         missing=(),
         hosts=(),
-        bytes=found.bytes,
-        uri=found.uri,
-        written_ns=found.created_ns,
+        bytes=result.bytes,
+        uri=result.uri,
+        written_ns=result.created_ns,
         problem=problem,
     )
 
 
-def _chosen(found: Sequence[Version]) -> list[Version]:
+def _chosen(result: Sequence[Version]) -> list[Version]:
     """Mark what a restart would take: the newest version that is whole, the hosts' memories together as one."""
     memory = newest_complete(
         [
             Snapshot(step=each.step, attempt=each.attempt, rank=rank, layout=each.layout, host="", tier=each.tier)
-            for each in found
+            for each in result
             if each.tier in ("memory", "peer") and each.problem is None
             for rank in each.ranks
         ]
     )
     saved = max(
-        (each for each in found if each.tier in ("disk", "bucket") and each.complete),
+        (each for each in result if each.tier in ("disk", "bucket") and each.complete),
         key=lambda each: (each.step, each.attempt),
         default=None,
     )
     if memory is not None and (saved is None or memory.step >= saved.step):
-        return [replace(each, used=_is_of(each, memory)) for each in found]
-    return [replace(each, used=each is saved) for each in found]
+        return [replace(each, used=_is_of(each, memory)) for each in result]
+    return [replace(each, used=each is saved) for each in result]
 
 
 def _is_of(version: Version, choice: Choice) -> bool:
@@ -245,7 +245,7 @@ def _hosts(run: RunDir) -> tuple[set[str] | None, set[str]]:
     if not run.lease.exists() and backends.load(spec_of(run).backend).remote is None:
         return None, set()
     try:
-        hosts = ask(run, {"t": "status"}, timeout_s=ASK_TIMEOUT_S)["hosts"]
+        hosts = request(run, {"t": "status"}, timeout_s=ASK_TIMEOUT_S)["hosts"]
     except (MusterError, KeyError):
         return None, set()
     connected = {str(name) for name, each in hosts.items() if each["connected"]}

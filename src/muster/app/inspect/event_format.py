@@ -1,4 +1,4 @@
-"""Events as plain lines: one a step, in the terms of the field; None for what nobody wants to read."""
+"""Events as plain lines: one per step, in the terms of the field; None for events that are not printed."""
 
 from __future__ import annotations
 
@@ -95,8 +95,12 @@ _RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
     "attempt.started": _attempt,
     "run.message": lambda _, detail: f"note: {detail['text']}",
     "run.restarted": lambda _, detail: detail["reason"],
-    "incident.detected": lambda _, detail: f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}",
-    "incident.decided": lambda _, detail: f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}",
+    "incident.detected": lambda _, detail: (
+        f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}"
+    ),
+    "incident.decided": lambda _, detail: (
+        f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}"
+    ),
     "incident.resolved": lambda _, detail: f"recovered from {detail['incident_id']} in {detail['lost_ns'] / 1e9:.2f} s",
     "termination.notice": lambda _, detail: f"notice: {detail['notice']} ({detail['source']})",
     "checkpoint.committed": lambda event, detail: f"checkpoint of step {event.step} in {detail['uri']}",

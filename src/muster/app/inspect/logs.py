@@ -72,10 +72,10 @@ def events(
     while True:
         ended = launcher.poll(handle).state.ended
         mirror(launcher, run)
-        found = list(event_log.read(run.events, after=counts))
-        for name, _ in found:
+        result = list(event_log.read(run.events, after=counts))
+        for name, _ in result:
             counts[name] = counts.get(name, 0) + 1
-        for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq)):
+        for _, event in sorted(result, key=lambda item: (item[1].wall_ns, item[0], item[1].seq)):
             if not kinds or event.kind in kinds:
                 yield event
         if not follow or ended:

@@ -21,7 +21,7 @@ def report(reference: str, *, reference_tokens_per_s: float | None = None) -> Re
     """The report of the run that ``reference`` names, or of a folder or file of events.
 
     Raises:
-        UsageError: no such run, or it has no events; or a reference that is no rate.
+        UsageError: no such run, or it has no events; or a reference that is not a rate.
     """
     given = reference_tokens_per_s
     if given is not None and not (math.isfinite(given) and given > 0):
@@ -39,13 +39,13 @@ def _place(reference: str) -> Path:
         return place
 
 
-def table(found: Report) -> str:
+def table(result: Report) -> str:
     """The report for a terminal."""
-    return api.render_table(found, width=_width())
+    return api.render_table(result, width=_width())
 
 
-def write_page(found: Report, reference: str, target: str | None) -> Path:
-    """Write the page to ``target``, or as ``report.html`` into the run's folder; where it stands.
+def write_page(result: Report, reference: str, target: str | None) -> Path:
+    """Write the page to ``target``, or as ``report.html`` into the run's folder; return its path.
 
     Raises:
         UsageError: the file cannot be written.
@@ -53,20 +53,20 @@ def write_page(found: Report, reference: str, target: str | None) -> Path:
     place = _place(reference)
     path = Path(os.path.expanduser(target)) if target else (place if place.is_dir() else place.parent) / "report.html"
     try:
-        path.write_text(api.render_html(found), encoding="utf-8")
+        path.write_text(api.render_html(result), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another place with --output") from error
     return path.absolute()
 
 
-def compare(found: list[Report]) -> dict[str, Any]:
+def compare(result: list[Report]) -> dict[str, Any]:
     """Runs side by side, each against the first."""
-    return api.compare(*found)
+    return api.compare(*result)
 
 
-def comparison_table(found: dict[str, Any]) -> str:
+def comparison_table(result: dict[str, Any]) -> str:
     """The comparison for a terminal."""
-    return api.render_comparison(found, width=_width())
+    return api.render_comparison(result, width=_width())
 
 
 def foreign(log: str, *, form: str, step_time_s: float | None) -> dict[str, Any]:
@@ -85,16 +85,16 @@ def foreign(log: str, *, form: str, step_time_s: float | None) -> dict[str, Any]
     return api.import_google(log, step_time_s)
 
 
-def foreign_table(found: dict[str, Any]) -> str:
+def foreign_table(result: dict[str, Any]) -> str:
     """The same in words."""
-    own, ours = found["google"], found["goodput"]
+    own, ours = result["google"], result["goodput"]
     lines = [
-        f"goodput by its own definition: {found['google_goodput']:.2%}",
+        f"goodput by its own definition: {result['google_goodput']:.2%}",
         f"  {own['definition']}: {own['steps']} steps x {own['step_time_s']:g} s / {own['runtime_s']:,.0f} s",
     ]
     if ours["step_s"] is not None:
         lines.append(f"goodput by ours: {ours['active']:.2%} of {ours['nodes']} nodes")
-    return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in found["differences"])])
+    return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in result["differences"])])
 
 
 def _width() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from muster import backends
 from muster.app.inspect.run_summary import Summary, summarise
-from muster.app.inspect.supervisor_client import SupervisorUnreachable, ask
+from muster.app.inspect.supervisor_client import SupervisorUnreachable, request
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core import event_log
@@ -28,7 +28,7 @@ class RunStatus:
     status: JobStatus
     summary: Summary
     live: dict[str, Any] = field(default_factory=dict)
-    """The supervisor's own words, where one answers."""
+    """The supervisor's own status, where one answers."""
 
     def to_json(self) -> dict[str, Any]:
         summary = self.summary
@@ -60,32 +60,32 @@ def status(reference: str) -> RunStatus:
     """
     run = run_registry.find(reference)
     launcher, handle = job(run)
-    found = launcher.poll(handle)
+    result = launcher.poll(handle)
     live: dict[str, Any] = {}
     mirror(launcher, run)
-    if not found.state.ended:
+    if not result.state.ended:
         try:
-            live = ask(run, {"t": "status"}, timeout_s=1.0)
+            live = request(run, {"t": "status"}, timeout_s=1.0)
         except MusterError:
             live = {}
     return RunStatus(
         run=run,
         backend=launcher.name,
-        status=found,
+        status=result,
         summary=summarise(event_log.merged(run.events)),
         live=live,
     )
 
 
 def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, why: None) -> list[RunStatus]:
-    """Every run of this user on this machine, by id; of one that cannot be read ``on_unreadable`` is told why."""
-    found = []
+    """Every run of this user on this machine, by id; ``on_unreadable`` gets (id, reason) of the others."""
+    result = []
     for run_id, _ in run_registry.registry():
         try:
-            found.append(status(run_id))
+            result.append(status(run_id))
         except MusterError as error:
             on_unreadable(run_id, str(error))
-    return found
+    return result
 
 
 def job(run: RunDir) -> tuple[Launcher, JobHandle]:
@@ -124,9 +124,9 @@ def first_problem(error: ValueError) -> str:
 
     if not isinstance(error, ValidationError):
         return (str(error).splitlines() or [type(error).__name__])[0]
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    key = ".".join(str(part) for part in found["loc"])
-    return f"{key}: {found['msg']}" if key else found["msg"]
+    result = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    key = ".".join(str(part) for part in result["loc"])
+    return f"{key}: {result['msg']}" if key else result["msg"]
 
 
 __all__ = ["RunStatus", "SupervisorUnreachable", "all_runs", "job", "spec_of", "status"]

@@ -1,7 +1,6 @@
-"""Speaking with a run's supervisor from another terminal: found by its lease, proven by the run's token.
+"""Requests to a run's supervisor from another terminal: found by its lease, authenticated by the run's token.
 
-Where the run's folder is out of reach (pods in a cluster), the back end carries the question there: its launcher has
-``ask``, and the answer is the same.
+Where the run's folder cannot be reached (pods in a cluster), the launcher's ``remote`` carries the request there.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class SupervisorUnreachable(MusterError):
     """No supervisor of the run can be reached."""
 
 
-def ask(
+def request(
     run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
 ) -> dict[str, Any]:
     """Send one message and return the answer; ``resolved`` replaces the run file before it.
@@ -41,11 +40,11 @@ def ask(
         return answer
     if resolved is not None:
         run_registry.replace_text(run.resolved, resolved)
-    return ask_here(run, message, timeout_s=timeout_s)
+    return request_here(run, message, timeout_s=timeout_s)
 
 
-def ask_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """The same, where the run's folder is: over the supervisor's own socket. Raises as ``ask``."""
+def request_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """The same, where the run's folder is: over the supervisor's own socket. Raises as ``request``."""
     address = _address(run)
     if address is None:
         raise SupervisorUnreachable(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
@@ -60,7 +59,9 @@ def ask_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0)
                 sock.sendall(session.outgoing())
                 data = sock.recv(1 << 16)
                 if not data:
-                    raise SupervisorUnreachable(f"the supervisor of {run.run_id} hung up", hint=f"muster status {run.run_id}")
+                    raise SupervisorUnreachable(
+                        f"the supervisor of {run.run_id} closed the connection", hint=f"muster status {run.run_id}"
+                    )
                 answers = session.receive(data)
                 sock.sendall(session.outgoing())
                 if answers:
@@ -83,8 +84,8 @@ def _backend(run: RunDir) -> str:
 
 def _address(run: RunDir) -> tuple[str, int] | None:
     try:
-        found = json.loads(run.lease.read_text())
-        host, port = found["address"]
+        result = json.loads(run.lease.read_text())
+        host, port = result["address"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(host), int(port)

@@ -9,7 +9,7 @@ from pathlib import Path
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
 from muster.app.inspect.report import report
 from muster.app.inspect.status import job, mirror, spec_of
-from muster.app.inspect.supervisor_client import ask
+from muster.app.inspect.supervisor_client import request
 from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
 from muster.core import event_log
 from muster.core.clock import SystemClock
@@ -113,7 +113,7 @@ class Watcher:
         if self.view.ended:
             return
         try:
-            live = ask(self.run, {"t": "status"}, timeout_s=1.0)
+            live = request(self.run, {"t": "status"}, timeout_s=1.0)
         except MusterError:
             return
         self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.app.inspect.status import first_problem
+from muster.app.planning.model_shape import shape_of
 from muster.catalog import offers, rows
 from muster.catalog.offers import Fabric, Option
 from muster.catalog.rows import Accelerator
@@ -29,7 +30,7 @@ from muster.storage import run_registry
 FILE = "calibration.json"
 #: What a calibration on another chip is still worth.
 OTHER_CHIP_SIGMA = 0.10
-#: A CPU core's share of memory bandwidth; only its order matters beside the fitted constant.
+#: A CPU core's share of memory bandwidth; only its order of magnitude matters next to the fitted constant.
 CPU_BYTES_PER_S = 10e9
 
 
@@ -63,7 +64,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     try:
         spec = RunSpec.model_validate_json((path / "resolved.json").read_text())
     except OSError as error:
-        raise UsageError(f"{path} is no run: {error.strerror}", hint="give a run's id or its folder") from error
+        raise UsageError(f"{path} is not a run: {error.strerror}", hint="give a run's id or its folder") from error
     except ValueError as error:
         raise UsageError(f"{path / 'resolved.json'} cannot be taken: {first_problem(error)}") from error
     events = event_log.merged(path / "events")
@@ -76,7 +77,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         activation_checkpointing=spec.training.activation_checkpointing,
     )
     option = option_of(events, spec, layout)
-    found = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), DEFAULT)
+    result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), DEFAULT)
     run_id = steps[0].run_id
     file = home / FILE
     entry = {
@@ -85,15 +86,15 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         "lora": work.lora_rank > 0,
         "run_id": run_id,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        **asdict(found),
-        "off": found.off,
+        **asdict(result),
+        "off": result.off,
     }
     kept = [each for each in _read(file) if each["run_id"] != run_id]
     home.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps([*kept, entry], indent=1) + "\n")
     part.replace(file)
-    return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=found)
+    return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=result)
 
 
 def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float]:
@@ -101,7 +102,9 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     CPU runs do not speak for GPUs.
     """
-    entries = [each for each in _read((home or run_registry.home()) / FILE) if each["accelerator"] in rows.accelerators()]
+    entries = [
+        each for each in _read((home or run_registry.home()) / FILE) if each["accelerator"] in rows.accelerators()
+    ]
     if not entries:
         return DEFAULT, STEP_SIGMA
     wanted = (spec.resources.accelerator or "").lower()
@@ -131,8 +134,6 @@ def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:
 
 def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelShape:
     """The shape of the model that ran; a trained tokenizer's real size where it is known."""
-    from muster.app.planning.plan import shape_of
-
     shape = shape_of(spec)
     for event in events:
         total = event.detail.get("parameters") if event.kind == "model.ready" else None
@@ -172,7 +173,7 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     ceiling, measured = chip.ceiling(offers.matmul_share())
     return Option(
         offer=Offer(
-            backend="local", machine="this machine", location="here", accelerator=chip.name,
+            backend=spec.backend, machine="this machine", location="here", accelerator=chip.name,
             gpus_per_node=layout.world_size // spec.resources.hosts or 1, gpu_memory_bytes=chip.memory_bytes,
             usd_per_node_hour=0.0, peak_flops_per_gpu=chip.peak_flops.get("bf16"), max_nodes=1, mode="owned",
         ),
@@ -197,7 +198,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        found = json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except ValueError as error:
         raise UsageError(f"{path} is unreadable: {error}", hint="remove it and calibrate again") from error
-    return found if isinstance(found, list) else []
+    return result if isinstance(result, list) else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -18,12 +17,12 @@ from muster.plan.plan_file import settings_as_overrides
 TIMEOUT_S = 900.0
 #: The trace counts tensors alone, with the attention kernel of a CPU.
 BARE = DeviceOverhead(context_bytes=0, communicator_bytes=0, fragmentation=0.0, expanded_kv=True, streams=False)
-#: Between closed form and trace; beyond it somebody is wrong.
+#: Between closed form and trace; beyond it one of them is wrong.
 TOLERANCE = 0.05
 
 
 def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
-    """Trace the chosen plan's rank 0 and set it beside the closed form.
+    """Trace the chosen plan's rank 0 and compare it with the closed form.
 
     Raises:
         BackendError: the trace failed, for instance because torch is not installed.
@@ -42,25 +41,25 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
     }
     done = (shell or SystemShell()).run(
         [sys.executable, "-m", "muster.train.memory_trace"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1"},
         stdin=json.dumps(request),
         timeout_s=TIMEOUT_S,
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise BackendError(f"the memory trace failed: {last}", hint="it needs torch: pip install 'muster[train]'")
-    found: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout)
     closed = memory(planned.work, setting, BARE)
-    difference = closed.total_bytes / found["peak_bytes"] - 1
+    difference = closed.total_bytes / result["peak_bytes"] - 1
     return {
         "closed_form_bytes": closed.total_bytes,
         "closed_form_by_item": dict(closed.items),
-        "trace_bytes": found["peak_bytes"],
-        "trace_by_kind": found["kinds"],
-        "trace_moment": found["moment"],
+        "trace_bytes": result["peak_bytes"],
+        "trace_by_kind": result["kinds"],
+        "trace_moment": result["moment"],
         "difference": difference,
         "within_tolerance": abs(difference) <= TOLERANCE,
-        "seconds": found["seconds"],
+        "seconds": result["seconds"],
     }
 
 

@@ -1,15 +1,14 @@
 """Plan: what a run file would need, take and cost, on everything in the catalogue. Reads files; starts nothing but,
 where asked, the memory trace.
 
-A plan written to a file stands for its run file: ``open_plan`` loads that file with the plan's settings, and refuses
+A plan written to a file represents its run file: ``open_plan`` loads that file with the plan's settings, and refuses
 where it has changed since.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
+from muster.app.planning.model_shape import shape_of
 from muster.app.planning.prices import own_prices
 from muster.catalog import offers, rows
 from muster.config import load
 from muster.config.load import Loaded
-from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.config.spec import RunSpec
 from muster.core.errors import NoPlanError, RunFileError, UsageError
-from muster.core.flops import ModelShape
-from muster.plan import format as words
+from muster.plan import format as format
 from muster.plan import plan_file
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
@@ -35,7 +34,9 @@ from muster.plan.step_time import DEFAULT
 from muster.plan.workload import Workload, workload
 
 #: Settings that name hardware to be got from somewhere.
-_ELSEWHERE = tuple(f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour"))
+_ELSEWHERE = tuple(
+    f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour")
+)
 LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
 
 
@@ -105,67 +106,35 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """The planned run, checked like any run file: for ``train`` and ``submit``.
 
     Raises:
-        UsageError: it is no plan, its run file has changed since, or ``overrides`` change it.
+        UsageError: it is not a plan, its run file has changed since, or ``overrides`` change it.
     """
     source = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {source}: {error}") from error
-    found = plan_file.read(text, source=source)
+    result = plan_file.read(text, source=source)
     if overrides:
         raise UsageError(
             f"a plan is taken as it is, and {overrides[0]!r} would change it",
-            hint=f"muster plan {found['run_file']} {' '.join(overrides)} --out {source}",
+            hint=f"muster plan {result['run_file']} {' '.join(overrides)} --out {source}",
         )
-    given = found["overrides"]
-    settings = plan_file.settings_as_overrides(found["settings"])
-    run_file = Path(found["run_file"])
+    given = result["overrides"]
+    settings = plan_file.settings_as_overrides(result["settings"])
+    run_file = Path(result["run_file"])
     if not run_file.exists():
-        return load.loads(found["run_text"], [*given, *settings], source=f"{source} (its run file is gone)")
+        return load.loads(result["run_text"], [*given, *settings], source=f"{source} (its run file is gone)")
     now = load.load(run_file, given).spec.model_dump(mode="json")
-    plan_file.check_fresh(found, now, source=source)
+    plan_file.check_fresh(result, now, source=source)
     return load.load(run_file, [*given, *settings])
 
 
-def shape_of(spec: RunSpec) -> ModelShape:
-    """The model's shape without network: from the file, a local folder, the catalogue, or the hub's local cache.
-
-    Raises:
-        UsageError: nobody here knows the model.
-    """
-    model = spec.model
-    if model is None:
-        raise UsageError("a run with `command` cannot be planned: what it computes is not known")
-    if isinstance(model.config, Mapping):
-        config = dict(model.config)
-        if isinstance(model.tokenizer, TrainedTokenizer):
-            config.setdefault("vocab_size", model.tokenizer.vocab_size)
-        return ModelShape.from_config(config)
-    name = model.config if isinstance(model.config, str) else model.source
-    assert name is not None
-    path = Path(name)
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        try:
-            return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{file} is no model configuration: {error}") from error
-    known = rows.find_model(name)
-    if known is None:
-        raise UsageError(
-            f"the shape of {name} is not in the catalogue",
-            hint="give model.source=FOLDER with a config.json, or model.config=PATH/config.json; known: "
-            + ", ".join(list(rows.models())[:4])
-            + "...",
-        )
-    return known.shape
 
 
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants
-    found = [
+    result = [
         f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling"
         + (" (calibrated here)" if constants != DEFAULT else " (fitted to published FSDP2 runs, see docs/plan.md)"),
         "every token has a target and documents fill their sequences"
@@ -174,7 +143,7 @@ def assumptions(problem: Problem) -> list[str]:
         "queueing time for machines is not known and not counted",
         f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts",
     ]
-    return found
+    return result
 
 
 def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str | None]:
@@ -192,8 +161,8 @@ def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str |
 
 def _works(candidate: Candidate) -> str:
     cost = candidate.cost
-    usd = f" for {words.dollars(cost.usd_p50)}" if cost.usd_p50 is not None else ""
-    return f"the nearest plan that works: without that limit: {candidate.title}, {words.duration(cost.hours_p50)}{usd}"
+    usd = f" for {format.dollars(cost.usd_p50)}" if cost.usd_p50 is not None else ""
+    return f"the nearest plan that works: without that limit: {candidate.title}, {format.duration(cost.hours_p50)}{usd}"
 
 
 def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None) -> Problem:
@@ -245,16 +214,16 @@ def limits_of(spec: RunSpec, now: datetime) -> Limits:
 def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any]:
     """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
-    found = plan_file.settings_of(chosen, every_steps=every)
+    result = plan_file.settings_of(chosen, every_steps=every)
     if backends.get(spec.backend).capabilities.uses_this_machine:
-        return {key: value for key, value in found.items() if key not in _ELSEWHERE}
-    return found
+        return {key: value for key, value in result.items() if key not in _ELSEWHERE}
+    return result
 
 
 def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:
-    found = {}
+    result = {}
     if limits.max_hours is not None:
-        found["chance_in_time"] = likelihood(chosen.cost.hours_p50, chosen.cost.hours_p90, limits.max_hours)
+        result["chance_in_time"] = likelihood(chosen.cost.hours_p50, chosen.cost.hours_p90, limits.max_hours)
     if limits.max_usd is not None and chosen.cost.usd_p50 and chosen.cost.usd_p90:
-        found["chance_within_max_usd"] = likelihood(chosen.cost.usd_p50, chosen.cost.usd_p90, limits.max_usd)
-    return found
+        result["chance_within_max_usd"] = likelihood(chosen.cost.usd_p50, chosen.cost.usd_p90, limits.max_usd)
+    return result

@@ -15,30 +15,30 @@ from muster.report.render import page
 _LEFT_OUT = ("run_text", "spec", "spec_digest", "settings")
 
 
-def render(found: Planned) -> str:
+def render(result: Planned) -> str:
     """The page. It loads nothing from anywhere."""
-    plan = {key: value for key, value in found.plan.to_json().items() if key not in _LEFT_OUT}
+    plan = {key: value for key, value in result.plan.to_json().items() if key not in _LEFT_OUT}
     taken = {each["title"] for each in plan["frontier"]}
-    others = [point for point in _points(found) if point["title"] not in taken]
-    data = {"plan": plan, "others": others, "limits": found.limits}
+    others = [point for point in _points(result) if point["title"] not in taken]
+    data = {"plan": plan, "others": others, "limits": result.limits}
     return page.fill(data, title=f"{plan['job']} · Muster plan", script="plan.js", plain="muster plan RUN.yaml")
 
 
-def write(found: Planned, target: str) -> Path:
-    """Write the page; where it stands.
+def write(result: Planned, target: str) -> Path:
+    """Write the page and return its path.
 
     Raises:
         UsageError: the file cannot be written.
     """
     path = Path(os.path.expanduser(target))
     try:
-        path.write_text(render(found), encoding="utf-8")
+        path.write_text(render(result), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another place with --html") from error
     return path.absolute()
 
 
-def _points(found: Planned) -> list[Mapping[str, Any]]:
+def _points(result: Planned) -> list[Mapping[str, Any]]:
     """Everything else that fits, at its best setting."""
     return [
         {
@@ -48,5 +48,5 @@ def _points(found: Planned) -> list[Mapping[str, Any]]:
             "hours": {"p50": each.cost.hours_p50, "p90": each.cost.hours_p90},
             "usd": {"p50": each.cost.usd_p50, "p90": each.cost.usd_p90},
         }
-        for each in found.outcome.candidates
+        for each in result.outcome.candidates
     ]

@@ -7,7 +7,6 @@ The user's row wins over a fetched one, which wins over the one that ships.
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -45,56 +44,52 @@ class Updated:
 def own_prices(home: Path | None = None) -> list[Price]:
     """Fetched prices, then the user's own, so that the latter override."""
     home = home or run_registry.home()
-    found: list[Price] = []
+    result: list[Price] = []
     for name in (FETCHED, OWN):
         path = home / name
         if path.exists():
-            found += rows.prices_from(path.read_text(encoding="utf-8"), source=str(path))
-    return found
+            result += rows.prices_from(path.read_text(encoding="utf-8"), source=str(path))
+    return result
 
 
-def update(
-    home: Path | None = None, *, environ: Mapping[str, str] | None = None, fetch: Fetch | None = None
-) -> Updated:
-    """Fetch Google's list prices and write them beside the user's.
+def update(home: Path | None = None, *, api_key: str | None = None, fetch: Fetch | None = None) -> Updated:
+    """Fetch Google's list prices and write them next to the user's.
 
     Raises:
         AccessError: no credentials here, or they are refused.
         BackendError: the billing catalogue cannot be reached or answers nonsense.
     """
-    environ = os.environ if environ is None else environ
     home = home or run_registry.home()
-    headers, query = credentials(environ)
-    found: list[dict[str, Any]] = []
+    headers, query = credentials(api_key)
+    result: list[dict[str, Any]] = []
     token = ""
     for _ in range(MAX_PAGES):
         asked = {**query, "pageSize": "5000", "currencyCode": "USD", **({"pageToken": token} if token else {})}
         page = (fetch or _get)(f"{SKUS}?{urllib.parse.urlencode(asked)}", headers)
-        found += page.get("skus", [])
+        result += page.get("skus", [])
         token = page.get("nextPageToken", "")
         if not token:
             break
     now = datetime.now(UTC).date().isoformat()
-    prices, missing = billing.prices_of(found, date=now)
+    prices, missing = billing.prices_of(result, date=now)
     if not prices:
-        raise BackendError(f"the billing catalogue's {len(found)} SKUs hold no price that is understood")
+        raise BackendError(f"the billing catalogue's {len(result)} SKUs hold no price that is understood")
     path = home / FETCHED
     home.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(billing.as_csv(prices), encoding="utf-8")
     part.replace(path)
-    return Updated(path=path, prices=tuple(prices), skus=len(found), missing=tuple(missing))
+    return Updated(path=path, prices=tuple(prices), skus=len(result), missing=tuple(missing))
 
 
-def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def credentials(api_key: str | None) -> tuple[dict[str, str], dict[str, str]]:
     """(headers, query) that authorise a request: an API key, or application default credentials.
 
     Raises:
         AccessError: there are none.
     """
-    key = environ.get("MUSTER_BILLING_API_KEY")
-    if key:
-        return {}, {"key": key}
+    if api_key:
+        return {}, {"key": api_key}
     try:
         import google.auth
         import google.auth.exceptions
@@ -105,14 +100,14 @@ def credentials(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
             hint="set MUSTER_BILLING_API_KEY, or pip install 'muster[gcs]' and gcloud auth application-default login",
         ) from error
     try:
-        found, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-billing.readonly"])
-        found.refresh(google.auth.transport.requests.Request())
+        result, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-billing.readonly"])
+        result.refresh(google.auth.transport.requests.Request())  # type: ignore[no-untyped-call]
     except google.auth.exceptions.GoogleAuthError as error:
         raise AccessError(
             f"no credentials for the billing catalogue: {str(error).splitlines()[0]}",
             hint="gcloud auth application-default login, or set MUSTER_BILLING_API_KEY; prices stay as they are",
         ) from error
-    return {"Authorization": f"Bearer {found.token}"}, {}
+    return {"Authorization": f"Bearer {result.token}"}, {}
 
 
 def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
@@ -140,8 +135,8 @@ def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     shown = url.split("?")[0]
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers)), timeout=TIMEOUT_S) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            result: dict[str, Any] = json.load(answer)
+            return result
     except urllib.error.HTTPError as error:
         kind = AccessError if error.code in (400, 401, 403) else BackendError
         raise kind(f"{shown} answered {error.code} {error.reason}", hint="prices stay as they are") from error

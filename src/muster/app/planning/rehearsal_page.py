@@ -21,7 +21,7 @@ RUN_ID = "rehearsal"
 
 
 def write_page(study: Study, target: str) -> Path:
-    """Write the rehearsal whose goodput is the median of the study's as the report's page; where it stands.
+    """Write the rehearsal whose goodput is the median of the study's as the report's page; return its path.
 
     Raises:
         UsageError: the file cannot be written.
@@ -29,11 +29,11 @@ def write_page(study: Study, target: str) -> Path:
     ordered = sorted(study.outcomes, key=lambda one: one.goodput_active)
     seed = ordered[len(ordered) // 2].seed
     ledger = ledger_of(study.scenario, seed)
-    found = document(ledger, {})
-    found["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
+    result = document(ledger, {})
+    result["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
     path = Path(os.path.expanduser(target))
     try:
-        path.write_text(page.render(ledger, found), encoding="utf-8")
+        path.write_text(page.render(ledger, result), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     return path.absolute()

@@ -69,7 +69,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     spares = spec.resources.spare_hosts if asked.spares is None else asked.spares
     quantum, replicas, per_host = _groups(spec, hosts)
     batch = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
-    found = Scenario(
+    result = Scenario(
         spec=spec,
         hosts=hosts,
         spares=spares,
@@ -100,10 +100,10 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     )
     from muster.policy.load import load_policy
 
-    load_policy(found.policy)
-    if found.min_hosts is not None and found.min_hosts > hosts:
-        raise UsageError(f"--min-hosts {found.min_hosts} is more than {hosts} hosts")
-    return found
+    load_policy(result.policy)
+    if result.min_hosts is not None and result.min_hosts > hosts:
+        raise UsageError(f"--min-hosts {result.min_hosts} is more than {hosts} hosts")
+    return result
 
 
 def _check(asked: Asked) -> None:
@@ -125,7 +125,7 @@ def _check(asked: Asked) -> None:
 
 
 def _groups(spec: RunSpec, hosts: int) -> tuple[int | None, int, int]:
-    """(hosts of a sharded group, replicas, data ranks of a host): one rank stands for a host in rehearsals."""
+    """(hosts of a sharded group, replicas, data ranks of a host): one rank represents a host in rehearsals."""
     per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else 8)
     axes = spec.parallelism
     data_ranks = max(1, per_host // axes.tp)
@@ -250,7 +250,11 @@ def to_json(study: Study) -> dict[str, Any]:
         "purchased_host_s": purchased,
         "identity_error": max(one.identity_error for one in study.outcomes),
         "lost_s": {
-            kind: {"count": len(values), "p50": ensembles.percentile(values, 0.5), "p95": ensembles.percentile(values, 0.95)}
+            kind: {
+                "count": len(values),
+                "p50": ensembles.percentile(values, 0.5),
+                "p95": ensembles.percentile(values, 0.95),
+            }
             for kind, values in study.lost_s.items()
         },
         "redone_steps": sum(one.redone_steps for one in study.outcomes) / len(study.outcomes),
@@ -262,7 +266,7 @@ def to_json(study: Study) -> dict[str, Any]:
         "intervals": [_choice(each, scenario) for each in study.intervals],
         "policies": [_choice(each, scenario) for each in study.policies],
         "best": {
-            name: found.name if (found := ensembles.best(group)) else None
+            name: result.name if (result := ensembles.best(group)) else None
             for name, group in (("spares", study.spares), ("interval", study.intervals), ("policy", study.policies))
         },
         "note": MODELLED,
@@ -270,9 +274,9 @@ def to_json(study: Study) -> dict[str, Any]:
 
 
 def _choice(each: Choice, scenario: Scenario) -> dict[str, Any]:
-    found = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(each).items()}
-    price, ratio = scenario.usd_per_host_hour, found["cost_ratio"]
-    return {**found, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
+    result = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(each).items()}
+    price, ratio = scenario.usd_per_host_hour, result["cost_ratio"]
+    return {**result, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
 
 
 def _finite(value: float) -> float | None:

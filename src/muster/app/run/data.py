@@ -33,8 +33,8 @@ def prepare_and_preview(
         return preview(prepare(loaded.spec, run_dir=Path(scratch), progress=progress), examples=examples)
 
 
-def render(found: Preview) -> object:
+def render(result: Preview) -> object:
     """The preview for a terminal (a rich renderable)."""
     from muster.data.preview import render_preview
 
-    return render_preview(found)
+    return render_preview(result)

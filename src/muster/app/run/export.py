@@ -21,7 +21,7 @@ class Exported:
 
     folder: Path
     lines: tuple[str, ...]
-    """What to say about it."""
+    """Messages about it."""
     found: dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Recover: go on with a run whose supervisor is gone, or that was stopped. A closed laptop is the same case."""
+"""Recover: continue a run whose supervisor is gone, or that was stopped. A closed laptop is the same case."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
 
 
 def _check_folder(run: RunDir) -> None:
-    """What a supervisor reads first: a damaged log or a lost token is said here, not in a log that nobody looks at.
+    """What a supervisor reads first: a damaged log or a lost token is reported here, not in a log that is not read.
 
     Raises:
-        MusterError: an event file holds what is no event.
+        MusterError: an event file holds something else than events.
         AccessError: the token is gone, or others can read it.
     """
     for _ in event_log.read(run.events):

@@ -9,7 +9,7 @@ from typing import Any
 
 from muster import backends
 from muster.app.inspect.status import job, spec_of
-from muster.app.inspect.supervisor_client import SupervisorUnreachable, ask
+from muster.app.inspect.supervisor_client import SupervisorUnreachable, request
 from muster.app.run import submit
 from muster.config import load
 from muster.config.spec import RunSpec
@@ -29,7 +29,7 @@ EXTRA_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping:
-    """What came of a stop."""
+    """Outcome of a stop."""
 
     run: RunDir
     status: JobStatus
@@ -47,18 +47,18 @@ def stop(
     """
     run = run_registry.find(reference)
     launcher, handle = job(run)
-    found = launcher.poll(handle)
-    if found.state.ended:
-        return Stopping(run=run, status=found, was_running=False)
+    result = launcher.poll(handle)
+    if result.state.ended:
+        return Stopping(run=run, status=result, was_running=False)
     clock = clock or SystemClock()
-    _ask_patiently(run, {"t": "stop", "save": save, "force": force}, clock)
+    _request_until_ready(run, {"t": "stop", "save": save, "force": force}, clock)
     limit_s = spec_of(run).recovery.grace_s + EXTRA_S
     until = clock.monotonic_ns() + int(limit_s * 1e9)
-    while wait and not (found := launcher.poll(handle)).state.ended:
+    while wait and not (result := launcher.poll(handle)).state.ended:
         if clock.monotonic_ns() > until:
             raise MusterError(f"{run.run_id} has not ended within {limit_s:.0f} s", hint=f"muster down {run.run_id}")
         clock.sleep(0.1)
-    return Stopping(run=run, status=found, was_running=True)
+    return Stopping(run=run, status=result, was_running=True)
 
 
 def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
@@ -70,7 +70,7 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
         SupervisorUnreachable: no supervisor holds hosts for this run.
     """
     run = run_registry.find(reference)
-    held = ask(run, {"t": "status"})
+    held = request(run, {"t": "status"})
     if held.get("phase") != "hold":
         raise ConflictError(
             f"{run.run_id} holds no hosts: it is in phase {held.get('phase')}",
@@ -80,7 +80,7 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
     _check_correction(run, spec_of(run), loaded.spec, held)
     resolved = loaded.spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, loaded.spec, resolved, ("muster", "restart", reference, *overrides))
-    ask(run, {"t": "restart"}, resolved=resolved)
+    request(run, {"t": "restart"}, resolved=resolved)
     run_registry.replace_text(run.resolved, resolved)
     return run
 
@@ -88,13 +88,14 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
 #: What a held host was started with; another value needs other processes, or other machines.
 _STARTED_WITH = (
     "backend", "run_dir", "slurm", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
-    "resources.machine", "resources.accelerator", "resources.provisioning_model", "resources.locations", "resources.reservation",
+    "resources.machine", "resources.accelerator", "resources.provisioning_model", "resources.locations",
+    "resources.reservation",
     "resources.project", "resources.cluster", "resources.image", "resources.queue",
 )  # fmt: skip
 
 
 def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mapping[str, Any]) -> None:
-    """Refuse now what the held hosts cannot do; waited for, it would never come."""
+    """Refuse now what the held hosts cannot do; otherwise the run would wait indefinitely."""
     hint = f"muster stop {run.run_id}, then muster recover {run.run_id} KEY=VALUE starts new hosts"
     for key in _STARTED_WITH:
         if operator.attrgetter(key)(before) != operator.attrgetter(key)(after):
@@ -102,24 +103,24 @@ def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mappin
     hosts = [each for each in held.get("hosts", {}).values() if each.get("connected")]
     needed = after.resources.min_hosts or after.resources.hosts
     if hosts and needed > len(hosts):
-        raise ConflictError(f"{needed} hosts are wanted, and {len(hosts)} are held", hint=hint)
+        raise ConflictError(f"{needed} hosts are needed, and {len(hosts)} are held", hint=hint)
     if backends.get(before.backend).capabilities.uses_this_machine:
         load_policy(after.recovery.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Down:
-    """What came of a tear-down."""
+    """Outcome of a tear-down."""
 
     run: RunDir
     left: tuple[str, ...]
     """What still exists; empty is the proof."""
     usd_per_hour: float = 0.0
-    """What no longer runs up."""
+    """Cost that has stopped."""
 
 
 def down(reference: str) -> Down:
-    """End everything of the run and look whether anything is left; absent is success.
+    """End everything of the run and check whether anything is left; absent is success.
 
     Raises:
         BackendError: something could not be ended.
@@ -131,7 +132,7 @@ def down(reference: str) -> Down:
     launcher.cancel(handle)
     left = tuple(launcher.remaining(handle))
     if not before.state.ended and not _finished_since(run, before_wall_ns):
-        _finish(run, "muster down ended it; the newest checkpoint stands")
+        _finish(run, "muster down ended it; the newest checkpoint remains")
     if left:
         raise BackendError(f"left of {run.run_id}: {'; '.join(left[:5])}", hint="run muster down again")
     return Down(run=run, left=left)
@@ -151,12 +152,12 @@ def _finish(run: RunDir, reason: str) -> None:
         log.close()
 
 
-def _ask_patiently(run: RunDir, message: dict[str, object], clock: Clock) -> None:
-    """A supervisor that has just been started may not listen yet."""
+def _request_until_ready(run: RunDir, message: dict[str, object], clock: Clock) -> None:
+    """A supervisor that has just been started may not be listening yet."""
     until = clock.monotonic_ns() + 10_000_000_000
     while True:
         try:
-            ask(run, message)
+            request(run, message)
             return
         except SupervisorUnreachable:
             if clock.monotonic_ns() > until:

@@ -35,20 +35,20 @@ class Parts:
     @property
     def torch_cuda(self) -> str | None:
         """``cu128`` of the index's address is CUDA 12.8; None for an index that does not say."""
-        found = re.search(r"/cu(\d\d)(\d)$", self.torch_index.rstrip("/"))
-        return f"{found[1]}.{found[2]}" if found else None
+        result = re.search(r"/cu(\d\d)(\d)$", self.torch_index.rstrip("/"))
+        return f"{result[1]}.{result[2]}" if result else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
-    """A pair that does not fit (``wrong``), or that nobody is known to have tried."""
+    """A combination that does not fit (``wrong``), or is untested as far as known."""
 
     message: str
     wrong: bool = False
 
 
 def parts(*, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Parts:
-    """The table's, with what the user wants otherwise."""
+    """The table's, with the user's overrides."""
     table = catalogue.versions()["image"]
     return Parts(
         base=base or table["base"], torch=torch or str(table["torch"]), torch_index=torch_index or table["torch_index"]
@@ -58,12 +58,12 @@ def parts(*, base: str | None = None, torch: str | None = None, torch_index: str
 def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
     """What does not fit, first; then what is not known to."""
     rows = [row for row in catalogue.versions()["compatibility"] if row["family"] == family.name]
-    found = list(_of_the_base(made_of))
+    result = list(_of_the_base(made_of))
     if not rows and machine.gpus:
-        found.append(Doubt(message=f"no known row for {family.name}: nobody here has seen any image work on it"))
+        result.append(Doubt(message=f"no known row for {family.name}: no image is known to work on it"))
     for row in rows:
-        found += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
-    return sorted(found, key=lambda one: not one.wrong)
+        result += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
+    return sorted(result, key=lambda one: not one.wrong)
 
 
 def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
@@ -84,11 +84,11 @@ def _of_the_row(made_of: Parts, row: Mapping[str, Any]) -> Iterator[Doubt]:
     base = catalogue.versions()["image"]["bases"].get(made_of.base, {})
     cuda, glibc = made_of.torch_cuda, base.get("glibc")
     if cuda and "least_cuda" in row and _number(cuda) < _number(row["least_cuda"]):
-        wanted = f"{row['family']} needs CUDA {row['least_cuda']} or newer"
-        yield Doubt(message=f"torch is built for CUDA {cuda}, {wanted}", wrong=True)
+        requested = f"{row['family']} needs CUDA {row['least_cuda']} or newer"
+        yield Doubt(message=f"torch is built for CUDA {cuda}, {requested}", wrong=True)
     if glibc and "least_glibc" in row and _number(glibc) < _number(row["least_glibc"]):
-        wanted = f"the NCCL plugin of {row['family']} needs {row['least_glibc']}"
-        yield Doubt(message=f"base has glibc {glibc}, {wanted}", wrong=True)
+        requested = f"the NCCL plugin of {row['family']} needs {row['least_glibc']}"
+        yield Doubt(message=f"base has glibc {glibc}, {requested}", wrong=True)
     if "supported_nccl" in row:
         versions = ", ".join(row["supported_nccl"])
         yield Doubt(
@@ -143,14 +143,14 @@ def requirements() -> str:
     """What this installation of Muster asks for, torch aside: the image has it already."""
     from packaging.requirements import Requirement
 
-    found = []
+    result = []
     for text in metadata.requires("muster") or []:
         one = Requirement(text)
-        wanted = one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
-        if wanted and one.name not in ("torch", "muster"):
+        requested = one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if requested and one.name not in ("torch", "muster"):
             one.marker = None
-            found.append(str(one))
-    return "\n".join(sorted(set(found))) + "\n"
+            result.append(str(one))
+    return "\n".join(sorted(set(result))) + "\n"
 
 
 def _dockerfile() -> bytes:

@@ -22,7 +22,7 @@ from muster.backends.gke.manifests.jobset import Manifest
 from muster.backends.gke.manifests.placement import place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec
-from muster.backends.gke.operate.cluster_snapshot import exit_code, label, observe, tasks
+from muster.backends.gke.operate.cluster_snapshot import exit_code, label, take_snapshot, tasks
 from muster.backends.gke.operate.continuation import API as JOBSET_API
 from muster.backends.gke.operate.continuation import newest
 from muster.backends.gke.operate.exec_stream import attach
@@ -72,14 +72,14 @@ class GkeLauncher:
 
     def offers(self, spec: RunSpec) -> list[Offer]:
         """The catalogue's rows for the run file's machine, accelerator and mode; availability is not asked."""
-        wanted = spec.resources
-        mode = wanted.provisioning_model.removesuffix("_queued") if wanted.provisioning_model else None
+        requested = spec.resources
+        mode = requested.provisioning_model.removesuffix("_queued") if requested.provisioning_model else None
         return [
             option.offer
             for option in catalogue.catalogue()
             if option.offer.backend == self.name
-            and wanted.machine in (None, option.offer.machine)
-            and wanted.accelerator in (None, option.offer.accelerator)
+            and requested.machine in (None, option.offer.machine)
+            and requested.accelerator in (None, option.offer.accelerator)
             and mode in (None, option.offer.mode)
         ]
 
@@ -145,13 +145,13 @@ class GkeLauncher:
         cluster = self._known(handle.run_id)
         if cluster is None:
             return JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
-        observed = observe(cluster, self.options.namespace, handle.run_id)
-        found = explain(observed)
-        reason = found.sentence + (f" (hint: {found.hint})" if found.hint else "")
-        code = exit_code(observed, found.state)
+        snapshot = take_snapshot(cluster, self.options.namespace, handle.run_id)
+        result = explain(snapshot)
+        reason = result.sentence + (f" (hint: {result.hint})" if result.hint else "")
+        code = exit_code(snapshot, result.state)
         # To Kubernetes every end but success is a failure; the supervisor's own code says which one it was.
-        state = JobState.STOPPED if found.state is JobState.FAILED and code == STOPPED_BY_USER else found.state
-        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks(observed.pods))
+        state = JobState.STOPPED if result.state is JobState.FAILED and code == STOPPED_BY_USER else result.state
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks(snapshot.pods))
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """Output of each pod's own container, and of each rank, beyond ``after`` (bytes); sidecars are left out."""

@@ -12,7 +12,7 @@ import torch
 from muster.config.spec import Training
 from muster.core.batch_schedule import BatchSchedule
 from muster.core.errors import RunFailed
-from muster.data.schedule import plan_step
+from muster.data.schedule import MicroBatchRef, plan_step
 from muster.data.sequences import Sequence, SequenceStore
 from muster.train.data_feed.batch import Batch, batch_from, padding_batch
 
@@ -89,27 +89,32 @@ def plan_work(
         raise RunFailed(
             f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
         )
-    width, static = training.sequence_length, training.compile
     padding_rows = plan.padding_rounds * training.micro_batch_size
-    rounds = []
-    for ref in plan.for_rank(data_rank):
-        if ref is None:
-            empty = padding_batch(training.micro_batch_size, width, device, static_shapes=static)
-            rounds.append(Round(index=-1, sequences=(), batch=empty, scale=0.0))
-            continue
-        batch = batch_from(store, ref.sequences, device, static_shapes=static)
-        rounds.append(Round(index=ref.index, sequences=ref.sequences, batch=batch, scale=1.0 / supervised))
     return StepWork(
         step=step,
-        rounds=tuple(rounds),
+        rounds=tuple(
+            make_round(micro_batch, store, training, device, supervised) for micro_batch in plan.for_rank(data_rank)
+        ),
         micro_batches=len(plan.micro_batches),
         rows=len(chosen),
         tokens=tokens,
         supervised_tokens=supervised,
-        padding_tokens=(len(chosen) + padding_rows) * width - tokens,
+        padding_tokens=(len(chosen) + padding_rows) * training.sequence_length - tokens,
         padding_rounds=plan.padding_rounds,
         model_flops=count_flops(lengths) if count_flops is not None else 0.0,
     )
+
+
+def make_round(
+    micro_batch: MicroBatchRef | None, store: SequenceStore, training: Training, device: torch.device, supervised: int
+) -> Round:
+    """This rank's batch of one round; zero-weight padding where it has no micro-batch."""
+    if micro_batch is None:
+        size, width = training.micro_batch_size, training.sequence_length
+        empty = padding_batch(size, width, device, static_shapes=training.compile)
+        return Round(index=-1, sequences=(), batch=empty, scale=0.0)
+    batch = batch_from(store, micro_batch.sequences, device, static_shapes=training.compile)
+    return Round(index=micro_batch.index, sequences=micro_batch.sequences, batch=batch, scale=1.0 / supervised)
 
 
 def documents(sequence: Sequence) -> list[int]:

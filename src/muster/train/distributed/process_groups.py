@@ -33,7 +33,7 @@ def all_reduce(
 
 
 def all_gather(outputs: Sequence[Tensor], local_tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``found`` with every rank's ``mine``, in rank order."""
+    """Fill ``outputs`` with every rank's ``local_tensor``, in rank order."""
     group.allgather([list(outputs)], [local_tensor]).wait()
 
 

@@ -36,7 +36,7 @@ class StepConsensus:
         ``copy_is_pending``: the requested copy is not yet on the other host. ``saving``: a save is in progress, and a
         resize or another save waits for it.
         """
-        command = self.agent.order() or self._resize
+        command = self.agent.next_command() or self._resize
         stop = command is not None and command.kind == "stop"
         resize = command is not None and command.exit_code == RESIZE_EXIT_CODE
         if resize:
@@ -49,7 +49,7 @@ class StepConsensus:
             save = save or command.kind == "save" or command.save
             code = _RESIZE if resize else command.exit_code
             if command.deadline_s is not None:
-                deadline_ms = max(0, int((command.deadline_s - (self._started_s - command.heard_s)) * 1000))
+                deadline_ms = max(0, int((command.deadline_s - (self._started_s - command.received_s)) * 1000))
         # The maximum of the negative deadlines is the nearest one.
         self._flags = torch.tensor([int(stop), int(save), code, -deadline_ms, int(copy_is_pending), int(saving)])
         self._work: dist.Work | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def complete(
 @contextmanager
 def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
     """Dense attention, no compiled layers, and with ``whole`` gathered units; restored afterwards."""
-    model = module.model
+    model, root = module.model, cast(torch.nn.Module, module)
     was_training = module.training
     before = model.config._attn_implementation
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -108,7 +109,7 @@ def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
             yield whole
     finally:
         for unit in units:
-            unit.set_reshard_after_forward(unit is not module and module.reshard_layers, recurse=False)
+            unit.set_reshard_after_forward(unit is not root and module.reshard_layers, recurse=False)
         reshard(module)
         model.set_attn_implementation(before)
         module.train(was_training)

@@ -101,9 +101,7 @@ def export(
     manifest = choose_checkpoint(spec, run_dir, checkpoint)
     adapter = spec.model.lora is not None and not merge_lora
     kind = "adapter" if adapter else "merged" if spec.model.lora else "model"
-    target = Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}"
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} already exists", hint="remove it or choose another folder with --out")
+    target = free_folder(Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}")
     reader = ShardReader(open_checkpoint(manifest))
     sources = open_sources(spec, run_dir, reader)
     with temporary_folder_beside(target) as folder:
@@ -114,13 +112,10 @@ def export(
         copy_tokenizer(run_dir / "tokenizer", folder)
         checked: dict[str, Any] = {}
         if verify:
-            reference = reference_model(sources)
+            base = str(sources.folder.path) if adapter and sources.folder else None
+            compared = "float32" if adapter else dtype
             checked = verification.verify(
-                folder,
-                reference,
-                base=str(sources.folder.path) if adapter and sources.folder else None,
-                dtype="float32" if adapter else dtype,
-                shell=shell or SystemShell(),
+                folder, reference_model(sources), base=base, dtype=compared, shell=shell or SystemShell()
             )
         apply_umask(folder)
         if target.is_dir():
@@ -136,6 +131,13 @@ def export(
         seconds=time.monotonic() - began,
         checked=checked,
     )
+
+
+def free_folder(target: Path) -> Path:
+    """``target``. Raises UsageError if it exists and is not an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} already exists", hint="remove it or choose another folder with --out")
+    return target
 
 
 # ---------------------------------------------------------------- the whole model
@@ -220,7 +222,8 @@ def write_safetensors(
         tensors = {}
         for name in names:
             tensor = makers[name]()
-            tensors[name] = (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+            converts = dtype is not None and tensor.is_floating_point()
+            tensors[name] = (tensor.to(dtype) if converts else tensor).contiguous()
             total += tensors[name].numel() * tensors[name].element_size()
             places[name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -89,9 +89,7 @@ def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None) -> Manifes
 
 def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSources:
     assert spec.model is not None
-    folder = None
-    if spec.model.source is not None:
-        folder = pretrained.open_folder(pretrained.fetch(spec.model.source, spec.model.revision))
+    folder = pretrained.open_source(spec.model)
     given = spec.model.config
     unknown = folder is None and isinstance(given, dict) and "vocab_size" not in given
     config = read_config(spec, folder.path if folder else None, ANY_VOCABULARY if unknown else 1)

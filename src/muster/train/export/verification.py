@@ -147,7 +147,8 @@ def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> di
     from safetensors.torch import load_file
 
     # The reference is float32: a base of that type shows the adapter's effect instead of rounding.
-    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain.eval()
     without = compare(plain, expected)
     model = PeftModel.from_pretrained(plain, folder).eval()
     stored = load_file(folder / "adapter_model.safetensors")

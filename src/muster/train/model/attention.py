@@ -9,7 +9,6 @@ where no attention mask and no cache is passed: an attention mask of ones would 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +215,7 @@ def _document(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = document_attention(_tokens(query), _tokens(key), _tokens(value), cu_seq_lens_q, scale)
-    return output.unflatten(0, (query.shape[0], query.shape[2])), None
+    return torch.unflatten(output, 0, (query.shape[0], query.shape[2])), None
 
 
 def _varlen(
@@ -236,7 +235,8 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if sliding_window is None else sliding_window - 1
-    output = _call(varlen_attn)(
+    attend: Any = varlen_attn  # its annotated result is a union over an argument that is not used here
+    output: Tensor = attend(
         _tokens(query),
         _tokens(key),
         _tokens(value),
@@ -248,11 +248,7 @@ def _varlen(
         window_size=(left, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.unflatten(0, (query.shape[0], query.shape[2])), None
-
-
-def _call(function: Any) -> Callable[..., Tensor]:
-    return function  # its annotated result is a union over an argument that is not used here
+    return torch.unflatten(output, 0, (query.shape[0], query.shape[2])), None
 
 
 def _tokens(tensor: Tensor) -> Tensor:

@@ -85,9 +85,7 @@ def build_model(
     assert spec.model is not None
     assert mesh.layout == layout, f"meshes are of {mesh.layout}, the layout is {layout}"
     compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
-    folder = None
-    if spec.model.source is not None:
-        folder = pretrained.open_folder(pretrained.fetch(spec.model.source, spec.model.revision))
+    folder = pretrained.open_source(spec.model)
     config = read_config(spec, folder.path if folder else None, vocab_size)
     # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
     model = on_meta(copy.deepcopy(config), compute_dtype if spec.model.lora else master_dtype)
@@ -95,13 +93,7 @@ def build_model(
     attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
     model.set_attn_implementation(attention.implementation)
     lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
-    layers = prepare_layers(model, spec, mesh, device)
-    reshard_layers = spec.parallelism.reshard_after_forward
-    module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
-    shard(
-        module, model, layers, mesh,
-        compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
-    )  # fmt: skip
+    module = sharded_module(model, attention, spec, mesh, device, whole_below)
     module.to_empty(device=device)
     model.tie_weights()
     isolation = proven_before(module, device, proof) if restored and proof is not None else None
@@ -127,6 +119,21 @@ def build_model(
         static_shapes=spec.training.compile,
         shape=shape_of(config),
     )
+
+
+def sharded_module(
+    model: Any, attention: Attention, spec: RunSpec, mesh: Meshes, device: torch.device, whole_below: int
+) -> ModelWithLoss:
+    """``model`` with its loss, in FSDP units over ``mesh``; still on the meta device."""
+    assert spec.model is not None
+    compute_dtype, reshard_layers = DTYPES[spec.model.dtype], spec.parallelism.reshard_after_forward
+    layers = prepare_layers(model, spec, mesh, device)
+    module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    shard(
+        module, model, layers, mesh,
+        compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
+    )  # fmt: skip
+    return module
 
 
 def all_in_state(model: Any) -> bool:
@@ -203,7 +210,7 @@ def on_meta(config: Any, dtype: torch.dtype) -> Any:
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[no-untyped-call]
     except ValueError as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"model: {first_line}", hint="the architecture must be a causal language model") from error

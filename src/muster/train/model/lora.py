@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from muster.config.spec import Lora
 from muster.core.errors import UsageError
-from muster.train.model.weights import fill, local_part, local_ranges, uniform
+from muster.train.distributed.reduce import local
+from muster.train.model.weights import fill, local_ranges, uniform
 
 MARKS = (".lora_A.", ".lora_B.")
 
@@ -57,12 +58,12 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def initialise(model: nn.Module, names: list[str], *, seed: int, device: torch.device) -> None:
-    """A: uniform, as torch initialises a linear module (Kaiming, a = sqrt(5)). B: zero: the model starts as its base."""
+    """A: uniform, as torch initialises linear modules (Kaiming, a=sqrt(5)). B: zero; the model starts as its base."""
     parameters = dict(model.named_parameters())
     for name in names:
         parameter = parameters[name]
         if ".lora_B." in name:
-            fill(parameter, torch.zeros_like(local_part(parameter)))
+            fill(parameter, torch.zeros_like(local(parameter)))
             continue
         bound = 1.0 / math.sqrt(parameter.shape[1])
         values: Tensor = uniform(name, parameter.shape, local_ranges(parameter), bound, seed=seed, device=device)

@@ -59,7 +59,8 @@ def chunked_cross_entropy(
     rule: LogitRule,
 ) -> Tensor:
     """``scale`` * sum of cross-entropies of ``rule(hidden @ weight.T + bias)`` where a label is not -100."""
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TE, weight_VE, bias_V, labels_T, scale, chunk_tokens, rule)
+    inputs = (hidden_TE, weight_VE, bias_V, labels_T, scale, chunk_tokens, rule)
+    loss: Tensor = _ChunkedCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return loss
 
 

@@ -66,7 +66,7 @@ class ModelWithLoss(nn.Module):
             return logits.float() if want != "loss" else _loss_of(logits, given, scale)
         hidden = self.model.base_model(**self._arguments(given))[0].flatten(0, 1)
         if want == "logits":
-            return self._logits(hidden).unflatten(0, given.input_ids.shape)
+            return torch.unflatten(self._logits(hidden), 0, given.input_ids.shape)
         head = self.model.get_output_embeddings()
         # A token without a target contributes nothing, so its logits are not computed.
         return chunked_cross_entropy(

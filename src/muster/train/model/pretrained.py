@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.config.spec import Model
 from muster.core.errors import BackendError, CheckpointError, UsageError
-from muster.train.model.weights import fill, local_part, local_ranges, plain_name
+from muster.train.distributed.reduce import local
+from muster.train.model.weights import fill, local_ranges, plain_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,6 +28,11 @@ class Folder:
 
     path: Path
     files: dict[str, Path]
+
+
+def open_source(model: Model) -> Folder | None:
+    """The pretrained model's folder; None if the run file names none. Raises what ``fetch`` and ``open_folder`` do."""
+    return None if model.source is None else open_folder(fetch(model.source, model.revision))
 
 
 def fetch(source: str, revision: str | None) -> Path:
@@ -154,8 +161,8 @@ def read_slice(file: Any, place: str, tensor: Tensor, path: Path) -> Tensor:
                 f"{path}: {place} has shape {list(stored.get_shape())}, the model's is {list(tensor.shape)}",
                 hint="config.json does not belong to these weights",
             )
-        if local_part(tensor).numel() == 0:
-            return torch.empty(local_part(tensor).shape)
+        if local(tensor).numel() == 0:
+            return torch.empty(local(tensor).shape)
         if tensor.ndim == 0:
             part: Tensor = file.get_tensor(place)
         else:

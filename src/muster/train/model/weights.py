@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muster.core.errors import BackendError
+from muster.train.distributed.reduce import local
 
 Ranges = tuple[slice, ...]
 #: Random numbers are drawn in blocks of whole rows of about this many elements, each with its own seed, so that a
@@ -42,15 +43,10 @@ def local_ranges(parameter: Tensor) -> Ranges:
     return tuple(slice(start, stop) for start, stop in ranges)
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part as a plain tensor that shares its storage."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copy this rank's ``values`` into its part, converting the dtype."""
-    part = local_part(parameter)
+    part = local(parameter)
     assert part.shape == values.shape, f"{tuple(part.shape)} held, {tuple(values.shape)} given"
     part.copy_(values)
 
@@ -80,7 +76,7 @@ def initialise(model: Any, *, seed: int, device: torch.device) -> None:
             ranges = local_ranges(parameter)
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 if name == "bias":
-                    fill(parameter, torch.zeros_like(local_part(parameter)))
+                    fill(parameter, torch.zeros_like(local(parameter)))
                 else:
                     fill(parameter, normal(full, parameter.shape, ranges, deviation, seed=seed, device=device))
                 continue

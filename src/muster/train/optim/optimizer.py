@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -29,26 +29,16 @@ class ShardOptimizer(Protocol):
         ...
 
 
-class OptimizerFactory(Protocol):
-    """Makes an optimizer over this rank's shards of the ``named`` parameters.
-
-    ``elementwise``: an element's update may depend on that element alone (exact training); an optimizer that cannot do
-    that raises UsageError.
-    """
-
-    def __call__(
-        self, named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool
-    ) -> ShardOptimizer: ...
-
-
 def make_optimizer(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> ShardOptimizer:
-    """The optimizer that the run file asks for.
+    """The optimizer that the run file names, over this rank's shards of the ``named`` parameters.
+
+    ``elementwise``: an element's update may depend on that element alone (exact training).
 
     Raises:
         UsageError: it needs a package that is not installed, or cannot work element by element.
     """
     module, _, name = settings.traits.factory.partition(":")
-    factory: OptimizerFactory = getattr(importlib.import_module(module), name)
+    factory: Callable[..., ShardOptimizer] = getattr(importlib.import_module(module), name)
     return factory(named, settings, elementwise=elementwise)
 
 

@@ -14,10 +14,9 @@ from muster.protocol.ranks import AgentClient, RankContext
 from muster.storage.uris import is_local
 from muster.train.distributed.process_setup import World
 from muster.train.state.saving import Saves
-from muster.train.state.snapshot import restored
+from muster.train.state.snapshot import Snapshots, restored
 from muster.train.state.snapshot_tiers import open_together
 from muster.train.state.training_state import TrainingState
-from muster.train.training_run import Snapshot
 
 
 def restore(
@@ -74,7 +73,7 @@ def open_snapshots(
     agent: AgentClient,
     *,
     extra: Mapping[str, Any],
-) -> Snapshot | None:
+) -> Snapshots | None:
     """Where this rank's in-memory snapshots go; None: no snapshots. ``extra``: as in a checkpoint.
 
     Collective: if one rank's host has too little memory, all continue with fewer tiers, and a message reports it.

@@ -128,17 +128,9 @@ class Saves:
         if self.spec.every_steps != 0:
             self.saver.prepare(self.state.sharded())
 
-    def poll(self) -> None:
-        """Commit a save whose bytes are written."""
-        self.saver.poll()
-
     def finish(self) -> None:
         """Wait for the last save and commit it."""
         self.saver.finish()
-
-    def abandon(self) -> None:
-        """The world broke, and with it the save in progress; its thread is not awaited."""
-        self.saver.abandon()
 
 
 def open_saves(

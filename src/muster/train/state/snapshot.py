@@ -25,17 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from muster.checkpoint.pinned import pin_soon
 from muster.checkpoint_format.snapshot_checksum import checksum_of, verify_checksum
-from muster.checkpoint_format.snapshot_ring import (
-    COPIED_SLOTS,
-    MAX_SLOTS,
-    OWN_SLOTS,
-    NoRoom,
-    Ring,
-    Version,
-    file_name,
-    refusal,
-)
+from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refusal
 from muster.core.errors import CheckpointError
+from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS
 from muster.protocol.ranks import RankContext, Restore
 
 _ALIGN = 64  # of each tensor in a slot: a cache line, any dtype

@@ -189,7 +189,7 @@ def pieces(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
         width = columns.shape[1]
         starts = firsts + signed(at * PLACE_BY + place.seed)
         rows = max(1, ELEMENTS_AT_ONCE // width)
-        for block, start in zip(columns.split(rows), starts.split(rows), strict=True):
+        for block, start in zip(torch.split(columns, rows), torch.split(starts, rows), strict=True):
             yield block, ramp[:width] + start[:, None]
 
 

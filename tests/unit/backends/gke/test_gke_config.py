@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from fakes.clock import VirtualClock
 
+pytest.importorskip("lightkube", reason="muster[gke] is not installed")
+
 from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.config import connect, own_cluster
 from muster.backends.gke.operate.locate import by_kubeconfig
@@ -118,7 +120,8 @@ def test_certificates_of_the_server_and_of_the_user(tmp_path, monkeypatch):
     connect(written(tmp_path, {"client-certificate-data": data, "client-key": "key.pem"}), None)
     assert loaded[0][1] == tmp_path / "key.pem", "relative to the kubeconfig"
     path = tmp_path / "config"
-    path.write_text(path.read_text().replace('"name": "c", "cluster": {', '"name": "c", "cluster": {"certificate-authority-data": "%s", ' % data))
+    authority = f'"certificate-authority-data": "{data}", '
+    path.write_text(path.read_text().replace('"name": "c", "cluster": {', '"name": "c", "cluster": {' + authority))
     with pytest.raises(UsageError, match="kubeconfig"):
         connect(f"kubeconfig:{path}", None)
 

@@ -10,7 +10,7 @@ from fakes.kubernetes import FakeKubernetes, in_memory
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, mode_of
 from muster.backends.gke.manifests.pods import supervisor_template
-from muster.backends.gke.operate.continuation import continuation, newest, number_of, queue_the_rest
+from muster.backends.gke.operate.continuation import continuation, newest, number_of, queue_continuation
 from muster.core.errors import BackendError, CapacityError
 
 WHERE = placement(spec("a4-highgpu-8g", "flex_start_queued"))
@@ -60,22 +60,22 @@ def test_it_counts(cluster):
 
 def test_queued_once_however_often(cluster):
     there, kubernetes = cluster
-    names = {queue_the_rest(there, "default", WHERE.name) for _ in range(3)}
+    names = {queue_continuation(there, "default", WHERE.name) for _ in range(3)}
     assert len(names) == 1 and len(kubernetes.of_kind("JobSet")) == 2
 
 
 def test_as_often_as_the_limit_allows(cluster):
     there, _ = cluster
-    name = queue_the_rest(there, "default", WHERE.name, at_most=2).split("/")[1]
+    name = queue_continuation(there, "default", WHERE.name, at_most=2).split("/")[1]
     with pytest.raises(CapacityError, match="2 allocations"):
-        queue_the_rest(there, "default", name, at_most=2)
+        queue_continuation(there, "default", name, at_most=2)
 
 
 def test_a_run_that_somebody_ended_is_not_continued(cluster):
     there, kubernetes = cluster
     kubernetes.objects.clear()
     with pytest.raises(BackendError, match="is gone"):
-        queue_the_rest(there, "default", WHERE.name)
+        queue_continuation(there, "default", WHERE.name)
 
 
 @pytest.mark.parametrize(

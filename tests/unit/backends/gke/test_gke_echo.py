@@ -2,7 +2,7 @@
 
 import json
 
-from muster.backends.gke.pod.log_forwarder import LONGEST_BYTES, Echo, told_by
+from muster.backends.gke.pod.log_forwarder import LONGEST_BYTES, LogForwarder, writer_of
 
 
 def started(rank, attempt):
@@ -13,45 +13,45 @@ def made(tmp_path):
     for folder in ("logs", "events"):
         (tmp_path / folder).mkdir()
     out = bytearray()
-    return Echo(run_dir=tmp_path, host="host-2-abcde", out=out.extend), out
+    return LogForwarder(run_dir=tmp_path, host="host-2-abcde", out=out.extend), out
 
 
 def test_lines_of_this_hosts_ranks_and_programs_and_of_no_other(tmp_path):
-    echo, out = made(tmp_path)
+    forwarder, out = made(tmp_path)
     (tmp_path / "logs" / "rank-4.a1.log").write_text("early\nhal")
     (tmp_path / "logs" / "rank-0.a1.log").write_text("another host's\n")
     (tmp_path / "logs" / "prepare-host-2-abcde.log").write_text("tokens\n")
-    echo.heard({"rank-4.a1.log", "rank-0.a1.log", "prepare-host-2-abcde.log", "prepare-host-2.log"})
-    echo.copy()
+    forwarder.add_files({"rank-4.a1.log", "rank-0.a1.log", "prepare-host-2-abcde.log", "prepare-host-2.log"})
+    forwarder.copy()
     assert out == b"prepare-host-2-abcde | tokens\n", "whose rank it is has not been said yet"
     (tmp_path / "events" / "host-2-abcde.1.jsonl").write_text(started(4, 1))
-    echo.heard({"host-2-abcde.1.jsonl"})
-    echo.copy()
+    forwarder.add_files({"host-2-abcde.1.jsonl"})
+    forwarder.copy()
     with open(tmp_path / "logs" / "rank-4.a1.log", "a") as file:
         file.write("f\nlast")
-    echo.copy()
-    echo.copy()
+    forwarder.copy()
+    forwarder.copy()
     assert out.decode().splitlines()[1:] == ["rank-4.a1 | early", "rank-4.a1 | half"]
-    echo.copy(last=True)
+    forwarder.copy(last=True)
     assert out.endswith(b"rank-4.a1 | last\n")
 
 
 def test_an_event_that_is_half_written_and_a_line_without_end(tmp_path):
-    echo, out = made(tmp_path)
+    forwarder, out = made(tmp_path)
     events, log = tmp_path / "events" / "host-2-abcde.3.jsonl", tmp_path / "logs" / "rank-7.a3.log"
     line = started(7, 3)
     events.write_text(line[:20])
     log.write_bytes(b"\r" * (LONGEST_BYTES + 1))
-    echo.heard({events.name})
-    echo.copy()
+    forwarder.add_files({events.name})
+    forwarder.copy()
     assert not out
     with open(events, "a") as file:
         file.write(line[20:])
-    echo.copy()
+    forwarder.copy()
     assert out == b"rank-7.a3 | " + b"\r" * (LONGEST_BYTES + 1) + b"\n"
 
 
 def test_who_told_a_line():
-    assert told_by("rank-3.a12 | loss | 2\n", "host-1") == ("rank-3.a12", "loss | 2\n")
-    assert told_by("prepare-host-1-abcde | x", "host-1") == ("prepare-host-1-abcde", "x")
-    assert told_by("a table | of the agent's\n", "host-1") == ("host-1", "a table | of the agent's\n")
+    assert writer_of("rank-3.a12 | loss | 2\n", "host-1") == ("rank-3.a12", "loss | 2\n")
+    assert writer_of("prepare-host-1-abcde | x", "host-1") == ("prepare-host-1-abcde", "x")
+    assert writer_of("a table | of the agent's\n", "host-1") == ("host-1", "a table | of the agent's\n")

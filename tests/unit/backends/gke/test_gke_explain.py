@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.backends.gke.operate.status_reason import Observed, explain
+from muster.backends.gke.operate.status_reason import ClusterSnapshot, explain
 from muster.core.types import JobState
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -52,7 +52,7 @@ def test_recorded_list_of_workloads(number):
         {"type": "Admitted", "status": admitted},
     ]
     status = {"admission": {"clusterQueue": queue}, "conditions": conditions}
-    found = explain(Observed(workload={"metadata": {"name": name}, "status": status}))
+    found = explain(ClusterSnapshot(workload={"metadata": {"name": name}, "status": status}))
     assert found.sentence == "admitted by cluster-queue; waiting for its pods"
 
 
@@ -73,13 +73,13 @@ WORKLOADS = {
 @pytest.mark.parametrize("number", WORKLOADS)
 def test_recorded_workloads(number):
     workload = {"metadata": {"name": "w"}, "status": status_of(recording(number))}
-    assert explain(Observed(workload=workload)).sentence == WORKLOADS[number]
+    assert explain(ClusterSnapshot(workload=workload)).sentence == WORKLOADS[number]
 
 
 def test_recorded_provisioning_request_that_failed():
     request = {"metadata": {"name": "w-dws-1"}, "status": status_of(recording(64))}
     waiting = {"metadata": {"name": "w"}, "status": status_of(recording(56))}
-    found = explain(Observed(jobset=JOBSET, workload=waiting, provisioning_requests=[request]))
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=waiting, provisioning_requests=[request]))
     assert found.sentence == (
         "DWS cannot provide the nodes: max cluster limit reached, nodepools out of resources: "
         "default-nodepool (cpu, memory)"
@@ -90,9 +90,9 @@ def test_recorded_provisioning_request_that_failed():
 def test_recorded_admission_check():
     check = {"metadata": {"name": "dws-prov"}, "status": status_of(recording(68))}
     waiting = {"metadata": {"name": "w"}, "status": status_of(recording(56))}
-    assert explain(Observed(workload=waiting, admission_checks=[check])).sentence == WORKLOADS[56]
+    assert explain(ClusterSnapshot(workload=waiting, admission_checks=[check])).sentence == WORKLOADS[56]
     check["status"]["conditions"][0] |= {"status": "False", "message": "there is no such parameters object"}
-    found = explain(Observed(workload=waiting, admission_checks=[check]))
+    found = explain(ClusterSnapshot(workload=waiting, admission_checks=[check]))
     assert found.sentence == "admission check dws-prov is not active: there is no such parameters object"
 
 
@@ -126,7 +126,7 @@ def request(number=1, **conditions):
     ],
 )  # fmt: skip
 def test_waiting_for_dws(requests, state, sentence):
-    found = explain(Observed(jobset=JOBSET, workload=CHECKING, provisioning_requests=requests))
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=CHECKING, provisioning_requests=requests))
     assert (found.state, found.sentence) == (state, sentence)
 
 
@@ -154,7 +154,7 @@ UNPLACED = pod(index=3, phase="Pending", node=None)
 
 
 def seen(pods, events=(), nodes=(), jobset=STARTED):
-    found = explain(Observed(jobset=jobset, workload=ADMITTED, pods=pods, events=events, nodes=nodes))
+    found = explain(ClusterSnapshot(jobset=jobset, workload=ADMITTED, pods=pods, events=events, nodes=nodes))
     return found.state, found.sentence
 
 
@@ -251,13 +251,13 @@ def test_the_end():
         status = {
             "conditions": [{"type": kind, "status": "True", "message": "jobset failed due to one or more job failures"}]
         }
-        assert explain(Observed(jobset={**JOBSET, "status": status})).state == state
-    assert explain(Observed()).state == JobState.ABSENT
+        assert explain(ClusterSnapshot(jobset={**JOBSET, "status": status})).state == state
+    assert explain(ClusterSnapshot()).state == JobState.ABSENT
 
 
 def test_deactivated_preempted_and_unseen():
     off = {"metadata": {"name": "w"}, "spec": {"active": False}, "status": {"conditions": [RESERVED]}}
-    assert explain(Observed(jobset=JOBSET, workload=off)).state == JobState.STOPPED
+    assert explain(ClusterSnapshot(jobset=JOBSET, workload=off)).state == JobState.STOPPED
     evicted = {
         "type": "Evicted",
         "status": "True",
@@ -265,8 +265,8 @@ def test_deactivated_preempted_and_unseen():
         "message": "Preempted to accommodate another",
     }
     away = {"metadata": {"name": "w"}, "status": {"conditions": [{**RESERVED, "status": "False"}, evicted]}}
-    assert explain(Observed(jobset=JOBSET, workload=away)).sentence.startswith("preempted; queued again")
-    assert "create a Workload" in explain(Observed(jobset=JOBSET)).sentence
+    assert explain(ClusterSnapshot(jobset=JOBSET, workload=away)).sentence.startswith("preempted; queued again")
+    assert "create a Workload" in explain(ClusterSnapshot(jobset=JOBSET)).sentence
 
 
 def evicted(reason, message="", **status):
@@ -293,7 +293,7 @@ def evicted(reason, message="", **status):
     ],
 )  # fmt: skip
 def test_taken_back_by_kueue(workload, sentence):
-    found = explain(Observed(jobset=JOBSET, workload=workload))
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=workload))
     assert (found.state, found.sentence) == (JobState.WAITING, sentence)
 
 
@@ -312,14 +312,16 @@ def test_taken_back_by_kueue(workload, sentence):
 )  # fmt: skip
 def test_quota_that_will_not_come_by_waiting(reason, message, sentence):
     row = {"type": "QuotaReserved", "status": "False", "reason": reason, "message": message}
-    found = explain(Observed(jobset=JOBSET, workload={"metadata": {"name": "w"}, "status": {"conditions": [row]}}))
+    workload = {"metadata": {"name": "w"}, "status": {"conditions": [row]}}
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=workload))
     assert found.sentence == sentence and found.hint
 
 
 def test_dws_is_asked_again_at_a_time():
     again = {"count": 1, "requeueAt": "2026-01-02T03:04:05Z"}
     waiting = {**CHECKING, "status": {**CHECKING["status"], "requeueState": again}}
-    found = explain(Observed(jobset=JOBSET, workload=waiting, provisioning_requests=[request(Failed="stockout")]))
+    asked = [request(Failed="stockout")]
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=waiting, provisioning_requests=asked))
     assert found.sentence == (
         "DWS cannot provide the nodes: stockout; Kueue tries again at 2026-01-02T03:04:05Z (try 2)"
     )

@@ -10,7 +10,7 @@ from fakes.kubernetes import FakeKubernetes, in_memory
 
 from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.operate import log_follow as module
-from muster.backends.gke.operate.log_follow import Follower, Place
+from muster.backends.gke.operate.log_follow import Follower, LogPosition
 from muster.core.errors import AccessError, BackendError
 
 RUN = "app.kubernetes.io/instance=llama"
@@ -118,8 +118,9 @@ def server():
 
 def follower(server):
     cluster = in_memory(server.kubernetes, server.handle)
+    labels, clock = dict([RUN.split("=")]), VirtualClock()
     return Follower(
-        cluster=cluster, namespace="default", labels=dict([RUN.split("=")]), over=server.over, clock=VirtualClock(), pause_s=0.0
+        cluster=cluster, namespace="default", labels=labels, over=server.over, clock=clock, pause_s=0.0
     )
 
 
@@ -200,7 +201,7 @@ def test_leaving_lets_go_of_a_reader_that_waits_for_room(server, monkeypatch):
     next(chunks)
     chunks.close()
     made._readers["host-0"].join(30)
-    assert not made._readers["host-0"].is_alive() and made._told.qsize() <= 4
+    assert not made._readers["host-0"].is_alive() and made._queue.qsize() <= 4
 
 
 def test_what_is_not_allowed_is_said(server):
@@ -228,7 +229,7 @@ def test_a_bug_of_ours_does_not_hang_the_reader(server):
 
 
 def test_lines_without_a_time_are_told_and_a_clock_that_steps_back_loses_none():
-    place = Place()
+    place = LogPosition()
     assert place.fresh(b"unable to retrieve container logs\n") == b"unable to retrieve container logs\n"
     assert place.fresh(f"{at(5)} a\n".encode()) == b"a\n"
     assert place.fresh(f"{at(3)} b\n".encode()) == b"b\n"

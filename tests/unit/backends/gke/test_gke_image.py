@@ -80,7 +80,8 @@ def test_the_context_is_this_muster_and_always_the_same(tmp_path):
     assert {"Dockerfile", "requirements.txt", "muster/agent/watchdog.py", "muster/backends/gke/pod/main.py"} <= names
     assert not any("__pycache__" in name for name in names)
     code = (
-        "import muster, muster.agent.watchdog, muster.backends.gke.pod.main, muster.app.supervisor; print(muster.__file__)"
+        "import muster, muster.agent.watchdog, muster.backends.gke.pod.main, muster.app.supervisor;"
+        " print(muster.__file__)"
     )
     argv = [sys.executable, "-P", "-c", code]
     ran = subprocess.run(

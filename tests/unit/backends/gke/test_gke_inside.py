@@ -28,7 +28,8 @@ from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
-SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery={"keep_hosts_after_failure_s": 600.0})
+RECOVERY = {"keep_hosts_after_failure_s": 600.0}
+SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery=RECOVERY)
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "step_ns", "supervised_tokens", "padding_tokens", "tokens")
 STEP = dict.fromkeys(NUMBERS, 1)
@@ -107,7 +108,7 @@ def test_stop_reaches_the_supervisor_and_waits_for_the_end(run, google, monkeypa
         google.kubernetes.of_kind("JobSet")[0]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
         return {"t": "status", "phase": "stopping"}
 
-    monkeypatch.setattr(pod_side, "ask_here", supervisor)
+    monkeypatch.setattr(pod_side, "request_here", supervisor)
     found = stop_app.stop(here.run_id, clock=VirtualClock())
     assert asked == [{"t": "stop", "save": True, "force": False}] and found.was_running
 
@@ -135,7 +136,7 @@ def test_restart_puts_the_corrected_file_into_the_pods(run, monkeypatch):
         seen.append((message["t"], text))
         return {"t": "status", "phase": "hold"}
 
-    monkeypatch.setattr(pod_side, "ask_here", supervisor)
+    monkeypatch.setattr(pod_side, "request_here", supervisor)
     stop_app.restart(here.run_id, ["training.steps=7"])
     assert [kind for kind, _ in seen] == ["status", "restart"]
     assert json.loads(seen[-1][1])["training"]["steps"] == 7, "there before the supervisor is told"
@@ -156,7 +157,7 @@ def test_restart_ships_the_code_as_it_is_now(run, monkeypatch, tmp_path):
         seen.append(code.read_text() if code.exists() else None)
         return {"t": "status", "phase": "hold"}
 
-    monkeypatch.setattr(pod_side, "ask_here", supervisor)
+    monkeypatch.setattr(pod_side, "request_here", supervisor)
     script.write_text("corrected")
     stop_app.restart(here.run_id)
     assert seen == [None, "corrected"]
@@ -166,7 +167,7 @@ def test_restart_ships_the_code_as_it_is_now(run, monkeypatch, tmp_path):
 
 def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkeypatch):
     here, inside = run
-    monkeypatch.setattr(pod_side, "ask_here", lambda *_, **__: {"phase": "run", "step": 12})
+    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: {"phase": "run", "step": 12})
     log = EventLog(here.run_id, inside.events, "host-0", 1)
     for step in (1, 2):
         log.append("step", step=step, detail=STEP)

@@ -80,7 +80,8 @@ def test_submitting_twice_is_one_jobset(launcher, google, request_):
     first, second = launcher.submit(request_), launcher.submit(request_)
     assert first == second and len(google.kubernetes.of_kind("JobSet")) == 1
     (secret,) = google.kubernetes.of_kind("Secret")
-    token = run_registry.RunDir(path=run_registry.place(request_.run_id, None), run_id=request_.run_id).token.read_text().strip()
+    folder = run_registry.RunDir(path=run_registry.place(request_.run_id, None), run_id=request_.run_id)
+    token = folder.token.read_text().strip()
     assert base64.b64decode(secret["data"]["token"]).decode() == token
     assert "token" not in request_.files["run.yaml"].split("resolved.json")[0]
 

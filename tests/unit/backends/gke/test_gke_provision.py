@@ -108,7 +108,7 @@ def test_slow_operations_are_waited_for(looks):
 
 def test_an_operation_that_never_ends_is_said():
     patient = session(cloud(looks=10**9))
-    with pytest.raises(BackendError, match="still not over"):
+    with pytest.raises(BackendError, match="not finished"):
         up(SITES["a4"], patient, INSTALLED, workers=1)
 
 

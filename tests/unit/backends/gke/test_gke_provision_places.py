@@ -246,7 +246,7 @@ def test_a_zone_that_does_not_exist():
 
 
 def test_credentials_that_google_does_not_know():
-    error = refused(AccessError, "does not know these credentials", refuse={1: (401, "UNAUTHENTICATED")})
+    error = refused(AccessError, "rejected these credentials", refuse={1: (401, "UNAUTHENTICATED")})
     assert "gcloud auth application-default login" in error.hint
 
 
@@ -263,7 +263,7 @@ def test_services_that_answer_a_while_after_they_were_switched_on():
 
 
 def test_a_bucket_of_somebody_elses():
-    refused(ConflictError, "example-bucket is somebody else's", foreign_buckets={"example-bucket"})
+    refused(ConflictError, "example-bucket belongs to another project or user", foreign_buckets={"example-bucket"})
 
 
 def foreign_cluster():

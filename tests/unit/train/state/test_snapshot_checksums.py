@@ -14,7 +14,7 @@ from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.core.errors import CheckpointError
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
-from muster.supervise.recovery.classify import rank_exit
+from muster.supervise.recovery.classify import classify_rank_exit
 from muster.train.state import snapshot
 from muster.train.state.snapshot import Snapshots, checksum_of, open_shard, restored
 
@@ -74,7 +74,7 @@ def test_the_supervisor_takes_it_for_a_version_that_cannot_be_read(tmp_path: Pat
     with pytest.raises(CheckpointError) as caught:
         open_shard(path, restore(path))
     last = {"exception": "CheckpointError", "message": str(caught.value)}
-    _, evidence, detail = rank_exit("host-0", {"rank": 0, "code": 1, "last": last})
+    _, evidence, detail = classify_rank_exit("host-0", {"rank": 0, "code": 1, "last": last})
     assert detail["unreadable"] and "step 7 of attempt 3" in evidence
 
 

@@ -44,10 +44,10 @@ class Call:
 
     def to_json(self) -> dict[str, Any]:
         """The request for programs; a secret body is left out."""
-        found: dict[str, Any] = {"method": self.method, "url": self.url}
+        result: dict[str, Any] = {"method": self.method, "url": self.url}
         if self.body is not None:
-            found["body"] = None if self.secret else self.body
-        return found
+            result["body"] = None if self.secret else self.body
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """The service's own words."""
+        """The service's own message."""
         error = self.body.get("error")
         if isinstance(error, Mapping):
             return str(error.get("message", self.status))
@@ -69,7 +69,7 @@ class Reply:
 
     @property
     def reasons(self) -> set[str]:
-        """Machine-readable words of the refusal, over the ways in which Google's services say them."""
+        """Machine-readable reasons of the refusal, in any of the formats of Google's services."""
         error = self.body.get("error")
         if not isinstance(error, Mapping):
             return {str(self.body.get("reason", ""))}
@@ -78,7 +78,7 @@ class Reply:
 
 
 class Unreachable(BackendError):
-    """The request may have arrived or not: nobody answered."""
+    """No response: the request may or may not have arrived."""
 
 
 class Http(Protocol):
@@ -96,9 +96,9 @@ class Http(Protocol):
 class GoogleHttp:
     """Application-default credentials: a service-account key, Cloud Shell, a metadata server, or what gcloud left.
 
-    A person's own credentials have to say whom their requests are charged to: Google refuses them otherwise (403,
-    "requires a quota project"). That is the project they name, or else the one that the request is about. A service
-    account belongs to a project and needs none.
+    A person's own credentials must name the project that their requests are charged to: Google refuses them otherwise
+    (403, "requires a quota project"). That is the project they name, or else the one that the request is about.
+    A service account belongs to a project and needs none.
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:
@@ -143,7 +143,7 @@ class GoogleHttp:
     def _token(self) -> str:
         try:
             if not self._credentials.valid:
-                self._credentials.refresh(self._request)
+                self._credentials.refresh(self._request)  # type: ignore[no-untyped-call]
         except self._refresh_error as error:
             raise AccessError(f"Google refused the credentials: {error}", hint=LOGIN) from error
         return str(self._credentials.token)
@@ -166,7 +166,7 @@ def exchange(call: Call, headers: Mapping[str, str], timeout_s: float) -> Reply:
 
 
 def _of_a_person(credentials: object) -> bool:
-    """What ``gcloud auth application-default login`` leaves: a refresh token in a person's name."""
+    """Whether they are ``gcloud auth application-default login``'s: a refresh token in a person's name."""
     from google.oauth2.credentials import Credentials
 
     return isinstance(credentials, Credentials)
@@ -176,7 +176,7 @@ def parse_reply(status: int, data: bytes) -> Reply:
     """A response of any content: JSON, a log, a proxy's page."""
     text = data.decode(errors="replace")
     try:
-        found = json.loads(text) if text else {}
+        result = json.loads(text) if text else {}
     except ValueError:
-        found = {"message": text[:500]} if status >= 300 else {}
-    return Reply(status=status, body=found if isinstance(found, dict) else {"items": found}, text=text)
+        result = {"message": text[:500]} if status >= 300 else {}
+    return Reply(status=status, body=result if isinstance(result, dict) else {"items": result}, text=text)

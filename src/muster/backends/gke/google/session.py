@@ -1,4 +1,4 @@
-"""Sending with patience: transient refusals, busy clusters and operations that take minutes."""
+"""Requests with retries: transient refusals, busy clusters, and operations that take minutes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_ROOM = (
 
 
 class NotOver(BackendError):
-    """It goes on at Google's, and nobody waits for it any longer."""
+    """The operation continues at Google; waiting for it has timed out."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Session:
                 raise BackendError(f"an operation without an address: {operation}")
             if waited_s > limit_s:
                 raise NotOver(
-                    f"still not over after {waited_s:.0f} s: {poll}", hint="run the same again to go on waiting"
+                    f"not finished after {waited_s:.0f} s: {poll}", hint="run the same again to continue waiting"
                 )
             self.clock.sleep(pause_s)
             waited_s += pause_s
@@ -114,10 +114,10 @@ def with_retries(
 
 
 def refusal(call: Call, reply: Reply) -> MusterError:
-    """The service's refusal in our words."""
+    """The service's refusal as one of our errors."""
     where = f"{call.method} {call.url}"
     if reply.status == 401:
-        return AccessError(f"{where}: Google does not know these credentials: {reply.message}", hint=LOGIN)
+        return AccessError(f"{where}: Google rejected these credentials: {reply.message}", hint=LOGIN)
     if reply.status == 403 and not any(word in reply.reasons for word in NO_ROOM):
         return AccessError(
             f"{where}: {reply.message}", hint="muster up --dry-run lists the permissions that are needed"
@@ -126,7 +126,7 @@ def refusal(call: Call, reply: Reply) -> MusterError:
 
 
 def failure(words: str) -> MusterError:
-    """Quota and stockouts are no capacity; the rest is the back end's."""
+    """Quota and stockouts are capacity errors; the rest are the back end's."""
     if any(word.lower() in words.lower() for word in NO_ROOM):
         return CapacityError(words, hint="ask for quota, or try another zone or mode")
     return BackendError(words)
@@ -137,7 +137,7 @@ def _over(operation: Mapping[str, Any]) -> bool:
 
 
 def _failure(operation: Mapping[str, Any]) -> str | None:
-    """What a finished operation complains about: compute, container and long-running ones say it differently."""
+    """The error of a finished operation: compute, container and long-running ones report it differently."""
     error = operation.get("error")
     if not error:
         return None

@@ -60,7 +60,8 @@ def own_cluster(clock: Clock, environ: Mapping[str, str], account: Path = ACCOUN
 def google_cluster(endpoint: str, ca_pem: str | None, session: Session) -> Cluster:
     """A cluster of Google's, with the session's credentials."""
     transport = session.http.transport(endpoint, ca_pem)
-    return Cluster(connection=Connection(config=_one(Server(server=endpoint)), transport=transport), clock=session.clock)
+    connection = Connection(config=_one(Server(server=endpoint)), transport=transport)
+    return Cluster(connection=connection, clock=session.clock)
 
 
 def _one(server: Server, user: User | None = None) -> SingleConfig:

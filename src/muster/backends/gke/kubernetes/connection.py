@@ -80,7 +80,7 @@ class Connection:
 
     def apply(self, kind: Kind, manifest: Mapping[str, Any], *, dry_run: bool) -> Reply:
         name, where = manifest["metadata"]["name"], _within(kind, manifest["metadata"].get("namespace", "default"))
-        how = {"patch_type": PatchType.APPLY, "force": True, "dry_run": dry_run}
+        how: dict[str, Any] = {"patch_type": PatchType.APPLY, "force": True, "dry_run": dry_run}
         return _reply(lambda: self._client.patch(_resource(kind), name, dict(manifest), **how, **where))
 
     def list(self, kind: Kind, namespace: str, labels: Mapping[str, str]) -> Reply:

@@ -24,7 +24,7 @@ from muster.config.spec import Lora, RunSpec
 
 Manifest = dict[str, Any]
 
-# Stands for a value while the object is still Python; every string that holds it becomes an expression.
+# Placeholders for values while the object is still Python; every string that contains one becomes an expression.
 _VALUES = {
     "@run@": ".Values.runId",
     "@dir@": ".Values.runDir",

@@ -26,12 +26,12 @@ class Knob:
 
 def modes(placement: Placement) -> dict[str, dict[str, Any]]:
     """Everything that differs between the ways of buying this machine, for the chart to look up."""
-    found = {}
+    result = {}
     for name in dict.fromkeys([placement.mode, *placement.machine.modes]):
         mode = mode_of(placement, name)
         template = pods.host_template(placement, mode)
         annotations = template["metadata"]["annotations"]
-        found[name] = {
+        result[name] = {
             "nodeSelector": dict(mode.node_selector),
             "tolerations": template["spec"]["tolerations"],
             "podAnnotations": {key: value for key, value in annotations.items() if key.startswith("kueue.")},
@@ -40,7 +40,7 @@ def modes(placement: Placement) -> dict[str, dict[str, Any]]:
             "reserved": name in ("reservation", "calendar"),
             "queue": _queue_of(placement, name),
         }
-    return found
+    return result
 
 
 def values_yaml(placement: Placement, modes: list[str], tunings: list[str]) -> str:
@@ -87,7 +87,7 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
         "hosts": Knob(value=spec.resources.hosts, about="Hosts that train.", schema={"type": "integer", "minimum": 1}),
         "spareHosts": Knob(
             value=spec.resources.spare_hosts,
-            about="Hosts besides, warm, that take over for a lost one.",
+            about="Additional warm hosts that replace a lost one.",
             schema={"type": "integer", "minimum": 0},
         ),
         "mode": Knob(

@@ -29,7 +29,7 @@ HOST = "host"
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Everything that the manifests depend on besides the run file itself."""
+    """Everything that the manifests depend on, in addition to the run file itself."""
 
     spec: RunSpec
     run_id: str
@@ -52,7 +52,7 @@ class Placement:
 
     @property
     def kueue(self) -> bool:
-        """Whether the run queues. Nodes that are somebody's already, with no queue named, are just used."""
+        """Whether the run queues. Nodes that are owned already, with no queue named, are used directly."""
         return self.options.kueue and (self.mode != "owned" or self.spec.resources.queue is not None)
 
     @property
@@ -100,8 +100,8 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
     Raises:
         UsageError: the machine or accelerator is unknown.
     """
-    wanted = spec.resources
-    family, machine = catalogue.find(wanted.machine, wanted.accelerator, cpu=wanted.device == "cpu")
+    requested = spec.resources
+    family, machine = catalogue.find(requested.machine, requested.accelerator, cpu=requested.device == "cpu")
     return Placement(
         spec=spec,
         run_id=run_id,
@@ -109,7 +109,7 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
         options=options,
         family=family,
         machine=machine,
-        mode=wanted.provisioning_model or ("owned" if family.name == "cpu" else "flex_start"),
+        mode=requested.provisioning_model or ("owned" if family.name == "cpu" else "flex_start"),
     )
 
 
@@ -187,7 +187,7 @@ def _by_default(recovery: Recovery) -> bool:
 
 
 def _in_pods(spec: RunSpec, run_id: str, run_dir: str) -> str:
-    """The run folder as pods see it: in a bucket as given, else beside the checkpoints where those are in one."""
+    """The run folder as pods see it: in a bucket as given, else next to the checkpoints where those are in one."""
     if spec.run_dir and mounted(spec.run_dir).startswith("/gcs/"):
         return mounted(spec.run_dir)
     directory = mounted(spec.checkpoint.dir or "")

@@ -25,7 +25,7 @@ SOURCE_AND_RUN = 'source "$0" && exec "$@"'
 LEAVE_AFTER = "--leave-after-s"
 SHORTEST_S = 60
 LEAVE_BEFORE_S = 1800
-"""Seconds before the end of an allocation at which the run saves: nodes are counted from their own start, which lies
+"""Seconds before the end of an allocation at which the run saves: an allocation counts from the nodes' start, which is
 before the supervisor's by as long as the slowest of them took."""
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
@@ -120,7 +120,8 @@ def _agent(placement: Placement) -> Manifest:
     host = "host-$(MUSTER_HOST_INDEX)"
     command = [
         "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.run_dir, "--host", host, "--",
-        "python", "-m", "muster.agent.watchdog", "--run-dir", placement.run_dir, "--run-id", placement.run_id, "--host", host,
+        "python", "-m", "muster.agent.watchdog", "--run-dir", placement.run_dir,
+        "--run-id", placement.run_id, "--host", host,
     ]  # fmt: skip
     if placement.machine.gpus and fabric.source and placement.options.nccl == "node":
         command = ["/bin/bash", "-c", SOURCE_AND_RUN, fabric.source, *command]
@@ -188,9 +189,10 @@ def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
 
 
 def _place(placement: Placement) -> Manifest:
-    """Puts run file and token into the run folder: whichever pod comes first makes it, the others find it."""
+    """Puts the run file and the token into the run folder: the first pod creates it, the others use it."""
     to_run_dir = [
-        "python", "-m", "muster.backends.gke.pod.init_container", "--run-dir", placement.run_dir, "--run-id", placement.run_id
+        "python", "-m", "muster.backends.gke.pod.init_container", "--run-dir", placement.run_dir,
+        "--run-id", placement.run_id,
     ]  # fmt: skip
     container = _container(placement, "place", to_run_dir)
     container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}

@@ -37,7 +37,10 @@ def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
         "machine": machine, "accelerator": None, "device": "auto" if machine else "cpu", "queue": None,
         "reservation": None, "provisioning_model": (mode or "spot") if machine else "owned",
     }  # fmt: skip
-    document["recovery"] |= {"policy": "default", "keep_hosts_after_failure_s": 0.0, "max_restarts_without_progress": 0, "warm_standby": False}
+    document["recovery"] |= {
+        "policy": "default", "keep_hosts_after_failure_s": 0.0, "max_restarts_without_progress": 0,
+        "warm_standby": False,
+    }  # fmt: skip
     document["limits"] = {"max_hours": 1.0}
     directory = spec.checkpoint.dir
     document["checkpoint"] |= {
@@ -47,8 +50,8 @@ def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
     if spec.command is None:
         document["training"] |= _training(document["training"])
         document["parallelism"] |= {"dp_replicate": 1, "dp_shard": -1, "tp": 1}
-        document["evaluation"] |= {"every_steps": 0, "at_start": False, "num_sequences": 0, "num_questions": 0, "samples": 0,
-                                   "final_num_questions": None}  # fmt: skip
+        document["evaluation"] |= {"every_steps": 0, "at_start": False, "num_sequences": 0,
+                                   "num_questions": 0, "samples": 0, "final_num_questions": None}  # fmt: skip
         document["model"] = _model(document["model"])
     return RunSpec.model_validate(document, strict=False)
 

@@ -28,8 +28,8 @@ class Finding:
 
 def findings(placement: Placement) -> list[Finding]:
     """Every rule's findings, errors first."""
-    found = [finding for rule in RULES for finding in rule(placement)]
-    return sorted(found, key=lambda finding: not finding.error)
+    result = [finding for rule in RULES for finding in rule(placement)]
+    return sorted(result, key=lambda finding: not finding.error)
 
 
 def refuse(placement: Placement) -> list[Finding]:
@@ -38,15 +38,15 @@ def refuse(placement: Placement) -> list[Finding]:
     Raises:
         RunFileError: every error at once, each with its reason.
     """
-    found = findings(placement)
-    if errors := [finding for finding in found if finding.error]:
+    result = findings(placement)
+    if errors := [finding for finding in result if finding.error]:
         raise RunFileError(
             [
                 Problem(key=one.key, message=f"{one.message}: {one.reason}", value=one.value, hint=one.hint)
                 for one in errors
             ]
         )
-    return found
+    return result
 
 
 def _mode_is_sold(placement: Placement) -> Iterator[Finding]:
@@ -185,13 +185,13 @@ def _device_fits_the_machine(placement: Placement) -> Iterator[Finding]:
 
 
 def _grace_that_spot_gives(placement: Placement) -> Iterator[Finding]:
-    wanted = placement.spec.recovery.grace_s
-    if placement.mode == "spot" and wanted > SPOT_POD_GRACE_S:
+    requested = placement.spec.recovery.grace_s
+    if placement.mode == "spot" and requested > SPOT_POD_GRACE_S:
         yield Finding(
             rule="spot-grace",
             key="recovery.grace_s",
-            value=wanted,
-            message=f"Spot leaves pods {SPOT_POD_GRACE_S} s, not {wanted:g} s",
+            value=requested,
+            message=f"Spot leaves pods {SPOT_POD_GRACE_S} s, not {requested:g} s",
             reason="of the 30 s notice the last 15 s belong to system pods; more is not honoured by default",
             hint="recovery.grace_s: 15, or checkpoint.replicate_snapshots: true",
             error=False,

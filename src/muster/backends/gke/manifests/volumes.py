@@ -28,11 +28,11 @@ _KEPT = ["metadata-cache:ttl-secs:-1"]
 
 def buckets(placement: Placement) -> dict[str, set[str]]:
     """Bucket -> its uses (run, checkpoints, data), for every path below ``/gcs``."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
 
     def note(path: str | None, use: str) -> None:
         if path and path.startswith("/gcs/"):
-            found.setdefault(path.split("/")[2], set()).add(use)
+            result.setdefault(path.split("/")[2], set()).add(use)
 
     spec = placement.spec
     note(mounted(placement.run_dir), "run")
@@ -44,7 +44,7 @@ def buckets(placement: Placement) -> dict[str, set[str]]:
         for source in spec.data.sources:
             for path in source.files.values():
                 note(path, "data")
-    return found
+    return result
 
 
 def bucket_volumes(placement: Placement) -> list[tuple[dict[str, Any], dict[str, Any]]]:

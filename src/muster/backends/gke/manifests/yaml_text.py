@@ -1,7 +1,7 @@
 """Objects to YAML text that every parser reads alike.
 
-Kubernetes reads YAML 1.1, where ``on``, ``012`` and ``1:30`` are not strings, and ruamel.yaml writes 1.2: so every string
-that is not plainly a word is quoted. An ``Expression`` of the chart's Go templates is written unquoted.
+Kubernetes reads YAML 1.1, where ``on``, ``012`` and ``1:30`` are not strings, and ruamel.yaml writes 1.2: so every
+string that is not plainly a word is quoted. An ``Expression`` of the chart's Go templates is written unquoted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class _Representer(SafeRepresenter):
         return True
 
     def represent_str(self, data: str) -> ScalarNode:
-        plain = _PLAIN.fullmatch(data) and data.lower() not in _RESERVED
         block = "\n" in data and all(character == "\n" or character.isprintable() for character in data)
-        style = None if plain else "|" if block else '"'
+        style: str | None = "|" if block else '"'
+        if _PLAIN.fullmatch(data) and data.lower() not in _RESERVED:
+            style = None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
     def represent_float(self, data: float) -> ScalarNode:
@@ -54,7 +55,7 @@ def dump(documents: Iterable[Mapping[str, object]]) -> str:
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 1_000_000
     yaml.indent(mapping=2, sequence=4, offset=2)
     expressions: list[str] = []

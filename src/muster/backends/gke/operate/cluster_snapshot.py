@@ -10,14 +10,14 @@ from muster.backends.gke.manifests.placement import SUPERVISOR, object_name
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.continuation import API as JOBSET_API
 from muster.backends.gke.operate.continuation import newest, number_of
-from muster.backends.gke.operate.status_reason import Observed, condition
+from muster.backends.gke.operate.status_reason import ClusterSnapshot, condition
 from muster.core.types import JobState
 
 KUEUE_API = "kueue.x-k8s.io/v1beta2"
 PROVISIONING_API = "autoscaling.x-k8s.io/v1"
 
 
-def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
+def take_snapshot(cluster: Cluster, namespace: str, run_id: str) -> ClusterSnapshot:
     """Everything that one sentence about the run may need, asked once."""
     jobset = newest(cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=label(run_id)))
     name = jobset["metadata"]["name"] if jobset else object_name(run_id)
@@ -36,7 +36,7 @@ def observe(cluster: Cluster, namespace: str, run_id: str) -> Observed:
     started = jobset is not None and not jobset["spec"].get("suspend")  # then a pod that is missing has a reason
     events = cluster.list("v1", "events", namespace=namespace) if pods or started else []
     nodes = cluster.list("v1", "nodes") if pods else []
-    return Observed(
+    return ClusterSnapshot(
         jobset=jobset,
         workload=workload,
         provisioning_requests=requests,
@@ -54,20 +54,20 @@ def label(run_id: str) -> dict[str, str]:
 
 def tasks(pods: Any) -> dict[str, str]:
     """Task -> phase and node, of its newest pod."""
-    found = {}
+    result = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
         node = pod.get("spec", {}).get("nodeName")
-        found[locate.task(pod)[0]] = str(pod.get("status", {}).get("phase", "?")).lower() + (
+        result[locate.task(pod)[0]] = str(pod.get("status", {}).get("phase", "?")).lower() + (
             f" on {node}" if node else ""
         )
-    return found
+    return result
 
 
-def exit_code(observed: Observed, state: JobState) -> int | None:
+def exit_code(snapshot: ClusterSnapshot, state: JobState) -> int | None:
     """The supervisor's own, where its pod is still there; else what the JobSet says."""
     if not state.ended:
         return None
-    for pod in observed.pods:
+    for pod in snapshot.pods:
         if locate.task(pod)[0] == SUPERVISOR:
             for container in pod.get("status", {}).get("containerStatuses", []):
                 ended = container.get("state", {}).get("terminated")

@@ -36,24 +36,24 @@ def newest(jobsets: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 def continuation(jobset: Mapping[str, Any]) -> Manifest:
     """The JobSet that goes on after ``jobset``: the same, suspended, under the next name. Pure."""
-    found: Manifest = copy.deepcopy({key: value for key, value in jobset.items() if key != "status"})
+    result: Manifest = copy.deepcopy({key: value for key, value in jobset.items() if key != "status"})
     number = number_of(jobset) + 1
-    metadata = {key: value for key, value in found["metadata"].items() if key not in _SERVERS_OWN}
+    metadata = {key: value for key, value in result["metadata"].items() if key not in _SERVERS_OWN}
     metadata["name"] = object_name(f"{metadata['labels'][INSTANCE]}-c{number}")
     annotations = {key: value for key, value in metadata.get("annotations", {}).items() if "kubectl" not in key}
     metadata["annotations"] = {**annotations, NUMBER: str(number)}
-    found["metadata"] = metadata
-    found["apiVersion"], found["kind"] = API, "JobSet"
-    spec = found["spec"]
+    result["metadata"] = metadata
+    result["apiVersion"], result["kind"] = API, "JobSet"
+    spec = result["spec"]
     spec["suspend"] = "kueue.x-k8s.io/queue-name" in metadata["labels"]
     # The headless service is the JobSet's own: two of them cannot share one.
     spec.get("network", {})["subdomain"] = metadata["name"]
     for role in spec["replicatedJobs"]:
         _forget_the_queue(role["template"]["spec"]["template"])
-    return found
+    return result
 
 
-def queue_the_rest(cluster: Cluster, namespace: str, name: str, *, at_most: int = 0) -> str:
+def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: int = 0) -> str:
     """Create the continuation of the JobSet ``name``; the same twice makes one. Returns its name.
 
     Raises:
@@ -63,7 +63,7 @@ def queue_the_rest(cluster: Cluster, namespace: str, name: str, *, at_most: int 
     metadata = {"name": name, "namespace": namespace}
     there = cluster.get({"apiVersion": API, "kind": "JobSet", "metadata": metadata})
     if there is None:
-        raise BackendError(f"the JobSet {namespace}/{name} is gone", hint="somebody ended the run")
+        raise BackendError(f"the JobSet {namespace}/{name} is gone", hint="the run was ended")
     if at_most and number_of(there) >= at_most:
         raise CapacityError(
             f"the run has had {at_most} allocations, all that limits.max_hours allows",

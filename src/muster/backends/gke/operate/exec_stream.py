@@ -1,4 +1,4 @@
-"""Running a command in a pod: what it prints comes back as it comes, and its exit code at the end."""
+"""Running a command in a pod: its output is streamed back, and its exit code at the end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def attach(
     tty: bool = False,
     size: tuple[int, int] | None = None,
 ) -> int:
-    """Run the command with somebody at the terminal; return its exit code.
+    """Run the command with a terminal attached; return its exit code.
 
     ``typed`` is read in a thread of its own and never waited for; ``size`` is (columns, lines).
     """
@@ -117,4 +117,4 @@ def _forward(typed: Iterator[bytes], stream: Stream) -> None:
         for data in typed:
             stream.send(STDIN, data)
     except OSError:
-        return  # the command has ended: nobody reads any more
+        return  # the command has ended and no longer reads

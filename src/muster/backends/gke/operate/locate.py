@@ -24,8 +24,8 @@ def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
     """Every place where the run file's cluster may be, in the order in which ``up`` tries them; one for each region."""
     placement = place(spec, run_id=run_id, run_dir="/unused", options=options)
     zones = spec.resources.locations
-    found = [site(placement, zone=zone) for zone in zones] or [site(placement)]
-    return list({one.region: one for one in reversed(found)}.values())[::-1]
+    result = [site(placement, zone=zone) for zone in zones] or [site(placement)]
+    return list({one.region: one for one in reversed(result)}.values())[::-1]
 
 
 def task(pod: Mapping[str, Any]) -> tuple[str, str]:
@@ -37,30 +37,30 @@ def task(pod: Mapping[str, Any]) -> tuple[str, str]:
 
 def running(pods: Sequence[Mapping[str, Any]]) -> dict[str, Target]:
     """Task -> its newest pod that runs."""
-    found = {}
+    result = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
         if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
             name, container = task(pod)
             metadata = pod["metadata"]
-            found[name] = Target(namespace=metadata["namespace"], pod=metadata["name"], container=container)
-    return found
+            result[name] = Target(namespace=metadata["namespace"], pod=metadata["name"], container=container)
+    return result
 
 
-def choose(found: Mapping[str, Target], host: int | None, run_id: str) -> Target:
+def choose(result: Mapping[str, Target], host: int | None, run_id: str) -> Target:
     """The pod of that host; without a number the first host's, or the supervisor's where no host runs.
 
     Raises:
         UsageError: no such host.
         BackendError: no pod of the run runs.
     """
-    if not found:
+    if not result:
         raise BackendError(f"no pod of {run_id} runs", hint=f"muster status {run_id} says what it waits for")
     if host is not None:
-        if f"{HOST}-{host}" not in found:
-            raise UsageError(f"no host {host} of {run_id} runs", hint="there are: " + ", ".join(sorted(found)))
-        return found[f"{HOST}-{host}"]
-    hosts = sorted((name for name in found if name != SUPERVISOR), key=lambda name: (len(name), name))
-    return found[hosts[0]] if hosts else found[SUPERVISOR]
+        if f"{HOST}-{host}" not in result:
+            raise UsageError(f"no host {host} of {run_id} runs", hint="there are: " + ", ".join(sorted(result)))
+        return result[f"{HOST}-{host}"]
+    hosts = sorted((name for name in result if name != SUPERVISOR), key=lambda name: (len(name), name))
+    return result[hosts[0]] if hosts else result[SUPERVISOR]
 
 
 def by_kubeconfig(spec: RunSpec) -> bool:
@@ -77,19 +77,19 @@ def cluster_of(spec: RunSpec, run_id: str, options: Options, session: Session) -
             raise AccessError(f"{error.name} is not installed", hint="pip install 'muster[gke]'") from error
         return config.connect(str(spec.resources.cluster), session.clock)
     for where in sites_of(spec, run_id, options):
-        if found := connect(where, session):
-            return found
+        if result := connect(where, session):
+            return result
     return None
 
 
 def needed(spec: RunSpec, run_id: str, options: Options, session: Session) -> Cluster:
     """The same. Raises BackendError where there is none."""
-    found = cluster_of(spec, run_id, options, session)
-    if found is None:
+    result = cluster_of(spec, run_id, options, session)
+    if result is None:
         places = sites_of(spec, run_id, options)
         regions = ", ".join(where.region for where in places)
         raise BackendError(
             f"no cluster {places[0].cluster} in {regions} of project {places[0].project}",
             hint="muster up RUN.yaml makes it",
         )
-    return found
+    return result

@@ -1,7 +1,7 @@
-"""Output of a run's pods as it comes: one followed log per pod, pods found by a watch, the end by another.
+"""Live output of a run's pods: one followed log per pod; one watch finds pods, another the end of the run.
 
-Nothing is asked at intervals: each connection stays open and is opened anew where it breaks, from the last line's time
-on. What ranks write is in their pod's own output (``echo.py``), marked with the rank.
+Nothing is polled: each connection stays open and is reopened where it breaks, from the last line's time on.
+What ranks write is in their pod's own output (``pod/log_forwarder.py``), marked with the rank.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.continuation import API as JOBSET_API
-from muster.backends.gke.pod.log_forwarder import told_by
+from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock
 from muster.core.types import LogChunk
 
 DRAIN_S = 15.0
-"""After the run's end its pods' last words are waited for; a pod of a dead node has none."""
+"""How long after the run's end its pods' last output is waited for; a pod of a dead node sends none."""
 AHEAD_LINES = 10_000
-"""Read ahead of whoever reads them here: a pager that waits holds the connections back, not the memory."""
+"""Lines buffered ahead of the reader: a pager that waits slows the connections down instead of filling memory."""
 LOOK_EVERY_S = 5.0
 """Where watching is not allowed, or nothing can be watched yet."""
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)$")
@@ -42,13 +42,12 @@ class Follower:
     namespace: str
     labels: Mapping[str, str]
     over: Callable[[], bool]
-    """Looks whether the run has ended."""
+    """Whether the run has ended."""
     clock: Clock = field(default_factory=SystemClock)
     pause_s: float = 0.5
     """Between a connection that broke and the next."""
-    _told: queue.Queue[LogChunk | MusterError | None] = field(default_factory=lambda: queue.Queue(AHEAD_LINES))
+    _queue: queue.Queue[LogChunk | MusterError | None] = field(default_factory=lambda: queue.Queue(AHEAD_LINES))
     _opened: list[Lines] = field(default_factory=list)
-    _known: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _readers: dict[str, threading.Thread] = field(default_factory=dict)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -66,9 +65,9 @@ class Follower:
             while not (self._ended.is_set() and self._looked.is_set()):
                 yield from self._next(None)
             until = self.clock.monotonic_ns() + int(DRAIN_S * 1e9)
-            while (left_ns := until - self.clock.monotonic_ns()) > 0 and (self._reading() or not self._told.empty()):
+            while (left_ns := until - self.clock.monotonic_ns()) > 0 and (self._reading() or not self._queue.empty()):
                 yield from self._next(left_ns / 1e9)
-            for _ in range(self._told.qsize()):
+            for _ in range(self._queue.qsize()):
                 yield from self._next(0.0)
         finally:
             self._stopping.set()
@@ -78,17 +77,17 @@ class Follower:
     def _next(self, timeout_s: float | None) -> Iterator[LogChunk]:
         """The next line; nothing where something else happened, or nothing in time."""
         with contextlib.suppress(queue.Empty):
-            found = self._told.get(timeout=timeout_s)
-            if isinstance(found, MusterError):
-                raise found
-            if found is not None:
-                yield found
+            result = self._queue.get(timeout=timeout_s)
+            if isinstance(result, MusterError):
+                raise result
+            if result is not None:
+                yield result
 
-    def _tell(self, found: LogChunk | MusterError | None) -> None:
-        """Wait for room, for as long as somebody reads."""
+    def _put(self, result: LogChunk | MusterError | None) -> None:
+        """Wait for room until the reader leaves."""
         while not self._stopping.is_set():
             with contextlib.suppress(queue.Full):
-                self._told.put(found, timeout=1.0)
+                self._queue.put(result, timeout=1.0)
                 return
 
     def _reading(self) -> bool:
@@ -97,7 +96,7 @@ class Follower:
     # ---------------------------------------------------------------- what there is
 
     def _watch_run(self) -> None:
-        """Until the run has ended: a JobSet that changed is the occasion to look, a lost watch is another."""
+        """Until the run has ended: checks when the JobSet changes, and when the watch is lost."""
         while not self._stopping.is_set() and not self._over_now():
             with self._breaks():
                 for _ in self._watch(JOBSET_API, "jobsets"):
@@ -109,17 +108,17 @@ class Follower:
         with contextlib.suppress(Unreachable):
             if self.over():
                 self._ended.set()
-                self._tell(None)
+                self._put(None)
         return self._ended.is_set()
 
     def _watch_pods(self) -> None:
         while not self._stopping.is_set():
             with self._breaks():
-                # Whoever comes after the end finds the pods that are left by this look alone.
+                # A reader that starts after the end of the run finds the remaining pods by this list alone.
                 for pod in self.cluster.list("v1", "pods", namespace=self.namespace, labels=self.labels):
                     self._meet(pod)
                 self._looked.set()
-                self._tell(None)
+                self._put(None)
                 for pod in self._watch("v1", "pods"):
                     self._meet(pod)
             self._stopping.wait(self.pause_s)
@@ -133,9 +132,8 @@ class Follower:
             self._stopping.wait(LOOK_EVERY_S)
 
     def _meet(self, pod: Mapping[str, Any]) -> None:
-        """A pod whose containers may have begun is read, once."""
+        """Start one reader for a pod whose containers may have started."""
         name = str(pod["metadata"]["name"])
-        self._known[name] = pod
         if pod.get("status", {}).get("phase") in (None, "Pending") or name in self._readers or self._stopping.is_set():
             return
         reader = threading.Thread(target=self._guarded, args=(lambda: self._read(name, pod),), daemon=True)
@@ -147,11 +145,11 @@ class Follower:
     def _read(self, name: str, pod: Mapping[str, Any]) -> None:
         """The whole output of the container that does the pod's work, however often the connection breaks."""
         task, container = locate.task(pod)
-        place = Place()
+        position = LogPosition()
         while not self._stopping.is_set():
             with self._breaks():
-                place.reopened()
-                lines = self.cluster.follow_log(self.namespace, name, container, since=place.since)
+                position.reopened()
+                lines = self.cluster.follow_log(self.namespace, name, container, since=position.since)
                 if lines is None:
                     return
                 self._opened.append(lines)
@@ -159,9 +157,9 @@ class Follower:
                     for line in lines:
                         if self._stopping.is_set():
                             return
-                        if (fresh := place.fresh(line)) is not None:
-                            writer, text = told_by(fresh.decode(errors="replace"), task)
-                            self._tell(LogChunk(task=writer, text=text, next_offset=0))
+                        if (fresh := position.fresh(line)) is not None:
+                            writer, text = writer_of(fresh.decode(errors="replace"), task)
+                            self._put(LogChunk(task=writer, text=text, next_offset=0))
                 finally:
                     self._opened.remove(lines)
                     lines.close()
@@ -170,33 +168,33 @@ class Follower:
             self._stopping.wait(self.pause_s)
 
     def _container_ended(self, name: str) -> bool:
-        found = self.cluster.get(
+        result = self.cluster.get(
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": self.namespace}}
         )
-        return found is None or found.get("status", {}).get("phase") in ("Succeeded", "Failed")
+        return result is None or result.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
     # ---------------------------------------------------------------- edges
 
     @contextlib.contextmanager
     def _breaks(self) -> Iterator[None]:
-        """What is over by asking again."""
+        """Errors that asking again resolves."""
         with contextlib.suppress(Unreachable, OSError):
             yield
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A thread's edge: what it cannot live with is raised where the lines are read."""
+        """A thread's edge: its errors are raised where the lines are read."""
         try:
             work()
         except MusterError as error:
-            self._tell(error)
-        except Exception as error:  # noqa: BLE001 (else the reader waits for ever)
-            self._tell(BackendError(f"following the logs broke: {error!r}", hint="muster logs without -f"))
+            self._put(error)
+        except Exception as error:  # noqa: BLE001 (else the reader waits forever)
+            self._put(BackendError(f"following the logs broke: {error!r}", hint="muster logs without -f"))
         finally:
-            self._tell(None)
+            self._put(None)
 
 
 @dataclass
-class Place:
+class LogPosition:
     """How far one pod's output was read: the last line's time, and how many lines bear it.
 
     A server that is asked for lines since a time cuts it to the second: what was read already comes again.
@@ -232,5 +230,5 @@ class Place:
 
 def _sortable(stamp: str) -> str | None:
     """``2026-01-02T03:04:05.6Z`` with all nine digits, so that text sorts as time; None where it is none."""
-    found = STAMP.match(stamp)
-    return f"{found[1]}.{found[2] or '':0<9}" if found else None
+    result = STAMP.match(stamp)
+    return f"{result[1]}.{result[2] or '':0<9}" if result else None

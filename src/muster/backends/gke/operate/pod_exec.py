@@ -14,7 +14,7 @@ from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.placement import SUPERVISOR
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.exec_stream import Target, run
-from muster.backends.gke.pod.log_forwarder import told_by
+from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, MusterError
 from muster.core.protocols import Store
@@ -65,7 +65,7 @@ def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int], *, copies: 
         start = position if position <= len(data) else 0
         texts: dict[str, str] = {}
         for line in data[start:].decode(errors="replace").splitlines(keepends=True):
-            writer, text = told_by(line, task)
+            writer, text = writer_of(line, task)
             texts[writer] = texts.get(writer, "") + text
         for writer, text in texts.items():
             if writer == task or copies:
@@ -124,8 +124,8 @@ def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str,
 
 def _files(cluster: Cluster, pods: Pods, folder: str, held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
     """(name, offset, bytes) of what is new, until nothing is; nothing where no pod can be spoken to."""
-    found = locate.running(pods)
-    target = found.get(SUPERVISOR) or next(iter(found.values()), None)
+    result = locate.running(pods)
+    target = result.get(SUPERVISOR) or next(iter(result.values()), None)
     positions = dict(held)
     while target is not None:
         try:
@@ -150,10 +150,10 @@ def _question(cluster: Cluster, target: Target, pods: Pods, question: Mapping[st
     argv = ["python", "-m", "muster.app.remote_entrypoint", RUN_DIR, run_dir_of(pod)]
     printed = run(cluster, target, argv, line=json.dumps(question))
     try:
-        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     except (ValueError, IndexError) as error:
         raise BackendError(f"{target.pod} answered {printed[-200:]!r}", hint="is its image of this version?") from error
-    return found
+    return result
 
 
 def run_dir_of(pod: Mapping[str, Any]) -> str:

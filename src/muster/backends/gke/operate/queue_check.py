@@ -1,4 +1,4 @@
-"""Is the queue that a run names there? Kueue itself takes a job for any queue, and lets it wait for ever."""
+"""Check that a run's queue exists: Kueue accepts a job for any queue name, and leaves it waiting forever."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Manifest = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class ClusterSnapshot:
     """One look at a run's objects; None or empty where there is none."""
 
     jobset: Manifest | None = None
@@ -38,31 +38,31 @@ class Explanation:
     hint: str | None = None
 
 
-def explain(observed: Observed) -> Explanation:
+def explain(snapshot: ClusterSnapshot) -> Explanation:
     """One sentence about the run; the most advanced obstacle wins."""
-    if observed.jobset is None and observed.workload is None:
+    if snapshot.jobset is None and snapshot.workload is None:
         return Explanation(state=JobState.ABSENT, sentence="no such run on the cluster")
-    for answer in _answers(observed):
+    for answer in _answers(snapshot):
         if answer is not None:
             return answer
     raise AssertionError("the last answer is never None")
 
 
-def _answers(observed: Observed) -> Iterator[Explanation | None]:
-    yield _ended(observed.jobset)
-    yield _deactivated_or_evicted(observed.workload)
-    yield _queued(observed)
-    yield _checked(observed)
-    yield _placed(observed)
+def _answers(snapshot: ClusterSnapshot) -> Iterator[Explanation | None]:
+    yield _ended(snapshot.jobset)
+    yield _deactivated_or_evicted(snapshot.workload)
+    yield _queued(snapshot)
+    yield _checked(snapshot)
+    yield _placed(snapshot)
 
 
 def _ended(jobset: Manifest | None) -> Explanation | None:
     if jobset is None:
         return None
-    if _true(found := condition(jobset, "Completed")):
+    if _true(result := condition(jobset, "Completed")):
         return Explanation(state=JobState.SUCCEEDED, sentence="finished: the supervisor's job completed")
-    if _true(found := condition(jobset, "Failed")):
-        return Explanation(state=JobState.FAILED, sentence="failed: " + _words(found, "the JobSet gives no reason"))
+    if _true(result := condition(jobset, "Failed")):
+        return Explanation(state=JobState.FAILED, sentence="failed: " + _words(result, "the JobSet gives no reason"))
     return None
 
 
@@ -78,9 +78,9 @@ def _deactivated_or_evicted(workload: Manifest | None) -> Explanation | None:
             hint="muster submit again, or set spec.active of the Workload to true",
         )
     if _true(evicted) and not _true(condition(workload, "QuotaReserved")):
-        found = EVICTED.get(str((evicted or {}).get("reason")))
-        if found is not None:
-            sentence, hint = found
+        result = EVICTED.get(str((evicted or {}).get("reason")))
+        if result is not None:
+            sentence, hint = result
             why = _words(evicted, "no reason given")
             return Explanation(state=JobState.WAITING, sentence=f"{sentence}: {why}{_asked_again(workload)}", hint=hint)
     return None
@@ -108,10 +108,10 @@ def _asked_again(workload: Manifest) -> str:
     return f"; Kueue tries again at {state['requeueAt']} (try {int(state.get('count', 0)) + 1})"
 
 
-def _queued(observed: Observed) -> Explanation | None:
-    workload = observed.workload
+def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
+    workload = snapshot.workload
     if workload is None:
-        suspended = (observed.jobset or {}).get("spec", {}).get("suspend")
+        suspended = (snapshot.jobset or {}).get("spec", {}).get("suspend")
         if not suspended:
             return None
         return Explanation(
@@ -152,33 +152,34 @@ def _queued(observed: Observed) -> Explanation | None:
     return None
 
 
-def _checked(observed: Observed) -> Explanation | None:
-    workload = observed.workload
+def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
+    workload = snapshot.workload
     if workload is None or _true(condition(workload, "Admitted")):
         return None
     pending = [
         check for check in workload.get("status", {}).get("admissionChecks", []) if check.get("state") != "Ready"
     ]
     for check in pending:
-        definition = next((one for one in observed.admission_checks if one["metadata"]["name"] == check["name"]), None)
+        definition = next((one for one in snapshot.admission_checks if one["metadata"]["name"] == check["name"]), None)
         active = condition(definition, "Active") if definition else None
         if active is not None and not _true(active):
             return Explanation(
                 state=JobState.WAITING,
                 sentence=f"admission check {check['name']} is not active: {_words(active, 'no reason given')}",
             )
-    if observed.provisioning_requests:
-        return _dws(newest(observed.provisioning_requests), _asked_again(workload))
+    if snapshot.provisioning_requests:
+        return _dws(newest(snapshot.provisioning_requests), _asked_again(workload))
     for check in pending:
         message = check.get("message") or ""
-        if check.get("state") in ("Retry", "Rejected"):
+        name, state = check["name"], check.get("state")
+        if state in ("Retry", "Rejected"):
             return Explanation(
                 state=JobState.WAITING,
-                sentence=f"admission check {check['name']} is in state {check['state']}: {message or 'no reason given'}",
+                sentence=f"admission check {name} is in state {state}: {message or 'no reason given'}",
             )
         return Explanation(
             state=JobState.WAITING,
-            sentence=f"quota is reserved; waiting for admission check {check['name']}"
+            sentence=f"quota is reserved; waiting for admission check {name}"
             + (f": {message}" if message else " (no request to DWS yet)"),
         )
     return None
@@ -221,20 +222,20 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
 DWS_CONDITIONS = ("Accepted", "Provisioned", "Failed", "BookingExpired", "CapacityRevoked")
 
 
-def _placed(observed: Observed) -> Explanation:
-    not_created = refused(observed.jobset, observed.pods, observed.events) if observed.jobset is not None else None
+def _placed(snapshot: ClusterSnapshot) -> Explanation:
+    not_created = refused(snapshot.jobset, snapshot.pods, snapshot.events) if snapshot.jobset is not None else None
     if not_created is not None:
         why = "a ResourceQuota or an admission policy of the namespace refuses it"
         return Explanation(state=JobState.WAITING, sentence=f"admitted; {not_created}", hint=why)
-    if not observed.pods:
-        if observed.jobset is None and observed.workload is not None:
-            queue = observed.workload.get("status", {}).get("admission", {}).get("clusterQueue", "the queue")
+    if not snapshot.pods:
+        if snapshot.jobset is None and snapshot.workload is not None:
+            queue = snapshot.workload.get("status", {}).get("admission", {}).get("clusterQueue", "the queue")
             sentence = f"admitted by {queue}; waiting for its pods"
-            if not _admitted(observed.workload):
+            if not _admitted(snapshot.workload):
                 sentence = f"quota is reserved in {queue}; waiting to be admitted"
             return Explanation(state=JobState.WAITING, sentence=sentence)
         return Explanation(state=JobState.WAITING, sentence="admitted; its pods are being created")
-    state, sentence, hint = pods_sentence(observed.pods, observed.events, observed.nodes, restarts(observed.jobset))
+    state, sentence, hint = pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
     return Explanation(state=state, sentence=sentence, hint=hint)
 
 
@@ -245,11 +246,11 @@ def restarts(jobset: Manifest | None) -> int:
 
 def condition(thing: Manifest | None, kind: str) -> Mapping[str, Any] | None:
     """The newest condition of that type."""
-    found = None
+    result = None
     for one in (thing or {}).get("status", {}).get("conditions", []):
         if one.get("type") == kind:
-            found = one
-    return found
+            result = one
+    return result
 
 
 def newest(requests: Sequence[Manifest]) -> Manifest:
@@ -272,10 +273,10 @@ def _all_ready(workload: Manifest) -> bool:
     return bool(checks) and all(check.get("state") == "Ready" for check in checks)
 
 
-def _true(found: Mapping[str, Any] | None) -> bool:
-    return found is not None and found.get("status") == "True"
+def _true(result: Mapping[str, Any] | None) -> bool:
+    return result is not None and result.get("status") == "True"
 
 
-def _words(found: Mapping[str, Any] | None, otherwise: str) -> str:
-    message = str((found or {}).get("message") or "").strip().rstrip(".")
+def _words(result: Mapping[str, Any] | None, otherwise: str) -> str:
+    message = str((result or {}).get("message") or "").strip().rstrip(".")
     return message or otherwise

@@ -116,21 +116,21 @@ def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
         for one in nodes
         if any(taint.get("key") == TERMINATION_TAINT for taint in one.get("spec", {}).get("taints", []))
     }
-    found = [
+    result = [
         f"{_name(pod)} (node {node})"
         for pod in pods
         if (node := pod.get("spec", {}).get("nodeName")) in tainted and _running(pod)
     ]
-    return f"; node termination announced: {', '.join(found)}" if found else ""
+    return f"; node termination announced: {', '.join(result)}" if result else ""
 
 
 def _newest_of_each_role(pods: Sequence[Manifest]) -> list[Manifest]:
     """One pod for each job: a replaced pod's predecessor may still exist."""
-    found: dict[tuple[str, str], Manifest] = {}
+    result: dict[tuple[str, str], Manifest] = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
         labels = pod["metadata"].get("labels", {})
-        found[labels.get(ROLE, pod["metadata"]["name"]), labels.get(INDEX, "0")] = pod
-    return list(found.values())
+        result[labels.get(ROLE, pod["metadata"]["name"]), labels.get(INDEX, "0")] = pod
+    return list(result.values())
 
 
 def _lost(pod: Manifest, nodes: Sequence[Manifest]) -> str | None:

@@ -1,7 +1,7 @@
 """Init program of every pod of a run: the run file and the token go from their volumes into the run folder.
 
-Run as ``python -m muster.backends.gke.pod.init_container --run-dir DIR --run-id ID``. What is there already stays: a supervisor
-that was replaced finds the folder as it left it. A corrected run file (another submission) replaces the old one.
+Run as ``python -m muster.backends.gke.pod.init_container --run-dir DIR --run-id ID``. Existing files stay: a replaced
+supervisor's successor finds the folder unchanged. A corrected run file (another submission) replaces the old one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Pat
     files["token"] = token.read_bytes().strip()
     files["run_id"] = f"{run_id}\n".encode()
     files["job.json"] = (json.dumps({"version": 1, "run_id": run_id, "backend": "gke"}) + "\n").encode()
-    # The submission is the pods' clock: what a restart on held hosts wrote after it stands, what is older goes.
+    # Files of an older submission are replaced; what a restart on held hosts wrote after this one stays.
     number = (run_files / SUBMISSION).read_bytes() if (run_files / SUBMISSION).exists() else b"1"
     files[SUBMISSION] = number
     newer = _read(run_dir / SUBMISSION) != number

@@ -1,6 +1,6 @@
 """What a host's ranks write, copied to the pod's own output: one stream per pod then tells everything.
 
-Ranks write files of the run folder, which on a bucket nobody else sees before they are closed; the pod's output is what
+Ranks write files of the run folder, which on a bucket are invisible until they are closed; the pod's output is what
 ``kubectl logs``, Cloud Logging and ``muster logs -f`` read. Each line bears its file's name: ``rank-3.a1 | ...``.
 """
 
@@ -21,24 +21,24 @@ from pathlib import Path
 
 MARKED = re.compile(r"((?:rank-\d+\.a\d+)|(?:[a-z]+-host-[a-z0-9-]+)) \| ")
 GATHER_S = 0.2
-"""Writes of this long are copied at once."""
+"""Writes within this time are copied together."""
 LONGEST_BYTES = 16 * 1024
 """A line without end (a progress bar) is cut here, as container runtimes do."""
 _CREATED, _WRITTEN = 0x100, 0x2  # IN_CREATE, IN_MODIFY of <sys/inotify.h>
 
 
-def told_by(line: str, pod: str) -> tuple[str, str]:
-    """(task, text) of a line of the pod's output: the process that wrote it, or the pod's own."""
-    found = MARKED.match(line)
-    return (found[1], line[found.end() :]) if found else (pod, line)
+def writer_of(line: str, pod: str) -> tuple[str, str]:
+    """(task, text) of a line of the pod's output; the task is the process that wrote it, or the pod itself."""
+    result = MARKED.match(line)
+    return (result[1], line[result.end() :]) if result else (pod, line)
 
 
 @dataclass(kw_only=True)
-class Echo:
+class LogForwarder:
     """Follows the log files that belong to ``host`` below ``run_dir``, in a thread, until ``stop``.
 
-    Whose rank a file is say the host's own events: other hosts write to the same folders. The kernel says when
-    something was written: asking a mounted bucket at intervals would cost a request each time.
+    The host's own events say which ranks are its own: other hosts write to the same folders. inotify reports writes:
+    polling a mounted bucket would cost a request each time.
     """
 
     run_dir: Path
@@ -52,7 +52,7 @@ class Echo:
     _wake: tuple[int, int] | None = None
 
     def start(self) -> None:
-        """Begin; where this kernel cannot tell about writes, nothing is copied."""
+        """Start; without inotify, nothing is copied."""
         folders = [self.run_dir / "logs", self.run_dir / "events"]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class Echo:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self) -> None:
-        """Copy what was written last, and end."""
+        """Copy the last output, and end."""
         if self._thread is None or self._wake is None:
             return
         os.write(self._wake[1], b"x")
@@ -85,12 +85,12 @@ class Echo:
                     over = bool(select.select([wake], [], [], GATHER_S)[0])
                 over = over or wake in ready
                 if select.select([inotify], [], [], 0)[0]:
-                    self.heard(_names(os.read(inotify, 1 << 16)))
+                    self.add_files(_names(os.read(inotify, 1 << 16)))
             self.copy()
         self.copy(last=True)
         os.close(inotify)
 
-    def heard(self, names: set[str]) -> None:
+    def add_files(self, names: set[str]) -> None:
         """Files of this host among ``names``."""
         for name in names:
             if name.startswith(f"{self.host}.") and name.endswith(".jsonl"):
@@ -132,7 +132,7 @@ class Echo:
 
 
 def _watching(folders: list[Path]) -> int | None:
-    """A descriptor that tells of files created and written in ``folders``; None where the kernel has none."""
+    """An inotify descriptor for files created and written in ``folders``; None where the kernel has none."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         descriptor = int(libc.inotify_init1(os.O_CLOEXEC))
@@ -149,9 +149,9 @@ def _watching(folders: list[Path]) -> int | None:
 
 def _names(data: bytes) -> set[str]:
     """File names of ``struct inotify_event`` records: four 32-bit words, the last one the name's length."""
-    found, at = set(), 0
+    result, at = set(), 0
     while at + 16 <= len(data):
         (size,) = struct.unpack_from("I", data, at + 12)
-        found.add(os.fsdecode(data[at + 16 : at + 16 + size].rstrip(b"\0")))
+        result.add(os.fsdecode(data[at + 16 : at + 16 + size].rstrip(b"\0")))
         at += 16 + size
-    return found
+    return result

@@ -1,11 +1,11 @@
-"""The first program of a pod: starts the agent or the supervisor, and turns how it ended into what Kubernetes is told.
+"""The first program of a pod: starts the agent or the supervisor, and maps its end to what Kubernetes acts on.
 
 Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME] [--leave-after-s N] -- PROGRAM...``.
 
-* ``host``: a pod that is taken away (drained, preempted, deleted) ends with 75, so that its Job makes another one; an
-  agent that left because nobody came is started again, for as long as the pod stands.
-* ``supervisor``: a pod that is taken away leaves at once and the agents train on: the next one adopts them, once
-  the old one's lease is out (10 s). Where that one lives after all (its node was only unreachable), it stands by.
+* ``host``: a pod that is removed (drained, preempted, deleted) ends with 75, so that its Job creates another one; an
+  agent that left because no supervisor connected is restarted for the lifetime of the pod.
+* ``supervisor``: a pod that is removed ends at once and the agents continue training: the next one adopts them once
+  the old one's lease has expired (10 s). Where the old one is alive (its node was only unreachable), it waits.
   When the run itself saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of
   it is queued as a new JobSet, which goes through the queue to a new allocation and goes on from the checkpoint.
 """
@@ -24,20 +24,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from muster.backends.gke.pod.log_forwarder import Echo
+from muster.backends.gke.pod.log_forwarder import LogForwarder
+from muster.core import environment
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 
 AGAIN = 75
-"""Saved, wants to run again. As a pod's exit code it is free: the Job makes a new pod and does not count it."""
+"""Saved, asks to be continued. As a pod's exit code it is free: the Job creates a new pod and does not count it."""
 BACK_END_FAULT = 6
 REFUSED = 1
-"""What a supervisor ends with, among others, when another one holds the run."""
+"""One of the causes: another supervisor holds the run."""
 STAND_BY_S = 0.5
 LONELY = "no supervisor and no work"
-"""The agent's own word for having left because nobody came (its ``agent.ended`` event)."""
+"""The reason in ``agent.ended`` of an agent that left because no supervisor connected."""
 SHORTEST_RUN_S = 60.0
-"""A run that wants to run again sooner than this would go on for ever without a step."""
+"""A run that asks to be continued sooner than this would be requeued forever without a step."""
 
 
 @dataclass(kw_only=True)
@@ -67,12 +68,12 @@ class Pod:
             return self._supervise()
         code = self._wait()
         while code == 0 and not self._taken and self.lonely():
-            print("no supervisor came; waiting for one again", file=sys.stderr, flush=True)
+            print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
             code = self._wait()
         return AGAIN if self._taken else code
 
     def _supervise(self) -> int:
-        """A supervisor that went without a word holds the run until its lease is out; its successor stands by."""
+        """A supervisor that disappeared holds the run until its lease expires; its successor waits."""
         code: int | None = None
         while code is None and not self._taken:
             if self.held():
@@ -87,7 +88,7 @@ class Pod:
 
     def _wait(self) -> int:
         """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
-        self._child = os.posix_spawnp(self.argv[0], list(self.argv), os.environ)
+        self._child = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited())
         if self._taken:  # while it was being started
             self._send(signal.SIGTERM)
         while True:
@@ -99,8 +100,8 @@ class Pod:
 
     def _signal(self, number: int, _frame: FrameType | None) -> None:
         self._taken = True
-        # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it just goes: whatever it
-        # knows is in its log, and agents wait for its successor.
+        # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it is killed: its state is
+        # in its log, and agents wait for its successor.
         self._send(signal.SIGKILL if self.role == "supervisor" else number)
 
     def _leave(self, _number: int, _frame: FrameType | None) -> None:
@@ -116,23 +117,23 @@ class Pod:
         lived_s = time.monotonic() - self._started
         if self.requeue is None or lived_s < SHORTEST_RUN_S:
             why = (
-                "and nothing here may queue it" if self.requeue is None else f"after {lived_s:.0f} s: too short a life"
+                "but this pod may not queue it" if self.requeue is None else f"after only {lived_s:.0f} s"
             )
-            print(f"error: the run wants to run again {why}\nhint: muster submit continues it", file=sys.stderr)
+            print(f"error: the run asks to be continued {why}\nhint: muster submit continues it", file=sys.stderr)
             return BACK_END_FAULT
         try:
-            print(f"queued to go on: {self.requeue()}", file=sys.stderr)
+            print(f"continuation queued: {self.requeue()}", file=sys.stderr)
         except MusterError as error:
             print(f"error: cannot queue the rest of the run: {error}\nhint: muster submit", file=sys.stderr)
             return BACK_END_FAULT
         return 0
 
 
-def named_after_its_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
-    """The host's name with the pod's own five letters, and the program told so.
+def name_after_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
+    """The host's name with the pod's own suffix, also in the program's arguments.
 
-    A pod that replaces another is another machine as a rule: nothing that the supervisor holds against the old one
-    (a notice, a quarantine) holds for it.
+    A pod that replaces another is usually on another machine: a notice or a quarantine of the old one does not
+    apply to it.
     """
     if not host or not pod:
         return host, list(argv)
@@ -141,7 +142,7 @@ def named_after_its_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, 
 
 
 def lease_held(run_dir: Path) -> bool:
-    """Whether somebody holds the run's lease now, as far as this pod's clock can say."""
+    """Whether the run's lease is held now, by this pod's clock."""
     try:
         record = json.loads((run_dir / "lease.json").read_text())
         return time.time_ns() < int(record.get("expires_wall_ns", 0))
@@ -149,13 +150,13 @@ def lease_held(run_dir: Path) -> bool:
         return False
 
 
-def left_lonely(run_dir: Path, host: str) -> bool:
-    """Whether the host's newest event says that its agent left because nobody came."""
+def left_unsupervised(run_dir: Path, host: str) -> bool:
+    """Whether the host's newest event says that its agent left because no supervisor connected."""
     files = sorted((run_dir / "events").glob(f"{host}.*.jsonl"), key=lambda path: path.stat().st_mtime)
     for path in files[-1:]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             last = json.loads(path.read_bytes().splitlines()[-1])
-            return last.get("kind") == "agent.ended" and last.get("detail", {}).get("reason") == LONELY
+            return bool(last.get("kind") == "agent.ended" and last.get("detail", {}).get("reason") == LONELY)
     return False
 
 
@@ -172,34 +173,32 @@ def main() -> int:
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
     given = parser.parse_args(own)
-    # An entry point: the pod's environment says what it is called.
-    host, argv = named_after_its_pod(given.host, argv, os.environ.get("MUSTER_POD", ""))
+    host, argv = name_after_pod(given.host, argv, environment.current().pod)
     pod = Pod(
         argv=argv,
         role=given.role,
-        lonely=lambda: left_lonely(given.run_dir, host),
+        lonely=lambda: left_unsupervised(given.run_dir, host),
         held=lambda: lease_held(given.run_dir),
         requeue=(lambda: _requeue(given.requeue, given.at_most)) if given.requeue else None,
         leave_after_s=given.leave_after_s or None,
     )
     if not host:
         return pod.run()
-    echo = Echo(run_dir=given.run_dir, host=host)
-    echo.start()
+    forwarder = LogForwarder(run_dir=given.run_dir, host=host)
+    forwarder.start()
     try:
         return pod.run()
     finally:
-        echo.stop()
+        forwarder.stop()
 
 
 def _requeue(which: str, at_most: int) -> str:
     from muster.backends.gke.kubernetes.config import own_cluster
-    from muster.backends.gke.operate.continuation import queue_the_rest
+    from muster.backends.gke.operate.continuation import queue_continuation
 
     namespace, _, name = which.partition("/")
-    # An entry point: the pod's environment says where its own API server is.
-    cluster = own_cluster(SystemClock(), os.environ)
-    return queue_the_rest(cluster, namespace, name, at_most=at_most)
+    cluster = own_cluster(SystemClock(), environment.inherited())
+    return queue_continuation(cluster, namespace, name, at_most=at_most)
 
 
 if __name__ == "__main__":

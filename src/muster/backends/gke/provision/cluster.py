@@ -18,7 +18,7 @@ from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.build import Build
 from muster.backends.gke.provision.quota import quota
 from muster.backends.gke.provision.resource_names import Site, site, today
-from muster.backends.gke.provision.software import hashes, parsed, software, unvouched
+from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
 from muster.backends.gke.provision.up import down_everywhere, requests, up_first
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec
@@ -77,8 +77,8 @@ class GkeCluster:
         """
         where = self.sites[0]
         texts = pinned_manifests.at_hand(where, manifests)
-        unpinned = unvouched(where, texts, pinned_manifests.pins())
-        return requests(where, parsed(where, texts)), [f"{each.sentence()}: not pinned by hash" for each in unpinned]
+        missing = unpinned(where, texts, pinned_manifests.pins())
+        return requests(where, parsed(where, texts)), [f"{each.sentence()}: not pinned by hash" for each in missing]
 
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
         """Record the hashes of the released manifests (fetched where no folder is given), for this user."""
@@ -122,12 +122,12 @@ class GkeCluster:
         """
         where = self.sites[0]
         made_of = parts(base=base, torch=torch, torch_index=torch_index)
-        found = doubts(made_of, where.placement.family, where.placement.machine)
-        if wrong := [doubt.message for doubt in found if doubt.wrong]:
+        result = doubts(made_of, where.placement.family, where.placement.machine)
+        if wrong := [doubt.message for doubt in result if doubt.wrong]:
             raise UsageError("these do not fit: " + "; ".join(wrong), hint="--base, --torch-index")
         data = context(made_of)
         job = Build(site=where, parts=made_of, tag=tag(made_of, data), data=data)
-        return Image(job=job, doubts=tuple(doubt.message for doubt in found), cluster=self)
+        return Image(job=job, doubts=tuple(doubt.message for doubt in result), cluster=self)
 
 
 def open_cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> GkeCluster:

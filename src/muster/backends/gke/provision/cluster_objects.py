@@ -49,7 +49,7 @@ class Objects:
         if cluster is None:
             return Found(state="absent")
         if not self.removed_with_cluster:
-            # To be removed: any one of them counts, whatever it looks like by now.
+            # To be removed: any one of them counts, even if it differs.
             return Found(state="there" if any(cluster.get(one) for one in self.manifests) else "absent")
         for manifest in self.manifests:
             there = cluster.get(manifest)
@@ -66,7 +66,7 @@ class Objects:
             cluster.apply(manifest)
 
     def settle(self, session: Session) -> None:
-        """Objects are there at once; their controllers are not waited for."""
+        """Objects exist at once; their controllers are not waited for."""
 
     def remove(self, session: Session) -> None:
         cluster = None if self.removed_with_cluster else connect(self.site, session)

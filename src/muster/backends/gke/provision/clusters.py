@@ -72,7 +72,7 @@ def _nodes_stay(day: str) -> dict[str, Any]:
 
 
 def _cpu_pool(site: Site) -> dict[str, Any]:
-    """Where supervisors run: on demand, because a supervisor that is preempted helps nobody."""
+    """Where supervisors run: on demand, because a preempted supervisor cannot recover anything."""
     return {
         "name": site.placement.options.supervisor_pool,
         "initialNodeCount": 1,

@@ -16,20 +16,20 @@ DATA_RANGE = "192.168.0.0/16"
 
 def networks(site: Site) -> list[RestResource]:
     """Networks, subnets and firewall rules, each after what it needs."""
-    found = [_network(site, "net"), _subnet(site, "net", "sub", MAIN_RANGE)]
+    result = [_network(site, "net"), _subnet(site, "net", "sub", MAIN_RANGE)]
     if site.placement.claims or not site.placement.machine.gpus:
-        return found
+        return result
     fabric = site.placement.machine.fabric
     seen: set[str] = set()
     for number, data in enumerate(fabric.networks):
         roce = data.mode == "RDMA"
         if data.vpc not in seen:
             seen.add(data.vpc)
-            found.append(_network(site, data.vpc, roce=roce))
+            result.append(_network(site, data.vpc, roce=roce))
             if not roce:
-                found.append(_firewall(site, data.vpc))
-        found.append(_subnet(site, data.vpc, data.subnet, f"192.168.{number + 1}.0/24"))
-    return found
+                result.append(_firewall(site, data.vpc))
+        result.append(_subnet(site, data.vpc, data.subnet, f"192.168.{number + 1}.0/24"))
+    return result
 
 
 def network_profile(site: Site) -> str | None:

@@ -26,12 +26,12 @@ TIMEOUT_S = 60.0
 
 def at_hand(site: Site, folder: Path | None) -> dict[str, str]:
     """Name -> text of those that lie in the folder, or without one, of those that were fetched before."""
-    found = {}
+    result = {}
     for name, url in wanted_software(site).items():
         path = folder / name if folder is not None else _kept(url, name)
         if path.is_file():
-            found[name] = path.read_bytes().decode(errors="replace")
-    return found
+            result[name] = path.read_bytes().decode(errors="replace")
+    return result
 
 
 def fetch_missing(site: Site, fetch: Fetch | None = None) -> list[str]:
@@ -92,5 +92,5 @@ def _kept(url: str, name: str) -> Path:
 
 def _fetch(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-        found: bytes = answer.read()
-        return found
+        result: bytes = answer.read()
+        return result

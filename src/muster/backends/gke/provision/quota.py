@@ -53,9 +53,9 @@ def quota(site: Site, session: Session) -> Quota | None:
     reply = session.send(call)
     if reply.status >= 300:
         return Quota(name=name, region=region, needed=needed, limit=None, note=reply.message)
-    found = _limit(reply.body, region, _family(site))
-    note = "" if found is not None else "the answer has none for this region"
-    return Quota(name=name, region=region, needed=needed, limit=found, note=note)
+    result = _limit(reply.body, region, _family(site))
+    note = "" if result is not None else "the answer has none for this region"
+    return Quota(name=name, region=region, needed=needed, limit=result, note=note)
 
 
 def check_quota(site: Site, session: Session) -> Quota | None:
@@ -64,11 +64,11 @@ def check_quota(site: Site, session: Session) -> Quota | None:
     Raises:
         CapacityError: it is too small for the run.
     """
-    found = quota(site, session)
-    if found is not None and found.short:
+    result = quota(site, session)
+    if result is not None and result.short:
         url = f"https://console.cloud.google.com/iam-admin/quotas?project={site.project}"
-        raise CapacityError(found.sentence(), hint=f"ask for more at {url}, or name another place or mode")
-    return found
+        raise CapacityError(result.sentence(), hint=f"ask for more at {url}, or name another place or mode")
+    return result
 
 
 def quota_call(site: Site) -> Call | None:

@@ -23,7 +23,7 @@ def ensure(
     """Make what is missing; what is there already, and fits, is left alone. Running it again resumes it.
 
     Raises:
-        ConflictError: something is somebody else's, or differs.
+        ConflictError: a resource was not created by Muster, or differs.
         CapacityError, AccessError, BackendError: Google refused; nothing half-made stays behind.
     """
     say = progress or silent
@@ -39,7 +39,7 @@ def ensure(
 def survey(
     resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress | None = None
 ) -> set[str]:
-    """Look at everything, refuse what is somebody else's or differs, and return the keys of what is absent.
+    """Look at everything, refuse what Muster did not create or what differs, and return the keys of what is absent.
 
     Raises:
         ConflictError: the first such resource.
@@ -49,16 +49,16 @@ def survey(
     for resource in resources:
         say(Changed(key=resource.key, step="looking"))
         try:
-            found = resource.look(session)
-            if found.state == "absent":
+            result = resource.look(session)
+            if result.state == "absent":
                 absent.add(resource.key)
             else:
-                refuse_foreign(resource, found, adopt=adopt)
+                refuse_foreign(resource, result, adopt=adopt)
         except MusterError as error:
             step: Step = "differs" if isinstance(error, ConflictError) else "failed"
             say(Changed(key=resource.key, step=step, words=str(error)))
             raise
-        say(Changed(key=resource.key, step="there" if found.state == "there" else "absent"))
+        say(Changed(key=resource.key, step="there" if result.state == "there" else "absent"))
     return absent
 
 
@@ -72,7 +72,7 @@ def remove(
 ) -> list[str]:
     """Remove everything of ours, dependents first; return what could not be removed, with the reason.
 
-    What somebody else made, and what ``keep`` names, stays.
+    What Muster did not create, and what ``keep`` names, stays.
     """
     say = progress or silent
     known = {resource.key: resource for resource in resources}
@@ -99,18 +99,18 @@ def _ensure_one(resource: Resource, session: Session, *, adopt: bool, say: Progr
 
     tell("looking")
     try:
-        found = resource.look(session)
-        if found.state in ("there", "changing"):
-            refuse_foreign(resource, found, adopt=adopt)
-        if found.state == "changing":
+        result = resource.look(session)
+        if result.state in ("there", "changing"):
+            refuse_foreign(resource, result, adopt=adopt)
+        if result.state == "changing":
             tell("waiting")
             _settle(resource, session)
-        elif found.state == "broken":
-            refuse_foreign(resource, found, adopt=False)
+        elif result.state == "broken":
+            refuse_foreign(resource, result, adopt=False)
             tell("replacing")
             resource.remove(session)
             _make(resource, session)
-        elif found.state == "absent":
+        elif result.state == "absent":
             tell("making")
             _make(resource, session)
     except MusterError as error:
@@ -129,7 +129,7 @@ def _make(resource: Resource, session: Session) -> None:
 
 
 def _settle(resource: Resource, session: Session) -> None:
-    """Wait for what somebody began, perhaps we ourselves before an interruption; the same where it ends badly."""
+    """Wait for an operation in progress, perhaps our own from before an interruption; also where it fails."""
     try:
         resource.settle(session)
     except MusterError:
@@ -138,8 +138,8 @@ def _settle(resource: Resource, session: Session) -> None:
 
 
 def _clear_broken(resource: Resource, session: Session) -> None:
-    found = resource.look(session)
-    if found.state == "broken" and found.ours:
+    result = resource.look(session)
+    if result.state == "broken" and result.ours:
         resource.remove(session)
 
 
@@ -149,12 +149,12 @@ def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resourc
 
     tell("looking")
     try:
-        found = resource.look(session)
-        if found.state == "absent":
+        result = resource.look(session)
+        if result.state == "absent":
             return tell("gone")
-        if not found.ours or keep(resource):
+        if not result.ours or keep(resource):
             return tell("kept")
-        if found.state == "changing" and not _given_up(resource, session):
+        if result.state == "changing" and not _given_up(resource, session):
             tell("waiting")
             try:
                 resource.settle(session)

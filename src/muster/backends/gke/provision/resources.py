@@ -1,4 +1,4 @@
-"""Something that is, is not, or differs. One shape for all of Google's REST resources."""
+"""A resource that exists, is absent, or differs. One shape for all of Google's REST resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = Literal["absent", "changing", "there", "broken"]
 
 
 class NeedGone(BackendError):
-    """What was there a moment ago went away: an interrupted removal ends at Google's, whoever looks."""
+    """A needed resource disappeared: an interrupted removal finished at Google."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +32,27 @@ class Found:
 
 
 class Resource(Protocol):
-    """What the engine needs of anything that can be made and removed."""
+    """What reconciliation needs of anything that can be created and removed."""
 
     @property
     def key(self) -> str: ...
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys of what has to be there before."""
+        """Keys of what must exist before."""
         ...
 
     def look(self, session: Session) -> Found: ...
 
     def make(self, session: Session) -> None:
-        """Create it and wait; there already is success."""
+        """Create it and wait; existing already is success."""
         ...
 
     def settle(self, session: Session) -> None:
         """Wait until it is no longer changing.
 
         Raises:
-            CapacityError, BackendError: it ended up broken.
+            CapacityError, BackendError: it failed.
         """
         ...
 
@@ -66,7 +66,7 @@ class Resource(Protocol):
 
     @property
     def foreign(self) -> Literal["refuse", "use"]:
-        """What to do with one of that name that somebody else made. Never removed, either way."""
+        """What to do with an existing one of that name that Muster did not create. Never removed, either way."""
         ...
 
     @property
@@ -159,26 +159,26 @@ class RestResource:
         return [self.create]
 
     def settle(self, session: Session) -> None:
-        """Wait until it is finished, whoever asked for it."""
+        """Wait until it is finished, whichever process requested it."""
         pause_s, waited_s = 1.0, 0.0
         limit_s = session.operation_timeout_s if self.patience_s is None else self.patience_s
-        while (found := self.look(session)).state == "changing":
+        while (result := self.look(session)).state == "changing":
             if waited_s > limit_s:
-                late = NotOver(f"{self.key} is still {found.body.get('status')}", hint="run the same again")
-                self._take_back(session, late) if found.body.get("status") == "PROVISIONING" else None
+                late = NotOver(f"{self.key} is still {result.body.get('status')}", hint="run the same again")
+                self._take_back(session, late) if result.body.get("status") == "PROVISIONING" else None
                 raise late
             session.clock.sleep(pause_s)
             waited_s += pause_s
             pause_s = min(30.0, pause_s * 1.5)
-        if found.state == "broken":
-            raise failure(f"{self.key} is {found.body.get('status')}: {found.body.get('statusMessage', '')}")
+        if result.state == "broken":
+            raise failure(f"{self.key} is {result.body.get('status')}: {result.body.get('statusMessage', '')}")
 
     def _take_back(self, session: Session, late: NotOver) -> None:
         """End what takes too long, and leave nothing of it.
 
         Raises:
             CapacityError: always, once it is gone.
-            NotOver: it is to be waited for, or cannot be ended: then another place must not be asked besides.
+            NotOver: still running, or cannot be cancelled: then no other location may be tried at the same time.
         """
         if self.patience_s is None:
             raise late
@@ -212,47 +212,48 @@ class RestResource:
         return f"{self.operations}/{str(reply.body['name']).rpartition('/')[2]}"
 
 
-def differences(wanted: Any, there: Any, at: str = "") -> list[str]:
+def differences(requested: Any, there: Any, at: str = "") -> list[str]:
     """Where ``there`` is not as ``wanted`` says; keys that ``wanted`` does not name do not matter."""
-    if isinstance(wanted, Mapping):
-        found = []
-        for key, value in wanted.items():
+    if isinstance(requested, Mapping):
+        result = []
+        for key, value in requested.items():
             inner = there.get(key) if isinstance(there, Mapping) else None
-            found += differences(value, inner, f"{at}.{key}" if at else key)
-        return found
-    if isinstance(wanted, list) and isinstance(there, list) and len(wanted) == len(there):
+            result += differences(value, inner, f"{at}.{key}" if at else key)
+        return result
+    if isinstance(requested, list) and isinstance(there, list) and len(requested) == len(there):
         return [
             line
-            for index, pair in enumerate(zip(wanted, there, strict=True))
+            for index, pair in enumerate(zip(requested, there, strict=True))
             for line in differences(*pair, f"{at}[{index}]")
         ]
-    if wanted == there or _same_address(wanted, there) or (not wanted and not there) or str(wanted) == str(there):
+    same = requested == there or str(requested) == str(there)
+    if same or _same_address(requested, there) or (not requested and not there):
         return []
-    return [f"{at} should be {wanted!r}, is {there!r}"]
+    return [f"{at} should be {requested!r}, is {there!r}"]
 
 
-def refuse_foreign(resource: Resource, found: Found, *, adopt: bool) -> None:
-    """Somebody else's resource under our name is left alone.
+def refuse_foreign(resource: Resource, result: Found, *, adopt: bool) -> None:
+    """A resource under our name that Muster did not create is left alone.
 
     Raises:
         ConflictError: it is not ours and ``adopt`` is not set, or it differs from what the run file needs.
     """
-    if not found.ours and resource.foreign == "refuse" and not adopt:
+    if not result.ours and resource.foreign == "refuse" and not adopt:
         raise ConflictError(
             f"{resource.key} exists and was not made by muster",
             hint="choose another name, or --adopt to use it as it is",
         )
-    if found.differences and found.ours:
+    if result.differences and result.ours:
         raise ConflictError(
-            f"{resource.key} is not as the run file needs it: " + "; ".join(found.differences),
+            f"{resource.key} is not as the run file needs it: " + "; ".join(result.differences),
             hint="muster down, then muster up; or another name",
         )
 
 
-def _same_address(wanted: Any, there: Any) -> bool:
+def _same_address(requested: Any, there: Any) -> bool:
     """Google answers with full addresses where short ones were given."""
-    both = isinstance(wanted, str) and isinstance(there, str) and "/" in wanted
-    return both and there.endswith("/" + wanted.split("/projects/")[-1].removeprefix("projects/"))
+    both = isinstance(requested, str) and isinstance(there, str) and "/" in requested
+    return both and there.endswith("/" + requested.split("/projects/")[-1].removeprefix("projects/"))
 
 
 def _is_operation(body: Mapping[str, Any]) -> bool:

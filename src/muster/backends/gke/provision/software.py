@@ -1,4 +1,4 @@
-"""What is installed on the cluster: released manifests whose bytes somebody vouched for."""
+"""What is installed on the cluster: released manifests, pinned by hash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Software:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unvouched:
+class Unpinned:
     """A manifest at hand whose hash neither the table nor the user has recorded."""
 
     name: str
@@ -39,10 +39,10 @@ def wanted_software(site: Site) -> dict[str, str]:
     """File name -> address it is released at, of everything that this run file's cluster needs."""
     releases = catalogue.versions()["releases"]
     fabric = site.placement.machine.fabric
-    found = {f"{name}.yaml": str(releases[name]["url"]) for name in ("jobset", "kueue")}
+    result = {f"{name}.yaml": str(releases[name]["url"]) for name in ("jobset", "kueue")}
     if site.placement.machine.gpus:
-        found |= {path.rpartition("/")[2]: catalogue.installers_url() + path for path in fabric.installers}
-    return found
+        result |= {path.rpartition("/")[2]: catalogue.installers_url() + path for path in fabric.installers}
+    return result
 
 
 def software(
@@ -51,25 +51,25 @@ def software(
     """Check the released manifests and parse them. ``pins``: address -> sha256 that the user recorded.
 
     Raises:
-        UsageError: files are missing, are not what the table or a pin says, or nobody has vouched for them.
+        UsageError: files are missing, do not match the table or a pin, or are not pinned.
     """
-    if found := unvouched(site, texts, pins):
-        lines = "\n".join(f"  {one.sentence()}" for one in found)
+    if result := unpinned(site, texts, pins):
+        lines = "\n".join(f"  {one.sentence()}" for one in result)
         raise UsageError(
-            f"nobody has vouched for {len(found)} of the manifests that would be applied to the cluster:\n{lines}",
-            hint="look at the files; then the same with --pin records these hashes, and later runs compare with them",
+            f"{len(result)} of the manifests that would be applied to the cluster are not pinned by hash:\n{lines}",
+            hint="review the files, then the same with --pin records these hashes; later runs compare with them",
         )
     return parsed(site, texts, hugging_face_token=hugging_face_token)
 
 
-def unvouched(site: Site, texts: Mapping[str, str], pins: Mapping[str, str]) -> list[Unvouched]:
+def unpinned(site: Site, texts: Mapping[str, str], pins: Mapping[str, str]) -> list[Unpinned]:
     """Which of the files at hand have no recorded hash.
 
     Raises:
         UsageError: files are missing, or one is not what the table or a pin says.
     """
     releases = catalogue.versions()["releases"]
-    found = []
+    result = []
     for name, url in _all_there(site, texts).items():
         digest = sha256(texts[name])
         if known := releases.get(name.removesuffix(".yaml"), {}).get("sha256"):
@@ -82,8 +82,8 @@ def unvouched(site: Site, texts: Mapping[str, str], pins: Mapping[str, str]) -> 
                     hint="look at the difference; --pin accepts the new one",
                 )
         else:
-            found.append(Unvouched(name=name, url=url, sha256=digest))
-    return found
+            result.append(Unpinned(name=name, url=url, sha256=digest))
+    return result
 
 
 def parsed(site: Site, texts: Mapping[str, str], *, hugging_face_token: str | None = None) -> Software:
@@ -111,8 +111,8 @@ def sha256(text: str) -> str:
 
 
 def _all_there(site: Site, texts: Mapping[str, str]) -> dict[str, str]:
-    wanted = wanted_software(site)
-    if missing := [name for name in wanted if name not in texts]:
-        lines = "\n".join(f"  curl -L -o {name} {wanted[name]}" for name in missing)
+    requested = wanted_software(site)
+    if missing := [name for name in requested if name not in texts]:
+        lines = "\n".join(f"  curl -L -o {name} {requested[name]}" for name in missing)
         raise UsageError(f"released manifests are needed:\n{lines}", hint="put them in a folder: --manifests FOLDER")
-    return wanted
+    return requested

@@ -18,10 +18,10 @@ ROLE = "roles/storage.objectUser"
 
 def storage(site: Site) -> list[Resource]:
     """Every bucket of the run file with its binding, and a repository for images."""
-    found: list[Resource] = [_repository(site)]
+    result: list[Resource] = [_repository(site)]
     for name in site.buckets:
-        found += [Bucket(site=site, name=name), Binding(site=site, bucket=name)]
-    return found
+        result += [Bucket(site=site, name=name), Binding(site=site, bucket=name)]
+    return result
 
 
 def _repository(site: Site) -> RestResource:
@@ -61,7 +61,7 @@ class Bucket:
             return self._rest().look(session)
         except AccessError as error:
             raise ConflictError(
-                f"bucket {self.name} is somebody else's: {error}",
+                f"bucket {self.name} belongs to another project or user: {error}",
                 hint="bucket names are shared by all the world; choose another",
             ) from error
 

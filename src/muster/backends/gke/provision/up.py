@@ -29,11 +29,11 @@ from muster.core.errors import BackendError, CapacityError, UsageError
 
 def resources(site: Site, installed: Software | None) -> list[Resource]:
     """Everything for the run file, in an order that satisfies each one's needs. ``installed`` None: without objects."""
-    found: list[Resource] = [Services(site=site), *networks(site), *storage(site), *clusters(site)]
-    return found if installed is None else [*found, *_objects(site, installed)]
+    result: list[Resource] = [Services(site=site), *networks(site), *storage(site), *clusters(site)]
+    return result if installed is None else [*result, *_objects(site, installed)]
 
 
-def planned(found: Sequence[Resource]) -> tuple[Planned, ...]:
+def planned(result: Sequence[Resource]) -> tuple[Planned, ...]:
     """The same as those who watch know it."""
     return tuple(
         Planned(
@@ -42,7 +42,7 @@ def planned(found: Sequence[Resource]) -> tuple[Planned, ...]:
             bills=one.bills if isinstance(one, RestResource) and one.runs_up else None,
             usd_per_hour=one.usd_per_hour if isinstance(one, RestResource) else None,
         )
-        for one in found
+        for one in result
     )
 
 
@@ -63,15 +63,15 @@ def up(
 
     Raises:
         AccessError: billing, credentials or permissions, before anything is made.
-        ConflictError: somebody else's cluster or network has the name.
+        ConflictError: a cluster or network that Muster did not create has the name.
         CapacityError: no quota or no machines.
     """
     say = progress or silent
     say(Said(text=f"{site.project}: billing and permissions"))
     preflight(site, session)
     services = Services(site=site)
-    wanted = [one for one in resources(site, installed) if one.key != services.key]
-    say(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *wanted])))
+    requested = [one for one in resources(site, installed) if one.key != services.key]
+    say(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
     absent = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
     ensure([services], session, progress=progress)
     if absent & {one.key for one in clusters(site)}:
@@ -80,14 +80,14 @@ def up(
         check_quota(site, session)
     for again in (True, True, False):
         try:
-            ensure(wanted, session, adopt=site.adopt, workers=workers, progress=progress)
+            ensure(requested, session, adopt=site.adopt, workers=workers, progress=progress)
             break
         except NeedGone as error:
             if not again:
                 raise
             say(Said(text=f"{error}; looking again at everything"))
             session.clock.sleep(5.0)
-    return Lease(run_id=site.cluster, resources=tuple(one.key for one in wanted), labels={"managed-by": "muster"})
+    return Lease(run_id=site.cluster, resources=tuple(one.key for one in requested), labels={"managed-by": "muster"})
 
 
 def up_first(
@@ -130,14 +130,14 @@ def withdraw(
     """
     useful = {one.key: one.requests() for one in resources(following, None)}
     shared = _used_by_others(where, session)
-    found = [*resources(where, None), *(_queue_of_its_own(where) if shared else [])]
-    (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(found)))
+    result = [*resources(where, None), *(_queue_of_its_own(where) if shared else [])]
+    (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(result)))
 
     def keep(one: Resource) -> bool:
         useful_there = useful.get(one.key) == one.requests()
         return useful_there or one.key in shared or isinstance(one, (Bucket, Binding))
 
-    if troubles := remove(found, session, keep=keep, workers=workers, progress=progress):
+    if troubles := remove(result, session, keep=keep, workers=workers, progress=progress):
         raise BackendError(f"{where.zone} cannot be cleared: " + "; ".join(troubles), hint="muster down RUN.yaml")
 
 
@@ -154,14 +154,14 @@ def _begun(where: Site, session: Session) -> bool:
     Networks span regions, and one of another place is no sign; but a data network that is tied to another zone is one
     against this place.
     """
-    found = networks(where)
-    if any(one.look(session).differences for one in found if one.key.startswith("networks/")):
+    result = networks(where)
+    if any(one.look(session).differences for one in result if one.key.startswith("networks/")):
         return False
     cluster, *pools = [one.look(session) for one in clusters(where)]
     if any(pool.state != "absent" and pool.body.get("locations") == [where.zone] for pool in pools):
         return True
     if cluster.state == "absent":
-        subnet = next(one for one in found if one.key == f"subnetworks/{where.prefix}-sub").look(session)
+        subnet = next(one for one in result if one.key == f"subnetworks/{where.prefix}-sub").look(session)
         return subnet.state != "absent" and subnet.ours
     return cluster.ours and not _pools_of_others(where, session)
 
@@ -177,17 +177,17 @@ def _pools_of_others(where: Site, session: Session) -> list[Mapping[str, Any]]:
 
 
 def _used_by_others(where: Site, session: Session) -> set[str]:
-    """What another run file's node pools stand on: the cluster, and its networks and theirs. Nothing without such."""
+    """What other run files' node pools depend on: the cluster, its networks and theirs. Empty without such pools."""
     others = _pools_of_others(where, session)
     if not others:
         return set()
     cluster, main = f"clusters/{where.cluster}", f"{where.prefix}-net"
-    found = {cluster, f"networks/{main}", f"subnetworks/{where.prefix}-sub", f"repositories/{where.prefix}"}
+    result = {cluster, f"networks/{main}", f"subnetworks/{where.prefix}-sub", f"repositories/{where.prefix}"}
     for row in others:
         for data in row.get("networkConfig", {}).get("additionalNodeNetworkConfigs", []):
             network, subnet = _last(data["network"]), _last(data["subnetwork"])
-            found |= {f"networks/{network}", f"subnetworks/{subnet}", f"firewalls/{network}-internal"}
-    return found
+            result |= {f"networks/{network}", f"subnetworks/{subnet}", f"firewalls/{network}-internal"}
+    return result
 
 
 def _last(address: str) -> str:
@@ -217,14 +217,14 @@ def down_everywhere(
         def keep(one: Resource) -> bool:
             return one.key in kept or one.key.startswith(("networks/", "firewalls/", "buckets/"))
 
-        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(found := _everything(site, session))))
-        remove(found, session, keep=keep, workers=workers, progress=progress)
+        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result := _everything(site, session))))
+        remove(result, session, keep=keep, workers=workers, progress=progress)
     troubles: dict[str, None] = {}
     leftovers: dict[Leftover, None] = {}
     for site in reversed(sites):
-        found = _everything(site, session)
-        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(found)))
-        gone = remove(found, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
+        result = _everything(site, session)
+        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result)))
+        gone = remove(result, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
         troubles |= dict.fromkeys(gone)
     say(Said(text=f"looking at project {sites[0].project} for what is left"))
     for site in sites:
@@ -248,36 +248,36 @@ def _objects_on_an_adopted_cluster(site: Site, session: Session) -> list[Resourc
 def _queue_of_its_own(site: Site) -> list[Resource]:
     """The objects of a cluster that stays which are named after this pool, and no other's."""
     names = (site.placement.queue_objects, site.placement.queue)
-    wanted = [one for one in _objects(site, Software(documents={})) if one.key == "objects/queue"]
+    requested = [one for one in _objects(site, Software(documents={})) if one.key == "objects/queue"]
     return [
         replace(
             one,
             manifests=tuple(row for row in one.manifests if row["metadata"]["name"] in names),
             removed_with_cluster=False,
         )
-        for one in wanted
+        for one in requested
     ]
 
 
 def _objects(site: Site, installed: Software) -> list[Objects]:
     placement, cluster = site.placement, f"clusters/{site.cluster}"
-    found = []
+    result = []
     names = []
     for name, documents in installed.documents.items():
         key = f"software/{name.removesuffix('.yaml')}"
         names.append(key)
-        found.append(Objects(site=site, key=key, needs=(cluster,), manifests=documents))
+        result.append(Objects(site=site, key=key, needs=(cluster,), manifests=documents))
     account = Objects(
         site=site, key="objects/account", needs=(cluster,), manifests=(*_namespace(site), *account_objects(placement))
     )
-    found.append(account)
+    result.append(account)
     if data := network_objects(placement):
-        found.append(Objects(site=site, key="objects/networks", needs=(cluster,), manifests=tuple(data)))
+        result.append(Objects(site=site, key="objects/networks", needs=(cluster,), manifests=tuple(data)))
     if placement.kueue:
         queue = tuple(queue_objects(placement))
-        found.append(Objects(site=site, key="objects/queue", needs=(*names, account.key), manifests=queue))
+        result.append(Objects(site=site, key="objects/queue", needs=(*names, account.key), manifests=queue))
     if installed.hugging_face_token:
-        found.append(
+        result.append(
             Objects(
                 site=site,
                 key="objects/hugging-face",
@@ -286,7 +286,7 @@ def _objects(site: Site, installed: Software) -> list[Objects]:
                 secret=True,
             )
         )
-    return found
+    return result
 
 
 def _namespace(site: Site) -> list[Manifest]:

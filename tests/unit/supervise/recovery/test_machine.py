@@ -3,57 +3,14 @@
 import random
 
 import pytest
+from fakes.virtual_run import actions, check_invariants, cluster, events_of, kinds, machine, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.config.spec import RunSpec
-from muster.core.events import Event
 from muster.policy.builtin import SHIPPED, DefaultPolicy
-from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.recovery.state import Phase, Settings, StopRequest
-from muster.supervise.recovery.state_machine import RecoveryStateMachine
+from muster.simulate.cluster import Stages
+from muster.supervise.recovery.state import Phase, StopRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
-
-
-def spec(**resources):
-    recovery = resources.pop("recovery", {})
-    return RunSpec.model_validate(
-        {
-            "name": "test",
-            "model": {"config": {}},
-            "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 100},
-            "resources": {"ranks_per_host": 1, **resources},
-            "recovery": {"start_timeout_s": 60.0, **recovery},
-        }
-    )
-
-
-def machine(of, policy=None, state=None):
-    return RecoveryStateMachine(
-        settings=Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=of.resources.ranks_per_host),
-        policy=policy or SHIPPED["default"],
-        state=state,
-    )
-
-
-def cluster(of, *, steps=100, policy=None, replicate_snapshots=True, stages=None):
-    count = of.resources.hosts + of.resources.spare_hosts
-    return Cluster(
-        machine=machine(of, policy),
-        names=[f"host-{n}" for n in range(count)],
-        total_steps=steps,
-        replicate_snapshots=replicate_snapshots,
-        stages=stages or Stages(),
-    )
-
-
-def kinds(found, kind):
-    return [(at, log) for at, log in found.log if log.kind == kind]
-
-
-def actions(found):
-    return [log.detail["action"] for _, log in kinds(found, "incident.decided")]
 
 
 def test_a_healthy_run_costs_few_inputs():
@@ -214,35 +171,6 @@ def test_hosts_that_never_come_are_a_capacity_incident():
     assert end.exit_code == 75
 
 
-def events_of(found):
-    """What a new supervisor would read: the machine's own log, and what the hosts wrote into theirs."""
-    own = [
-        (at, log.host or "supervisor", number_of_attempt(found, index), vars(log))
-        for index, (at, log) in enumerate(found.log)
-    ]
-    theirs = [(at, host, event["attempt"], event) for at, host, event in found.written]
-    return [
-        Event(
-            run_id="r",
-            attempt=attempt,
-            seq=index,
-            mono_ns=int(at * 1e9),
-            wall_ns=int(at * 1e9),
-            host=host,
-            kind=said["kind"],
-            rank=said.get("rank"),
-            step=said.get("step"),
-            phase=said.get("phase"),
-            detail=said["detail"],
-        )
-        for index, (at, host, attempt, said) in enumerate([*own, *theirs])
-    ]
-
-
-def number_of_attempt(found, index):
-    return sum(1 for _, log in found.log[: index + 1] if log.kind == "attempt.started")
-
-
 def test_a_new_supervisor_adopts_stepping_ranks():
     of = spec(hosts=2)
     found = cluster(of)
@@ -314,22 +242,6 @@ def test_random_fault_sequences_end_and_keep_the_invariants(faults, hosts, spare
     end = found.run(until_s=20_000)
     assert end is not None, found.machine.state
     check_invariants(found)
-
-
-def check_invariants(found):
-    """Attempts rise and are used once; every decision answers one incident; the end is said once."""
-    attempts = [
-        number_of_attempt(found, index) for index, (_, log) in enumerate(found.log) if log.kind == "attempt.started"
-    ]
-    assert attempts == sorted(set(attempts))
-    incidents = [log.detail["incident_id"] for _, log in kinds(found, "incident.detected")]
-    assert len(incidents) == len(set(incidents))
-    decisions = [log.detail["incident_id"] for _, log in kinds(found, "incident.decided")]
-    assert len(decisions) == len(set(decisions)) and set(decisions) <= set(incidents)
-    assert len(kinds(found, "run.finished")) <= 1
-    for _, log in kinds(found, "attempt.started"):
-        ranks = [rank for ranks in log.detail["hosts"].values() for rank in ranks]
-        assert sorted(ranks) == list(range(log.detail["world_size"]))
 
 
 def test_hosts_of_one_group_that_return_together_are_all_taken_in():

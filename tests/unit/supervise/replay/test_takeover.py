@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_machine import actions, check_invariants, cluster, events_of, kinds, machine, spec
+from fakes.virtual_run import actions, check_invariants, cluster, events_of, kinds, machine, spec
 
 from muster.simulate import connectivity, faults
 from muster.simulate.cluster import Stages

@@ -1,7 +1,7 @@
 """Whose fault it was: the device's, the program's, the policy's, the snapshot's. In virtual time."""
 
 import pytest
-from test_machine import actions, cluster, events_of, kinds, machine, spec
+from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 
 from muster.core.incidents import HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
 from muster.core.types import Action, Decision

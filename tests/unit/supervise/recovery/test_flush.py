@@ -1,7 +1,7 @@
 """What only memory holds is written before the hosts go, whichever way a run ends. In virtual time."""
 
 import pytest
-from test_machine import cluster, events_of, kinds, machine, spec
+from fakes.virtual_run import cluster, events_of, kinds, machine, spec
 
 from muster.core.events import Event, check
 from muster.policy.builtin import SHIPPED, DefaultPolicy

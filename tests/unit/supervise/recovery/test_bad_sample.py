@@ -1,8 +1,8 @@
 """A step that is not finite: replayed once, then the run stops or leaves it out. In virtual time."""
 
 import pytest
+from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 from test_judged import fails_at
-from test_machine import actions, cluster, events_of, kinds, machine, spec
 
 from muster.config.spec import RunSpec
 from muster.core.types import Action, Incident

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_machine import machine, spec
+from fakes.virtual_run import machine, spec
 
 from muster.core.event_log import EventLog, read
 from muster.supervise.process.clock_offsets import ClockOffsets

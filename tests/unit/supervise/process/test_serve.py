@@ -4,7 +4,7 @@ import errno
 from types import SimpleNamespace
 
 import pytest
-from test_machine import machine, spec
+from fakes.virtual_run import machine, spec
 
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventLog, check_directory, read

@@ -1,7 +1,7 @@
 """Hosts that are told to go, alone and all at once; and hosts that come back. In virtual time."""
 
 import pytest
-from test_machine import actions, cluster, events_of, kinds, machine, spec
+from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Stages

@@ -2,9 +2,9 @@
 
 import re
 
+from fakes.virtual_run import check_invariants, cluster, events_of, kinds, machine, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_machine import check_invariants, cluster, events_of, kinds, machine, spec
 
 from muster.policy.builtin import SHIPPED
 from muster.simulate import connectivity

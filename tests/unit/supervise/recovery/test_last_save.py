@@ -1,8 +1,8 @@
 """The save after the last step fails: the hosts write it once more, and what stands nowhere is no success."""
 
 import pytest
+from fakes.virtual_run import cluster, events_of, kinds, machine, spec
 from test_flush import committed, ended
-from test_machine import cluster, events_of, kinds, machine, spec
 
 from muster.core.events import Event
 from muster.supervise.replay.rebuild_state import rebuild_state

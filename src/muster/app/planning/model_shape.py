@@ -1,0 +1,46 @@
+"""The shape of a run file's model, found without network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from muster.catalog import rows
+from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.core.errors import UsageError
+from muster.core.flops import ModelShape
+
+
+def shape_of(spec: RunSpec) -> ModelShape:
+    """The model's shape without network: from the file, a local folder, the catalogue, or the hub's local cache.
+
+    Raises:
+        UsageError: the model is not known on this machine.
+    """
+    model = spec.model
+    if model is None:
+        raise UsageError("a run with `command` cannot be planned: what it computes is not known")
+    if isinstance(model.config, Mapping):
+        config = dict(model.config)
+        if isinstance(model.tokenizer, TrainedTokenizer):
+            config.setdefault("vocab_size", model.tokenizer.vocab_size)
+        return ModelShape.from_config(config)
+    name = model.config if isinstance(model.config, str) else model.source
+    assert name is not None
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} is not a model configuration: {error}") from error
+    known = rows.find_model(name)
+    if known is None:
+        raise UsageError(
+            f"the shape of {name} is not in the catalogue",
+            hint="give model.source=FOLDER with a config.json, or model.config=PATH/config.json; known: "
+            + ", ".join(list(rows.models())[:4])
+            + "...",
+        )
+    return known.shape

@@ -129,8 +129,6 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return load.load(run_file, [*given, *settings])
 
 
-
-
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants

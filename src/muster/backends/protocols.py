@@ -142,5 +142,4 @@ class Lease:
 
     run_id: str
     resources: tuple[str, ...] = ()
-    usd_per_hour: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)

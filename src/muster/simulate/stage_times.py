@@ -101,11 +101,8 @@ class Recovery:
     kind: str
     detect_s: float
     """From the fault to its detection."""
-    collected_s: float
-    """Ranks ended, snapshots known."""
     started_s: float
     first_step_s: float
-    swapped: bool = False
 
 
 def measured(

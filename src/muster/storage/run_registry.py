@@ -26,6 +26,9 @@ from muster.core import environment
 from muster.core.errors import AccessError, UsageError
 
 MAX_ID = 50
+#: Layout of a run's folder, with its keys and kinds of events. Older formats and the last version that reads each:
+FORMAT = 2
+_READ_BY = {1: "0.1.0"}
 _ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
 
 
@@ -116,8 +119,10 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
     try:
         if path.is_dir() and existing_id(path) is None and any(path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run", hint="choose another run_dir")
+        _readable(path, run_id)
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / "run_id", run_id + "\n")
+        replace_text(path / "format", f"{FORMAT}\n")
         replace_text(run.run_file, run_file)
         replace_text(run.resolved, resolved)
         run.logs.mkdir(exist_ok=True)
@@ -137,21 +142,21 @@ def find(reference: str) -> RunDir:
     """The run that ``reference`` names: an id, the beginning of one id, a folder, or ``last``.
 
     Raises:
-        UsageError: none, or several.
+        UsageError: none, several, or one that was written in another format.
     """
     if not reference:
         raise UsageError("no run named", hint="a run is named by its id, its folder, or `last`")
     as_path = Path(os.path.expanduser(reference))
     is_folder = os.path.isdir(as_path)  # as_path.is_dir() raises for a name that is too long
     if is_folder and (run_id := existing_id(as_path.absolute())):
-        return RunDir(path=as_path.absolute(), run_id=run_id)
+        return _readable(as_path.absolute(), run_id)
     known = dict(registry())
     if reference == "last" and known:
         newest = max(known, key=lambda run_id: _made(known[run_id]))
-        return RunDir(path=known[newest], run_id=newest)
+        return _readable(known[newest], newest)
     matching = [reference] if reference in known else [run_id for run_id in known if run_id.startswith(reference)]
     if len(matching) == 1 and reference:
-        return RunDir(path=known[matching[0]], run_id=matching[0])
+        return _readable(known[matching[0]], matching[0])
     if len(matching) > 1 and reference:
         raise UsageError(f"{reference!r} names {len(matching)} runs: {', '.join(sorted(matching)[:5])}")
     if is_folder:
@@ -172,6 +177,22 @@ def registry() -> Iterator[tuple[str, Path]]:
             target = Path(entry.read_text().strip())
             if _ID.match(entry.name) and existing_id(target) == entry.name:
                 yield entry.name, target
+
+
+def _readable(path: Path, run_id: str) -> RunDir:
+    """The run in ``path``. Raises UsageError where it was written in a format that this version does not read."""
+    try:
+        written = int((path / "format").read_text())
+    except (OSError, ValueError):  # 0.1.0 wrote no such file; every run file that it resolved has this key
+        resolved = path / "resolved.json"
+        written = 1 if resolved.is_file() and '"hold_s":' in resolved.read_text(errors="replace") else FORMAT
+    if written != FORMAT:
+        reader = f"muster {_READ_BY[written]}" if written in _READ_BY else "a newer muster"
+        raise UsageError(
+            f"{path} holds a run of format {written}; this version reads format {FORMAT}",
+            hint=f"read it with {reader}, or start a new run in another folder",
+        )
+    return RunDir(path=path, run_id=run_id)
 
 
 def spec_digest(resolved: str) -> str:

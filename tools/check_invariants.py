@@ -14,13 +14,14 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from replay import CannotReplay, Replay, plan, replay
 
 from muster.report.audit.history import Finding
-from muster.report.audit.invariants import broken, check, report_lines, to_json
+from muster.report.audit.invariants import broken, check
 
 
 def main(argv: Sequence[str], output: Callable[[str], None] = print, info: Callable[[str], None] | None = None) -> int:
@@ -49,6 +50,25 @@ def main(argv: Sequence[str], output: Callable[[str], None] = print, info: Calla
             for line in report_lines(findings):
                 output(f"  {line}")
     return 1 if any(broken(findings) for findings in answers.values()) else 0
+
+
+def to_json(findings: Mapping[str, Finding]) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "holds": not broken(findings),
+        "invariants": {
+            name: {"holds": not finding.problems, "checked": finding.checked, "problems": finding.problems}
+            for name, finding in findings.items()
+        },
+    }
+
+
+def report_lines(findings: Mapping[str, Finding]) -> Iterator[str]:
+    """One line an invariant, and one a problem."""
+    for name, finding in findings.items():
+        verdict = "BROKEN" if finding.problems else "holds" if finding.checked else "not recorded in this history"
+        yield f"{name:<4}{verdict}" + (f" ({finding.checked} facts)" if finding.checked else "")
+        yield from (f"      {problem}" for problem in finding.problems)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -12,8 +12,6 @@ import pytest
 from slurm_cluster import SlurmCluster, slurm_is_missing
 from slurm_runs import Run, User, recovery_s, run_file
 
-from muster.backends.slurm import parse
-
 MISSING = slurm_is_missing()
 pytestmark = [
     pytest.mark.live,
@@ -152,6 +150,21 @@ def test_a_dead_node_and_a_requeue(cluster, user, beside):
     same_losses(run, beside, beyond=at)
 
 
+def seconds(text):
+    """``3-00:00:00``, ``12:00:00``, ``5:00``, ``30``; None for no limit and for anything else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)(?:\.\d+)?", text.strip())
+    if match is None:
+        return None
+    days, first, second, last = (int(group) if group else None for group in match.groups())
+    clock = [part for part in (first, second, last) if part is not None]
+    if days is not None and len(clock) < 3:  # 2-12 and 2-12:30 count from the hours
+        clock += [0] * (3 - len(clock))
+    total = 0
+    for part in clock:
+        total = total * 60 + part
+    return total + 86_400 * (days or 0)
+
+
 def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
     """Slurm's notice before the limit: the run saves and exits, and a further job continues from there."""
     run = user.submit(
@@ -161,7 +174,7 @@ def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
     )
     run.wait_for_step(8)
     ((first, _),) = run.jobs()
-    elapsed_s = parse.seconds(cluster.ask("squeue", "-h", "-j", first, "-o", "%M")) or 0
+    elapsed_s = seconds(cluster.ask("squeue", "-h", "-j", first, "-o", "%M")) or 0
     minutes = (elapsed_s + 30) // 60 + 1  # between 30 and 90 s are left: the notice comes at once, or soon
     cluster.ask("scontrol", "update", f"JobId={first}", f"TimeLimit={minutes}")
     run.wait_until(lambda: len(run.jobs()) == 2, "a second job")

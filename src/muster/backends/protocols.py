@@ -142,21 +142,4 @@ class Lease:
 
     run_id: str
     resources: tuple[str, ...] = ()
-    usd_per_hour: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
-
-
-class Provisioner(Protocol):
-    """Creates and removes hardware, where that is a step of its own (Google Cloud)."""
-
-    def ensure(self, spec: RunSpec, *, run_id: str) -> Lease:
-        """Make what is missing; what is there already is left alone."""
-        ...
-
-    def find(self, run_id: str) -> Lease | None:
-        """What exists under the run's label."""
-        ...
-
-    def release(self, run_id: str) -> list[str]:
-        """Remove everything under the label; returns what still exists afterwards."""
-        ...

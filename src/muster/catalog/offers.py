@@ -5,8 +5,8 @@ An ``Offer`` of the core is what a back end can provide; ``Option`` adds what pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 
@@ -105,42 +105,6 @@ def option(machine: Machine, mode: Mode, region: str, price: Price | None, *, ma
     )
 
 
-def owned(offers: Sequence[Offer]) -> list[Option]:
-    """Offers of a back end (machines that are there) as options; machines unknown to the catalogue have no fabric."""
-    result = []
-    for offer in offers:
-        machine = rows.machines().get(offer.machine)
-        chip = rows.accelerators().get(offer.accelerator)
-        mode = rows.modes().get(offer.mode, rows.modes()["owned"])
-        if chip is None:
-            continue
-        ceiling, measured = chip.ceiling(matmul_share())
-        result.append(
-            Option(
-                offer=offer,
-                accelerator=chip,
-                mode=mode,
-                fabric=Fabric(intra=None, inter=None, measured=False) if machine is None else fabric(machine, mode),
-                ceiling_flops=ceiling,
-                ceiling_measured=measured,
-                price=None
-                if offer.usd_per_node_hour is None
-                else Price(
-                    machine=offer.machine,
-                    mode=offer.mode,
-                    region=offer.location,
-                    usd_per_gpu_hour=offer.usd_per_node_hour / offer.gpus_per_node,
-                    low=offer.usd_per_node_hour / offer.gpus_per_node,
-                    high=offer.usd_per_node_hour / offer.gpus_per_node,
-                    date="now",
-                    reliability="user",
-                    source=f"back end {offer.backend}",
-                ),
-            )
-        )
-    return result
-
-
 def fabric(machine: Machine, mode: Mode) -> Fabric:
     """What collectives get, placement considered."""
     intra = None if machine.intra_bytes_per_s is None else machine.intra_bytes_per_s * NVLINK_SHARE
@@ -176,20 +140,3 @@ def network_share() -> float:
         if machine.busbw_bytes_per_s and machine.network_bytes_per_s
     ]
     return median(shares)
-
-
-def cheaper_regions(options: Iterable[Option]) -> Mapping[tuple[str, str], Option]:
-    """The cheapest region of each machine and mode."""
-    best: dict[tuple[str, str], Option] = {}
-    for each in options:
-        key = (each.offer.machine, each.mode.name)
-        usd = each.offer.usd_per_node_hour
-        held = best.get(key)
-        if held is None or (usd is not None and usd < (held.offer.usd_per_node_hour or float("inf"))):
-            best[key] = each
-    return best
-
-
-def with_calibration(each: Option, *, ceiling_flops: float) -> Option:
-    """The option with a matmul ceiling measured by the user."""
-    return replace(each, ceiling_flops=ceiling_flops, ceiling_measured=True)

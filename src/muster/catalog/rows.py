@@ -15,10 +15,8 @@ from typing import Any
 
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
-from muster.core.layout import AXES, Layout
 
 GIGA = 10**9
-RELIABILITY = ("measured", "cited", "first-hand", "second-hand", "third-hand", "memory", "user")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,30 +113,6 @@ class KnownModel:
     shape: ModelShape
     parameters: int
     """As the hub shows them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Anchor:
-    """A published training throughput. ``use``: fit or check."""
-
-    stack: str
-    use: str
-    model: str
-    machine: str
-    gpus: int
-    precision: str
-    job: str
-    sequence_length: int
-    micro_batch: int
-    rounds: int
-    layout: Layout
-    chunks: int
-    style: str
-    """fsdp: gathers each round; megatron: once a step."""
-    checkpointing: str
-    compile: bool
-    tokens_per_s_per_gpu: float
-    source: str
 
 
 @cache
@@ -238,36 +212,6 @@ def prices_from(text: str, *, source: str) -> Iterable[Price]:
             reliability=row.get("reliability") or "user",
             source=row.get("source") or source,
         )
-
-
-@cache
-def anchors() -> tuple[Anchor, ...]:
-    """Published runs, each on the machine of the catalogue whose GPUs and links are nearest."""
-    lines = (line for line in StringIO(_text("anchors.csv")) if not line.startswith("#"))
-    result = []
-    for row in csv.DictReader(lines):
-        result.append(
-            Anchor(
-                stack=row["stack"],
-                use=row["use"],
-                model=row["model"],
-                machine=row["machine"],
-                gpus=int(row["gpus"]),
-                precision=row["precision"],
-                job=row["job"],
-                sequence_length=int(row["sequence_length"]),
-                micro_batch=int(row["micro_batch"]),
-                rounds=int(row["rounds"]),
-                layout=Layout.of({axis.name: row.get(axis.name, 1) for axis in AXES}),
-                chunks=int(row["chunks"]),
-                style=row["style"],
-                checkpointing=row["checkpointing"],
-                compile=row["compile"] == "yes",
-                tokens_per_s_per_gpu=float(row["tokens_per_s_per_gpu"]),
-                source=row["source"],
-            )
-        )
-    return tuple(result)
 
 
 @cache

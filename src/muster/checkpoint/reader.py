@@ -35,19 +35,6 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class BufferSource:
-    """Bytes in memory: a ring's slot, what a peer sent."""
-
-    data: memoryview
-    """The tensors' bytes alone, without the header."""
-
-    def read(self, start: int, stop: int) -> memoryview:
-        if stop > len(self.data):
-            raise CheckpointError(f"shard in memory ends at {len(self.data)}, before {stop}")
-        return self.data[start:stop]
-
-
-@dataclass(frozen=True)
 class BlobSource:
     """A file on a disk or in a bucket, read by ranges."""
 
@@ -63,32 +50,6 @@ class BlobSource:
         if len(data) != stop - start:
             raise CheckpointError(f"{self.uri} is truncated: {len(data)} bytes at {start}, not {stop - start}")
         return data
-
-
-def open_buffer(data: bytes | bytearray | memoryview, *, name: str = "shard") -> Shard:
-    """A whole shard (header and bytes) in memory. Raises CheckpointError."""
-    header, body = shards.split(memoryview(data))
-    return Shard(tensors=header.tensors, source=BufferSource(body), name=name)
-
-
-def open_header(header: bytes, data: memoryview, *, name: str = "shard") -> Shard:
-    """A shard whose header is apart from its bytes (a ring). Raises CheckpointError."""
-    result = shards.decode_header(header)
-    if len(data) < result.data_bytes:
-        raise CheckpointError(f"{name}: {len(data)} bytes, its header says {result.data_bytes}")
-    return Shard(tensors=result.tensors, source=BufferSource(data), name=name)
-
-
-def open_blob(uri: str) -> Shard:
-    """A shard file. Reads its header alone. Raises CheckpointError."""
-    try:
-        end, begin = shards.preamble_bytes(blobs.read_range(uri, 0, 16))
-        header = shards.decode_header(blobs.read_range(uri, 16, end))
-        if blobs.size(uri) < begin + header.data_bytes:
-            raise CheckpointError(f"{uri} is truncated")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{uri} is missing") from error
-    return Shard(tensors=header.tensors, source=BlobSource(uri, begin), name=uris.name(uri))
 
 
 def open_checkpoint(manifest: Manifest) -> list[Shard]:

@@ -148,15 +148,6 @@ def preamble_bytes(start: bytes) -> tuple[int, int]:
     return end, _aligned(end)
 
 
-def split(data: memoryview) -> tuple[ShardHeader, memoryview]:
-    """A whole shard's bytes as header and tensors' bytes, without copying. Raises CheckpointError."""
-    end, begin = preamble_bytes(bytes(data[: _FIXED.size]))
-    header = decode_header(data[_FIXED.size : end])
-    if len(data) < begin + header.data_bytes:
-        raise CheckpointError(f"truncated shard: {len(data)} bytes, not {begin + header.data_bytes}")
-    return header, data[begin:]
-
-
 def chunk_to_json(chunk: Chunk) -> list[Any]:
     """One entry of a header's ``tensors``."""
     return [chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.shape, chunk.byte_offset]

@@ -20,11 +20,6 @@ ZONE = typer.Option(None, "--zone", help="Zone; default: the first of resources.
 JSON = typer.Option(False, "--json", help="The outcome as JSON on stdout; a line for each change on stderr.")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands; ``muster down RUN.yaml`` is ``give_back``."""
-    app.command()(up)
-
-
 def up(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,

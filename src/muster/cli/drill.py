@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from muster.app.drill import Fault, Outcome
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(drill)
-
-
 def drill(
     run_file: str | None = typer.Argument(None, metavar="RUN.yaml", help="The run file."),
     overrides: list[str] = OVERRIDES,

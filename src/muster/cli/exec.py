@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator
 
 import typer
 
-RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), its folder, or `last`.")
+from muster.cli.run_commands import RUN
+
 COMMAND = typer.Argument(None, metavar="-- CMD [ARG]...", help="The command and its arguments; default: bash.")
 HOST = typer.Option(None, "--host", help="Number of the host; default: the first.", min=0)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="exec", context_settings={"ignore_unknown_options": True})(exec_)
 
 
 def exec_(run: str = RUN, command: list[str] = COMMAND, host: int | None = HOST) -> None:

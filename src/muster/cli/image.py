@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import typer
 
-RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
-OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(image)
+from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 
 def image(

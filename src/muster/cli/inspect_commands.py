@@ -17,12 +17,6 @@ RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `l
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands, in the order of the help."""
-    for command in (status, logs, events, report, checkpoints, show, data):
-        app.command()(command)
-
-
 def status(
     run: str | None = typer.Argument(None, metavar="[RUN]", help="A run; default: all of this machine."),
     json: bool = JSON,

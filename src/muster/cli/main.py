@@ -50,17 +50,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-run_commands.register(app)
-inspect_commands.register(app)
-drill.register(app)
-watch.register(app)
-plan.register(app)
-simulate.register(app)
-cloud.register(app)
-exec_.register(app)
-image.register(app)
-preflight.register(app)
-app.command()(render.render)
+for command in (
+    run_commands.train, run_commands.submit, run_commands.recover, run_commands.restart, run_commands.stop,
+    run_commands.down, run_commands.export,
+    inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.report,
+    inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data,
+    drill.drill, watch.watch, plan.plan, plan.calibrate, simulate.simulate, cloud.up, image.image, preflight.preflight,
+    render.render,
+):  # fmt: skip
+    app.command()(command)
+app.command(name="exec", context_settings={"ignore_unknown_options": True})(exec_.exec_)
+app.add_typer(plan.prices_app, name="prices")
 
 
 def _version(requested: bool) -> None:

@@ -14,13 +14,6 @@ from muster.cli.run_commands import OVERRIDES, RUN_FILE
 prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.", no_args_is_help=True)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(plan)
-    app.command()(calibrate)
-    app.add_typer(prices_app, name="prices")
-
-
 def plan(
     run_file: str = RUN_FILE,
     overrides: list[str] | None = OVERRIDES,

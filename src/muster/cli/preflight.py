@@ -6,13 +6,7 @@ import sys
 
 import typer
 
-RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
-OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(preflight)
+from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 
 def preflight(

@@ -17,12 +17,6 @@ OUT = typer.Option(None, "--out", "-o", help="Folder to write; default: exports 
 RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), its folder, or `last`.")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands, in the order of the help."""
-    for command in (train, submit, recover, restart, stop, down, export):
-        app.command()(command)
-
-
 def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
     """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once."""
     from muster.app.run.train import train as train_here

@@ -12,11 +12,6 @@ from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(simulate)
-
-
 def simulate(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,

@@ -25,11 +25,6 @@ _SHOWN = (
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(watch)
-
-
 def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
     """Show a run live: hosts, ranks, step, checkpoints, incidents.
 

@@ -67,7 +67,6 @@ class Environment:
 
     home: Path
     memory_root: Path
-    billing_api_key: str | None
     metadata_url: str | None
     bind: str
     term_ignored: bool
@@ -96,7 +95,6 @@ def read(environ: Mapping[str, str]) -> Environment:
     return Environment(
         home=Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute(),
         memory_root=Path(memory),
-        billing_api_key=environ.get("MUSTER_BILLING_API_KEY") or None,
         metadata_url=environ.get("MUSTER_METADATA") or None,
         bind=environ.get("MUSTER_BIND") or "127.0.0.1",
         term_ignored=environ.get("MUSTER_TERM") == "ignored",

@@ -10,9 +10,7 @@
     ├── BackendError               6   the scheduler, the cloud or the host misbehaved
     ├── ConflictError              1   another process holds the name, the lease or the generation
     ├── CheckpointError            1   torn, truncated, foreign or unreadable checkpoint
-    ├── RunFailed                  1   the training itself failed; the verdict says why
-    ├── Preempted                 75   saved, wants to run again (a scheduler may requeue it)
-    └── Stopped                  130   the user stopped it
+    └── RunFailed                  1   the training itself failed; the verdict says why
 
 An adapter translates a library's exception once (``raise CapacityError(...) from error``); only ``cli``
 prints it, as one line and a hint, and only ``cli`` exits.
@@ -104,15 +102,3 @@ class CheckpointError(MusterError):
 
 class RunFailed(MusterError):
     """The training failed; the message is the verdict."""
-
-
-class Preempted(MusterError):
-    """The run saved on notice and wants to run again."""
-
-    exit_code = 75
-
-
-class Stopped(MusterError):
-    """The user stopped the run."""
-
-    exit_code = 130

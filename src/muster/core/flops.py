@@ -187,13 +187,6 @@ def lora_factor(shape: ModelShape | None = None, lora_parameters: int = 0) -> fl
     return (2.0 + lora_parameters / shape.matmul_parameters) / 3.0
 
 
-def mfu(flops: float, seconds: float, gpus: int, peak_flops_per_gpu: float | None) -> float | None:
-    """Model FLOP utilisation, 0 to 1; None where the peak is unknown (a guess would be worse)."""
-    if not peak_flops_per_gpu or seconds <= 0:
-        return None
-    return flops / (seconds * gpus * peak_flops_per_gpu)
-
-
 # transformers' defaults that decide a shape and that a config.json may leave out.
 _TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3_text", "gpt2"}
 _HEAD_DIM_BY_DEFAULT = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}

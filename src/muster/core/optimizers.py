@@ -60,9 +60,3 @@ OPTIMIZERS: Registry[OptimizerTraits] = Registry(
     group="muster.optimizers",
     shipped={"adamw": "muster.core.optimizers:ADAMW", "adamw_8bit": "muster.core.optimizers:ADAMW_8BIT"},
 )
-
-
-def repeats_exactly(name: str) -> bool:
-    """Whether steps that are taken again from a snapshot give the same bits; false for an optimizer that is not
-    installed here."""
-    return name in OPTIMIZERS and OPTIMIZERS.get(name).restores_exactly

@@ -152,7 +152,7 @@ def send(processes: Sequence[Process], number: signal.Signals) -> None:
                 os.kill(process.pid, number)
 
 
-def run_visibly(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+def run_visibly(argv: Sequence[str]) -> tuple[int, str]:
     """Run ``argv`` to its end; its stderr is ours. Returns the exit code and what it printed.
 
     Raises:
@@ -164,7 +164,6 @@ def run_visibly(argv: Sequence[str], *, env: Mapping[str, str] | None = None) ->
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
-            env=dict(env) if env else None,
             check=False,
         )
     except OSError as error:

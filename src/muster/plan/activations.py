@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from muster.core.flops import ModelShape
 
-KINDS = ("none", "selective", "full")
-
 
 def kept_per_token(
     shape: ModelShape, kind: str, *, compute_bytes: int, compiled: bool, lora_rank: int, tp: int, expanded_kv: bool

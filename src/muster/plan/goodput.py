@@ -33,9 +33,6 @@ class Goodput:
     preemptions_per_day: float
     checkpoint_every_s: float
     checkpoint_every_steps: int
-    save_stall_s: float
-    save_drain_s: float
-    """Time until a save is in the bucket."""
     restore_s: float
     tier: str
     """What survives the loss of a machine: peer or bucket."""
@@ -92,8 +89,6 @@ def goodput(
         preemptions_per_day=preempted,
         checkpoint_every_s=every_s,
         checkpoint_every_steps=every_steps,
-        save_stall_s=stall,
-        save_drain_s=drain,
         restore_s=restore,
         tier="peer" if copied else "bucket",
     )

@@ -18,7 +18,6 @@ from muster.plan.activations import kept_per_token, working_per_token
 from muster.plan.workload import Setting, Workload
 
 MIB = 1 << 20
-GIB = 1 << 30
 REDUCE_BYTES = 4
 #: The trainer cuts a large untied embedding off the root (its ``EMBEDDING_UNIT_NUMEL``).
 EMBEDDING_UNIT_NUMEL = 64_000_000
@@ -46,19 +45,6 @@ class DeviceOverhead:
 
 
 CUDA = DeviceOverhead()
-
-
-def cpu_overhead(capacity_bytes: int | None = None) -> DeviceOverhead:
-    """The overheads of ranks on a CPU, where freed tensors go back to the system (benchmarks/plan_memory.py)."""
-    return DeviceOverhead(
-        context_bytes=40 * MIB,  # threads, logs, kernels' caches: what nine runs grew beyond their tensors
-        communicator_bytes=0,
-        fragmentation=0.0,
-        expanded_kv=True,
-        stages_here=True,
-        streams=False,
-        capacity_bytes=capacity_bytes,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,18 +38,6 @@ def connect(cluster: VirtualCluster, host: VirtualHost, step: int) -> None:
         cluster.after(cluster.stages.detect_exit_s, lambda: cluster.receive_from(host, hung))
 
 
-def restart_agent(cluster: VirtualCluster, name: str) -> None:
-    """A host's agent is killed and restarted: its own state is lost, live ranks reconnect to it."""
-    host = cluster.hosts[name]
-    if not host.up or not host.joined:
-        return
-    host.boots += 1
-    host.exits = {}
-    if set(host.ranks) <= host.dead:
-        host.begin(0, [])
-    cluster.join(name)
-
-
 def lose_supervisor(cluster: VirtualCluster) -> None:
     """It is killed. Reports are not received until there is another; hosts continue with what they were sent."""
     cluster.supervised = cluster.dies_at_send = False

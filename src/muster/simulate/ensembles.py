@@ -256,18 +256,6 @@ def study(
     return Study(scenario=scenario, outcomes=tuple(base), **variants)
 
 
-def spares_for(mean_out: float, share: float) -> int:
-    """Fewest spares with which at most as many hosts are out for ``share`` of the time: the Poisson tail (M/G/inf:
-    only the mean number in repair matters)."""
-    spares, term = 0, math.exp(-mean_out)
-    covered = term
-    while covered < share:
-        spares += 1
-        term *= mean_out / spares
-        covered += term
-    return spares
-
-
 def best(choices: Sequence[Choice]) -> Choice | None:
     """The one that gets most of what is paid for; None of none."""
     return min(choices, key=lambda each: each.cost_ratio, default=None)

@@ -13,7 +13,6 @@ from muster.policy.load import load_policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
 from muster.simulate.fault_schedule import Fault, schedule
-from muster.simulate.host_time import RECOVERY
 from muster.simulate.scenario import HOUR_S, Scenario
 from muster.simulate.stage_arithmetic import DiskTier, Stages
 from muster.supervise.recovery.state import End, Log, Phase, Settings, State
@@ -64,11 +63,6 @@ class Outcome:
     @property
     def goodput_purchased(self) -> float:
         return self.productive_s * self.hosts / self.purchased_host_s if self.purchased_host_s else 0.0
-
-    @property
-    def lost_job_s(self) -> float:
-        """What interruptions cost the hosts that train, in full-job seconds."""
-        return sum(self.host_s[name] for name in RECOVERY) / self.hosts
 
     def share(self, category: str) -> float:
         return self.host_s[category] / self.purchased_host_s if self.purchased_host_s else 0.0

@@ -47,8 +47,6 @@ MIX: Mapping[str, FaultKind] = {
     "corruption": FaultKind(share=0.03, slow_s=60, fast_s=20, swap=1),
     "several_hosts": FaultKind(share=0.05, slow_s=8, fast_s=3, swap=1, hosts=3),
 }
-#: Every failure kills one process and is seen at once: for checks against formulas.
-ONLY_PROCESS: Mapping[str, FaultKind] = {"process": FaultKind(share=1, slow_s=0, fast_s=0)}
 
 
 @dataclass(frozen=True, kw_only=True)

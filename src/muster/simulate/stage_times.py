@@ -17,10 +17,6 @@ from muster.core.errors import UsageError
 #: Spread / mean of a stage whose spread no source gives.
 ASSUMED_CV = 0.3
 DEFAULT = "gpu-modelled"
-STAGES = (
-    "step", "end", "start", "warmup", "relayout", "restore", "agent_start", "first_start", "tax", "save_stall",
-    "save_drain",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +101,8 @@ class Recovery:
     kind: str
     detect_s: float
     """From the fault to its detection."""
-    collected_s: float
-    """Ranks ended, snapshots known."""
     started_s: float
     first_step_s: float
-    swapped: bool = False
 
 
 def measured(

@@ -13,7 +13,7 @@ import pytest
 from muster import __version__
 from muster.app.inspect.run_summary import Summary
 from muster.cli import main, tables
-from muster.core.errors import BackendError, CapacityError, MusterError, NoPlanError, Preempted, Stopped, UsageError
+from muster.core.errors import BackendError, CapacityError, MusterError, NoPlanError, UsageError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HEAVY = (
@@ -139,8 +139,6 @@ def test_a_dry_run_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path:
         (NoPlanError("n"), 3),
         (CapacityError("c", hint="later"), 4),
         (BackendError("b"), 6),
-        (Preempted("p"), 75),
-        (Stopped("s"), 130),
         (MusterError("m"), 1),
         (KeyboardInterrupt(), 130),
     ],

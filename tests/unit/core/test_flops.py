@@ -3,7 +3,7 @@
 import pytest
 
 from muster.core.errors import UsageError
-from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor, mfu, step_flops
+from muster.core.flops import Convention, ModelShape, flops_per_token, lora_factor, step_flops
 
 
 def llama(layers, hidden, heads, kv, intermediate, tied=False, vocab=128256, **more):
@@ -123,8 +123,3 @@ def test_what_is_not_modelled_is_refused():
         ModelShape.from_config({"model_type": "mamba"})
     with pytest.raises(UsageError, match="hidden_size"):
         ModelShape.from_config({"model_type": "llama"})
-
-
-def test_an_unknown_peak_gives_no_mfu():
-    assert mfu(1e12, 1.0, 1, None) is None
-    assert mfu(1e12, 2.0, 2, 1e12) == 0.25

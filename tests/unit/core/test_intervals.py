@@ -1,8 +1,8 @@
 """Interval formulas against worked values of the literature's formulas (M = 17,280 s is five failures a day)."""
 
-import itertools
 import math
 
+import interval_formulas as formulas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,13 +25,13 @@ WORKED = {
 @pytest.mark.parametrize("stall", WORKED)
 def test_worked_values(stall):
     young, first, higher, exact, *goodputs = WORKED[stall]
-    assert intervals.young(stall_s=stall, mtbf_s=M) == pytest.approx(young, abs=0.006)
-    assert intervals.daly_first_order(stall_s=stall, mtbf_s=M) == pytest.approx(first, abs=0.006)
-    assert intervals.daly(stall_s=stall, mtbf_s=M) == pytest.approx(higher, abs=0.006)
-    best = intervals.exact(stall_s=stall, mtbf_s=M)
+    assert formulas.young(stall_s=stall, mtbf_s=M) == pytest.approx(young, abs=0.006)
+    assert formulas.daly_first_order(stall_s=stall, mtbf_s=M) == pytest.approx(first, abs=0.006)
+    assert formulas.daly(stall_s=stall, mtbf_s=M) == pytest.approx(higher, abs=0.006)
+    best = formulas.exact(stall_s=stall, mtbf_s=M)
     assert best == pytest.approx(exact, abs=0.006)
     for recovery, goodput in zip((1200, 120, 20), goodputs, strict=True):
-        found = intervals.complete_goodput(best, stall_s=stall, mtbf_s=M, recovery_s=recovery)
+        found = formulas.complete_goodput(best, stall_s=stall, mtbf_s=M, recovery_s=recovery)
         assert found == pytest.approx(goodput, abs=6e-7)
 
 
@@ -40,14 +40,14 @@ def test_worked_values(stall):
     [(3600.0, 1469.69, 1169.69, 1276.498, 1276.877), (600.0, 600.0, 300.0, 416.667, 418.974)],
 )
 def test_hard_regime(mtbf, young, first, higher, exact):
-    assert intervals.young(stall_s=300, mtbf_s=mtbf) == pytest.approx(young, abs=0.006)
-    assert intervals.daly_first_order(stall_s=300, mtbf_s=mtbf) == pytest.approx(first, abs=0.006)
-    assert intervals.daly(stall_s=300, mtbf_s=mtbf) == pytest.approx(higher, abs=6e-4)
-    assert intervals.exact(stall_s=300, mtbf_s=mtbf) == pytest.approx(exact, abs=6e-4)
+    assert formulas.young(stall_s=300, mtbf_s=mtbf) == pytest.approx(young, abs=0.006)
+    assert formulas.daly_first_order(stall_s=300, mtbf_s=mtbf) == pytest.approx(first, abs=0.006)
+    assert formulas.daly(stall_s=300, mtbf_s=mtbf) == pytest.approx(higher, abs=6e-4)
+    assert formulas.exact(stall_s=300, mtbf_s=mtbf) == pytest.approx(exact, abs=6e-4)
 
 
 def test_daly_gives_up_at_twice_the_mtbf():
-    assert intervals.daly(stall_s=1200, mtbf_s=600) == 600
+    assert formulas.daly(stall_s=1200, mtbf_s=600) == 600
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_daly_gives_up_at_twice_the_mtbf():
 )
 def test_set_points(interval, stall, recovery, complete, first):
     known = {"stall_s": stall, "mtbf_s": M, "recovery_s": recovery}
-    assert intervals.complete_goodput(interval, **known) == pytest.approx(complete, abs=6e-6)
-    assert intervals.first_order_goodput(interval, **known) == pytest.approx(first, abs=6e-6)
+    assert formulas.complete_goodput(interval, **known) == pytest.approx(complete, abs=6e-6)
+    assert formulas.first_order_goodput(interval, **known) == pytest.approx(first, abs=6e-6)
 
 
 def test_asynchronous():
@@ -74,31 +74,6 @@ def test_asynchronous():
     assert intervals.asynchronous(slow) == 900  # one save in flight
 
 
-def three_tiers():
-    return [
-        Tier(name="memory", stall_s=0.04, drain_s=8, recovery_s=15, mtbf_s=M / 0.70),
-        Tier(name="peer", stall_s=0.5, slowdown=0.005, drain_s=30, recovery_s=25, mtbf_s=M / 0.27),
-        Tier(name="bucket", stall_s=1, slowdown=0.01, drain_s=180, recovery_s=300, mtbf_s=M / 0.03),
-    ]
-
-
-def test_three_tiers():
-    found = intervals.tiers(three_tiers())
-    for plan, (interval, waste) in zip(found, ((44.4, 0.002732), (288.4, 0.005366), (1796.0, 0.003951)), strict=True):
-        assert plan.interval_s == pytest.approx(interval, rel=2e-3)
-        assert plan.waste == pytest.approx(waste, abs=6e-7)
-        assert plan.first_order_holds
-    assert intervals.tiers_goodput(found) == pytest.approx(0.98795, abs=6e-6)
-
-
-def test_nested_tiers_are_whole_multiples_and_cost_almost_nothing():
-    free, nested = intervals.tiers(three_tiers()), intervals.tiers(three_tiers(), nested=True)
-    for lower, upper in itertools.pairwise(nested):
-        multiple = upper.interval_s / lower.interval_s
-        assert multiple == pytest.approx(round(multiple))
-    assert 0 <= intervals.tiers_goodput(free) - intervals.tiers_goodput(nested) < 1e-4
-
-
 def test_a_tier_that_nothing_falls_back_to_is_never_due():
     tier = Tier(stall_s=1, mtbf_s=math.inf)
     assert intervals.asynchronous(tier) == math.inf
@@ -107,13 +82,13 @@ def test_a_tier_that_nothing_falls_back_to_is_never_due():
 
 @given(stall=st.floats(1e-6, 1e5), mtbf=st.floats(1.0, 1e8))
 def test_exact_is_the_optimum_of_the_complete_model(stall, mtbf):
-    best = intervals.exact(stall_s=stall, mtbf_s=mtbf)
+    best = formulas.exact(stall_s=stall, mtbf_s=mtbf)
     assert 0 < best <= mtbf * (1 + 1e-12)
     if stall > 20 * mtbf:
         return  # e^(C/M) leaves the range in which neighbours differ
 
     def goodput(interval):
-        return intervals.complete_goodput(interval, stall_s=stall, mtbf_s=mtbf, recovery_s=0)
+        return formulas.complete_goodput(interval, stall_s=stall, mtbf_s=mtbf, recovery_s=0)
 
     for near in (best * 0.98, best * 1.02):
         assert goodput(best) >= goodput(near) * (1 - 1e-13)
@@ -121,7 +96,7 @@ def test_exact_is_the_optimum_of_the_complete_model(stall, mtbf):
 
 @pytest.mark.parametrize("ratio", [1e-12, 1e-9, 1e-6, 1e-3, 0.03, 0.1, 0.5, 1.0, 3.0, 10.0])
 def test_lambert_w_satisfies_its_equation(ratio):
-    u = 1 + intervals._lambert_w0_near_branch(ratio)
+    u = 1 + formulas._lambert_w0_near_branch(ratio)
     # -(u + log(1 - u)) = r, by a series that does not cancel (80 terms) or directly
     value = sum(u**n / n for n in range(2, 400)) if u < 0.9 else -(u + math.log1p(-u))
     assert value == pytest.approx(ratio, rel=1e-9)
@@ -129,9 +104,9 @@ def test_lambert_w_satisfies_its_equation(ratio):
 
 def test_whole_steps_takes_the_best_neighbour():
     def goodput(interval):
-        return intervals.complete_goodput(interval, stall_s=1, mtbf_s=M, recovery_s=120)
+        return formulas.complete_goodput(interval, stall_s=1, mtbf_s=M, recovery_s=120)
 
-    best = intervals.exact(stall_s=1, mtbf_s=M)
+    best = formulas.exact(stall_s=1, mtbf_s=M)
     assert intervals.whole_steps(best, 8.0, goodput) in (23, 24)
     assert intervals.whole_steps(best, 1000.0, goodput) == 1
     found = intervals.whole_steps(best, 8.0, goodput)

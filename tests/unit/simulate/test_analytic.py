@@ -3,12 +3,11 @@
 import math
 from statistics import fmean, stdev
 
+import interval_formulas as formulas
 import pytest
 from rehearsing import MTBF_S, formula
 
-from muster.core import intervals
 from muster.simulate.cluster import Cluster, Stages
-from muster.simulate.ensembles import spares_for
 from muster.simulate.rehearsal import Simulation, rehearse, spec_for
 from muster.simulate.scenario import FaultKind, Saves, Scenario
 from muster.supervise.recovery.state import Settings
@@ -30,7 +29,7 @@ def test_synchronous_saves_follow_dalys_complete_model_within_three_sigma(every_
     scenario = formula(every_s=every_s, stall_s=stall_s, recovery_s=recovery_s, step_s=step_s)
     found = [rehearse(scenario, seed).goodput_active for seed in range(24)]
     error = stdev(found) / math.sqrt(len(found))
-    expected = intervals.complete_goodput(every_s, stall_s=stall_s, mtbf_s=MTBF_S, recovery_s=recovery_s)
+    expected = formulas.complete_goodput(every_s, stall_s=stall_s, mtbf_s=MTBF_S, recovery_s=recovery_s)
     assert fmean(found) == pytest.approx(expected, abs=3 * error)
     assert error < 0.004, "a test that cannot fail"
 
@@ -43,14 +42,14 @@ def test_metas_closed_form_in_its_regime_within_five_percent_of_the_loss():
         ).goodput_active
         for seed in range(8)
     )
-    expected = intervals.first_order_goodput(every_s, stall_s=stall_s, mtbf_s=MTBF_S, recovery_s=recovery_s)
+    expected = formulas.first_order_goodput(every_s, stall_s=stall_s, mtbf_s=MTBF_S, recovery_s=recovery_s)
     assert found == pytest.approx(expected, rel=0.05)
     assert 1 - found == pytest.approx(1 - expected, rel=0.05), "of what is lost, too"
 
 
 def test_the_best_interval_is_lambert_ws_within_two_percent():
     stall_s, recovery_s = 43.0, 120.0
-    best = intervals.exact(stall_s=stall_s, mtbf_s=MTBF_S)
+    best = formulas.exact(stall_s=stall_s, mtbf_s=MTBF_S)
     lengths = [best * factor for factor in (0.4, 0.7, 1.0, 1.4, 2.5)]
     overhead = []
     for every_s in lengths:
@@ -121,13 +120,6 @@ def test_spares_run_out_as_often_as_the_poisson_tail_says():
     assert error < 0.03
 
 
-@pytest.mark.parametrize(
-    ("mean", "share", "spares"), [(0.433, 0.99, 2), (0.433, 0.999, 4), (2.6, 0.99, 7), (2.6, 0.999, 9)]
-)
-def test_spares_for_a_share_of_the_time(mean, share, spares):
-    assert spares_for(mean, share) == spares
-
-
 @pytest.mark.parametrize(("stall_s", "expected"), [(600.0, 0.444), (180.0, 0.833)])
 def test_an_interruption_every_eighteen_minutes(stall_s, expected):
     """FT-HSDP's figures: 1 - 600/1080 and 1 - 180/1080."""
@@ -165,6 +157,6 @@ def test_lost_work_is_half_a_cycle_and_the_drain(drain_s):
 
 def test_saves_at_the_formulas_interval_where_none_is_given():
     given = formula(every_s=None, stall_s=1.0, recovery_s=20.0)
-    assert given.every_s == pytest.approx(intervals.young(stall_s=1.0, mtbf_s=MTBF_S))
+    assert given.every_s == pytest.approx(formulas.young(stall_s=1.0, mtbf_s=MTBF_S))
     assert given.with_(saves=Saves(every_s=None, stall_s=1.0, drain_s=500.0)).every_s == 500.0
     assert given.with_(saves=None).every_s == math.inf

@@ -182,7 +182,7 @@ def test_contributions_are_paired_and_leave_one_out():
 
 
 def test_a_profile_from_recoveries_and_what_is_wrong_with_one():
-    seen = [Recovery(kind="process", detect_s=0.1, collected_s=0.2, started_s=0.25, first_step_s=2.0)]
+    seen = [Recovery(kind="process", detect_s=0.1, started_s=0.25, first_step_s=2.0)]
     found = measured("r", step_s=[0.5, 0.7], recoveries=seen)
     assert found.mean_s("step") == pytest.approx(0.6)
     assert found.mean_s("start") == pytest.approx(2.0 - 0.25 - 0.6)

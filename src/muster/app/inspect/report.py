@@ -11,6 +11,7 @@ from typing import Any
 from muster.core.errors import UsageError
 from muster.report import api
 from muster.report.api import Report
+from muster.report.render import page
 from muster.storage import run_registry
 
 #: Formats of foreign logs.
@@ -52,11 +53,7 @@ def write_page(result: Report, reference: str, target: str | None) -> Path:
     """
     place = _place(reference)
     path = Path(os.path.expanduser(target)) if target else (place if place.is_dir() else place.parent) / "report.html"
-    try:
-        path.write_text(api.render_html(result), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another place with --output") from error
-    return path.absolute()
+    return page.write(api.render_html(result), path, hint="choose another place with --output")
 
 
 def compare(result: list[Report]) -> dict[str, Any]:

@@ -129,11 +129,6 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return load.load(run_file, [*given, *settings])
 
 
-def is_plan(path: str | Path) -> bool:
-    """Does this file look like a plan rather than a run file?"""
-    return str(path).endswith(".json")
-
-
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants

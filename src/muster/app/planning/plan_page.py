@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from muster.app.planning.plan import Planned
-from muster.core.errors import UsageError
 from muster.report.render import page
 
 #: Of a plan's document: the run file's own text has no place on a page that is passed on.
@@ -30,12 +29,7 @@ def write(result: Planned, target: str) -> Path:
     Raises:
         UsageError: the file cannot be written.
     """
-    path = Path(os.path.expanduser(target))
-    try:
-        path.write_text(render(result), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another place with --html") from error
-    return path.absolute()
+    return page.write(render(result), Path(os.path.expanduser(target)), hint="choose another place with --html")
 
 
 def _points(result: Planned) -> list[Mapping[str, Any]]:

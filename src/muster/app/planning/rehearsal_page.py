@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import UsageError
 from muster.core.events import Event
 from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import page
@@ -31,12 +30,7 @@ def write_page(study: Study, target: str) -> Path:
     ledger = ledger_of(study.scenario, seed)
     result = document(ledger, {})
     result["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
-    path = Path(os.path.expanduser(target))
-    try:
-        path.write_text(page.render(ledger, result), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    return path.absolute()
+    return page.write(page.render(ledger, result), Path(os.path.expanduser(target)))
 
 
 def ledger_of(scenario: Scenario, seed: int) -> Ledger:

@@ -175,10 +175,8 @@ def measure(run_dir: Path) -> Profile:
         Recovery(
             kind=fault,
             detect_s=each["detect_s"],
-            collected_s=each["stages_s"]["collected"],
             started_s=each["stages_s"]["started"],
             first_step_s=each["stages_s"]["first_step"],
-            swapped=each["action"] == "swap",
         )
         for each in document["incidents"]
         if (fault := simulated_as.get(each["kind"])) and {"collected", "started", "first_step"} <= set(each["stages_s"])

@@ -18,7 +18,7 @@ PREFIX = "muster-"
 TIMEOUT_S = 60.0
 _JOB_FIELDS = {
     "id": "%A", "name": "%j", "state": "%T", "reason": "%r", "nodes": "%N", "count": "%D", "start_s": "%S",
-    "end_s": "%e", "folder": "%Z", "partition": "%P", "batch_host": "%B",
+    "end_s": "%e", "folder": "%Z", "partition": "%P",
 }  # fmt: skip
 _NODE_FIELDS = {
     "node": "%n", "partition": "%R", "state": "%T", "gres": "%G", "cpus": "%c", "memory": "%m", "features": "%f",
@@ -42,7 +42,6 @@ class Job:
     end_s: int | None
     folder: str
     partition: str
-    batch_host: str
 
     @property
     def ended(self) -> bool:
@@ -178,7 +177,6 @@ def _job(row: Mapping[str, str]) -> Job:
         end_s=whole(row["end_s"]),
         folder=row["folder"],
         partition=row["partition"],
-        batch_host=row["batch_host"],
     )
 
 

@@ -52,33 +52,6 @@ def pairs(text: str) -> Iterator[dict[str, str]]:
             yield {mark[1]: line[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)}
 
 
-def seconds(text: str) -> int | None:
-    """``3-00:00:00``, ``12:00:00``, ``5:00``, ``30``; None for no limit and for anything else."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)(?:\.\d+)?", text.strip())
-    if match is None:
-        return None
-    days, first, second, last = (int(group) if group else None for group in match.groups())
-    clock = [part for part in (first, second, last) if part is not None]
-    if days is not None and len(clock) < 3:  # 2-12 and 2-12:30 count from the hours
-        clock += [0] * (3 - len(clock))
-    total = 0
-    for part in clock:
-        total = total * 60 + part
-    return total + 86_400 * (days or 0)
-
-
-def mebibytes(text: str) -> int | None:
-    """``500000`` and ``64G``, ``10.50G``, ``1T``, ``500000+``; None for anything else."""
-    match = re.fullmatch(r"([0-9.]+)([KMGT]?)[nc]?\+?", text.strip())
-    try:
-        number = float(match[1]) if match else None
-    except ValueError:
-        return None
-    if match is None or number is None:
-        return None
-    return int(number * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2]])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
     """GPUs of one type on a node; ``type`` is empty where the site names none."""
@@ -113,14 +86,6 @@ def job_id(text: str) -> str | None:
     """``Submitted batch job 12`` and ``--parsable``'s ``12;cluster`` -> 12."""
     match = re.search(r"(?:^|\s)(\d+)(?:;\S+)?\s*$", text.strip())
     return match[1] if match else None
-
-
-def exit_code(text: str) -> int | None:
-    """``0:0``, ``75:0``, ``0:9``: code and signal, as a shell's exit code."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if match is None:
-        return None
-    return int(match[1]) or (128 + int(match[2]) if int(match[2]) else 0)
 
 
 def accounting(text: str, separator: str = "|") -> list[Mapping[str, str]]:

@@ -173,11 +173,6 @@ def leftovers() -> dict[str, Any]:
     return _document("leftovers.yaml")
 
 
-def date() -> str:
-    """The oldest date of the tables: what they say was true then."""
-    return min(str(_document(name)["date"]) for name in ("families.yaml", "fabrics.yaml", "versions.yaml"))
-
-
 def _nearest(name: str, known: Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return "did you mean " + " or ".join(near) + "?" if near else "known: " + ", ".join(sorted(known))

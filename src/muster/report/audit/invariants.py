@@ -20,7 +20,7 @@ import itertools
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -353,22 +353,3 @@ def _incident_ends(history: History, finding: Finding, bound_s: float) -> None:
 def broken(findings: Mapping[str, Finding]) -> list[str]:
     """``I3: ...`` for each problem."""
     return [f"{name}: {problem}" for name, finding in findings.items() for problem in finding.problems]
-
-
-def to_json(findings: Mapping[str, Finding]) -> dict[str, Any]:
-    """For programs."""
-    return {
-        "holds": not broken(findings),
-        "invariants": {
-            name: {"holds": not finding.problems, "checked": finding.checked, "problems": finding.problems}
-            for name, finding in findings.items()
-        },
-    }
-
-
-def report_lines(findings: Mapping[str, Finding]) -> Iterator[str]:
-    """One line an invariant, and one a problem."""
-    for name, finding in findings.items():
-        verdict = "BROKEN" if finding.problems else "holds" if finding.checked else "not recorded in this history"
-        yield f"{name:<4}{verdict}" + (f" ({finding.checked} facts)" if finding.checked else "")
-        yield from (f"      {problem}" for problem in finding.problems)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from muster.core.errors import UsageError
 from muster.report.ledger.fold import Ledger
 from muster.report.render.series import series
 
@@ -37,6 +39,15 @@ def fill(data: dict[str, Any], *, title: str, script: str = "page.js", plain: st
         before, _, after = page.partition(mark)
         page = before + text + after
     return page
+
+
+def write(text: str, path: Path, *, hint: str | None = None) -> Path:
+    """Write a page; return its absolute path. Raises UsageError where that fails, with ``hint``."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
+    return path.absolute()
 
 
 def _asset(name: str) -> str:

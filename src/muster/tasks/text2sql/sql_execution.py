@@ -57,7 +57,6 @@ class Outcome:
     """Why it is wrong: ``rows differ``, ``timeout``, ``forbidden``, ``too many rows``, ``error: ...``."""
     rows: tuple[tuple[Any, ...], ...] = ()
     """What the predicted query returned (first few)."""
-    gold_rows: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def timed_out(self) -> bool:
@@ -104,14 +103,13 @@ def compare(predicted_sql: str, gold_sql: str, database: Database, timeout_s: fl
         result = run_query(predicted_sql, connection, timeout_s=timeout_s)
     if result.problem:
         reason = f"error: {result.message}" if result.problem == "error" else result.problem
-        return Outcome(correct=False, method="execution", reason=reason, gold_rows=gold.rows[:10])
+        return Outcome(correct=False, method="execution", reason=reason)
     same = same_rows(result.rows, gold.rows, ordered=orders_its_result(gold_sql))
     return Outcome(
         correct=same,
         method="execution",
         reason=None if same else "rows differ",
         rows=result.rows[:10],
-        gold_rows=gold.rows[:10],
     )
 
 

@@ -3,16 +3,12 @@
 import hashlib
 
 import pytest
-from cases import spec
-from fakes.clock import VirtualClock
 from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, session, where
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.provision.audit import audit
-from muster.backends.gke.provision.provisioner import GkeProvisioner
 from muster.backends.gke.provision.software import software, wanted_software
 from muster.backends.gke.provision.up import down, requests, up
-from muster.backends.protocols import Provisioner
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, UsageError
 
@@ -209,20 +205,6 @@ def test_the_binding_is_by_principal_and_keeps_others():
             "example-project.svc.id.goog/subject/ns/default/sa/muster"
         ],
     }
-
-
-def test_the_provisioner_seam():
-    of = spec("a4-highgpu-8g", "spot", project="example-project", locations=["us-central1-a", "us-central1-b"])
-    google = cloud()
-    provisioner: Provisioner = GkeProvisioner(
-        http=google, spec=of, manifests=TEXTS, pins=PINS, clock=VirtualClock(), workers=1
-    )
-    assert provisioner.find("run-1") is None
-    lease = provisioner.ensure(of, run_id="run-1")
-    assert lease.labels["zone"] == "us-central1-b" and "clusters/muster" in lease.resources
-    found = provisioner.find("run-1")
-    assert found is not None and "clusters/muster" in found.resources
-    assert provisioner.release("run-1") == [] and google.store == {} and provisioner.find("run-1") is None
 
 
 def test_a_kind_that_is_served_late_is_waited_for():

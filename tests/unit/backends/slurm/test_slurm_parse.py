@@ -1,5 +1,6 @@
 """What Slurm prints: the samples of a real cluster where they are at hand, and whatever else may stand in a field."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,29 +53,8 @@ def test_no_text_raises(text, fields):
     list(parse.pairs(text))
     parse.accounting(text)
     parse.gpus(text)
-    for read in (parse.seconds, parse.mebibytes, parse.job_id, parse.exit_code, parse.node_state, reason_text.waits):
+    for read in (parse.job_id, parse.node_state, reason_text.waits):
         read(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("3-00:00:00", 259_200), ("14-00:00:00", 1_209_600), ("1:00:00", 3600), ("17:22:49", 62_569), ("4:59", 299),
-        ("0:00", 0), ("30", 30), ("2-12", 216_000), ("2-12:30", 217_800), ("UNLIMITED", None), ("infinite", None),
-        ("N/A", None), ("NOT_SET", None), ("INVALID", None), ("", None), ("-1:00", None), ("00:57.250", 57),
-    ],
-)  # fmt: skip
-def test_durations(text, found):
-    assert parse.seconds(text) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("500000", 500_000), ("500000+", 500_000), ("64G", 65_536), ("10.50G", 10_752), ("1T", 1_048_576),
-     ("64Gn", 65_536), ("512K", 0), ("", None), (".", None), ("1.2.3", None), ("many", None)],
-)  # fmt: skip
-def test_sizes(text, found):
-    assert parse.mebibytes(text) == found
 
 
 @pytest.mark.parametrize(
@@ -99,11 +79,10 @@ def test_usable_nodes(text, usable):
     assert parse.node_usable(text) is usable
 
 
-def test_job_ids_and_exit_codes():
+def test_job_ids():
     assert [parse.job_id(text) for text in ("12\n", "12;cluster\n", "Submitted batch job 12", "", "x")] == [
         "12", "12", "12", None, None,
     ]  # fmt: skip
-    assert [parse.exit_code(text) for text in ("0:0", "75:0", "0:9", "x", "")] == [0, 75, 137, None, None]
 
 
 def test_pairs_keep_blanks_inside_values():
@@ -129,8 +108,6 @@ def test_recorded_sinfo():
     assert len(rows) >= 4
     for row in rows:
         assert parse.gpus(row["GRES"]) and parse.gpus(row["GRES"])[0].type == "gen"
-        assert parse.mebibytes(row["MEMORY"]) == 500_000 and parse.seconds(row["TIMELIMIT"]) in (259_200, 1_209_600)
-        assert parse.seconds(row["DEFAULTTIME"]) == 300
     assert {parse.node_state(row["STATE"])[0] for row in rows} <= {"DRAINED", "ALLOCATED", "DRAIN", "ALLOC"}
     assert [parse.node_usable(row["STATE"]) for row in rows] == [row["STATE"].startswith("alloc") for row in rows]
 
@@ -139,7 +116,7 @@ def test_recorded_squeue():
     rows = [line.split("|#") for line in recorded("squeue").splitlines() if line]
     assert len(rows) >= 5
     for row in rows:
-        assert parse.job_id(row[3]) == row[3] and parse.seconds(row[5]) is not None
+        assert parse.job_id(row[3]) == row[3]
         assert row[9] not in parse.ENDED
     waiting = {row[9]: reason_text.waits(row[27]) for row in rows if row[9] == "PENDING"}
     assert waiting and all("Slurm says" not in sentence for sentence in waiting.values()), waiting
@@ -149,7 +126,6 @@ def test_recorded_squeue():
 def test_recorded_scontrol():
     found = list(parse.pairs(recorded("scontrol")))
     assert [row["PartitionName"] for row in found] == ["partition1", "partition2", "partition3"]
-    assert [parse.seconds(row["MaxTime"]) for row in found] == [259_200, 1_209_600, 259_200]
     assert found[1]["MaxNodes"] == "64" and found[0]["State"] == "UP"
 
 
@@ -158,4 +134,4 @@ def test_recorded_sacct():
     assert len(rows) > 20
     states = {row["State"].split()[0] for row in rows}
     assert states & parse.ENDED
-    assert all(parse.exit_code(row["ExitCode"]) is not None for row in rows), "no row is shifted"
+    assert all(re.fullmatch(r"\d+:\d+", row["ExitCode"]) for row in rows), "no row is shifted"

@@ -18,7 +18,7 @@ HERE = Path("/runs/r")
 RECORD = {"run_id": "r", "state": "submitted", "submission": 1, "job_id": "12", "submitted_wall_ns": 0}
 JOB = Job(
     id="12", name="muster-r.1", state="RUNNING", reason="None", nodes="n[1-3]", count=3, start_s=100, end_s=None,
-    folder="/runs/r", partition="main", batch_host="n1",
+    folder="/runs/r", partition="main",
 )  # fmt: skip
 SAVED = {"outcome": "preempted", "exit_code": 75, "reason": "saved and left after step 9", "wall_ns": 200 * 10**9}
 

@@ -36,6 +36,18 @@ def replace(found, of, policy, apart_s=0.0):
         )
 
 
+def restart_agent(cluster, name):
+    """A host's agent is killed and restarted: its own state is lost, live ranks reconnect to it."""
+    host = cluster.hosts[name]
+    if not host.up or not host.joined:
+        return
+    host.boots += 1
+    host.exits = {}
+    if set(host.ranks) <= host.dead:
+        host.begin(0, [])
+    cluster.join(name)
+
+
 def do(found, of, policy, deed, index):
     names = list(found.hosts)
     if not names or found.machine.state.phase is Phase.ENDED:
@@ -66,7 +78,7 @@ def do(found, of, policy, deed, index):
         "supervisor": lambda: replace(found, of, policy),
         "gap": lambda: replace_later(lambda: connectivity.lose_supervisor(found)),
         "midway": lambda: replace_later(lambda: setattr(found, "dies_at_send", True)),
-        "agent": lambda: connectivity.restart_agent(found, name),
+        "agent": lambda: restart_agent(found, name),
         "hang": lambda: broken.hang_rank(found, index, detect_s=0.5),
         "flap": flap,
         **{word: lambda word=word: found.kill_rank(index, code=1, last=WORDS[word]) for word in WORDS},

@@ -23,7 +23,10 @@ from muster.cli.watch import _render
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = [str(ROOT / "examples" / "text2sql-cpu.yaml"), "training.steps=120", "evaluation.num_questions=20"]
-CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,900"]
+CHROMIUM = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking",
+    "--window-size=1100,900", "--virtual-time-budget=5000",
+]  # fmt: skip
 
 
 def main() -> None:
@@ -34,11 +37,10 @@ def main() -> None:
         subprocess.run([*muster, "submit", *RUN, f"run_dir={run_dir}"], check=True)
         try:
             save_svg(after_a_kill(run_dir), ROOT / "docs" / "pictures" / "watch.svg")
-            page = Path(temporary) / "report.html"
             subprocess.run([*muster, "logs", "--follow", str(run_dir)], check=False, stdout=subprocess.DEVNULL)
-            report = subprocess.run([*muster, "report", str(run_dir), "--html"], check=True, capture_output=True)
-            page.write_bytes(report.stdout)
-            screenshot(page, ROOT / "docs" / "pictures" / "report.png")
+            report = [*muster, "report", str(run_dir), "--html"]
+            page = subprocess.run(report, check=True, capture_output=True, text=True).stdout.strip()
+            screenshot(Path(page), ROOT / "docs" / "pictures" / "report.png")
         finally:
             subprocess.run([*muster, "down", str(run_dir)], check=False)
 

@@ -16,20 +16,20 @@ from muster.policy.cluster_state import Adjust, ClusterState, Policy
 class UserPolicy:
     """A user's module or object with the defaults for what it lacks."""
 
-    policy: object
+    given: object
     max_wait_s: float
     adjust: Adjust | None
 
     def decide(self, situation: ClusterState, incident: Incident) -> Decision:
-        decision: Decision = self.policy.decide(situation, incident)  # type: ignore[attr-defined]
+        decision: Decision = self.given.decide(situation, incident)  # type: ignore[attr-defined]
         return decision
 
 
-def complete(policy: object) -> Policy:
+def complete(given: object) -> Policy:
     """A policy from anything that has ``decide(situation, incident)``."""
-    wait_s = getattr(policy, "max_wait_s", MAX_WAIT_S)
+    wait_s = getattr(given, "max_wait_s", MAX_WAIT_S)
     usable = isinstance(wait_s, (int, float)) and wait_s > 0
-    return UserPolicy(policy, wait_s if usable else MAX_WAIT_S, getattr(policy, "adjust", None))
+    return UserPolicy(given, wait_s if usable else MAX_WAIT_S, getattr(given, "adjust", None))
 
 
 def load_policy(name: str, *, max_wait_s: float | None = None) -> Policy:
@@ -57,7 +57,7 @@ def load_policy(name: str, *, max_wait_s: float | None = None) -> Policy:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UsageError(f"recovery.policy: {name} failed to import: {type(error).__name__}: {error}") from error
-    policy = getattr(module, "policy", module)
-    if not callable(getattr(policy, "decide", None)):
+    given = getattr(module, "policy", module)
+    if not callable(getattr(given, "decide", None)):
         raise UsageError(f"recovery.policy: {name} has no decide(situation, incident)", hint="see docs/recovery.md")
-    return complete(policy)
+    return complete(given)

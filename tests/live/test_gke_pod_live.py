@@ -87,14 +87,14 @@ def test_before_the_allocation_ends_the_run_is_told_to_save(tmp_path):
     program = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit({AGAIN})); time.sleep(60)"
     code, said = ended(start("supervisor", tmp_path, program, "--leave-after-s", "2"))
     assert "the allocation is about to end: saving" in said
-    assert code == BACK_END_FAULT and "nothing here may queue it" in said
+    assert code == BACK_END_FAULT and "this pod may not queue it" in said
 
 
 def test_a_run_that_saved_is_queued_again_unless_it_lived_too_short(monkeypatch, capsys):
     made = []
     saved = [sys.executable, "-c", f"raise SystemExit({AGAIN})"]
     assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == BACK_END_FAULT
-    assert not made and "too short a life" in capsys.readouterr().err
+    assert not made and "after only" in capsys.readouterr().err
     monkeypatch.setattr("muster.backends.gke.pod.main.SHORTEST_RUN_S", 0.0)
     assert Pod(argv=saved, role="supervisor", requeue=lambda: made.append(1) or "ns/x").run() == 0
     assert made == [1] and "continuation queued: ns/x" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_an_agent_to_whom_nobody_came_is_started_again(tmp_path):
         "open(events / 'host-0.1.jsonl', 'a').write(line + chr(10))"
     )
     code, said = ended(start("host", tmp_path, program, "--host", "host-0"))
-    assert code == 0 and said.count("waiting for one again") == 1
+    assert code == 0 and said.count("waiting again") == 1
 
 
 def test_a_host_is_named_after_its_pod():
@@ -132,8 +132,8 @@ def test_what_ranks_write_is_in_the_pods_own_output(tmp_path):
         "events.write(json.dumps({'kind': 'rank.started', 'rank': 0, 'attempt': 1}) + chr(10)); "
         "sys.stdin.readline(); log.write('second\\nhalf'); print('agent ends')"
     )
-    program = [sys.executable, "-m", "muster.backends.gke.pod.main"]
-    argv = [*program, "host", "--run-dir", str(tmp_path), "--host", "host-0"]
+    first_program = [sys.executable, "-m", "muster.backends.gke.pod.main"]
+    argv = [*first_program, "host", "--run-dir", str(tmp_path), "--host", "host-0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     pod = subprocess.Popen([*argv, "--", sys.executable, "-c", program], **pipes)
     assert pod.stdout.readline() == "rank-0.a1 | first\n", "while the rank still writes"

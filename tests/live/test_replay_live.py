@@ -46,7 +46,7 @@ def test_a_replay_agrees_with_what_happened_and_differs_from_another_seeds_run(t
     spec["training"]["seed"] += 1
     (tmp_path / "other" / "resolved.json").write_text(json.dumps(spec))
     code, batch_schedule, told = judge(tmp_path / "other", "--ranks", "1")
-    (folder,) = re.findall(r"stays in (/\S+)$", told)
+    (folder,) = re.findall(r"kept in (/\S+)$", told)
     assert code == 1 and "step 1 has two states" in batch_schedule["problems"][0], batch_schedule
     assert (Path(folder) / "resolved.json").is_file()
     shutil.rmtree(folder)

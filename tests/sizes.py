@@ -156,7 +156,9 @@ NIGHTLY = {
 }
 
 #: Tests that depend on how fast the machine is just then, and why. They alone get a second try (``second_try``).
-TIMING: dict[str, str] = {}
+TIMING: dict[str, str] = {
+    "test_drill_live.py": "a kill that falls between two ranks' snapshots of one step takes that step again",
+}
 
 
 def names(item: pytest.Item) -> set[str]:

@@ -174,7 +174,7 @@ def test_what_cannot_be_exported(tmp_path):
     assert "3" in caught.value.hint
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         exporting.export(tmp_path / "run", tmp_path / "taken")
     save(tmp_path / "run", 5, {**state, "model.strange.weight": torch.ones(3)})
     with pytest.raises(CheckpointError, match="strange"):

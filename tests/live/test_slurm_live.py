@@ -110,7 +110,7 @@ def _spare_again(run: Run, host: str, since_ns: int) -> bool:
 def _cannot_commit(cluster: SlurmCluster, run: Run, node: str) -> None:
     """A write of the cut-off node's processes, if it reached the disk, would be refused: its attempt is fenced."""
     code = (
-        "import sys; from muster.core import fences; from muster.storage.store import open_store\n"
+        "import sys; from muster.checkpoint_format import fences; from muster.storage.store import open_store\n"
         "fences.check(open_store(), sys.argv[1], run_id=sys.argv[2], attempt=1)"
     )
     space = f"/run/netns/{cluster.space(node)}"

@@ -62,7 +62,8 @@ def bought_s(document):
 def blows_as_they_were(document):
     """(moment after the first purchase, kind) of each fault that stopped training."""
     first_s = document["first_purchase_s"]
-    return [(each["at_s"] - first_s, KINDS[each["kind"]]) for each in document["incidents"] if each["stopped_training"]]
+    stopped = (each for each in document["incidents"] if each["stopped_training"])
+    return [(each["at_s"] - first_s, KINDS.get(each["kind"]).simulated_as) for each in stopped]
 
 
 def rehearsed(run, document, profile, seed, *, at=None, **stages):

@@ -175,7 +175,7 @@ def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) 
     ended = shell.status("there")["attempt"]
     train = shell.start("train", "run.yaml", "run_dir=there", "recovery.grace_s=600")
     eventually(lambda: shell.status("there")["phase"] == "run" and shell.status("there")["attempt"] > ended)
-    rank = next(each for each in shell.left(shell.status("there")["run_id"]) if "forkserver" in " ".join(each.argv))
+    rank = next(each for each in shell.left(shell.status("there")["run_id"]) if "fork_server" in " ".join(each.argv))
     os.kill(rank.pid, signal.SIGCONT)
     before = time.monotonic()
     for _ in range(20):  # two that arrive before the first is handled are one: a user would press again

@@ -37,7 +37,8 @@ def test_once(shared):
 def run(folder: Path, *arguments: str) -> tuple[int, str]:
     (folder / "test_suite.py").write_text(SUITE)
     (folder / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "MUSTER_TESTS_RAN": str(folder / "ran")}
+    # PYTEST_ADDOPTS: the -q of whoever runs this would take the inner summary away.
+    env = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(TESTS), "MUSTER_TESTS_RAN": str(folder / "ran")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "test_suite.py"],
         cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,

@@ -94,8 +94,5 @@ def _packages(spec: RunSpec) -> Iterator[Problem]:
 
 def _exists(path: str) -> bool:
     expanded = os.path.expanduser(path)
-    if os.path.exists(expanded):  # Path.exists raises for a long name, Path.expanduser for an unknown user
-        return True
-    if not any(sign in path for sign in "*?["):
-        return False
-    return bool(glob.glob(expanded, recursive=True))
+    # Path.exists raises for a long name, Path.expanduser for an unknown user.
+    return os.path.exists(expanded) or (glob.has_magic(path) and bool(glob.glob(expanded, recursive=True)))

@@ -146,22 +146,20 @@ def unknown(raw: Any, annotation: Any = RunSpec, path: KeyPath = ()) -> Iterator
 
 def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
     """A suggestion for an unknown key: a sibling, the same key elsewhere, or what others call it."""
-    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.75)
-    if near:
+    lower = name.lower()
+    if near := difflib.get_close_matches(lower, siblings, n=1, cutoff=0.75):
         return f"did you mean `{near[0]}`?"
-    elsewhere = every_key().get(name.lower(), [])
-    if len(elsewhere) == 1 or (elsewhere and len({place.rpartition(".")[0] for place in elsewhere}) == 1):
-        section = elsewhere[0].rpartition(".")[0]
-        return f"`{name}` belongs under `{section}`" if section else f"`{name}` belongs at the top of the file"
+    elsewhere = [place.rpartition(".")[0] for place in every_key().get(lower, [])]
+    if elsewhere == [""]:
+        return f"`{name}` belongs at the top of the file"
     if elsewhere:
-        return f"`{name}` belongs under {' or '.join(f'`{place.rpartition(chr(46))[0]}`' for place in elsewhere[:3])}"
-    if name.lower() in OTHER_NAMES:
-        return f"here it is `{OTHER_NAMES[name.lower()]}`"
-    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.6)
-    if near:
+        sections = elsewhere[:1] if len(set(elsewhere)) == 1 else elsewhere[:3]
+        return f"`{name}` belongs under {' or '.join(f'`{section}`' for section in sections)}"
+    if lower in OTHER_NAMES:
+        return f"here it is `{OTHER_NAMES[lower]}`"
+    if near := difflib.get_close_matches(lower, siblings, n=1, cutoff=0.6):
         return f"did you mean `{near[0]}`?"
-    near = difflib.get_close_matches(name.lower(), list(every_key()), n=1, cutoff=0.8)
-    if near:
+    if near := difflib.get_close_matches(lower, list(every_key()), n=1, cutoff=0.8):
         return f"did you mean `{every_key()[near[0]][0]}`?"
     return f"known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}" if siblings else None
 

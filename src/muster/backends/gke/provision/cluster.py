@@ -19,7 +19,7 @@ from muster.backends.gke.provision.build import Build
 from muster.backends.gke.provision.quota import quota
 from muster.backends.gke.provision.resource_names import Site, site, today
 from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
-from muster.backends.gke.provision.up import down_everywhere, requests, up_first
+from muster.backends.gke.provision.up import down, requests, up_first
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
@@ -57,8 +57,7 @@ class GkeCluster:
     """Every location that the run file names, in its order."""
 
     sites: tuple[Site, ...]
-    http: Http | None = None
-    """None: Google's own, when first needed."""
+    http: Http = field(default_factory=lambda: GoogleHttp())
     clock: Clock = field(default_factory=SystemClock)
     fetch: pinned_manifests.Fetch | None = None
 
@@ -68,7 +67,7 @@ class GkeCluster:
 
     def session(self) -> Session:
         """A session with Google's services."""
-        return Session(http=self.http or GoogleHttp(), clock=self.clock)
+        return Session(http=self.http, clock=self.clock)
 
     def dry_run(self, manifests: Path | None) -> tuple[list[Call], list[str]]:
         """Every request that ``up`` would send to create something at the first location, and what it would refuse.
@@ -112,7 +111,7 @@ class GkeCluster:
 
     def down(self, *, keep_data: bool = False, progress: Progress = silent) -> Down:
         """Remove everything of ours at every location, then list what still exists in the project."""
-        return down_everywhere(self.sites, self.session(), keep_data=keep_data, progress=progress)
+        return down(self.sites, self.session(), keep_data=keep_data, progress=progress)
 
     def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
         """The image for the run file's machine: its name says what it is made of. Touches nothing.

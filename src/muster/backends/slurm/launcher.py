@@ -254,6 +254,3 @@ def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
 
 def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
     return JobHandle(run_id=record["run_id"], backend="slurm", job_id=record["job_id"] or "", run_dir=str(run_dir))
-
-
-__all__ = ["SUBMISSION", "SlurmLauncher", "hosts_of"]

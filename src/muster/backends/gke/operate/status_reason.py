@@ -58,10 +58,10 @@ def _deactivated_or_evicted(workload: Manifest | None) -> Explanation | None:
         why = _words(evicted, "its admission check was rejected too often, or it was stopped by hand")
         hint = "muster submit again, or set spec.active of the Workload to true"
         return Explanation(JobState.STOPPED, f"Kueue has deactivated the run: {why}", hint)
-    result = EVICTED.get(str((evicted or {}).get("reason")))
-    if result and _true(evicted) and not _true(condition(workload, "QuotaReserved")):
-        sentence, hint = result
-        return _waiting(f"{sentence}: {_words(evicted)}{_asked_again(workload)}", hint)
+    known = EVICTED.get(str((evicted or {}).get("reason")))
+    if known and _true(evicted) and not _true(condition(workload, "QuotaReserved")):
+        sentence, why = known[0], _words(evicted)
+        return _waiting(f"{sentence}: {why}{_asked_again(workload)}", known[1])
     return None
 
 

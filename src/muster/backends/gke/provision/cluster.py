@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from muster.backends.cluster import Down, Progress, Said, silent
+from muster.backends.cluster import Down, Image, Progress, Said, silent
 from muster.backends.gke.google.http import Call, GoogleHttp, Http
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.image import context, doubts, parts, tag
@@ -25,31 +25,6 @@ from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.protocols import Clock
-
-
-@dataclass(frozen=True, kw_only=True)
-class Image:
-    """An image that can be built by Cloud Build."""
-
-    job: Build
-    doubts: tuple[str, ...]
-    cluster: GkeCluster
-
-    @property
-    def name(self) -> str:
-        return self.job.image
-
-    def calls(self) -> list[Call]:
-        """What building it sends."""
-        return self.job.calls()
-
-    def build(self) -> bool:
-        """Build it and wait; False: it existed already.
-
-        Raises:
-            BackendError, AccessError: the build failed, or is not allowed.
-        """
-        return self.job.run(self.cluster.session())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +101,8 @@ class GkeCluster:
             raise UsageError("these do not fit: " + "; ".join(wrong), hint="--base, --torch-index")
         data = context(made_of)
         job = Build(site=where, parts=made_of, tag=tag(made_of, data), data=data)
-        return Image(job=job, doubts=tuple(doubt.message for doubt in result), cluster=self)
+        said = tuple(doubt.message for doubt in result)
+        return Image(name=job.image, doubts=said, calls=job.calls, build=lambda: job.run(self.session()))
 
 
 def open_cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> GkeCluster:

@@ -178,12 +178,7 @@ def _used_by_others(where: Site, session: Session) -> set[str]:
 
 
 def down(
-    sites: Sequence[Site],
-    session: Session,
-    *,
-    keep_data: bool = False,
-    workers: int = 8,
-    progress: Progress = silent,
+    sites: Sequence[Site], session: Session, *, keep_data: bool = False, workers: int = 8, progress: Progress = silent
 ) -> Down:
     """Remove everything of ours in order at every place, then look at the project for what still exists.
 

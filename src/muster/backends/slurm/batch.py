@@ -26,7 +26,7 @@ from typing import Any
 from muster.backends.slurm import locate
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.resubmit import resubmit
-from muster.backends.slurm.script import program
+from muster.backends.slurm.script import program, python_of
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.errors import MusterError
@@ -110,8 +110,8 @@ class Batch:
 
     def _node_program(self, step: Step) -> list[str]:
         container = self.spec.slurm.container
-        python = container.python if container is not None else None
-        common = program("node", self.spec, run_id=self.run_id, run_dir=str(self.run_dir), python=python)
+        python = container.python if container is not None else python_of(self.spec)
+        common = program("backends.slurm.node", python, run_id=self.run_id, run_dir=str(self.run_dir))
         argv = [*common, "--host", step.host]
         if container is None or container.runtime != "apptainer":
             return argv

@@ -29,7 +29,7 @@ from muster.core.protocols import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class GkeCluster:
-    """Every location that the run file names, in its order."""
+    """Every location that the run file names, in its order; ``backends.cluster.Cluster`` says what each call does."""
 
     sites: tuple[Site, ...]
     http: Http = field(default_factory=lambda: GoogleHttp())
@@ -41,21 +41,15 @@ class GkeCluster:
         return self.sites[0].project
 
     def session(self) -> Session:
-        """A session with Google's services."""
         return Session(http=self.http, clock=self.clock)
 
     def dry_run(self, manifests: Path | None) -> tuple[list[Call], list[str]]:
-        """Every request that ``up`` would send to create something at the first location, and what it would refuse.
-
-        Needs no credentials and touches nothing.
-        """
         where = self.sites[0]
         texts = pinned_manifests.at_hand(where, manifests)
         missing = unpinned(where, texts, pinned_manifests.pins())
         return requests(where, parsed(where, texts)), [f"{each.sentence()}: not pinned by hash" for each in missing]
 
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
-        """Record the hashes of the released manifests (fetched where no folder is given), for this user."""
         where = self.sites[0]
         if manifests is None:
             pinned_manifests.fetch_missing(where, self.fetch)
@@ -63,12 +57,6 @@ class GkeCluster:
         return digests, pinned_manifests.pin(digests, day=today(SystemClock()))
 
     def up(self, manifests: Path | None, *, token: str | None = None, progress: Progress = silent) -> Lease:
-        """Create what is missing at the first location with room; after an interruption, the same again resumes.
-
-        Raises:
-            UsageError: released manifests are missing from the folder, or not pinned.
-            AccessError, ConflictError, CapacityError, BackendError: as ``provision.up.up``.
-        """
         first = self.sites[0]
         if manifests is None:
             for line in pinned_manifests.fetch_missing(first, self.fetch):
@@ -85,15 +73,9 @@ class GkeCluster:
         return replace(lease, labels={**lease.labels, "zone": where.zone})
 
     def down(self, *, keep_data: bool = False, progress: Progress = silent) -> Down:
-        """Remove everything of ours at every location, then list what still exists in the project."""
         return down(self.sites, self.session(), keep_data=keep_data, progress=progress)
 
     def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
-        """The image for the run file's machine: its name says what it is made of. Touches nothing.
-
-        Raises:
-            UsageError: parts that do not fit each other.
-        """
         where = self.sites[0]
         made_of = parts(base=base, torch=torch, torch_index=torch_index)
         result = doubts(made_of, where.placement.family, where.placement.machine)

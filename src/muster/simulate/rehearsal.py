@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.policy.load import load_policy
 from muster.simulate import faults
@@ -31,7 +30,6 @@ class Interruption:
     kind: str
     at_s: float
     lost_s: float
-    sentence: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +220,7 @@ class Simulation:
             self.repair(log.host, self.scenario.repair_h * HOUR_S)
         elif log.kind == "incident.resolved" and self.open:
             at_s, kind = self.open[0]
-            text = f"{kind}: recovered after {self.cluster.now_s - at_s:.1f} s"
-            if len(self.open) > 1:
-                text += f", with {len(self.open)} faults meanwhile"
-            self.interruptions.append(
-                Interruption(kind=kind, at_s=at_s, lost_s=self.cluster.now_s - at_s, sentence=text)
-            )
+            self.interruptions.append(Interruption(kind=kind, at_s=at_s, lost_s=self.cluster.now_s - at_s))
             self.open.clear()
 
     def on_run_ended(self, end: End) -> bool:
@@ -284,17 +277,8 @@ def rank_of(cluster: Cluster, name: str) -> int:
 def stages_of(scenario: Scenario) -> Stages:
     """The profile's means, as the cluster takes them."""
     mean_s = scenario.profile.mean_s
-    return Stages(
-        step_s=mean_s("step"),
-        detect_exit_s=0.03,
-        end_ranks_s=mean_s("end"),
-        start_s=mean_s("start"),
-        warmup_s=mean_s("warmup"),
-        agent_start_s=mean_s("agent_start"),
-        first_start_s=mean_s("first_start"),
-        relayout_s=mean_s("relayout"),
-        tax=mean_s("tax"),
-    )
+    names = ("step", "start", "warmup", "agent_start", "first_start", "relayout")
+    return Stages(**{f"{name}_s": mean_s(name) for name in names}, end_ranks_s=mean_s("end"), tax=mean_s("tax"))
 
 
 def disk_of(scenario: Scenario) -> DiskTier | None:
@@ -303,18 +287,3 @@ def disk_of(scenario: Scenario) -> DiskTier | None:
     if saves is None or math.isinf(every_s):
         return None
     return DiskTier(every_s=every_s, stall_s=saves.cost_s, drain_s=saves.drain_s, restore_s=saves.restore_s)
-
-
-def spec_for(name: str = "rehearsal", **recovery: Any) -> Any:
-    """A run file with nothing but the supervisor's settings, where a rehearsal has no run file."""
-    from muster.config.spec import RunSpec
-
-    return RunSpec.model_validate(
-        {
-            "name": name,
-            "model": {"config": {}},
-            "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 1000},
-            "recovery": recovery,
-        }
-    )

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rehearsing import everything, formula
+from rehearsing import everything, formula, spec_for
 
 from muster.app.planning.rehearsal_page import ledger_of
 from muster.core.errors import UsageError
 from muster.report.render.document import document
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate.fault_schedule import Fault, schedule
-from muster.simulate.rehearsal import Simulation, rehearse, spec_for
+from muster.simulate.rehearsal import Simulation, rehearse
 from muster.simulate.scenario import FaultKind, Scenario
 from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 

@@ -1,6 +1,6 @@
 """Sessions over sockets, in one selector loop: the only place where bytes meet the network.
 
-``Hub`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
+A ``ConnectionPool`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
 and a peer that does not read is dropped when the buffer passes a limit.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,9 +86,19 @@ class ConnectionPool:
         self._flush(peer)
         return peer
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+    def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Call back when ``fd`` is readable (a pidfd, a pipe)."""
         self.selector.register(fd, selectors.EVENT_READ, lambda _: callback())
+
+    def wake_on_signals(self) -> int:
+        """A signal ends the wait of ``run_once`` from now on; returns the wake-up descriptor that this replaces.
+
+        Raises ValueError outside of the main thread.
+        """
+        wake, self._signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self.watch(wake.fileno(), lambda: wake.recv(256))
+        return signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
 
     def unwatch(self, fd: int) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import signal
 import time
 from collections.abc import Collection
 from dataclasses import asdict
@@ -16,7 +14,7 @@ from muster.agent.child_processes import ChildProcesses
 from muster.agent.host_state import HostState
 from muster.agent.ranks.hang_detector import find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
-from muster.agent.ranks.rank_process import Worker, open_pidfd, parent_of, standby_for
+from muster.agent.ranks.rank_process import Worker, kill, open_pidfd, parent_of, standby_for
 from muster.agent.ranks.retained_ranks import RetainedRanks
 from muster.checkpoint_format.snapshot_ring import list_snapshots
 from muster.transport.connections import Connection
@@ -151,7 +149,7 @@ class RankPool:
         """SIGKILL for every rank up to ``attempt``; their exits are handled like any other's."""
         for worker in self._host.living():
             if worker.attempt <= attempt and worker not in spared:
-                _kill(worker.pid)
+                kill(worker.pid)
 
     def _on_exit(self, worker: Worker) -> None:
         """The pidfd fired: the process is gone; its exit code comes from the fork server, its parent."""
@@ -187,14 +185,14 @@ class RankPool:
         last = dict(worker.last)
         if last and worker.orphaned:  # a rank that sent its last message was not killed
             worker.exit_code = int(last.get("left", 1))
+        words = {
+            "exception": str(last.get("exception") or ""),
+            "reason": str(last.get("message") or "")[:500],
+            "traceback": str(last.get("traceback") or "")[-2000:],
+        }
         host.log.write(
             "rank.exited",
-            {
-                "exit_code": worker.exit_code,
-                **({"exception": str(last["exception"])} if last.get("exception") else {}),
-                **({"reason": str(last["message"])[:500]} if last.get("message") else {}),
-                **({"traceback": str(last["traceback"])[-2000:]} if last.get("traceback") else {}),
-            },
+            {"exit_code": worker.exit_code, **{key: text for key, text in words.items() if text}},
             rank=worker.rank,
         )
         if self._ending is None or worker.attempt > self._ending:
@@ -287,7 +285,7 @@ class RankPool:
         host, now_s = self._host, time.monotonic()
         silence_s = host.spec.recovery.heartbeat_timeout_s
         for worker in self._retained.overdue(host.living(), now_s=now_s, silence_s=silence_s):
-            _kill(worker.pid)  # stopped, or busy with something long: it is replaced
+            kill(worker.pid)  # stopped, or busy with something long: it is replaced
         if host.supervisor is None:
             return  # a hang is reported once, and there is no one to receive it
         for worker, evidence in find_hung_ranks(
@@ -319,7 +317,7 @@ class RankPool:
         """A rank of a previous agent reconnects. It is killed if its attempt was ended in the meantime."""
         self._orphans.mark_registered(pid)
         if attempt <= self._ended or attempt < self._host.attempt:
-            _kill(pid)
+            kill(pid)
             return
         self._host.attempt = max(self._host.attempt, attempt)
         self._host.log.open(self._host.attempt)
@@ -355,9 +353,4 @@ class RankPool:
         self._kill(self._host.attempt)
         self._orphans.kill()
         for pid in self._host.standbys:
-            _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+            kill(pid)

@@ -10,13 +10,12 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import Any
 
 from muster.agent.host_state import HostState
-from muster.agent.ranks.rank_process import is_stopped, on_exit
+from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
 
 #: The agent's first message to the supervisor names the replicator's address: it waits this long for it, once.
 FIRST_WAIT_S = 20.0
@@ -74,35 +73,20 @@ class ReplicatorProcess:
             path.with_suffix(".part").rename(path)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        host, log = self._host, self._log()
-        child = subprocess.Popen(
-            [
-                sys.executable, "-m", "muster.agent.replicator.main", "--run-dir", str(host.run_dir),
-                "--memory", str(host.memory), "--bind", host.bind, "--port", str(self._port),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
+        host = self._host
+        child = host.start_program(
+            "replicator", "muster.agent.replicator.main", "--run-dir", str(host.run_dir), "--memory", str(host.memory),
+            "--bind", host.bind, "--port", str(self._port), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        log.close()
         assert child.stdin is not None and child.stdout is not None
         os.set_blocking(child.stdin.fileno(), False)
         os.set_blocking(child.stdout.fileno(), False)
         self._child, self._started_s = child, time.monotonic()
         self._incoming, self._stopped_since = b"", None
         self._outgoing.clear()
-        host.hub.watch(child.stdout.fileno(), lambda: self._on_output(child))
+        host.hub.watch(child.stdout.fileno(), lambda: self._read(child))
         on_exit(host.hub, child.pid, lambda: self._on_exit(child))
         return child
-
-    def _log(self) -> IO[bytes]:
-        path = self._host.run_dir / "logs" / f"replicator-{self._host.host}.log"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "ab")
-        except OSError:  # a full disk must not prevent a restart
-            return open(os.devnull, "ab")
 
     # ------------------------------------------------------------ orders
 
@@ -158,9 +142,6 @@ class ReplicatorProcess:
                 del self._outgoing[: os.write(self._child.stdin.fileno(), self._outgoing[:4096])]
 
     # ------------------------------------------------------------ answers, and the process itself
-
-    def _on_output(self, child: subprocess.Popen[bytes]) -> None:
-        self._read(child)
 
     def _read(self, child: subprocess.Popen[bytes]) -> bool:
         """Handle its output; False at its end."""
@@ -249,8 +230,4 @@ class ReplicatorProcess:
     def shutdown(self) -> None:
         """End it; never waits long."""
         child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1)
+        end_child(child)

@@ -16,7 +16,6 @@ from typing import Any
 
 from muster.storage import uris
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.held_snapshots import newest_held
 from muster.supervise.recovery.state import SECOND_NS, End, Ending, Phase
 
 
@@ -181,7 +180,7 @@ def _write(ctx: SupervisorContext) -> None:
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     ending.files, ending.writers, ending.committing = [], [], False
-    choice = newest_held(ctx, hosts=ending.answered, without=ending.given_up | state.unreadable_snapshots)
+    choice = ctx.newest_held(hosts=ending.answered, without=ending.given_up | state.unreadable_snapshots)
     if choice is None or choice.step <= state.committed_step:
         _finish_unsaved(ctx)
         return
@@ -189,13 +188,8 @@ def _write(ctx: SupervisorContext) -> None:
     due = ending.waiting
     ending.waiting = {}
     for name in sorted({held.host for held in choice.shards.values()}):
-        shards = [
-            {"rank": rank, "tier": held.tier, "held_as": held.rank}
-            for rank, held in sorted(choice.shards.items())
-            if held.host == name
-        ]
         ending.waiting[name] = due.get(name, 0) + 1
-        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": shards})
+        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": choice.shards_on(name)})
     ctx.state.deadline_ns = ending.until_ns
 
 

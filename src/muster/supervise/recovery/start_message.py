@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from muster.protocol.held_snapshots import Choice, has_replica_on_other_host, needed_shards
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, needed_shards
 from muster.supervise.recovery.state import SECOND_NS, Host, Phase
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.policy.builtin import SHIPPED
+from muster.protocol.held_snapshots import Snapshot, newest_complete
 from muster.simulate import faults as broken
 from muster.simulate.stage_arithmetic import Stages
-from muster.supervise.recovery.layout import Snapshot, newest_complete
 from muster.supervise.recovery.state import Phase, StopRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
 

@@ -306,16 +306,8 @@ class ChildProcesses:
                 continue
             target = file_name("fetched", key, rank)
             forget_refusal(memory / target)
-            self.replicator.fetch(
-                {
-                    "do": "fetch",
-                    "address": item["address"],
-                    "file": held,
-                    "target": target,
-                    "step": restore["step"],
-                    "attempt": message["restore_attempt"],
-                }
-            )
+            version = {"file": held, "step": step, "attempt": attempt}
+            self.replicator.fetch({"do": "fetch", "address": item["address"], "target": target, **version})
             sources[str(rank)] = str(memory / target)
         return sources
 

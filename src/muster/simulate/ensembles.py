@@ -6,8 +6,10 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import starmap
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,19 +32,12 @@ def many(
     """Rehearse each (scenario, seed), in parallel processes; in the order given."""
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     report = progress or (lambda done, total: None)
-    if workers <= 1:
-        variants = []
-        for index, (scenario, seed) in enumerate(jobs):
-            variants.append(rehearse(scenario, seed))
-            report(index + 1, len(jobs))
-        return variants
-    outcomes: dict[int, Outcome] = {}
-    with ProcessPoolExecutor(workers) as pool:
-        waiting = {pool.submit(rehearse, scenario, seed): index for index, (scenario, seed) in enumerate(jobs)}
-        for done in as_completed(waiting):
-            outcomes[waiting[done]] = done.result()
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+        for outcome in pool.map(rehearse, *zip(*jobs, strict=True)) if pool else starmap(rehearse, jobs):
+            outcomes.append(outcome)
             report(len(outcomes), len(jobs))
-    return [outcomes[index] for index in range(len(jobs))]
+    return outcomes
 
 
 @dataclass(frozen=True, kw_only=True)

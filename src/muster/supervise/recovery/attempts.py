@@ -67,11 +67,6 @@ def await_answers(ctx: SupervisorContext) -> None:
         state.deadline_ns = min(state.hosts[name].answer_by_ns for name in state.draining)
 
 
-def overdue_hosts(ctx: SupervisorContext) -> list[str]:
-    """Hosts that have not reported the end of their ranks in time."""
-    return sorted(name for name in ctx.state.draining if ctx.state.hosts[name].answer_by_ns <= ctx.now_ns)
-
-
 def resend_end(ctx: SupervisorContext, name: str) -> None:
     """Its agent restarted before it had answered, and does not know the message."""
     if ctx.state.phase is Phase.DRAINING and name in ctx.state.draining:

@@ -172,7 +172,6 @@ class ChildProcesses:
     # ------------------------------------------------------------ standbys
 
     def on_fork_server(self, pid: int) -> None:
-        """A fork server registered."""
         self._host.fork_server_pid = pid
         self._fork_server_deaths = 0
         self._spawning.clear()

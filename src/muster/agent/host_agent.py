@@ -209,7 +209,7 @@ class HostAgent:
                 standby.warm = standby.warm or standby.peer is peer
             self._check_ready()
         elif kind == "unfit":
-            self.pool.on_standby_unusable(peer)
+            self.pool.on_standby_lost(peer, unusable=True)
 
     def _from_fork_server(self, message: dict[str, Any]) -> None:
         if message.get("t") == "exited":
@@ -286,16 +286,11 @@ class HostAgent:
         """Forward the replicator's answer to where the order came from; an event once a checkpoint is committed."""
         host = self.host
         if answer["t"] == "flush_committed" and answer["ok"]:
-            detail = {"tier": "disk" if uris.is_local(str(order["uri"])) else "bucket"}
-            detail |= {"uri": answer["uri"], "bytes": answer["bytes"]}
-            event = {
-                "kind": "checkpoint.committed",
-                "attempt": max(host.newest_attempt, host.attempt),
-                "step": answer["step"],
-                "mono_ns": time.monotonic_ns(),
-                "wall_ns": time.time_ns(),
-                "detail": detail,
-            }
+            tier = "disk" if uris.is_local(str(order["uri"])) else "bucket"
+            detail = {"tier": tier, "uri": answer["uri"], "bytes": answer["bytes"]}
+            now = {"mono_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+            committed = {"attempt": max(host.newest_attempt, host.attempt), "step": answer["step"], "detail": detail}
+            event = {"kind": "checkpoint.committed", **now, **committed}
             host.log.write_rank(event)
             host.send({"t": "event", "event": event})
         if order.get("alone"):

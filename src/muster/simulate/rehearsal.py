@@ -28,7 +28,6 @@ class Interruption:
     """L of one fault: from the fault to the end of the first step beyond the last one applied before it."""
 
     kind: str
-    at_s: float
     lost_s: float
 
 
@@ -47,7 +46,6 @@ class Outcome:
     """Kind -> how often it was injected."""
     interruptions: tuple[Interruption, ...]
     redone_steps: int
-    attempts: int
     gave_up: int
     """Times the run ended by its own decision and had to be started again."""
     identity_error: float
@@ -61,9 +59,6 @@ class Outcome:
     @property
     def goodput_purchased(self) -> float:
         return self.productive_s * self.hosts / self.purchased_host_s if self.purchased_host_s else 0.0
-
-    def share(self, category: str) -> float:
-        return self.host_s[category] / self.purchased_host_s if self.purchased_host_s else 0.0
 
 
 def rehearse(scenario: Scenario, seed: int) -> Outcome:
@@ -137,7 +132,6 @@ class Simulation:
             faults=dict(self.injected),
             interruptions=tuple(self.interruptions),
             redone_steps=round(redone),
-            attempts=cluster.machine.state.attempt,
             gave_up=self.gave_up,
             identity_error=cluster.time.identity_error,
             mean_out=cluster.time.by["out"] / wall_s,
@@ -220,7 +214,7 @@ class Simulation:
             self.repair(log.host, self.scenario.repair_h * HOUR_S)
         elif log.kind == "incident.resolved" and self.open:
             at_s, kind = self.open[0]
-            self.interruptions.append(Interruption(kind=kind, at_s=at_s, lost_s=self.cluster.now_s - at_s))
+            self.interruptions.append(Interruption(kind=kind, lost_s=self.cluster.now_s - at_s))
             self.open.clear()
 
     def on_run_ended(self, end: End) -> bool:

@@ -28,7 +28,6 @@ class Connection:
 
     sock: socket.socket
     session: Session
-    server: bool
     pending: bytearray = field(default_factory=bytearray)
     who: Any = None
     closed: bool = False
@@ -47,8 +46,8 @@ class ConnectionPool:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     peers: set[Connection] = field(default_factory=set)
 
-    def listen(self, address: str, port: int = 0) -> tuple[str, int]:
-        """Accept connections; return the address bound. ``unix:PATH`` listens on a socket file."""
+    def listen(self, address: str) -> tuple[str, int]:
+        """Accept connections on any port; return the address bound. ``unix:PATH`` listens on a socket file."""
         if address.startswith("unix:"):
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             server.bind(address.removeprefix("unix:"))
@@ -57,7 +56,7 @@ class ConnectionPool:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             server = socket.socket(family, socket.SOCK_STREAM)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((address, port))
+            server.bind((address, 0))
             bound = server.getsockname()[:2]
         server.listen(256)
         server.setblocking(False)
@@ -80,7 +79,7 @@ class ConnectionPool:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        peer = Connection(sock=sock, session=Session(self.token, server=server), server=server)
+        peer = Connection(sock=sock, session=Session(self.token, server=server))
         self.peers.add(peer)
         self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
         self._flush(peer)

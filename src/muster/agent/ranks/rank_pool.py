@@ -121,7 +121,6 @@ class RankPool:
     # ------------------------------------------------------------ ending
 
     def send_command(self, command: dict[str, Any]) -> None:
-        """Forward a command to every rank."""
         for worker in self._host.living():
             if worker.peer is not None:
                 self._host.hub.send(worker.peer, {"t": "order", "order": command})
@@ -190,21 +189,11 @@ class RankPool:
             "reason": str(last.get("message") or "")[:500],
             "traceback": str(last.get("traceback") or "")[-2000:],
         }
-        host.log.write(
-            "rank.exited",
-            {"exit_code": worker.exit_code, **{key: text for key, text in words.items() if text}},
-            rank=worker.rank,
-        )
+        words = {key: text for key, text in words.items() if text}
+        host.log.write("rank.exited", {"exit_code": worker.exit_code, **words}, rank=worker.rank)
         if self._ending is None or worker.attempt > self._ending:
-            report = {
-                "t": "rank_exit",
-                "attempt": worker.attempt,
-                "rank": worker.rank,
-                "pid": worker.pid,
-                "code": worker.exit_code,
-                "step": worker.step,
-                "last": last,
-            }
+            report = {"t": "rank_exit", "attempt": worker.attempt, "rank": worker.rank, "pid": worker.pid}
+            report |= {"code": worker.exit_code, "step": worker.step, "last": last}
             self.exits[worker.rank] = report
             host.send(report)
         self._report_drained()
@@ -242,7 +231,6 @@ class RankPool:
     # ------------------------------------------------------------ messages and hangs
 
     def handle(self, worker: Worker, message: dict[str, Any]) -> None:
-        """Handle one message of a rank."""
         now = time.monotonic()
         worker.seen_s = now
         kind = message.get("t")
@@ -296,15 +284,8 @@ class RankPool:
             step_s=self._children.step_timeout_s(),
             start_s=host.spec.recovery.start_timeout_s,
         ):
-            host.send(
-                {
-                    "t": "rank_hang",
-                    "attempt": worker.attempt,
-                    "rank": worker.rank,
-                    "evidence": evidence,
-                    "silent_s": now_s - worker.progress_s,
-                }
-            )
+            report = {"t": "rank_hang", "attempt": worker.attempt, "rank": worker.rank, "evidence": evidence}
+            host.send({**report, "silent_s": now_s - worker.progress_s})
 
     def on_reconnect(self) -> None:
         """A newly connected supervisor has not heard of any hang."""
@@ -328,7 +309,6 @@ class RankPool:
         self._orphans.add(set(pids) - set(self._host.standbys) - set(self._host.workers))
 
     def on_standby(self, pid: int) -> None:
-        """A standby registered."""
         self._orphans.mark_registered(pid)
 
     def on_fork_server_lost(self) -> None:
@@ -337,19 +317,14 @@ class RankPool:
             self._assume_killed(worker)
             self._report_exit(worker)
 
-    def on_standby_unusable(self, peer: Connection) -> None:
-        """A standby could not open a context on its GPU."""
+    def on_standby_lost(self, peer: Connection, *, unusable: bool = False) -> None:
+        """A standby closed its connection, or could not open a context on its GPU."""
         for standby in [standby for standby in self._host.standbys.values() if standby.peer is peer]:
             del self._host.standbys[standby.pid]
-            self._children.on_standby_unusable(standby)
-
-    def on_standby_lost(self, peer: Connection) -> None:
-        """A standby closed its connection."""
-        for standby in [standby for standby in self._host.standbys.values() if standby.peer is peer]:
-            del self._host.standbys[standby.pid]
+            if unusable:
+                self._children.on_standby_unusable(standby)
 
     def shutdown(self) -> None:
-        """End everything."""
         self._kill(self._host.attempt)
         self._orphans.kill()
         for pid in self._host.standbys:

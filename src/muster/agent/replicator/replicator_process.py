@@ -24,7 +24,7 @@ FIRST_WAIT_S = 20.0
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
 _STATE = "replicator.json"
-_ORDER_OF = {"flushed": "flush", "flush_committed": "flush_commit"}
+_ANSWER_TO = {"flush": "flushed", "flush_commit": "flush_committed"}
 
 
 class ReplicatorProcess:
@@ -114,7 +114,6 @@ class ReplicatorProcess:
         self._fetches.clear()
 
     def fetch(self, order: dict[str, Any]) -> None:
-        """Get one version from another host."""
         self._fetches.append(order)
         self._send(order)
 
@@ -177,17 +176,16 @@ class ReplicatorProcess:
             self._host.send({"t": "memory", "memory": address})
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
-        answered = (_ORDER_OF[answer["t"]], answer["step"], answer["attempt"])
+        answered = (answer["t"], answer["step"], answer["attempt"])
         for order in self._flushes:
-            if (order["do"], order["step"], order["attempt"]) == answered:
+            if (_ANSWER_TO[order["do"]], order["step"], order["attempt"]) == answered:
                 self._flushes.remove(order)
                 self._on_flush(answer, order)
                 return
 
     def _fail_flushes(self, reason: str) -> None:
         for order in list(self._flushes):
-            kind = next(answer for answer, answered in _ORDER_OF.items() if answered == order["do"])
-            answer = {"t": kind, "step": order["step"], "attempt": order["attempt"]}
+            answer = {"t": _ANSWER_TO[order["do"]], "step": order["step"], "attempt": order["attempt"]}
             self._on_answer({**answer, "ok": False, "reason": reason})
 
     def watch(self) -> None:

@@ -93,12 +93,8 @@ def check_returned_agent(ctx: SupervisorContext, host: Host, exited: set[int]) -
     expected = set(ctx.ranks_on(host.name)) - gone
     if host.attempt == ctx.state.attempt and expected <= set(host.alive):
         return
-    report_incident(
-        ctx,
-        RANK_EXIT,
-        host=host.name,
-        evidence=f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}",
-    )
+    evidence = f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}"
+    report_incident(ctx, RANK_EXIT, host=host.name, evidence=evidence)
 
 
 def host_ready(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:

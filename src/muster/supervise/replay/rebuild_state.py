@@ -69,17 +69,11 @@ def rebuild_state(events: Iterable[Event]) -> State:
         elif event.kind == "run.restarted":
             error_history.forget(state)
         elif event.kind == "termination.notice" and "exit_code" in event.detail:
-            state.stop_before = StopRequest(
-                source=str(event.detail["source"]),
-                exit_code=int(event.detail["exit_code"]),
-                save=bool(event.detail.get("save", True)),
-            )
+            source, save = str(event.detail["source"]), bool(event.detail.get("save", True))
+            state.stop_before = StopRequest(source=source, exit_code=int(event.detail["exit_code"]), save=save)
         elif event.kind == "run.ending":
-            state.ending = Ending(
-                outcome=str(event.detail["outcome"]),
-                exit_code=int(event.detail["exit_code"]),
-                reason=str(event.detail["reason"]),
-            )
+            outcome, reason = str(event.detail["outcome"]), str(event.detail["reason"])
+            state.ending = Ending(outcome=outcome, exit_code=int(event.detail["exit_code"]), reason=reason)
         elif event.kind == "run.finished":
             state = State(
                 attempt=state.attempt,

@@ -13,7 +13,7 @@ from torch import Tensor
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.profiling import memory_bytes
-from muster.train.trackers import Tracker
+from muster.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StepLog:
     rank: int
     device: torch.device
     peak: Peak
-    trackers: list[Tracker] = field(default_factory=list)
+    trackers: Trackers = field(default_factory=Trackers)
     track_every_steps: int = 1
     _since_ns: int = field(default_factory=time.monotonic_ns)
 
@@ -128,8 +128,7 @@ class StepLog:
             for name, value in values.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        for tracker in self.trackers:
-            tracker.log(numbers, step=step)
+        self.trackers.log(numbers, step=step)
 
 
 class Phases:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -205,7 +205,7 @@ class Saver:
             self._on_event("checkpoint.removed", step=job.step, uri=removed)
         for note in job.notes:
             self._on_event("run.message", step=job.step, text=note)
-        return Saved(**{**done.__dict__, "stall_ns": job.stall_ns})
+        return replace(done, stall_ns=job.stall_ns)
 
     def abandon(self) -> None:
         """The ranks' group is broken: give up the save under way without waiting for its bytes.
@@ -297,11 +297,8 @@ class Saver:
             self._leave_behind(job)
             return {"problem": problems[0]}
         assert self._staging is not None
-        files = [
-            StoredFile(name=report["name"], bytes=report["bytes"], crc32=report["crc32"])
-            for report in reports
-            if "name" in report
-        ]
+        keys = ("name", "bytes", "crc32")
+        files = [StoredFile(**{key: report[key] for key in keys}) for report in reports if "name" in report]
         index = encode_index(
             [
                 (reports[rank]["name"], len(shards.preamble(self._header(job.step, rank))), chunks)

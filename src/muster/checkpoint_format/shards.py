@@ -31,7 +31,7 @@ _OWNED = re.compile(r"rank(\d+)(?:\.|$)")
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 """Bytes an element, by torch's name of the type without ``torch.``."""
 
@@ -113,7 +113,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
     """The inverse of ``encode_header``; every box is checked. Raises CheckpointError."""
     try:
         result = json.loads(bytes(data))
-        header = ShardHeader(
+        return ShardHeader(
             run_id=result["run_id"],
             attempt=int(result["attempt"]),
             step=int(result["step"]),
@@ -124,7 +124,6 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"not a shard header: {error}") from error
-    return header
 
 
 def preamble(header: ShardHeader) -> bytes:

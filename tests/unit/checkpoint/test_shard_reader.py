@@ -13,16 +13,6 @@ from muster.core.errors import CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 
 
-class BufferSource:
-    """Tensors' bytes in memory."""
-
-    def __init__(self, data):
-        self.data = memoryview(data)
-
-    def read(self, start, stop):
-        return self.data[start:stop]
-
-
 def shard_of(tensors, rank=0):
     """(name, whole tensor, offsets, shape) -> an opened shard in memory."""
     chunks = wire.pack(
@@ -36,7 +26,7 @@ def shard_of(tensors, rank=0):
             part = part.narrow(axis, offset, length)
         raw = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         data[chunk.byte_offset : chunk.byte_offset + len(raw)] = raw
-    return reader.Shard(tensors=header.tensors, source=BufferSource(bytes(data)), name=f"rank-{rank}")
+    return reader.Shard(header.tensors, lambda start, stop: bytes(data)[start:stop], f"rank-{rank}")
 
 
 @settings(max_examples=60, deadline=None)

@@ -35,11 +35,12 @@ from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
-from muster.train.state.resume import open_snapshots, restore
+from muster.train.state.resume import restore
 from muster.train.state.saving import open_saves
+from muster.train.state.snapshot_tiers import open_together
 from muster.train.state.state_hash import StateHashes
 from muster.train.state.training_state import TrainingState, named_without_wrappers
-from muster.train.trackers import guarded, open_trackers
+from muster.train.trackers import Trackers, open_trackers
 from muster.train.training_run import TrainingRun
 
 #: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share
@@ -91,7 +92,6 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
     groups = reduce_groups_of(meshes, world)
     built = build_model(
         spec,
-        layout=layout,
         device=device,
         vocab_size=prepared.vocab_size,
         mesh=meshes,
@@ -160,7 +160,14 @@ def assemble(
         phases=phases,
         evaluator=evaluator,
         saves=saves,
-        snapshots=open_snapshots(spec, context, state, world, agent, extra=saves.extra),
+        snapshots=open_together(
+            context,
+            state.sharded,
+            every_steps=spec.checkpoint.snapshot_every_steps,
+            extra=saves.extra,
+            group=world.control,
+            agent=agent,
+        ),
         hashes=hashes_of(components, world),
         baseline=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
@@ -177,16 +184,14 @@ def open_log(
     components: TrainerComponents, context: RankContext, agent: AgentClient, world: World, flops: float | None
 ) -> StepLog:
     """The record of steps, with rank 0's trackers."""
-    spec = components.spec
-    trackers = []
-    if world.rank == 0:
-        trackers = open_trackers(spec, run_id=context.run_id, run_dir=Path(context.run_dir))
+    spec, run_dir = components.spec, Path(context.run_dir)
+    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
     return StepLog(
         agent=agent,
         rank=world.rank,
         device=components.device,
         peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
+        trackers=Trackers(trackers, lambda text: agent.emit("run.message", text=text)),
         track_every_steps=spec.output.log_every_steps,
     )
 

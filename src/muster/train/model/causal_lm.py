@@ -18,7 +18,6 @@ from torch import nn
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
-from muster.core.types import Layout
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.model import lora, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
@@ -46,11 +45,6 @@ class BuiltModel:
     num_trainable: int
     lora_config: Any | None
     """peft LoraConfig, where adapters are trained."""
-    meshes: Meshes
-    device: torch.device
-    compute_dtype: torch.dtype
-    static_shapes: bool
-    """Batches need ``static_shapes``, because layers are compiled."""
     shape: ModelShape | None
     """For FLOP arithmetic; None: not a dense decoder, and no MFU is reported."""
 
@@ -62,7 +56,6 @@ class BuiltModel:
 def build_model(
     spec: RunSpec,
     *,
-    layout: Layout,
     device: torch.device,
     vocab_size: int,
     mesh: Meshes,
@@ -83,7 +76,6 @@ def build_model(
         BackendError: the hub cannot be reached.
     """
     assert spec.model is not None
-    assert mesh.layout == layout, f"meshes are of {mesh.layout}, the layout is {layout}"
     compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
     folder = pretrained.open_source(spec.model)
     config = read_config(spec, folder.path if folder else None, vocab_size)
@@ -113,10 +105,6 @@ def build_model(
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
         num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         lora_config=lora_config,
-        meshes=mesh,
-        device=device,
-        compute_dtype=compute_dtype,
-        static_shapes=spec.training.compile,
         shape=shape_of(config),
     )
 
@@ -138,13 +126,8 @@ def sharded_module(
 
 def all_in_state(model: Any) -> bool:
     """Whether a restored state has every value: nothing is frozen, and no buffer comes from files."""
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    stored_buffers = any(
-        buffer is not None and name not in module._non_persistent_buffers_set
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    )
-    return not frozen and not stored_buffers
+    stored_buffers = {name for name, _ in model.named_buffers()} - weights.transient_buffers(model)
+    return all(parameter.requires_grad for parameter in model.parameters()) and not stored_buffers
 
 
 def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path | None) -> Proof:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +88,18 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and what was gathered dropped at the end."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        reshard(module)
+        module.train(was_training)
 
 
 def forget_gradients(module: nn.Module) -> None:

@@ -229,8 +229,7 @@ def restore(state: State) -> int:
         unused = unflatten(state, tensors)
         if unused:
             problem = f"{unused[0]} was saved and is not in this state ({len(unused)} such values)"
-            text = f"rank {_rank.context.rank}: {problem}"
-            _rank.agent.emit("run.message", step=step, text=text)
+            _rank.agent.emit("run.message", step=step, text=f"rank {_rank.context.rank}: {problem}")
         duration_ns = time.monotonic_ns() - start_ns
         _rank.agent.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=duration_ns)
     _beat(_rank, step + 1)

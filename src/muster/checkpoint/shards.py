@@ -56,9 +56,6 @@ class ShardReader(StorageReader):
         """Name -> global shape of everything there."""
         return {name: chunks[0].global_shape for name, chunks in self._tensors.items()}
 
-    def dtypes(self) -> dict[str, str]:
-        return {name: chunks[0].dtype for name, chunks in self._tensors.items()}
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
             state_dict_metadata={

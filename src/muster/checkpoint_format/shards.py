@@ -70,11 +70,6 @@ class ShardHeader:
     run_id: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes from the first tensor's to the last one's end."""
-        return max((chunk.byte_offset + chunk.bytes for chunk in self.tensors), default=0)
-
 
 def pack(boxes: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]]) -> tuple[Chunk, ...]:
     """Lay boxes (name, dtype, global shape, offsets, shape) one behind the other, each aligned."""

@@ -128,13 +128,7 @@ class SocketAgentClient:
     """``protocol.ranks.AgentClient`` over the agent's socket."""
 
     def __init__(
-        self,
-        connection: AgentConnection,
-        agent: AgentAddress,
-        hello: Mapping[str, Any],
-        *,
-        attempt: int,
-        rank: int,
+        self, connection: AgentConnection, agent: AgentAddress, hello: Mapping[str, Any], *, attempt: int, rank: int
     ) -> None:
         self._connection: AgentConnection | None = connection
         self._agent, self._hello = agent, hello

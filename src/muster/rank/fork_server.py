@@ -299,23 +299,15 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
         if code in EXPECTED_EXIT_CODES:
             agent.report_exit({"left": code})
         return code
-    except MusterError as error:
-        agent.report_exit(
-            {
-                "exception": type(error).__name__,
-                "message": str(error),
-                "hint": error.hint,
-                "exit_code": error.exit_code,
-                "not_finite": isinstance(error, NotFinite),
-            }
-        )
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
-        agent.report_exit(
-            {"exception": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-4000:]}
-        )
-        traceback.print_exc()
+        reason = {"exception": type(error).__name__, "message": str(error)}
+        if isinstance(error, MusterError):
+            own = {"hint": error.hint, "exit_code": error.exit_code, "not_finite": isinstance(error, NotFinite)}
+            agent.report_exit(reason | own)
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            agent.report_exit(reason | {"traceback": traceback.format_exc()[-4000:]})
+            traceback.print_exc()
         return 1
     finally:
         agent.close()
@@ -331,24 +323,22 @@ def _redirect(path: str) -> None:
 def _set_environment(context: RankContext) -> None:
     """The variables that torchrun sets, for users' scripts."""
     os.environ.update(
-        {
-            "RANK": str(context.rank),
-            "LOCAL_RANK": str(context.local_rank),
-            "WORLD_SIZE": str(context.world_size),
-            "LOCAL_WORLD_SIZE": str(context.local_world_size),
-            "GROUP_RANK": str(context.rank // context.local_world_size),  # every host has the same number of ranks
-            "GROUP_WORLD_SIZE": str(context.world_size // context.local_world_size),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(context.rank),
-            "ROLE_WORLD_SIZE": str(context.world_size),
-            "TORCHELASTIC_MAX_RESTARTS": "0",  # the policy decides on restarts, no count of a launcher
-            "MASTER_ADDR": context.master_addr,
-            "MASTER_PORT": str(context.master_port),
-            "TORCHELASTIC_RUN_ID": context.run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(context.attempt - 1),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "MUSTER_ATTEMPT": str(context.attempt),
-        }
+        RANK=str(context.rank),
+        LOCAL_RANK=str(context.local_rank),
+        WORLD_SIZE=str(context.world_size),
+        LOCAL_WORLD_SIZE=str(context.local_world_size),
+        GROUP_RANK=str(context.rank // context.local_world_size),  # every host has the same number of ranks
+        GROUP_WORLD_SIZE=str(context.world_size // context.local_world_size),
+        ROLE_NAME="default",
+        ROLE_RANK=str(context.rank),
+        ROLE_WORLD_SIZE=str(context.world_size),
+        TORCHELASTIC_MAX_RESTARTS="0",  # the policy decides on restarts, no count of a launcher
+        MASTER_ADDR=context.master_addr,
+        MASTER_PORT=str(context.master_port),
+        TORCHELASTIC_RUN_ID=context.run_id,
+        TORCHELASTIC_RESTART_COUNT=str(context.attempt - 1),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        MUSTER_ATTEMPT=str(context.attempt),
     )
 
 

@@ -67,8 +67,7 @@ class TrainerComponents:
     def move(self, context: RankContext, world: World) -> None:
         """Move to another world: another number of replicas, the same shard of the model."""
         replica = context.rank // context.layout.ranks_per_replica
-        self.batch_schedule = BatchSchedule.of(self.spec.training.global_batch_size, context.batch_schedule)
-        self.last_step = last_step_of(self.spec, self.batch_schedule, len(self.prepared.train))
+        self.batch_schedule, self.last_step = schedule_of(self.spec, context, self.prepared)
         self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
         self.groups.by_axis.pop(REPLICATE, None)
         if world.replicate is not None:
@@ -84,8 +83,7 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
     If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
     """
     prepared = open_data(spec, Path(context.run_dir))
-    batch_schedule = BatchSchedule.of(spec.training.global_batch_size, context.batch_schedule)
-    last_step = last_step_of(spec, batch_schedule, len(prepared.train))
+    batch_schedule, last_step = schedule_of(spec, context, prepared)
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
@@ -121,9 +119,8 @@ def assemble(
     components: TrainerComponents, context: RankContext, agent: AgentClient, phases: Phases, world: World
 ) -> TrainingRun:
     """Restore the state and open everything else that the loop needs in this world."""
-    spec, device, prepared = components.spec, components.device, components.prepared
-    run_dir = Path(context.run_dir)
-    state = components.state
+    spec, device, prepared, state = components.spec, components.device, components.prepared, components.state
+    run_dir, every = Path(context.run_dir), spec.checkpoint.snapshot_every_steps
     saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
@@ -161,12 +158,7 @@ def assemble(
         evaluator=evaluator,
         saves=saves,
         snapshots=open_together(
-            context,
-            state.sharded,
-            every_steps=spec.checkpoint.snapshot_every_steps,
-            extra=saves.extra,
-            group=world.control,
-            agent=agent,
+            context, state.sharded, every_steps=every, extra=saves.extra, group=world.control, agent=agent
         ),
         hashes=hashes_of(components, world),
         baseline=BaselineWindow.planned(
@@ -239,16 +231,18 @@ def work_of(components: TrainerComponents, world: World) -> Callable[[int], Step
     return make
 
 
-def last_step_of(spec: RunSpec, batch_schedule: BatchSchedule, num_sequences: int) -> int:
-    """The run's last step: ``steps`` where given, else the one that completes the epochs."""
+def schedule_of(spec: RunSpec, context: RankContext, prepared: Prepared) -> tuple[BatchSchedule, int]:
+    """Batch sizes, and the run's last step: ``steps`` where given, else the one that completes the epochs."""
     training = spec.training
-    return num_steps(
+    batch_schedule = BatchSchedule.of(training.global_batch_size, context.batch_schedule)
+    last_step = num_steps(
         steps=training.steps,
         epochs=training.epochs,
-        num_sequences=num_sequences,
+        num_sequences=len(prepared.train),
         global_batch_size=training.global_batch_size,
         batch_schedule=batch_schedule,
     )
+    return batch_schedule, last_step
 
 
 def open_data(spec: RunSpec, run_dir: Path) -> Prepared:

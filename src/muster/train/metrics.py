@@ -131,14 +131,14 @@ class StepLog:
         self.trackers.log(numbers, step=step)
 
 
+@dataclass
 class Phases:
     """Reports to the agent what this rank spends its time on, when that changes."""
 
-    def __init__(self, agent: AgentClient) -> None:
-        self._link = agent
-        self.now: str | None = None
+    agent: AgentClient
+    now: str | None = None
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         if phase != self.now:
             self.now = phase
-            self._link.emit("phase.changed", phase=phase, step=step)
+            self.agent.emit("phase.changed", phase=phase, step=step)

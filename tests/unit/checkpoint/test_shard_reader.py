@@ -19,7 +19,7 @@ def shard_of(tensors, rank=0):
         [(name, str(t.dtype).removeprefix("torch."), t.shape, offsets, shape) for name, t, offsets, shape in tensors]
     )
     header = wire.ShardHeader(rank=rank, layout=Layout(), tensors=chunks)
-    data = bytearray(header.data_bytes)
+    data = bytearray(max(chunk.byte_offset + chunk.bytes for chunk in chunks))
     for chunk, (_, tensor, offsets, shape) in zip(chunks, tensors, strict=True):
         part = tensor
         for axis, (offset, length) in enumerate(zip(offsets, shape, strict=True)):

@@ -108,10 +108,8 @@ def open_rendezvous(address: str, port: int, *, serve: bool) -> Store:
 def join_world(context: RankContext, device: torch.device, store: Store) -> World:
     """Create the process groups of this attempt: torch's default one over this rank's replica, the others over all.
 
-    The store's keys contain the attempt, so that a store with keys of an earlier world does no harm.
-
-    Raises:
-        BackendError: the other ranks cannot be reached.
+    The store's keys contain the attempt, so that a store with keys of an earlier world does no harm. Raises as
+    ``join_replicas`` does.
     """
     replica, inner = divmod(context.rank, context.layout.ranks_per_replica)
     with _join_errors(context):

@@ -112,8 +112,7 @@ def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
 
 def fits(module: ModelWithLoss) -> bool:
     """Whether the whole model in its compute dtype is small enough; the same answer on every rank."""
-    wide = 4 if module.compute_dtype == torch.float32 else 2
-    size = sum(parameter.numel() for parameter in module.parameters()) * wide
+    size = sum(parameter.numel() for parameter in module.parameters()) * module.compute_dtype.itemsize
     return size <= WHOLE_BYTES.get(next(module.parameters()).device.type, 0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,12 +90,10 @@ def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Pr
     Either all ranks use it or none. ``module`` is switched to the model's own head if the proof says so.
     """
     proof = None
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         stored = json.loads(file.read_text())
         if stored["of"] == subject(module, device):
             proof = Proof(**stored["proof"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     everywhere = torch.tensor(float(proof is not None), device=device)
     if dist.is_initialized():
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)

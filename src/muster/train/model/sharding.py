@@ -56,10 +56,8 @@ def shard(
 
     One unit for each decoder layer, the rest in the root.
     """
-    if compute_dtype == torch.float32:
-        policy = MixedPrecisionPolicy()
-    else:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    half = compute_dtype != torch.float32
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if half else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh.shard, "mp_policy": policy}
     if mesh.layout.tp > 1:
         options["shard_placement_fn"] = shard_placement(mesh.layout.dp_shard)

@@ -47,11 +47,7 @@ def must_skip(loss: Tensor, norm: Tensor, fault: Tensor) -> Tensor:
 
 
 def find_bad_micro_batch(
-    losses: Sequence[Tensor],
-    sequences: Sequence[tuple[int, ...]],
-    *,
-    rank: int,
-    group: dist.ProcessGroup | None,
+    losses: Sequence[Tensor], sequences: Sequence[tuple[int, ...]], *, rank: int, group: dist.ProcessGroup | None
 ) -> BadMicroBatch | None:
     """The first micro-batch of any rank whose loss is not finite. Collective, on the failing path only."""
     own = (

@@ -52,12 +52,7 @@ def restore(
         saves.last_saved = manifest.step
         tier, uri = saves.saver.tier, manifest.uri
     agent.emit(
-        "checkpoint.restored",
-        step=state.step,
-        tier=tier,
-        uri=uri,
-        bytes=size,
-        duration_ns=time.monotonic_ns() - began,
+        "checkpoint.restored", step=state.step, tier=tier, uri=uri, bytes=size, duration_ns=time.monotonic_ns() - began
     )
 
 

@@ -324,18 +324,7 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
         time.sleep(0.005)
 
 
-def restore_same_layout(context: RankContext, restore: Restore) -> dict[str, Tensor]:
-    """This rank's parts, for ``TrainingState.load``: views into the ring, not copies."""
-    path = Path(restore.shards[str(context.rank)])
-    ring, table, slot = open_shard(path, restore)
-    if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
-        os.rename(path, own_path(context))
-    return _views(ring, slot, table)
-
-
-def restore_other_layout(
-    restore: Restore, sharded: Mapping[str, Tensor], *, local_rank: int = 0, local_world_size: int = 1
-) -> dict[str, Tensor]:
+def restore_other_layout(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts of ``sharded`` (this rank's state), filled in place from the earlier world's shards.
 
     Reads only the overlaps, and verifies the checksums of this rank's share of the files on its host, so that each is
@@ -346,7 +335,9 @@ def restore_other_layout(
     """
     opened = []
     for number, (_, path) in enumerate(sorted(restore.shards.items(), key=lambda item: int(item[0]))):
-        ring, table, slot = open_shard(Path(path), restore, check=number % local_world_size == local_rank)
+        ring, table, slot = open_shard(
+            Path(path), restore, check=number % context.local_world_size == context.local_rank
+        )
         opened.append(Shard(tuple(boxes_of_table(table)), partial(_slice, ring.slot(slot)), path))
     try:
         shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
@@ -360,9 +351,14 @@ def _slice(data: memoryview, start: int, stop: int) -> memoryview:
 
 
 def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """This rank's parts of the version that ``restore`` names, from whichever layout took it."""
-    if restore.layout == context.layout and str(context.rank) in restore.shards:
-        return restore_same_layout(context, restore)
-    return restore_other_layout(
-        restore, sharded, local_rank=context.local_rank, local_world_size=context.local_world_size
-    )
+    """This rank's parts of the version that ``restore`` names, from whichever layout took it.
+
+    Where this one did, they are views into the ring, not copies.
+    """
+    if restore.layout != context.layout or str(context.rank) not in restore.shards:
+        return restore_other_layout(context, restore, sharded)
+    path = Path(restore.shards[str(context.rank)])
+    ring, table, slot = open_shard(path, restore)
+    if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
+        os.rename(path, own_path(context))
+    return _views(ring, slot, table)

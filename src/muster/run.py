@@ -286,7 +286,7 @@ def _save_to_disk(rank: _Rank, step: int, tensors: Mapping[str, Tensor]) -> None
         rank.saver.poll()
         if _consensus(rank).any_rank_saving():
             if due:
-                rank.saver.put_off(step)
+                rank.saver.defer(step)
             rank.save_deferred = rank.save_deferred or due
             return
     if due or rank.save_deferred:

@@ -101,7 +101,7 @@ def take(folder, rank, step, byte):
     ring = Ring.create(folder / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=SIZE)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * SIZE
-    ring.order(ring.commit(slot, step=step, attempt=1))
+    ring.request_copy(ring.commit(slot, step=step, attempt=1))
     return ring
 
 

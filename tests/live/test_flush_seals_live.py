@@ -30,7 +30,7 @@ def test_a_rotten_snapshot_is_not_written_at_the_end(tmp_path):
         (finished,) = run.events("run.finished")
         assert f"step {committed.step} was written from memory" in finished.detail["reason"], run.story()
         assert f"step {rotten.step} could not be" in finished.detail["reason"]
-        assert "is not what was sealed" in finished.detail["reason"]
+        assert "does not match its checksum" in finished.detail["reason"]
 
 
 def stopped_with_two_versions(run):
@@ -50,4 +50,4 @@ def sealed(run):
     folder = memory_dir(run.dir, RUN_ID, "host-0")
     other, ring = (Ring.open(folder / file_name("own", "r1s2t1p1c1e1", rank), writable=True) for rank in (0, 1))
     both = [each for each in ring.versions() if other.find(each.step, each.attempt)]
-    return (ring, both[0], len(both) > 1) if both and ring.sealed(both[0]) is not None else None
+    return (ring, both[0], len(both) > 1) if both and ring.checksum(both[0]) is not None else None

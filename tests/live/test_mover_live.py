@@ -51,7 +51,7 @@ def write(replicator, rank, step, byte, size=3_000_000):
     ring = Ring.create(replicator.memory / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=size)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * size
-    ring.order(ring.commit(slot, step=step, attempt=1))
+    ring.request_copy(ring.commit(slot, step=step, attempt=1))
     return ring
 
 

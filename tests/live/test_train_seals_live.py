@@ -28,7 +28,7 @@ def test_a_rotten_snapshot_is_passed_over(tmp_path):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         run.ended()
-        assert f"step {rotten.step} of attempt {rotten.attempt} is not what was sealed" in run.story()
+        assert f"step {rotten.step} of attempt {rotten.attempt} does not match its checksum" in run.story()
         starts = [event.detail.get("resume_step") for event in run.events("attempt.started")]
         assert starts[1] == rotten.step and 0 < starts[2] < rotten.step, run.story()
         assert set(run.actions()) == {"restart"} and run.step() == 60, run.story()
@@ -39,4 +39,4 @@ def rings(run):
     folder = memory_dir(run.dir, RUN_ID, "host-0")
     other, ring = (Ring.open(folder / file_name("own", "r1s2t1p1c1e1", rank), writable=True) for rank in (0, 1))
     version = next(each for each in ring.versions() if other.find(each.step, each.attempt))
-    return ring, version, ring.sealed(version)
+    return ring, version, ring.checksum(version)

@@ -1,4 +1,4 @@
-"""A loop of one's own, one rank: when the mover hears of a snapshot, when ranks agree, what is fenced."""
+"""A loop of one's own, one rank: when the replicator hears of a snapshot, when ranks agree, what is fenced."""
 
 import uuid
 

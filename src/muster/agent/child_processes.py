@@ -105,8 +105,10 @@ class ChildProcesses:
         if self._host.spec.data is None:
             self.prepared = True
             return
-        words = ("--run-dir", str(self._host.run_dir))
-        self._prepare = self._host.start_program("prepare", "muster.data", *words, stdout=subprocess.PIPE, text=True)
+        arguments = ("--run-dir", str(self._host.run_dir))
+        self._prepare = self._host.start_program(
+            "prepare", "muster.data", *arguments, stdout=subprocess.PIPE, text=True
+        )
         on_exit(self._host.hub, self._prepare.pid, self._on_prepare_exit)
 
     def _on_prepare_exit(self) -> None:

@@ -131,7 +131,7 @@ class HostAgent:
         if host.supervisor is None:
             self.unsupervised.watch()
             return
-        host.supervisor.who = "supervisor"
+        host.supervisor.identity = "supervisor"
         host.send(self._hello())
         self.pool.on_reconnect()
         for report in ([self._failure] if self._failure else []) + list(self.pool.exits.values()):
@@ -200,8 +200,8 @@ class HostAgent:
             self._from_supervisor(message)
         elif kind == "hello":
             self._on_hello(peer, message)
-        elif isinstance(peer.who, Worker):
-            self.pool.handle(peer.who, message)
+        elif isinstance(peer.identity, Worker):
+            self.pool.handle(peer.identity, message)
         elif peer is self.host.fork_server:
             self._from_fork_server(message)
         elif kind == "warm":
@@ -275,8 +275,8 @@ class HostAgent:
             host.send({"t": "store_lost"})
             self.children.on_fork_server_lost()
             self.pool.on_fork_server_lost()
-        elif isinstance(peer.who, Worker):
-            peer.who.peer = None
+        elif isinstance(peer.identity, Worker):
+            peer.identity.peer = None
         else:
             self.pool.on_standby_lost(peer)
 

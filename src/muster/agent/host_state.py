@@ -69,8 +69,8 @@ class HostState:
         if self.supervisor is not None:
             self.hub.send(self.supervisor, message)
 
-    def start_program(self, log: str, module: str, *words: str, **streams: Any) -> subprocess.Popen[Any]:
-        """Start ``python -m module words``, in a session of its own; it writes to ``logs/{log}-HOST.log``.
+    def start_program(self, log: str, module: str, *arguments: str, **streams: Any) -> subprocess.Popen[Any]:
+        """Start ``python -m module arguments``, in a session of its own; it writes to ``logs/{log}-HOST.log``.
 
         ``streams``: stdin, stdout where they are others, and what else ``Popen`` takes.
         """
@@ -80,7 +80,7 @@ class HostState:
             path.touch()
         with open(path if os.access(path, os.W_OK) else os.devnull, "ab") as output:
             given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **streams}
-            return subprocess.Popen([sys.executable, "-m", module, *words], start_new_session=True, **given)
+            return subprocess.Popen([sys.executable, "-m", module, *arguments], start_new_session=True, **given)
 
     def log_path(self, program: str) -> Path:
         return self.run_dir / "logs" / f"{program}-{self.host}.log"

@@ -68,8 +68,8 @@ class UnsupervisedHost:
 
     def _save(self, now: float) -> None:
         held = list(list_snapshots(self._host.memory))
-        intact = [each for each in held if (each.step, each.attempt) not in self._failed]
-        version = newest_complete([Snapshot(host=self._host.host, **vars(each)) for each in intact])
+        intact = [snapshot for snapshot in held if (snapshot.step, snapshot.attempt) not in self._failed]
+        version = newest_complete([Snapshot(host=self._host.host, **vars(snapshot)) for snapshot in intact])
         if version is None:
             self._exit(_partial_state(held))
             return

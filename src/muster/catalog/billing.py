@@ -117,8 +117,8 @@ def as_csv(prices: Iterable[Price]) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(column.name for column in fields(Price))
-    for each in prices:
-        writer.writerow(f"{value:.6f}" if isinstance(value, float) else value for value in vars(each).values())
+    for price in prices:
+        writer.writerow(f"{value:.6f}" if isinstance(value, float) else value for value in vars(price).values())
     return out.getvalue()
 
 
@@ -136,8 +136,8 @@ def _machine_usd(
     total = gpu * count
     for names, amount in ((parts.core, parts.vcpus), (parts.ram, parts.ram_gb)):
         if names:
-            each = rate(names)
-            if each is None:
+            usd = rate(names)
+            if usd is None:
                 return None
-            total += each * amount
+            total += usd * amount
     return total

@@ -12,11 +12,11 @@ def accelerator_of(device_name: str) -> Accelerator | None:
 
     Variants with other peaks than the row's (PCIe cards, NVL pairs) are not taken for it.
     """
-    words = [word for word in re.split(r"[\s_-]+", device_name.upper()) if word != "NVIDIA"]
-    if not words or {"PCIE", "NVL", "MIG"} & set(words):
+    parts = [word for word in re.split(r"[\s_-]+", device_name.upper()) if word != "NVIDIA"]
+    if not parts or {"PCIE", "NVL", "MIG"} & set(parts):
         return None
-    result = [row for name, row in accelerators().items() if name.upper().split("-")[0] == words[0]]
+    result = [row for name, row in accelerators().items() if name.upper().split("-")[0] == parts[0]]
     if len(result) <= 1:
         return result[0] if result else None
-    sized = [row for row in result if any(f"{int(row.memory_bytes / 1e9)}GB" in word for word in words)]
+    sized = [row for row in result if any(f"{int(row.memory_bytes / 1e9)}GB" in word for word in parts)]
     return sized[0] if len(sized) == 1 else None

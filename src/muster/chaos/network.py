@@ -113,8 +113,8 @@ class Network:
             self._ip("link", "set", self._link(name), "master", f"{self.tag}br")
         self._ip("link", "del", f"{self.tag}b2")
 
-    def _ip(self, *words: str) -> None:
-        self._must(["ip", *words])
+    def _ip(self, *arguments: str) -> None:
+        self._must(["ip", *arguments])
 
     def _must(self, argv: Sequence[str]) -> None:
         problem = _problem(self.shell, argv)
@@ -159,8 +159,8 @@ class Disk:
         if problem is not None:
             raise UsageError(f"the file system on {self.folder} cannot be made larger: {problem}")
 
-    def _mount(self, *words: str) -> str | None:
-        return _problem(self.shell, ["mount", *words, str(self.folder)])
+    def _mount(self, *arguments: str) -> str | None:
+        return _problem(self.shell, ["mount", *arguments, str(self.folder)])
 
 
 def _need_root(act: str) -> None:

@@ -132,7 +132,7 @@ class RunTarget:
         """By its lease."""
         return int(json.loads(self.run.lease.read_text())["pid"])
 
-    def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    def wait(self, condition: Callable[[], object], awaited: str, timeout_s: float) -> None:
         """Poll until ``condition`` holds.
 
         Raises:
@@ -142,9 +142,9 @@ class RunTarget:
         while not condition():
             ended = self.events("run.finished")
             if ended and ended[-1].wall_ns > max(self._last_start(), self.revived_ns):
-                raise MusterError(f"the run ended before {what}: {ended[-1].detail['reason']}", hint=self._hint())
+                raise MusterError(f"the run ended before {awaited}: {ended[-1].detail['reason']}", hint=self._hint())
             if time.monotonic() > until:
-                raise MusterError(f"no {what} within {timeout_s:.0f} s", hint=self._hint())
+                raise MusterError(f"no {awaited} within {timeout_s:.0f} s", hint=self._hint())
             time.sleep(POLL_S)
 
     def _last_start(self) -> int:

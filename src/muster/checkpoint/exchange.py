@@ -22,10 +22,10 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     group.allgather([sizes], [torch.tensor([len(data)], dtype=torch.int64)]).wait()
     longest = max(int(size) for size in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    local = torch.zeros(longest, dtype=torch.uint8)
+    local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
-    group.allgather([everyone], [mine]).wait()
+    group.allgather([everyone], [local]).wait()
     return [json.loads(tensor[: int(size)].numpy().tobytes()) for tensor, size in zip(everyone, sizes, strict=True)]
 
 

@@ -22,20 +22,20 @@ PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
 
 
-def pin_soon(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, *, what: str) -> threading.Thread:
+def pin_soon(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, *, purpose: str) -> threading.Thread:
     """Have the buffers' memory registered by a thread of its own; it stays so until ``owner`` goes.
 
     Nothing waits for it and nothing is raised: a refusal is one line on stderr, and the remaining buffers stay
     pageable. All may be used meanwhile. Two buffers must not share a page: CUDA pins pages, and each of them once.
     """
     thread = threading.Thread(
-        target=_pin_all, args=(owner, list(buffers), device, what), name="muster-pin", daemon=True
+        target=_pin_all, args=(owner, list(buffers), device, purpose), name="muster-pin", daemon=True
     )
     thread.start()
     return thread
 
 
-def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, what: str) -> None:
+def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.device, purpose: str) -> None:
     try:
         torch.cuda.set_device(device)  # a thread begins with GPU 0, and would open a context there
         for buffer in buffers:
@@ -46,8 +46,8 @@ def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.devic
             weakref.finalize(owner, _unpin, buffer.data_ptr()).atexit = False  # the process's end unpins everything
     except Exception as error:  # noqa: BLE001 (a thread's edge, and only speed is at stake)
         consume_error(device)
-        why = str(error) or type(error).__name__
-        print(f"note: {what} is not pinned, copies to it are slower: {why}", file=sys.stderr, flush=True)
+        reason = str(error) or type(error).__name__
+        print(f"note: {purpose} is not pinned, copies to it are slower: {reason}", file=sys.stderr, flush=True)
 
 
 def _unpin(address: int) -> None:

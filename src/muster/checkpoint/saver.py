@@ -164,14 +164,14 @@ class Saver:
         self._check_fence(wait_s=FENCE_WAIT_S)
         return self._collect()
 
-    def put_off(self, step: int) -> None:
+    def defer(self, step: int) -> None:
         """``step`` is due while another save is under way: it will be saved after that one. Said once a save."""
         job = self._job
         if self.rank == 0 and job is not None and not job.waited_for:
             job.waited_for = True
             under_way_s = (time.monotonic_ns() - job.begun_ns) / 1e9
-            why = f"that of step {job.step} has been under way for {under_way_s:.1f} s"
-            self._on_event("run.message", step=step, text=f"the save of step {step} is deferred: {why}")
+            reason = f"that of step {job.step} has been under way for {under_way_s:.1f} s"
+            self._on_event("run.message", step=step, text=f"the save of step {step} is deferred: {reason}")
 
     def _check_fence(self, *, wait_s: float = 0.0) -> None:
         if self._claim is not None:
@@ -266,7 +266,7 @@ class Saver:
         """This rank's file; nothing where it has nothing to write."""
         staging = self._staging
         assert staging is not None
-        if not staging.mine:
+        if not staging.local_chunks:
             return {}
         preamble = shards.preamble(self._header(job.step, self.rank))
         name, note = shard_file(self.rank), {}

@@ -50,8 +50,8 @@ def shares(held: list[list[Box]]) -> list[list[Box]]:
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     known: dict[tuple[str, tuple[int, ...]], Box] = {}
-    for rank, mine in enumerate(held):
-        for box in mine:
+    for rank, boxes_of_rank in enumerate(held):
+        for box in boxes_of_rank:
             key = (box[0], box[3])
             if known.setdefault(key, box) != box:
                 raise CheckpointError(f"{box[0]}: ranks disagree about its shape or type")
@@ -80,13 +80,13 @@ class Staging:
         self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, *, shared: bool = False
     ) -> None:
         """``shared``: in memory that can be passed to a replicator, where there is room for it (then ``fd`` is set)."""
-        mine = boxes(state)
-        held = [[_box(*item) for item in rank] for rank in exchange.gather(mine, group)]
+        local_boxes = boxes(state)
+        held = [[_box(*item) for item in rank] for rank in exchange.gather(local_boxes, group)]
         self.chunks = [shards.pack(rank) for rank in shares(held)]
         """Per rank: what its file holds."""
-        self.mine = self.chunks[exchange.rank_of(group)]
-        self._signature = mine
-        length = max((chunk.byte_offset + chunk.bytes for chunk in self.mine), default=0)
+        self.local_chunks = self.chunks[exchange.rank_of(group)]
+        self._signature = local_boxes
+        length = max((chunk.byte_offset + chunk.bytes for chunk in self.local_chunks), default=0)
         self.fd: int | None = None
         """The buffer as an open file; None: it is this process's own."""
         result = _shared(length) if shared and length else None
@@ -97,12 +97,12 @@ class Staging:
             weakref.finalize(self, os.close, self.fd)
         gpu = next((tensor.device for tensor in state.values() if tensor.is_cuda), None)
         if gpu is not None and length:
-            pin_soon(self, [self.buffer], gpu, what="memory for saves")
+            pin_soon(self, [self.buffer], gpu, purpose="memory for saves")
         self._views = [
             self.buffer[chunk.byte_offset : chunk.byte_offset + chunk.bytes]
             .view(getattr(torch, chunk.dtype))
             .view(chunk.shape)
-            for chunk in self.mine
+            for chunk in self.local_chunks
         ]
 
     def copy(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -113,7 +113,7 @@ class Staging:
         """
         if boxes(state) != self._signature:
             raise CheckpointError("the state's tensors have changed since the first save")
-        whole = [state[chunk.name].detach() for chunk in self.mine]
+        whole = [state[chunk.name].detach() for chunk in self.local_chunks]
         sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole]
         if sources:
             torch._foreach_copy_(self._views, sources, non_blocking=True)

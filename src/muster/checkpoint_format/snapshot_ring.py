@@ -4,13 +4,13 @@ The rank writes, others only read: the agent lists what is there, the replicator
 restarted rank maps it. A slot counts when its stamp names a step; the stamp is cleared before the bytes
 change and set after they are whole, so a rank killed in mid-copy leaves a slot without a version.
 
-A version gets a seal, a checksum of its bytes, shortly after it is complete; a restore verifies it.
+A version gets a checksum of its bytes shortly after it is complete; a restore verifies it.
 
 Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four int64 each), the shard header (JSON: what
-the bytes are, see ``checkpoint_format.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt, seal
-and step of the seal (step -1: no version, no seal). The marks are versions too: the one to copy to the peer next
-(``order``), the one that the peer last confirmed (``note_copied``), and the step that every rank's peer
-holds (``agree``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
+the bytes are, see ``checkpoint_format.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt,
+checksum and step of the checksum (step -1: no version, no checksum). The marks are versions too: the one to copy to the
+peer next (``request_copy``), the one that the peer last confirmed (``note_copied``), and the step that every rank's peer
+holds (``note_agreed``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS
 
 MAGIC = b"MUSTRNG3"
 _FIXED = struct.Struct("<8sIIQ")  # magic, reserved slots, bytes of the shard header, bytes of a slot
-_ORDERED, _COPIED, _AGREED, _MARKS = 0, 1, 2, 3
-_STAMP = struct.Struct("<qqqq")  # step, attempt, seal, step of the seal
+_REQUESTED, _COPIED, _AGREED, _MARKS = 0, 1, 2, 3
+_STAMP = struct.Struct("<qqqq")  # step, attempt, checksum, step of the checksum
 _HEADER_AT = _FIXED.size + (_MARKS + MAX_SLOTS) * _STAMP.size
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _PAGE = 4096
@@ -212,26 +212,26 @@ class Ring:
         return slot
 
     def commit(self, slot: int, *, step: int, attempt: int) -> Version:
-        """The slot's bytes are whole: it is now the version ``step``, not sealed yet."""
+        """The slot's bytes are whole: it is now the version ``step``, without a checksum yet."""
         self._stamp(_MARKS + slot, step, attempt)
         return Version(step=step, attempt=attempt, slot=slot)
 
-    def seal(self, version: Version, seal: int | None) -> None:
+    def set_checksum(self, version: Version, checksum: int | None) -> None:
         """Note the sum of the version's bytes (any signed 64-bit number); None: it has none.
 
-        May come from another thread: a seal of a version that is overwritten meanwhile names the old step, and so
+        May come from another thread: a checksum of a version that is overwritten meanwhile names the old step, and so
         has no effect.
         """
         at = _at(_MARKS + version.slot)
         self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
-        if seal is not None:
-            self.mapped[at + 16 : at + 24] = struct.pack("<q", seal)
+        if checksum is not None:
+            self.mapped[at + 16 : at + 24] = struct.pack("<q", checksum)
             self.mapped[at + 24 : at + 32] = struct.pack("<q", version.step)
 
-    def sealed(self, version: Version) -> int | None:
-        """What ``seal`` noted about it; None where it was not sealed (yet)."""
-        step, attempt, seal, of = _STAMP.unpack_from(self.mapped, _at(_MARKS + version.slot))
-        return seal if (step, attempt, of) == (version.step, version.attempt, version.step) else None
+    def checksum(self, version: Version) -> int | None:
+        """What ``set_checksum`` noted about it; None where it has none (yet)."""
+        step, attempt, checksum, of = _STAMP.unpack_from(self.mapped, _at(_MARKS + version.slot))
+        return checksum if (step, attempt, of) == (version.step, version.attempt, version.step) else None
 
     def forget_after(self, step: int, *, attempt: int | None = None) -> None:
         """Clear versions newer than ``step`` (the run went back to it) and, at ``step``, of other attempts."""
@@ -240,13 +240,13 @@ class Ring:
             if version.step > step or other:
                 self._stamp(_MARKS + version.slot, -1, -1)
 
-    def order(self, version: Version | None) -> None:
+    def request_copy(self, version: Version | None) -> None:
         """Request a copy to the peer (from the rank to the replicator). None: nothing."""
-        self._stamp(_ORDERED, *((version.step, version.attempt) if version else (-1, -1)))
+        self._stamp(_REQUESTED, *((version.step, version.attempt) if version else (-1, -1)))
 
-    def ordered(self) -> tuple[int, int]:
+    def requested_copy(self) -> tuple[int, int]:
         """(step, attempt) of what the peer is to get; (-1, -1): nothing."""
-        return self._mark(_ORDERED)[:2]
+        return self._mark(_REQUESTED)[:2]
 
     def note_copied(self, version: Version, *, world: int = -1) -> None:
         """Note that the peer of attempt ``world`` holds ``version`` (from the replicator to the rank)."""
@@ -258,12 +258,12 @@ class Ring:
         step, attempt, of = self._mark(_COPIED)
         return (step, attempt) if world in (None, of) else (-1, -1)
 
-    def agree(self, step: int) -> None:
+    def note_agreed(self, step: int) -> None:
         """Every rank's peer holds ``step`` (-1: none): here and at the peer it is spared until the next one is."""
         self._stamp(_AGREED, step, -1)
 
     def agreed(self) -> int:
-        """What ``agree`` noted."""
+        """What ``note_agreed`` noted."""
         return self._mark(_AGREED)[0]
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ def _folders(spec: RunSpec) -> Iterator[Problem]:
         if os.path.exists(folder) and not folder.is_dir():
             yield Problem(key, f"{place} is a file, not a folder")
             continue
-        parent = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
+        parent = next((path for path in (folder, *folder.absolute().parents) if os.path.exists(path)), Path("/"))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             yield Problem(key, f"cannot write in {parent}", hint="choose another folder")
 

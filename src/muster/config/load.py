@@ -93,9 +93,11 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         result = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
             result += host_checks.problems(spec)
-        reading.problems.extend(reading.placed(each) for each in result if not _touches(each.key, bad))
+        reading.problems.extend(reading.placed(problem) for problem in result if not _touches(problem.key, bad))
     if reading.problems or spec is None:
-        raise RunFileError(sorted(reading.problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
+        raise RunFileError(
+            sorted(reading.problems, key=lambda problem: (problem.source == COMMAND_LINE, problem.line or 0))
+        )
     given = frozenset(dotted(path) for path in origins)
     return Loaded(
         spec=validation.absolute(spec),
@@ -119,7 +121,7 @@ class _Reading:
     def problem(self, path: KeyPath, message: str, hint: str | None = None) -> Problem:
         """With the place of the key, or of the nearest section around it."""
         around = (path[:length] for length in range(len(path), 0, -1))
-        known = (self.origins[each] for each in around if each in self.origins)
+        known = (self.origins[path] for path in around if path in self.origins)
         origin = next(known, Origin(source=self.source))
         return Problem(dotted(path), message, line=origin.line, source=origin.source, hint=hint)
 
@@ -218,7 +220,7 @@ def _check_values(reading: _Reading) -> tuple[RunSpec | None, set[str]]:
             if dotted(path) not in bad and not any(_within(dotted(path), other) for other in bad):
                 reading.problems.append(_value_problem(reading, path, kind))
             bad.add(dotted(path))
-        for path in sorted(result, key=lambda each: tuple(map(str, each)), reverse=True):
+        for path in sorted(result, key=lambda path: tuple(map(str, path)), reverse=True):
             if isinstance(path[-1], int):  # a list with a bad item cannot be checked further
                 path = path[:-1]
                 bad.add(dotted(path))
@@ -235,18 +237,18 @@ def _check_values(reading: _Reading) -> tuple[RunSpec | None, set[str]]:
 def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
     """Key path -> kind of error; of errors inside each other the innermost."""
     result: dict[KeyPath, str] = {}
-    for each in error.errors(include_url=False, include_context=False, include_input=False):
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path: KeyPath = ()
         annotation: Any = RunSpec
         here: Any = raw
-        for part in each["loc"]:
+        for part in detail["loc"]:
             known = schema_keys.fields(annotation, here) if isinstance(here, dict) else {}
             if isinstance(part, str) and part in known:
                 path, annotation = (*path, part), known[part].annotation
                 here = here.get(part) if isinstance(here, dict) else None
             elif isinstance(part, int) and isinstance(here, list) and part < len(here):
                 path, annotation, here = (*path, part), schema_keys.item(annotation), here[part]
-        kind = each["type"]
+        kind = detail["type"]
         if kind.startswith("union_tag"):
             path = (*path, "type")
         result.setdefault(path, kind)
@@ -335,6 +337,6 @@ def _remove(raw: Any, path: KeyPath) -> None:
 
 def _nearby(path: Path) -> str | None:
     folder = path.parent
-    names = [each.name for each in folder.glob("*.y*ml")] if folder.is_dir() else []
+    names = [path.name for path in folder.glob("*.y*ml")] if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f"did you mean {folder / near[0]}?" if near else "is the path right?"

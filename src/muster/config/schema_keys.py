@@ -173,9 +173,9 @@ def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
             for note in get_args(leaf)[1:]:
                 notes += note.metadata if isinstance(note, FieldInfo) else [note]
             leaf = get_args(leaf)[0]
-        words = _words(leaf, notes)
-        if words not in result:
-            result.append(words)
+        text = _words(leaf, notes)
+        if text not in result:
+            result.append(text)
     return " or ".join(result) or "left out"
 
 
@@ -202,10 +202,10 @@ def _words(leaf: Any, notes: list[Any]) -> str:
 def _bounds(leaf: Any, notes: list[Any]) -> str:
     low: list[str] = []
     for note in notes:
-        for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        for name, comparison in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
             limit = getattr(note, name, None)
             if limit is not None:
-                low.append(f"{words} {limit:g}" if isinstance(limit, int | float) else f"{words} {limit}")
+                low.append(f"{comparison} {limit:g}" if isinstance(limit, int | float) else f"{comparison} {limit}")
         if leaf is str and getattr(note, "min_length", None):
             low.append("not empty")
         if leaf is str and getattr(note, "max_length", None):
@@ -243,8 +243,10 @@ def shown(value: Any, *, key: str = "") -> str:
     if value is None:
         return "nothing (null)"
     text = redact(value) if isinstance(value, str) else value
-    words = json.dumps(text, ensure_ascii=False) if not isinstance(value, int) or value < 10**30 else "a huge number"
-    return words if len(words) <= 80 else words[:77] + "..."
+    shortened = (
+        json.dumps(text, ensure_ascii=False) if not isinstance(value, int) or value < 10**30 else "a huge number"
+    )
+    return shortened if len(shortened) <= 80 else shortened[:77] + "..."
 
 
 def literal(info: FieldInfo | None) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ class SectionOf:
         """The classes allowed here; where ``raw`` names its ``type``, that one alone."""
         name = raw.get("type") if isinstance(raw, dict) else None
         names = [name] if isinstance(name, str) and name in self.registry else self.registry.names()
-        return [self.registry.get(each).section for each in names]
+        return [self.registry.get(name).section for name in names]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._read)

@@ -68,9 +68,9 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
     if model is None:
         return
     if (model.source is None) == (model.config is None):
-        what = "both are given" if model.source else "neither is given"
+        problem = "both are given" if model.source else "neither is given"
         yield Problem(
-            "model", f"needs either `source` or `config`: {what}",
+            "model", f"needs either `source` or `config`: {problem}",
             hint="`source` loads weights, `config` starts from random ones",
         )  # fmt: skip
     if model.source is not None and isinstance(model.tokenizer, TrainedTokenizer):

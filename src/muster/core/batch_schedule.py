@@ -62,7 +62,7 @@ class BatchSchedule:
 
 
 def changed(
-    changes: Sequence[Mapping[str, Any]], *, resume_step: int, batch: int, wanted: Mapping[str, Any]
+    changes: Sequence[Mapping[str, Any]], *, resume_step: int, batch: int, requested: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """``changes`` with what a policy's ``adjust`` requests after ``resume_step``; empty: the batch never changed.
 
@@ -71,13 +71,13 @@ def changed(
     """
     kept = [dict(change) for change in changes if change["first_step"] <= resume_step]
     now = BatchSchedule.of(batch, kept).at(resume_step + 1)
-    if unknown := set(wanted) - {"global_batch_size", "learning_rate_scale"}:
+    if unknown := set(requested) - {"global_batch_size", "learning_rate_scale"}:
         raise UsageError(
             f"recovery.policy: adjust() requests {', '.join(sorted(unknown))}",
             hint="it may give global_batch_size and learning_rate_scale",
         )
-    size = wanted.get("global_batch_size", batch)
-    scale = wanted.get("learning_rate_scale", 1.0)
+    size = requested.get("global_batch_size", batch)
+    scale = requested.get("learning_rate_scale", 1.0)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UsageError(f"recovery.policy: adjust() requests a global batch of {size!r}", hint="give 1 or more")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):

@@ -186,8 +186,10 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
             try:
                 yield path.name, Event.from_json(json.loads(line))
             except (ValueError, AttributeError) as error:  # AttributeError: JSON, and no object
-                why = error if isinstance(error, ValueError) else "not an event"
-                raise MusterError(f"{path}:{number + 1}: {why}", hint="the file was edited: move it aside") from error
+                reason = error if isinstance(error, ValueError) else "not an event"
+                raise MusterError(
+                    f"{path}:{number + 1}: {reason}", hint="the file was edited: move it aside"
+                ) from error
 
 
 def merged(directory: str | Path) -> list[Event]:

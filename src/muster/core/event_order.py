@@ -23,7 +23,7 @@ def merge_by_monotonic_clock(files: Mapping[str, Sequence[Event]]) -> list[tuple
     result: list[tuple[int, str, Event]] = []
     anchors: dict[str, list[int]] = {}
     last_ns: int | None = None
-    for name, stretch in sorted((each for each in stretches if _is_supervisor(each[0])), key=_term):
+    for name, stretch in sorted((pair for pair in stretches if _is_supervisor(pair[0])), key=_term):
         anchor = _anchor(stretch[0])
         if last_ns is not None and stretch[0].mono_ns + anchor < last_ns - BENT_NS:
             anchor = last_ns - stretch[0].mono_ns  # terms follow each other, so this clock was set back
@@ -32,11 +32,11 @@ def merge_by_monotonic_clock(files: Mapping[str, Sequence[Event]]) -> list[tuple
         for event in stretch:
             if event.kind == "clock.offset":
                 anchors.setdefault(event.host, []).append(anchor + int(event.detail["offset_ns"]))
-    for name, stretch in (each for each in stretches if not _is_supervisor(each[0])):
+    for name, stretch in (pair for pair in stretches if not _is_supervisor(pair[0])):
         anchor = _anchor(stretch[0])
-        measured = min(anchors.get(stretch[0].host, ()), key=lambda each: abs(each - anchor), default=anchor)
+        measured = min(anchors.get(stretch[0].host, ()), key=lambda offset: abs(offset - anchor), default=anchor)
         result += _placed(name, stretch, anchor if abs(anchor - measured) <= BENT_NS else measured)
-    return sorted(result, key=lambda each: (each[0], each[1], each[2].seq))
+    return sorted(result, key=lambda row: (row[0], row[1], row[2].seq))
 
 
 def _stretches(events: Sequence[Event]) -> list[list[Event]]:
@@ -65,6 +65,6 @@ def _is_supervisor(name: str) -> bool:
     return name.startswith("supervisor.")
 
 
-def _term(each: tuple[str, Sequence[Event]]) -> tuple[int, int]:
-    term = each[0].split(".")[1]
-    return (int(term) if term.isdigit() else 0), each[1][0].seq
+def _term(pair: tuple[str, Sequence[Event]]) -> tuple[int, int]:
+    term = pair[0].split(".")[1]
+    return (int(term) if term.isdigit() else 0), pair[1][0].seq

@@ -86,7 +86,7 @@ class Axis:
 
 
 #: Every axis, outermost first.
-AXES = tuple(Axis(each.name, each.metadata["letter"]) for each in fields(Layout))
+AXES = tuple(Axis(axis.name, axis.metadata["letter"]) for axis in fields(Layout))
 #: Matches ``Layout.key`` (without groups, for patterns of file names).
 KEY_PATTERN = "".join(rf"{axis.letter}\d+" for axis in AXES)
 _KEY = re.compile("".join(rf"{axis.letter}(?P<{axis.name}>\d+)" for axis in AXES))

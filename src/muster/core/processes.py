@@ -87,8 +87,8 @@ def look(pid: int) -> Process | None:
         return None
     if fields[0] in ("Z", "X"):
         return None
-    words = argv.decode(errors="replace").split("\0")
-    return Process(pid=pid, start_ticks=int(fields[19]), argv=tuple(words[:-1]))
+    arguments = argv.decode(errors="replace").split("\0")
+    return Process(pid=pid, start_ticks=int(fields[19]), argv=tuple(arguments[:-1]))
 
 
 def lives(pid: int, start_ticks: int) -> bool:
@@ -99,20 +99,20 @@ def lives(pid: int, start_ticks: int) -> bool:
 
 def labelled(run_id: str) -> list[Process]:
     """Every living process of this user that carries the run's label."""
-    found = []
+    matches = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
         try:
-            words = Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")
         except OSError:
             continue  # another user's, or gone
-        ours = [word.decode(errors="replace") for word in words if word.startswith(b"MUSTER_")]
+        ours = [word.decode(errors="replace") for word in variables if word.startswith(b"MUSTER_")]
         result = dict(word.partition("=")[::2] for word in ours)
         process = look(int(entry.name)) if result.get(RUN_ID) == run_id else None
         if process is not None:
-            found.append(replace(process, run_dir=result.get(RUN_DIR, "")))
-    return found
+            matches.append(replace(process, run_dir=result.get(RUN_DIR, "")))
+    return matches
 
 
 def ancestors() -> set[int]:

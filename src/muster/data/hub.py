@@ -124,27 +124,29 @@ def _api() -> Any:
     return HfApi()
 
 
-def translate(error: Exception, what: str) -> MusterError:
+def translate(error: Exception, subject: str) -> MusterError:
     """The hub's exception as one of ours. Other exceptions are raised again."""
     if isinstance(error, MusterError):
         return error
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return AccessError(f"{what} is gated", hint="accept its terms on the hub, then `hf auth login`")
+        return AccessError(f"{subject} is gated", hint="accept its terms on the hub, then `hf auth login`")
     if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError | errors.HFValidationError):
-        return AccessError(f"{what} does not exist on the hub, or is private", hint="check the name; `hf auth login`")
+        return AccessError(
+            f"{subject} does not exist on the hub, or is private", hint="check the name; `hf auth login`"
+        )
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.HfHubHTTPError) and status in (401, 403):
-        return AccessError(f"{what}: the hub refused ({status})", hint="`hf auth login`")
+        return AccessError(f"{subject}: the hub refused ({status})", hint="`hf auth login`")
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return MusterError(f"{what} cannot be stored here: {error.strerror}", hint="set HF_HOME to another place")
+        return MusterError(f"{subject} cannot be stored here: {error.strerror}", hint="set HF_HOME to another place")
     known = errors.HfHubHTTPError | errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError
     # The hub's client has changed its HTTP library over the years, and lets that library's errors through.
     if isinstance(error, known) or type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
         return BackendError(
-            f"{what}: the Hugging Face hub cannot be reached: {first[:160]}",
+            f"{subject}: the Hugging Face hub cannot be reached: {first[:160]}",
             hint="check the network or proxy, or use a local file",
         )
     raise error

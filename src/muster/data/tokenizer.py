@@ -235,7 +235,7 @@ def model_vocab_size(model: Model) -> int | None:
     return int(result) if isinstance(result, int) else None
 
 
-def check_vocabulary(tokenizer_size: int, model_size: int | None, what: str) -> int:
+def check_vocabulary(tokenizer_size: int, model_size: int | None, name: str) -> int:
     """The vocabulary size the model gets. A model may have spare rows; a tokenizer may have no spare ids.
 
     Raises:
@@ -243,7 +243,7 @@ def check_vocabulary(tokenizer_size: int, model_size: int | None, what: str) -> 
     """
     if model_size is not None and tokenizer_size > model_size:
         raise UsageError(
-            f"vocabulary mismatch: {what} has {tokenizer_size} tokens, the model's config {model_size}",
+            f"vocabulary mismatch: {name} has {tokenizer_size} tokens, the model's config {model_size}",
             hint=f"use the model's own tokenizer, or a config with vocab_size {tokenizer_size} or more",
         )
     return model_size or tokenizer_size

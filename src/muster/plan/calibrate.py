@@ -66,7 +66,7 @@ def calibrate(
     for _ in range(60):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if predicted(middle) > measured else (low, middle)
-    spread = 1.4826 * median(abs(each - measured) for each in used) / measured
+    spread = 1.4826 * median(abs(value - measured) for value in used) / measured
     return Calibration(
         efficiency=(low * high) ** 0.5,
         measured_step_s=measured,

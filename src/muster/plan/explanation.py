@@ -129,10 +129,10 @@ def _full_or_lora(problem: Problem, chosen: Candidate) -> Iterator[str]:
 
 def _layout(problem: Problem, chosen: Candidate) -> Iterator[str]:
     layout = chosen.setting.layout
-    words = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"]
+    parts = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"]
     kind = chosen.setting.activation_checkpointing
     yield (
-        f"Layout: {' x '.join(words)}, micro-batch {chosen.setting.micro_batch_size}, "
+        f"Layout: {' x '.join(parts)}, micro-batch {chosen.setting.micro_batch_size}, "
         f"{chosen.setting.rounds(problem.work)} round(s) a step, activation checkpointing {kind}."
     )
     if chosen.num_nodes > 1:

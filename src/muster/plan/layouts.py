@@ -84,4 +84,4 @@ def node_counts(work: Workload, option: Option, pins: Pins) -> Iterator[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

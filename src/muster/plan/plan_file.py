@@ -195,12 +195,15 @@ def modelled(candidate: Candidate) -> list[str]:
 def outcome_json(work: Workload, outcome: Outcome) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(frontier, rejected): each candidate, and each other offer with its reason."""
     rejected = [
-        {**{name: getattr(each.option.offer, name) for name in ("machine", "mode", "location")}, "reason": each.reason}
-        for each in outcome.rejected
+        {
+            **{name: getattr(rejection.option.offer, name) for name in ("machine", "mode", "location")},
+            "reason": rejection.reason,
+        }
+        for rejection in outcome.rejected
     ]
-    return [candidate_json(work, each) for each in outcome.frontier], rejected
+    return [candidate_json(work, candidate) for candidate in outcome.frontier], rejected
 
 
 def chart(frontier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Points of cost against finish time for a report."""
-    return [{name: each[name] for name in ("title", "hours", "usd", "gpus")} for each in frontier]
+    return [{name: candidate[name] for name in ("title", "hours", "usd", "gpus")} for candidate in frontier]

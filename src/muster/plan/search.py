@@ -119,22 +119,22 @@ def search(problem: Problem) -> Outcome:
     memo = _Memo()
     fastest_settings: dict[tuple[object, ...], list[tuple[int, Setting, MemoryEstimate, StepTime]]] = {}
     for option in problem.options:
-        why = excluded(problem, option)
-        if why is None:
+        reason = excluded(problem, option)
+        if reason is None:
             key = (option.offer.machine, option.fabric, option.ceiling_flops, option.offer.max_nodes)
             try:
                 if key not in fastest_settings:
                     fastest_settings[key] = best_settings(problem, option, memo)
-                priced = [_candidate(problem, option, *each) for each in fastest_settings[key]]
-                why = _least_memory(problem, option, memo) if not priced else None
+                priced = [_candidate(problem, option, *fastest) for fastest in fastest_settings[key]]
+                reason = _least_memory(problem, option, memo) if not priced else None
                 kept = [candidate for candidate in priced if _over(problem.limits, candidate) is None]
                 if priced and not kept:
-                    why = _over(problem.limits, min(priced, key=_excess_of(problem.limits)))
+                    reason = _over(problem.limits, min(priced, key=_excess_of(problem.limits)))
                 result += kept
             except NoPlanError as error:
-                why = str(error)
-        if why is not None:
-            rejected.append(Rejection(option=option, reason=why))
+                reason = str(error)
+        if reason is not None:
+            rejected.append(Rejection(option=option, reason=reason))
     frontier = pareto(result)
     cheapest = frontier[0] if frontier else None
     return Outcome(

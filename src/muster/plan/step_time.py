@@ -246,8 +246,8 @@ def _tensor(work: Workload, setting: Setting, links: Links, rounds: int) -> floa
         return 0.0
     stream = setting.micro_batch_size * work.sequence_length * work.shape.hidden * work.compute_bytes
     calls = 4 + (2 if setting.activation_checkpointing == "full" else 0)
-    one = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S
-    return rounds * work.shape.layers / setting.layout.pp * calls * one
+    call_s = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S
+    return rounds * work.shape.layers / setting.layout.pp * calls * call_s
 
 
 def _replicas(work: Workload, setting: Setting, links: Links) -> float:

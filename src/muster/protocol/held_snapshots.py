@@ -49,8 +49,8 @@ class Choice:
 
     def shards_on(self, host: str) -> list[dict[str, Any]]:
         """The shards for which ``host`` was chosen, as an order to flush them names each."""
-        mine = ((rank, held) for rank, held in sorted(self.shards.items()) if held.host == host)
-        return [{"rank": rank, "tier": held.tier, "held_as": held.rank} for rank, held in mine]
+        local = ((rank, held) for rank, held in sorted(self.shards.items()) if held.host == host)
+        return [{"rank": rank, "tier": held.tier, "held_as": held.rank} for rank, held in local]
 
 
 def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
@@ -60,8 +60,10 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
     shard replaces that of its peer in another replica (``dp_replicate`` > 1: the same state).
     """
     versions: dict[tuple[int, int, str], dict[int, list[Snapshot]]] = {}
-    for found in snapshots:
-        versions.setdefault((found.step, found.attempt, found.layout), {}).setdefault(found.rank, []).append(found)
+    for snapshot in snapshots:
+        versions.setdefault((snapshot.step, snapshot.attempt, snapshot.layout), {}).setdefault(
+            snapshot.rank, []
+        ).append(snapshot)
     for (step, attempt, key), ranks in sorted(versions.items(), reverse=True):
         layout = Layout.from_key(key)
         places: dict[int, list[Snapshot]] = {}
@@ -69,7 +71,7 @@ def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
             holders = [
                 held
                 for twin in (rank, *replica_peers(layout, rank))
-                for held in sorted(ranks.get(twin, ()), key=lambda found: found.tier != "memory")
+                for held in sorted(ranks.get(twin, ()), key=lambda snapshot: snapshot.tier != "memory")
             ]
             if not holders:
                 break
@@ -97,5 +99,7 @@ def needed_shards(choice: Choice, name: str) -> list[int]:
 
 def has_replica_on_other_host(layout: Layout, ranks: Mapping[int, str], name: str) -> bool:
     """Whether the state of every rank on host ``name`` is on another host too, in another replica."""
-    mine = [rank for rank, host in ranks.items() if host == name]
-    return bool(mine) and all(any(ranks.get(twin) != name for twin in replica_peers(layout, rank)) for rank in mine)
+    local_ranks = [rank for rank, host in ranks.items() if host == name]
+    return bool(local_ranks) and all(
+        any(ranks.get(twin) != name for twin in replica_peers(layout, rank)) for rank in local_ranks
+    )

@@ -240,4 +240,4 @@ def study(
 
 def best(choices: Sequence[Choice]) -> Choice | None:
     """The one that gets most of what is paid for; None of none."""
-    return min(choices, key=lambda each: each.cost_ratio, default=None)
+    return min(choices, key=lambda candidate: candidate.cost_ratio, default=None)

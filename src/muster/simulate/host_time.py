@@ -13,7 +13,7 @@ from muster.supervise.recovery.state import Phase, State
 #: Category -> one sentence; those of the ledger where it has the same. The order is that of tables.
 CATEGORIES: dict[str, str] = {
     "productive": "steps that the final state rests on, at the reference's pace",
-    "tax": "what fault tolerance costs every step",
+    "overhead": "what fault tolerance costs every step",
     "provision": "bought, our agent on it not ready yet",
     "start": "processes, rendezvous, weights, warm-up of the first attempt",
     "restart": "noticed, not yet reading state: ending, deciding, processes, communicators",
@@ -117,15 +117,15 @@ class HostTime:
             self.by["redone"] += took_s
             self.credit_s -= good_host_s
 
-    def classify(self, parts: Parts, hosts: int, *, good_host_s: float, tax: float) -> None:
+    def classify(self, parts: Parts, hosts: int, *, good_host_s: float, overhead: float) -> None:
         """The time of a segment on ``hosts`` hosts. ``good_host_s``: its applied steps at the
         reference's pace."""
-        slow, taxed = parts.slow_s * hosts, good_host_s * tax
-        excess = parts.applied_s * hosts - good_host_s - taxed - slow
+        slow, overhead_s = parts.slow_s * hosts, good_host_s * overhead
+        excess = parts.applied_s * hosts - good_host_s - overhead_s - slow
         # Fewer hosts can pad less than all of them do: then a host-second yields more than the reference's.
         self.add("productive", good_host_s + min(0.0, excess))
         self.add("degraded", max(0.0, excess))
-        self.add("tax", taxed)
+        self.add("overhead", overhead_s)
         self.add("straggler", slow)
         self.credit_s += good_host_s
         self.add("unfinished", parts.unfinished_s * hosts)

@@ -231,9 +231,9 @@ class Simulation:
         return True
 
     def start_again(self, kept: State) -> None:
-        wanted = self.scenario.hosts if self.scenario.policy == "conservative" else self.scenario.min_hosts or 1
+        requested = self.scenario.hosts if self.scenario.policy == "conservative" else self.scenario.min_hosts or 1
         up = sum(host.up for host in self.cluster.hosts.values())
-        if (self._capacity if self.scenario.trace is not None else up) < wanted:
+        if (self._capacity if self.scenario.trace is not None else up) < requested:
             self.cluster.after(REQUEUE_S, lambda: self.start_again(kept))
             return
         if self.scenario.trace is not None:
@@ -272,7 +272,9 @@ def stages_of(scenario: Scenario) -> Stages:
     """The profile's means, as the cluster takes them."""
     mean_s = scenario.profile.mean_s
     names = ("step", "start", "warmup", "agent_start", "first_start", "relayout")
-    return Stages(**{f"{name}_s": mean_s(name) for name in names}, end_ranks_s=mean_s("end"), tax=mean_s("tax"))
+    return Stages(
+        **{f"{name}_s": mean_s(name) for name in names}, end_ranks_s=mean_s("end"), overhead=mean_s("overhead")
+    )
 
 
 def disk_of(scenario: Scenario) -> DiskTier | None:

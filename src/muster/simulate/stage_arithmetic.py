@@ -24,7 +24,7 @@ class Stages:
     """Start and warm-up of the first attempt, where they differ (nothing is warm yet)."""
     relayout_s: float = 0.0
     """Added where the new attempt has another size: resharding, other communicators."""
-    tax: float = 0.0
+    overhead: float = 0.0
     """What fault tolerance costs every step, as a share of it."""
 
     def starting(self, draw: Callable[[str, float], float], *, first: bool, other_size: bool) -> tuple[float, float]:
@@ -34,13 +34,13 @@ class Stages:
             return (start_s, warmup_s) if self.first_start_s is None else (self.first_start_s, 0.0)
         return start_s + (draw("relayout", self.relayout_s) if other_size else 0.0), warmup_s
 
-    def pace_s(self, active: int, wanted: int, micro_batches: int, ranks_per_host: int) -> float:
-        """A step on ``active`` of ``wanted`` hosts, where none is slow: the batch is constant. ``micro_batches`` of
+    def pace_s(self, active: int, requested: int, micro_batches: int, ranks_per_host: int) -> float:
+        """A step on ``active`` of ``requested`` hosts, where none is slow: the batch is constant. ``micro_batches`` of
         it are computed whole, in rounds over all ranks; 0: they divide evenly."""
-        share = wanted / active if active else 1.0
+        share = requested / active if active else 1.0
         if micro_batches and active:
-            share = -(-micro_batches // (active * ranks_per_host)) / -(-micro_batches // (wanted * ranks_per_host))
-        return self.step_s * (1 + self.tax) * share
+            share = -(-micro_batches // (active * ranks_per_host)) / -(-micro_batches // (requested * ranks_per_host))
+        return self.step_s * (1 + self.overhead) * share
 
 
 @dataclass(frozen=True, kw_only=True)

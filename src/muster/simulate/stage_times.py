@@ -73,8 +73,8 @@ def shipped(name: str = DEFAULT) -> Profile:
 @functools.cache
 def _table() -> Mapping[str, Any]:
     text = resources.files("muster.simulate").joinpath("tables", "profiles.yaml").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = parse(text, source="profiles.yaml").value
-    return found
+    table: Mapping[str, Any] = parse(text, source="profiles.yaml").value
+    return table
 
 
 def _stage(row: Mapping[str, Any]) -> Stage:
@@ -116,15 +116,15 @@ def measured(
 ) -> Profile:
     """The profile of a run's own log; stages that it never saw are taken from the shipped CPU or GPU table.
     ``step_s``: without each attempt's first. A step is what it takes at the reference rate (``reference_s``; else their
-    median), and what they take beyond it on average is the tax: stalls, waits for data, noise.
+    median), and what they take beyond it on average is the overhead: stalls, waits for data, noise.
     ``agent_start_s``: from the first purchase until the first attempt could begin.
 
     Raises:
         UsageError: the log shows no step, or no recovery.
     """
     if not step_s or not recoveries:
-        what = "steps" if not step_s else "healed incidents"
-        raise UsageError(f"{name}: the log shows no {what} to measure a profile by", hint="muster drill makes some")
+        missing = "steps" if not step_s else "healed incidents"
+        raise UsageError(f"{name}: the log shows no {missing} to measure a profile by", hint="muster drill makes some")
     step = reference_s or median(step_s)
     rest = shipped("cpu-measured" if step < 2 else DEFAULT)
     stages = dict(rest.stages)
@@ -134,10 +134,10 @@ def measured(
         source=f"{'at the reference rate' if reference_s else f'median of {len(step_s)} steps'} of {name}",
     )
     excess = max(0.0, fmean(step_s) / step - 1)
-    stages["tax"] = Stage(mean_s=excess, cv=0.0, source=f"mean of {len(step_s)} steps over that, {name}")
+    stages["overhead"] = Stage(mean_s=excess, cv=0.0, source=f"mean of {len(step_s)} steps over that, {name}")
     seen = {
-        "end": [each.started_s for each in recoveries],
-        "start": [max(0.0, each.first_step_s - each.started_s - step) for each in recoveries],
+        "end": [recovery.started_s for recovery in recoveries],
+        "start": [max(0.0, recovery.first_step_s - recovery.started_s - step) for recovery in recoveries],
     }
     for stage, values in seen.items():
         source = f"{len(values)} recoveries of {name}"
@@ -148,6 +148,6 @@ def measured(
         if once_s is not None:
             stages[stage] = Stage(mean_s=once_s, cv=0.0, source=name)
     detect: dict[str, tuple[float, ...]] = {}
-    for each in recoveries:
-        detect[each.kind] = (*detect.get(each.kind, ()), each.detect_s)
+    for recovery in recoveries:
+        detect[recovery.kind] = (*detect.get(recovery.kind, ()), recovery.detect_s)
     return Profile(name=name, about=f"measured in {name}", stages=stages, detect_s=detect)

@@ -67,8 +67,8 @@ class SteppingHosts:
     def step_s(self) -> float:
         """A step on the hosts that run: the batch is constant, so fewer hosts take longer."""
         active = len(self.machine.state.active)
-        wanted = self.machine.settings.wanted_hosts
-        return self.slow * self.stages.pace_s(active, wanted, self.micro_batches, self.data_ranks_per_host)
+        requested = self.machine.settings.wanted_hosts
+        return self.slow * self.stages.pace_s(active, requested, self.micro_batches, self.data_ranks_per_host)
 
     @property
     def now_s(self) -> float:
@@ -130,8 +130,8 @@ class SteppingHosts:
         restore = message["contexts"][0].get("restore")
         before = self._step
         self._step = int(restore["step"]) if restore else self.disk_step
-        wanted = self.machine.settings.wanted_hosts
-        self.time.lose(max(0, before - self._step) * self.stages.step_s * wanted)
+        requested = self.machine.settings.wanted_hosts
+        self.time.lose(max(0, before - self._step) * self.stages.step_s * requested)
         self._segment += 1
         self._world = frozenset(host.name for host in active)
         self._begin(attempt, world, restore is None and self.disk is not None and self.disk_step > 0)
@@ -213,10 +213,10 @@ class SteppingHosts:
             self._report_step(self.machine.state.attempt)
         if self._segment_began_ns is not None and self._run is not None:
             self.history.append((self.machine.state.attempt, self._step, self._run))
-            steps, wanted = self._step - self._run.first_step, self.machine.settings.wanted_hosts
+            steps, requested = self._step - self._run.first_step, self.machine.settings.wanted_hosts
             parts = self._run.parts((self.now_ns - self._segment_began_ns) / SECOND_NS, self._productive_s(), steps)
-            good_host_s = steps * self.stages.step_s * wanted
-            self.time.classify(parts, self._run.hosts, good_host_s=good_host_s, tax=self.stages.tax)
+            good_host_s = steps * self.stages.step_s * requested
+            self.time.classify(parts, self._run.hosts, good_host_s=good_host_s, overhead=self.stages.overhead)
         self._segment_began_ns = None
         self._segment += 1
         if self._job not in ("start", "stopped"):

@@ -11,7 +11,7 @@ from muster.core.errors import UsageError
 
 #: Of a Unix socket's name, its closing zero left out (unix(7)).
 SOCKET_PATH_BYTES = 107
-_LONGEST_SOCKET = "agent.sock"
+_LONGEST_SOCKET = "replicator.sock"
 
 
 def memory_dir(run_dir: str | Path, run_id: str, host: str) -> Path:

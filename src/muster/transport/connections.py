@@ -29,7 +29,7 @@ class Connection:
     sock: socket.socket
     session: Session
     pending: bytearray = field(default_factory=bytearray)
-    who: Any = None
+    identity: Any = None
     closed: bool = False
 
 

@@ -18,7 +18,7 @@ from muster.transport.secure_session import Session
 CHUNK_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 30.0
 #: The replicator's socket in its host's memory folder (``storage.paths``), where ranks hand their shares over.
-REPLICATOR_SOCKET = "mover.sock"
+REPLICATOR_SOCKET = "replicator.sock"
 
 
 class Stream:

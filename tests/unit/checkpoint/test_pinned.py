@@ -89,7 +89,7 @@ def wait_for_pins() -> None:
 
 def test_memory_is_registered_and_given_back_with_its_owner(cuda: Cuda) -> None:
     owner, buffer = Owner(), torch.zeros(64, dtype=torch.uint8)
-    pinned.pin_soon(owner, [buffer], GPU, what="memory").join(10)
+    pinned.pin_soon(owner, [buffer], GPU, purpose="memory").join(10)
     assert cuda.registered == {buffer.data_ptr(): 64}
     del owner
     gc.collect()
@@ -110,7 +110,7 @@ def test_a_refusal_is_one_note_and_its_error_is_consumed(
 
     monkeypatch.setattr(pinned, "consume_error", consume)
     refused: Any = SimpleNamespace(data_ptr=lambda: 1, nbytes=2)
-    pinned.pin_soon(Owner(), [refused, refused], GPU, what="memory").join(10)
+    pinned.pin_soon(Owner(), [refused, refused], GPU, purpose="memory").join(10)
     said = capsys.readouterr().err
     assert said.count("note:") == 1 and "memory is not pinned" in said and "712" in said
     assert seen == [0] and not cuda.registered
@@ -118,7 +118,7 @@ def test_a_refusal_is_one_note_and_its_error_is_consumed(
 
 def test_what_cuda_raises_stays_in_the_thread(cuda: Cuda, capsys: pytest.CaptureFixture[str]) -> None:
     cuda.answer = RuntimeError("no CUDA-capable device")
-    pinned.pin_soon(Owner(), [torch.zeros(1)], GPU, what="memory").join(10)
+    pinned.pin_soon(Owner(), [torch.zeros(1)], GPU, purpose="memory").join(10)
     assert "no CUDA-capable device" in capsys.readouterr().err
 
 

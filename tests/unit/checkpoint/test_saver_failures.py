@@ -74,8 +74,8 @@ def test_a_fence_that_does_not_come_holds_nobody_up(tmp_path, store, monkeypatch
     saves = saver(tmp_path, seen, store)
     saves.save(1, state(1), {})
     assert saves.busy and saves.poll() is None
-    saves.put_off(2)
-    saves.put_off(3)
+    saves.defer(2)
+    saves.defer(3)
     assert [kind for kind, _ in seen] == ["begun", "run.message"], "said once"
     assert "step 2 is deferred: that of step 1 has been under way" in seen[-1][1]["text"]
     store.go_on.set()

@@ -19,7 +19,7 @@ def test_what_is_copied_can_be_read_through_the_descriptor():
     made = Staging(state(0), None, shared=True)
     for value in (1, 2):
         made.copy(state(value))
-        for chunk in made.mine:
+        for chunk in made.local_chunks:
             data = os.pread(made.fd, chunk.bytes, chunk.byte_offset)
             assert torch.frombuffer(bytearray(data), dtype=getattr(torch, chunk.dtype)).eq(value).all()
     with pytest.raises(OSError, match=os.strerror(errno.EPERM)):

@@ -75,19 +75,19 @@ def test_a_seal_belongs_to_one_version_of_a_slot(tmp_path):
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 1, 1, 1)
     first = ring.find(1, 1)
-    assert ring.sealed(first) is None
-    ring.seal(first, -(1 << 63))
+    assert ring.checksum(first) is None
+    ring.set_checksum(first, -(1 << 63))
     assert Ring.open(path).sealed(first) == -(1 << 63)
     for step in (2, 3, 4):  # the slot is taken again
         write(ring, step, 1, step)
     fourth = ring.find(4, 1)
-    assert fourth.slot == first.slot and ring.sealed(fourth) is None
-    ring.seal(first, 5)  # by a thread that was slow
-    assert ring.sealed(fourth) is None and ring.sealed(first) is None
-    ring.seal(fourth, 0)
-    assert ring.sealed(fourth) == 0
-    ring.seal(fourth, None)
-    assert ring.sealed(fourth) is None
+    assert fourth.slot == first.slot and ring.checksum(fourth) is None
+    ring.set_checksum(first, 5)  # by a thread that was slow
+    assert ring.checksum(fourth) is None and ring.checksum(first) is None
+    ring.set_checksum(fourth, 0)
+    assert ring.checksum(fourth) == 0
+    ring.set_checksum(fourth, None)
+    assert ring.checksum(fourth) is None
 
 
 def test_a_ring_grows_and_keeps_what_it_holds_and_takes_memory_for_no_more(tmp_path):
@@ -119,12 +119,12 @@ def test_marks_outlive_the_one_who_set_them(tmp_path):
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 5, 1, 1)
     version = ring.find(5, 1)
-    assert (ring.ordered(), ring.copied(), ring.agreed()) == ((-1, -1), (-1, -1), -1)
-    ring.order(version)
+    assert (ring.requested_copy(), ring.copied(), ring.agreed()) == ((-1, -1), (-1, -1), -1)
+    ring.request_copy(version)
     ring.note_copied(version, world=3)
-    ring.agree(5)
+    ring.note_agreed(5)
     other = Ring.open(path)
     assert other.ordered() == other.copied() == other.copied(world=3) == (5, 1) and other.agreed() == 5
     assert other.copied(world=4) == (-1, -1), "another attempt's peer may be another host"
-    ring.order(None)
+    ring.request_copy(None)
     assert other.ordered() == (-1, -1)

@@ -29,13 +29,13 @@ def test_each_step_begins_where_the_one_before_ended(pieces, batch, steps):
 
 
 def test_a_change_begins_after_the_step_that_is_resumed_from_and_undoes_later_ones():
-    one = changed([], resume_step=40, batch=12, wanted={"global_batch_size": 8, "learning_rate_scale": 0.8})
+    one = changed([], resume_step=40, batch=12, requested={"global_batch_size": 8, "learning_rate_scale": 0.8})
     assert one == [{"first_step": 41, "global_batch_size": 8, "learning_rate_scale": 0.8}]
-    assert changed(one, resume_step=60, batch=12, wanted={"global_batch_size": 8, "learning_rate_scale": 0.8}) == one
-    assert changed(one, resume_step=60, batch=12, wanted={})[-1] == {
+    assert changed(one, resume_step=60, batch=12, requested={"global_batch_size": 8, "learning_rate_scale": 0.8}) == one
+    assert changed(one, resume_step=60, batch=12, requested={})[-1] == {
         "first_step": 61, "global_batch_size": 12, "learning_rate_scale": 1.0,
     }  # fmt: skip
-    assert changed(one, resume_step=30, batch=12, wanted={}) == []
+    assert changed(one, resume_step=30, batch=12, requested={}) == []
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_change_begins_after_the_step_that_is_resumed_from_and_undoes_later_on
 )  # fmt: skip
 def test_nonsense_is_refused_in_one_line(wanted):
     with pytest.raises(UsageError, match="adjust"):
-        changed([], resume_step=3, batch=12, wanted=wanted)
+        changed([], resume_step=3, batch=12, requested=wanted)

@@ -54,7 +54,7 @@ def _open(section):
 
 SOURCE = SourceType(section=SumsSource, open=_open, task=TASK_NAME)
 '''
-TASK = '''
+TASK = """
 from dataclasses import dataclass
 
 from muster.data.task import MajorityAnswer, Scorer
@@ -81,7 +81,7 @@ class Sums:
 
 
 TASK = Sums()
-'''
+"""
 RUN = """\
 name: added
 model: {config: {model_type: llama, vocab_size: 128}, tokenizer: {kind: word, vocab_size: 128}}

@@ -1,6 +1,5 @@
 """Progress outside of steps: told seldom, passed on seldom, and what resets the step watchdog."""
 
-
 from muster.rank.agent_connection import ProgressThrottle
 
 

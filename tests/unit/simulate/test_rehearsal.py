@@ -71,7 +71,7 @@ def test_the_ledger_folds_a_rehearsals_log_to_the_same_account():
     assert ledger["goodput"]["active"] == pytest.approx(ours.goodput_active, abs=0.004), "it starts at the first grant"
     shares = {name: row["host_s"] / ours.purchased_host_s for name, row in ledger["categories"].items()}
     own = {name: host_s / ours.purchased_host_s for name, host_s in ours.host_s.items()}
-    assert shares["productive"] == pytest.approx(own["productive"] + own["tax"], abs=0.001)
+    assert shares["productive"] == pytest.approx(own["productive"] + own["overhead"], abs=0.001)
     assert shares["redone"] == pytest.approx(own["redone"], abs=0.001)
     assert shares["checkpoint"] == pytest.approx(own["checkpoint"], abs=0.001)
     assert shares.get("unattributed", 0) < 1e-9

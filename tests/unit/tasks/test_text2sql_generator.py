@@ -31,7 +31,7 @@ def test_every_gold_query_returns_something(level):
 @pytest.mark.parametrize("level", generator.LEVELS)
 def test_heldout_tables_never_occur_in_training(level):
     def tables(heldout, seed):
-        return {table.words for found in generate(level, 300, seed, heldout=heldout) for table in found.tables}
+        return {table.names for found in generate(level, 300, seed, heldout=heldout) for table in found.tables}
 
     train, heldout = tables(False, 0) | tables(False, 1), tables(True, 0) | tables(True, 1)
     assert not train & heldout

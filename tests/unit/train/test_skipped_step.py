@@ -113,7 +113,7 @@ def test_the_step_counts_and_its_batch_does_not() -> None:
     assert loop.train(run) is None
     assert run.state.step == STEPS and run.reader.taken == [1, 2, 3, 4, 5], "order of the data as ever"
     assert [event["step"] for event in agent.steps] == [1, 2, 3, 4, 5]
-    assert BAD in agent.beats, "the watchdog and the mover hear of it"
+    assert BAD in agent.beats, "the watchdog and the replicator hear of it"
     event = agent.steps[BAD - 1]
     assert event["skipped"] is True and event["skipped_tokens"] == 8 and event["rows"] == 2
     assert (event["tokens"], event["supervised_tokens"], event["loss"], event["grad_norm"]) == (0, 0, None, None)

@@ -114,7 +114,7 @@ class RankPool:
         )
         self._host.workers[pid] = worker
         if peer is not None:
-            peer.who = worker
+            peer.identity = worker
         self._host.hub.watch(fd, lambda: self._on_exit(worker))
         self._host.log.write("rank.started", {"pid": pid, "standby": was_warm}, rank=rank)
 
@@ -184,13 +184,13 @@ class RankPool:
         last = dict(worker.last)
         if last and worker.orphaned:  # a rank that sent its last message was not killed
             worker.exit_code = int(last.get("left", 1))
-        words = {
+        detail = {
             "exception": str(last.get("exception") or ""),
             "reason": str(last.get("message") or "")[:500],
             "traceback": str(last.get("traceback") or "")[-2000:],
         }
-        words = {key: text for key, text in words.items() if text}
-        host.log.write("rank.exited", {"exit_code": worker.exit_code, **words}, rank=worker.rank)
+        detail = {key: text for key, text in detail.items() if text}
+        host.log.write("rank.exited", {"exit_code": worker.exit_code, **detail}, rank=worker.rank)
         if self._ending is None or worker.attempt > self._ending:
             report = {"t": "rank_exit", "attempt": worker.attempt, "rank": worker.rank, "pid": worker.pid}
             report |= {"code": worker.exit_code, "step": worker.step, "last": last}

@@ -100,7 +100,7 @@ def write_shard_for(stream: Stream) -> None:
 def _write(uri: str, parts: tuple[bytes | bytearray | memoryview, ...], cancelled: threading.Event) -> dict[str, Any]:
     """The answer to a rank: what was written, or why it failed."""
     try:
-        count, crc = write_shard(uri, parts, wanted=lambda: not cancelled.is_set())
+        count, crc = write_shard(uri, parts, still_needed=lambda: not cancelled.is_set())
         return {"t": "written", "bytes": count, "crc32": crc}
     except Exception as error:  # noqa: BLE001 (a thread's edge; the rank logs an event)
         hint = error.hint if isinstance(error, MusterError) else None

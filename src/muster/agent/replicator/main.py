@@ -80,7 +80,7 @@ def write_version(
             return
         if end["crc"] != crc:
             raise CheckpointError(f"{name} of step {step} arrived damaged or incomplete")
-        ring.seal(ring.commit(slot, step=step, attempt=attempt), end.get("seal"))
+        ring.set_checksum(ring.commit(slot, step=step, attempt=attempt), end.get("seal"))
         stream.send({"t": "held"})
     finally:
         ring.close()
@@ -98,7 +98,7 @@ def read_version(ring: Ring, step: int, attempt: int, stream: Stream) -> None:
         return
     crc = stream.send_bytes(ring.slot(version.slot))
     stream.receive()
-    seal, whole = ring.sealed(version), ring.find(step, attempt) == version
+    seal, whole = ring.checksum(version), ring.find(step, attempt) == version
     stream.send({"t": "whole" if whole else "torn", "crc": crc, "seal": seal})
     stream.receive()
 

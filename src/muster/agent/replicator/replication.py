@@ -22,8 +22,8 @@ RETRY_S = 30.0
 class SnapshotSender:
     """Copies one rank's snapshots to the peer, over a connection of its own.
 
-    The rank decides which (``Ring.order``): the ranks of all hosts agree on the step, and none orders the next one
-    before every peer holds it. The rank learns from the ring too that a copy has arrived.
+    The rank decides which (``Ring.request_copy``): the ranks of all hosts agree on the step, and none requests the
+    next one before every peer holds it. The rank learns from the ring too that a copy has arrived.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SnapshotSender:
     def _send(self) -> None:
         ring = Ring.open(self._own, writable=True)
         try:
-            version = ring.find(*ring.ordered())
+            version = ring.find(*ring.requested_copy())
             if version is None or self._sent == (version.step, version.attempt):
                 return
             stream = self._stream or self._connect()
@@ -85,7 +85,7 @@ class SnapshotSender:
             if answer.get("t") == "go":
                 crc = stream.send_bytes(ring.slot(version.slot))
                 stream.receive()
-                seal, whole = ring.sealed(version), ring.find(version.step, version.attempt) == version
+                seal, whole = ring.checksum(version), ring.find(version.step, version.attempt) == version
                 stream.send({"t": "whole" if whole else "torn", "crc": crc, "seal": seal})
                 if not whole:
                     return

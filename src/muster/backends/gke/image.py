@@ -61,7 +61,7 @@ def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
         result.append(Doubt(message=f"no known row for {family.name}: no image is known to work on it"))
     for row in rows:
         result += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
-    return sorted(result, key=lambda one: not one.wrong)
+    return sorted(result, key=lambda doubt: not doubt.wrong)
 
 
 def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
@@ -119,8 +119,8 @@ def context(made_of: Parts) -> bytes:
 
 def tag(made_of: Parts, data: bytes) -> str:
     """The image's tag: the same parts and the same code are the same image, built once."""
-    words = "\n".join((made_of.base, made_of.torch, made_of.torch_index)).encode()
-    return hashlib.sha256(words + data).hexdigest()[:12]
+    inputs = "\n".join((made_of.base, made_of.torch, made_of.torch_index)).encode()
+    return hashlib.sha256(inputs + data).hexdigest()[:12]
 
 
 def build_arguments(made_of: Parts, image: str) -> list[str]:
@@ -137,11 +137,11 @@ def requirements() -> str:
 
     result = []
     for text in metadata.requires("muster") or []:
-        one = Requirement(text)
-        requested = one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
-        if requested and one.name not in ("torch", "muster"):
-            one.marker = None
-            result.append(str(one))
+        requirement = Requirement(text)
+        requested = requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if requested and requirement.name not in ("torch", "muster"):
+            requirement.marker = None
+            result.append(str(requirement))
     return "\n".join(sorted(set(result))) + "\n"
 
 

@@ -102,9 +102,9 @@ class GkeLauncher:
         spec = _spec_of(manifests)
         cluster = locate.needed(spec, request.run_id, self.options, self._session())
         number = request.labels.get(SUBMISSION, "1")
-        jobset = next(one for one in manifests if one["kind"] == "JobSet")
+        jobset = next(manifest for manifest in manifests if manifest["kind"] == "JobSet")
         jobset["metadata"]["annotations"][ANNOTATION] = number
-        config = next(one for one in manifests if one["kind"] == "ConfigMap")
+        config = next(manifest for manifest in manifests if manifest["kind"] == "ConfigMap")
         config["data"][SUBMISSION] = number
         shipped, code = code_bundle.pack(spec, request.run_dir)
         if code is not None:
@@ -209,8 +209,8 @@ class GkeLauncher:
     def cancel(self, handle: JobHandle) -> None:
         """Delete the JobSets and everything with the run's label; absent is success."""
         cluster = self._known(handle.run_id)
-        for one in self._labelled(cluster, handle.run_id) if cluster else []:
-            cluster.delete(one)  # type: ignore[union-attr]
+        for row in self._labelled(cluster, handle.run_id) if cluster else []:
+            cluster.delete(row)  # type: ignore[union-attr]
 
     def remaining(self, handle: JobHandle) -> list[str]:
         """What still exists of the run on the cluster, after a moment for what is just going."""
@@ -233,14 +233,14 @@ class GkeLauncher:
             ("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
         ]
         return [
-            {**one, "apiVersion": api, "kind": kind}
+            {**row, "apiVersion": api, "kind": kind}
             for api, kind, plural in kinds
-            for one in cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
+            for row in cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
         ]
 
     def _left(self, cluster: Cluster, run_id: str) -> list[str]:
         pods = [{**pod, "kind": "Pod"} for pod in self._pods(cluster, run_id)]
-        return [f"{one['kind']}/{one['metadata']['name']}" for one in [*self._labelled(cluster, run_id), *pods]]
+        return [f"{row['kind']}/{row['metadata']['name']}" for row in [*self._labelled(cluster, run_id), *pods]]
 
     def _pods(self, cluster: Cluster, run_id: str) -> Sequence[Mapping[str, Any]]:
         return cluster.list("v1", "pods", namespace=self.options.namespace, labels=label(run_id))
@@ -252,8 +252,8 @@ class GkeLauncher:
         """Remove what an ended submission left: a JobSet of the same name can come only after it."""
         waited_s = 0.0
         while there := cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)):
-            for one in there if waited_s == 0 else ():
-                cluster.delete({**one, "apiVersion": JOBSET_API, "kind": "JobSet"})
+            for row in there if waited_s == 0 else ():
+                cluster.delete({**row, "apiVersion": JOBSET_API, "kind": "JobSet"})
             if waited_s >= GONE_WITHIN_S:
                 name = there[0]["metadata"]["name"]
                 raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
@@ -321,11 +321,11 @@ def _local_dir(run_id: str) -> Path | None:
 def _documents(text: str) -> list[Manifest]:
     from ruamel.yaml import YAML
 
-    return [one for one in YAML(typ="safe", pure=True).load_all(text) if one]
+    return [document for document in YAML(typ="safe", pure=True).load_all(text) if document]
 
 
 def _spec_of(manifests: list[Manifest]) -> RunSpec:
-    config = next(one for one in manifests if one["kind"] == "ConfigMap")
+    config = next(manifest for manifest in manifests if manifest["kind"] == "ConfigMap")
     return RunSpec.model_validate_json(config["data"]["resolved.json"])
 
 

@@ -35,11 +35,11 @@ def gpus(shell: Shell, environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def _gpu(line: str) -> Gpu | None:
-    words = [word.strip() for word in line.split(",")]
-    if len(words) != 4 or not words[0].isdigit():
+    fields = [word.strip() for word in line.split(",")]
+    if len(fields) != 4 or not fields[0].isdigit():
         return None
-    mebibytes = int(words[3]) if words[3].isdigit() else 0  # "[N/A]" on machines with unified memory
-    return Gpu(index=int(words[0]), uuid=words[1], name=words[2], memory_bytes=mebibytes << 20)
+    mebibytes = int(fields[3]) if fields[3].isdigit() else 0  # "[N/A]" on machines with unified memory
+    return Gpu(index=int(fields[0]), uuid=fields[1], name=fields[2], memory_bytes=mebibytes << 20)
 
 
 def _visible(all_gpus: list[Gpu], visible: str | None) -> list[Gpu]:

@@ -183,11 +183,11 @@ class LocalLauncher:
             return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
         tasks = record["tasks"]
         living = {name: processes.lives(task["pid"], task["start_ticks"]) for name, task in tasks.items()}
-        words = {
+        tasks_text = {
             name: f"running (pid {tasks[name]['pid']})" if alive else "ended" for name, alive in sorted(living.items())
         }
         state, reason, code = _judge(record, living, run_output.verdict(run_dir, record["submitted_wall_ns"]))
-        return JobStatus(state=state, reason=reason, exit_code=code, tasks=words)
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks_text)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What each file in the run's ``logs`` holds beyond ``after``; the rest of a split character follows later."""
@@ -235,9 +235,9 @@ class LocalLauncher:
     def remaining(self, handle: JobHandle) -> list[str]:
         """What still exists of the run: the proof of a tear-down."""
         left = _remaining(handle.run_id, [], processes.ancestors())
-        found = [f"process {process.pid}: {' '.join(process.argv)[:80]}" for process in left]
+        lines = [f"process {process.pid}: {' '.join(process.argv)[:80]}" for process in left]
         prefix = Path(memory_prefix(handle.run_dir, handle.run_id)).name
-        return found + [f"memory {path}" for path in _memory(prefix)]
+        return lines + [f"memory {path}" for path in _memory(prefix)]
 
     def _wait_until_gone(self, run_id: str, recorded: Sequence[Process], spared: set[int], seconds: float) -> None:
         until = self.clock.monotonic_ns() + int(seconds * 1e9)

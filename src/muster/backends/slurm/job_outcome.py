@@ -54,8 +54,8 @@ def judge(
 def _living(job: Job, nth: int) -> JobStatus:
     again = f", the {nth}th of this run" if nth > 3 else ("", "", ", the 2nd of this run", ", the 3rd of this run")[nth]
     if job.state in _WAITING:
-        why = reason_text.waits(job.reason)
-        reason = f"job {job.id}{again} waits: {why}"
+        sentence = reason_text.waits(job.reason)
+        reason = f"job {job.id}{again} waits: {sentence}"
         return JobStatus(state=JobState.WAITING, reason=reason, tasks={"job": f"waits ({job.id})"})
     if job.state == "COMPLETING":
         return JobStatus(state=JobState.RUNNING, reason=f"job {job.id}{again} is ending", tasks=_tasks([job]))

@@ -135,12 +135,12 @@ class Node:
         argv, variables = with_nccl_settings(self.spec, [*self._program("agent.watchdog"), *own])
         self.agent = self._start(f"agent-{self.host}", argv, variables)
 
-    def _take_over(self, why: str) -> None:
+    def _take_over(self, reason: str) -> None:
         """Start a supervisor; it takes the lease, or exits because another one holds it."""
         self.starts += 1
         self.took_over_s = time.monotonic()
         self.not_before_s = self.took_over_s + 2.0 ** min(self.failures + 1, 5)
-        _log(f"starting the supervisor here: {why}")
+        _log(f"starting the supervisor here: {reason}")
         self.supervisor = self._start("supervisor", self._program("app.supervisor"), {})
         self.reached_s = time.monotonic()
 

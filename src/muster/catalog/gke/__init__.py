@@ -135,7 +135,7 @@ def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> 
     Raises:
         UsageError: nothing named, an unknown name, or a word that fits several machines.
     """
-    known = {name: (family, one) for family in families().values() for name, one in family.machines.items()}
+    known = {name: (family, offered) for family in families().values() for name, offered in family.machines.items()}
     if machine is not None:
         if machine not in known:
             raise UsageError(f"unknown machine type {machine!r}", hint=_nearest(machine, known))
@@ -156,7 +156,7 @@ def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> 
     for family in families().values():
         if family.accelerator and requested == family.accelerator.upper():
             return family, family.machines[family.default_machine]
-    names = {one.accelerator: one for one in families().values() if one.accelerator}
+    names = {family.accelerator: family for family in families().values() if family.accelerator}
     raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(requested, names))
 
 

@@ -209,11 +209,11 @@ def _leadership(history: History, finding: Finding) -> None:
             finding.expect(ended is None, f"{line['kind']} of attempt {line['attempt']} after the run's end")
 
 
-def _each_once(finding: Finding, names: list[str], what: str) -> None:
+def _each_once(finding: Finding, names: list[str], kind: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     finding.checked += len(names)
     if twice:
-        finding.problems.append(f"{what} {', '.join(twice)}: more than once")
+        finding.problems.append(f"{kind} {', '.join(twice)}: more than once")
 
 
 def _names(lines: list[Line]) -> str:

@@ -237,7 +237,7 @@ class Supervisor:
 
     def _message(self, peer: Connection, message: dict[str, Any]) -> None:
         now = self.clock.monotonic_ns()
-        identity = peer.who
+        identity = peer.identity
         if identity is None:
             self._hello(peer, message, now)
         elif identity.role == "client":
@@ -252,19 +252,19 @@ class Supervisor:
             self.pool.close(peer)
             return
         try:
-            peer.who = parse_hello(message)
+            peer.identity = parse_hello(message)
         except UNUSABLE as error:
             self._refuse(peer, error)
             return
-        if peer.who.role == "beat":
-            self.watchdogs[peer.who.host] = peer
-            self.liveness.watchdog_connected(peer.who.host, now, every_s=float(message.get("every_s", 0.0)))
+        if peer.identity.role == "beat":
+            self.watchdogs[peer.identity.host] = peer
+            self.liveness.watchdog_connected(peer.identity.host, now, every_s=float(message.get("every_s", 0.0)))
             self._warn_of_timeout()
-        elif peer.who.role == "agent":
-            self.agents[peer.who.host] = peer
-            self.liveness.agent_connected(peer.who.host, now)
-            self._handle(HostUp(host=peer.who.host, hello=message))
-            self._ping(peer.who.host)
+        elif peer.identity.role == "agent":
+            self.agents[peer.identity.host] = peer
+            self.liveness.agent_connected(peer.identity.host, now)
+            self._handle(HostUp(host=peer.identity.host, hello=message))
+            self._ping(peer.identity.host)
 
     def _refuse(self, peer: Connection, error: Exception) -> None:
         """An unusable message of a client with the token ends the connection, not the run."""
@@ -322,7 +322,7 @@ class Supervisor:
         self._pending.append(RestartRequest(settings=self._settings(spec), policy=policy))
 
     def _gone(self, peer: Connection, reason: str) -> None:
-        identity, now = peer.who, self.clock.monotonic_ns()
+        identity, now = peer.identity, self.clock.monotonic_ns()
         if identity is None:
             return
         if identity.role == "agent" and self.agents.get(identity.host) is peer:

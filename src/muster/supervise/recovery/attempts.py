@@ -41,11 +41,11 @@ def drain(ctx: SupervisorContext) -> None:
     state.resizing = False
     state.draining = set(members)
     keep = retainable_ranks(ctx)
-    why = state.open.incident_id if state.open else ""
+    incident_id = state.open.incident_id if state.open else ""
     for name in sorted(members):
         host, answer_s = state.hosts[name], ctx.settings.drain_timeout_s
         host.retained = {}
-        message: dict[str, Any] = {"t": "end", "attempt": state.attempt, "why": why}
+        message: dict[str, Any] = {"t": "end", "attempt": state.attempt, "why": incident_id}
         local_ranks = [rank for rank in sorted(keep) if state.ranks[rank] == name]
         if local_ranks:
             message |= {"keep": local_ranks, "pause_s": pause_s(ctx)}
@@ -190,7 +190,7 @@ def adjust_batch(ctx: SupervisorContext, resume_step: int) -> bool:
     try:
         requested = dict(ctx.policy.adjust(attempt) or {})
         state.batch_schedule = changed(
-            state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, wanted=requested
+            state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, requested=requested
         )
     except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises ends the run with its text)
         flush_and_finish(ctx, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")

@@ -80,7 +80,7 @@ class SupervisorContext:
             if host.connected and (hosts is None or name in hosts)
             for item in host.snapshots
         ]
-        choice = newest_complete([each for each in held if (each.step, each.attempt) not in without])
+        choice = newest_complete([snapshot for snapshot in held if (snapshot.step, snapshot.attempt) not in without])
         return choice if choice is not None and choice.step >= self.state.committed_step else None
 
     def needed(self) -> int:

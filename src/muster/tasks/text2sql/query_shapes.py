@@ -60,9 +60,9 @@ def _threshold(table: Table, column: str, sign: str, rng: Random, prefix: str) -
     place = [other.name for other in table.columns].index(column)
     ordered = sorted(int(value) for value in table.values(column))
     bound = ordered[rng.randint(2, len(ordered) - 3)]
-    words, compare = _COMPARISONS[sign]
+    phrase, compare = _COMPARISONS[sign]
     return Condition(
-        text=f"{column} {words} {bound}",
+        text=f"{column} {phrase} {bound}",
         sql=f"{prefix}{column} {sign} {bound}",
         keeps=lambda row: compare(int(row[place]), bound),
     )
@@ -75,9 +75,9 @@ def _any_condition(rng: Random, table: Table, prefix: str) -> Condition:
         column = rng.choice(texts)
         place = [other.name for other in table.columns].index(column)
         value = rng.choice(table.values(column))
-        words, sign, equal = ("is", "=", True) if rng.random() < 0.75 else ("is not", "<>", False)
+        phrase, sign, equal = ("is", "=", True) if rng.random() < 0.75 else ("is not", "<>", False)
         return Condition(
-            text=f"{column} {words} '{value}'",
+            text=f"{column} {phrase} '{value}'",
             sql=f"{prefix}{column} {sign} '{value}'",
             keeps=lambda row: (row[place] == value) is equal,
         )

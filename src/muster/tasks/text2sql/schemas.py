@@ -53,14 +53,14 @@ class Table:
         return [column.name for column in self.columns if column.kind in ("number", "text")]
 
     @property
-    def words(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """What identifies the table for the split."""
         return frozenset([self.name, *self.own_columns])
 
 
-def is_heldout(words: Iterable[str]) -> bool:
+def is_heldout(names: Iterable[str]) -> bool:
     """Whether a table of these words belongs to the held-out set. Order does not matter."""
-    digest = hashlib.sha256(" ".join(sorted(words)).encode()).digest()
+    digest = hashlib.sha256(" ".join(sorted(names)).encode()).digest()
     return digest[0] % BUCKETS == 0
 
 
@@ -92,10 +92,10 @@ def _draw_words(rng: Random, heldout: bool, numbers: int, texts: int, used: set[
         name = rng.choice(TABLES)
         chosen = [Column(name=word, kind="number") for word in rng.sample(NUMBER_COLUMNS, numbers)]
         chosen += [Column(name=word, kind="text") for word in rng.sample(TEXT_COLUMNS, texts)]
-        words = {name, *(column.name for column in chosen)}
-        if words & used or is_heldout(words) is not heldout:
+        names = {name, *(column.name for column in chosen)}
+        if names & used or is_heldout(names) is not heldout:
             continue
-        used |= words
+        used |= names
         rng.shuffle(chosen)
         return name, chosen
 

@@ -121,15 +121,15 @@ def same_rows(result: Sequence[tuple[Any, ...]], gold: Sequence[tuple[Any, ...]]
 def orders_its_result(sql: str) -> bool:
     """Whether ORDER BY is at the top level (not in a subquery, a window, a string or a quoted name)."""
     depth = 0
-    words: list[str] = []
+    tokens: list[str] = []
     for token in _tokens(sql):
         if token == "(":
             depth += 1
         elif token == ")":
             depth -= 1
         elif depth == 0:
-            words.append(token.upper())
-    return any(first == "ORDER" and second == "BY" for first, second in pairwise(words))
+            tokens.append(token.upper())
+    return any(first == "ORDER" and second == "BY" for first, second in pairwise(tokens))
 
 
 def normalise(sql: str) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class Saves:
     def defer(self, step: int) -> None:
         """``step`` is due while a save is in progress (a slow disk, a bucket that does not answer): save after it."""
         self.deferred = True
-        self.saver.put_off(step)
+        self.saver.defer(step)
 
     def failed(self) -> None:
         """A save failed."""

@@ -152,7 +152,7 @@ class Snapshots:
         if gpu is not None and self._pinned < self._ring.slots:
             new, self._pinned = range(self._pinned, self._ring.slots), self._ring.slots
             memory = [torch.frombuffer(self._ring.slot(slot), dtype=torch.uint8) for slot in new]
-            pin_soon(self, memory, gpu, what="memory for snapshots")
+            pin_soon(self, memory, gpu, purpose="memory for snapshots")
 
     def release_if_empty(self) -> None:
         """No rank takes snapshots in this attempt: release the memory of an empty ring."""
@@ -190,13 +190,13 @@ class Snapshots:
         return True
 
     def _order(self, version: Version | None) -> None:
-        self._ring.order(version)
+        self._ring.request_copy(version)
         self._ordered, self._ordered_s = version, time.monotonic()
         self._asked = False  # an agreement that was started earlier is about the earlier version
 
     def _agree(self, step: int) -> None:
         self._agreed = step
-        self._ring.agree(step)
+        self._ring.note_agreed(step)
 
     def _protected(self) -> set[int]:
         """Steps whose slots must not be overwritten now; the fourth slot is reserved when it is first needed."""
@@ -250,7 +250,7 @@ def _write_checksums(ring: Ring, versions: queue.SimpleQueue[Version | None]) ->
             return
         checksum = checksum_of(ring.slot(newest.slot))
         if ring.find(newest.step, newest.attempt) == newest:
-            ring.seal(newest, checksum)
+            ring.set_checksum(newest, checksum)
 
 
 def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:

@@ -144,9 +144,9 @@ def test_a_version_that_is_gone_or_goes_meanwhile_is_refused(tmp_path, monkeypat
 def test_bytes_that_are_not_what_was_sealed_are_not_written(tmp_path):
     ring = ring_of(tmp_path / "a", 0)
     version = ring.find(12, 3)
-    ring.seal(version, checksum_of(ring.slot(version.slot)))
+    ring.set_checksum(version, checksum_of(ring.slot(version.slot)))
     ring.slot(version.slot)[7] ^= 0x20
-    message = r"own\.r1s2t1p1c1e1\.0\.ring.* step 12 of attempt 3 is not what was sealed"
+    message = r"own\.r1s2t1p1c1e1\.0\.ring.* step 12 of attempt 3 does not match its checksum"
     with pytest.raises(CheckpointError, match=message):
         flush(order(tmp_path, 0), tmp_path / "a")
     assert not list((tmp_path / "checkpoints").rglob("*.shard"))
@@ -157,7 +157,7 @@ def test_bytes_that_are_not_what_was_sealed_are_not_written(tmp_path):
 def test_a_version_that_nobody_sealed_is_written_as_it_is(tmp_path):
     """Its rank died before the seal: the stamp says that it was whole, and more is not known."""
     ring = ring_of(tmp_path / "a", 0)
-    assert ring.sealed(ring.find(12, 3)) is None
+    assert ring.checksum(ring.find(12, 3)) is None
     assert len(flush(order(tmp_path, 0), tmp_path / "a")["files"]) == 1
 
 

@@ -119,9 +119,7 @@ def server():
 def follower(server):
     cluster = in_memory(server.kubernetes, server.handle)
     labels, clock = dict([RUN.split("=")]), VirtualClock()
-    return Follower(
-        cluster=cluster, namespace="default", labels=labels, over=server.over, clock=clock, pause_s=0.0
-    )
+    return Follower(cluster=cluster, namespace="default", labels=labels, over=server.over, clock=clock, pause_s=0.0)
 
 
 def told(server):

@@ -239,7 +239,7 @@ def test_a_corrected_run_file_brings_its_policy():
     assert actions(found) == ["stop", "restart"]
 
 
-# ---------------------------------------------------------------- snapshots, movers, first steps
+# ---------------------------------------------------------------- snapshots, replicators, first steps
 
 
 def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor():

@@ -81,9 +81,7 @@ def test_elementwise_does_not_depend_on_where_a_shard_ends() -> None:
             )  # fmt: skip
         else:
             settings = Optimizer(betas=(0.9, 0.95), eps=1e-8)
-            adamw_elementwise(
-                parameter, gradient, exp_avg, exp_avg_sq, settings, step=3, learning_rate=1e-3, decay=0.1
-            )
+            adamw_elementwise(parameter, gradient, exp_avg, exp_avg_sq, settings, step=3, learning_rate=1e-3, decay=0.1)
         return parameter
 
     whole = updated(slice(0, size), fused=False)

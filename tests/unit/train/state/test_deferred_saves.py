@@ -23,7 +23,7 @@ class Saver:
     def save(self, step, state, extra):
         self.begun.append(step)
 
-    def put_off(self, step):
+    def defer(self, step):
         self.put.append(step)
 
     def poll(self): ...

@@ -54,7 +54,7 @@ def flip(ring: Ring) -> None:
 def test_what_was_sealed_comes_back(tmp_path: Path) -> None:
     path, ring = taken(tmp_path)
     version = ring.find(7, 3)
-    assert version is not None and ring.sealed(version) == checksum_of(ring.slot(version.slot)) != 0
+    assert version is not None and ring.checksum(version) == checksum_of(ring.slot(version.slot)) != 0
     found = restored(context(tmp_path), restore(path), STATE)
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
@@ -63,7 +63,7 @@ def test_what_was_sealed_comes_back(tmp_path: Path) -> None:
 def test_one_flipped_bit_is_refused_by_name_in_any_layout(tmp_path: Path, layout: Layout) -> None:
     path, ring = taken(tmp_path)
     flip(ring)
-    damaged = r"own\.r1s1t1p1c1e1\.0\.ring.* step 7 of attempt 3 is not what was sealed"
+    damaged = r"own\.r1s1t1p1c1e1\.0\.ring.* step 7 of attempt 3 does not match its checksum"
     with pytest.raises(CheckpointError, match=damaged):
         restored(context(tmp_path, layout=layout), restore(path), STATE)
 
@@ -82,7 +82,7 @@ def test_a_version_that_nobody_sealed_is_taken_as_it_is(tmp_path: Path) -> None:
     path, ring = taken(tmp_path)
     version = ring.find(7, 3)
     assert version is not None
-    ring.seal(version, None)
+    ring.set_checksum(version, None)
     flip(ring)
     open_shard(path, restore(path))
 
@@ -135,7 +135,7 @@ def test_a_copy_carries_the_seal_of_what_was_sealed_not_of_what_was_sent(tmp_pat
     read_version(ring, 7, 3, sent)  # type: ignore[arg-type]
     end = sent.told[-1]
     version = ring.find(7, 3)
-    assert version is not None and end["t"] == "whole" and end["seal"] == ring.sealed(version)
+    assert version is not None and end["t"] == "whole" and end["seal"] == ring.checksum(version)
     rotten = bytes(ring.slot(version.slot))
 
     def fill(view: memoryview) -> None:
@@ -144,5 +144,5 @@ def test_a_copy_carries_the_seal_of_what_was_sealed_not_of_what_was_sent(tmp_pat
     name = file_name("peer", "r1s1t1p1c1e1", 0)
     copied = Wire(end, fill=fill)
     write_version(tmp_path, name, ring.header, ring.slot_bytes, copied, {"step": 7, "attempt": 3})  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"peer\..* step 7 of attempt 3 is not what was sealed"):
+    with pytest.raises(CheckpointError, match=r"peer\..* step 7 of attempt 3 does not match its checksum"):
         open_shard(tmp_path / name, restore(tmp_path / name, tier="peer"))

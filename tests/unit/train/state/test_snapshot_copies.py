@@ -45,7 +45,7 @@ def taken(found, *wanted):
 
 
 def copied(tmp_path, world=1):
-    """The mover's word: the peer holds what was ordered."""
+    """The replicator says: the peer holds what was ordered."""
     made = ring(tmp_path)
     made.note_copied(made.find(*made.ordered()), world=world)
     return made.ordered()[0]

@@ -104,9 +104,9 @@ class World:
             made._ring.commit = whole
 
     def copy_on(self, rank):
-        """The mover's next move for one rank: it begins to send, or the copy arrives."""
+        """The replicator's next move for one rank: it begins to send, or the copy arrives."""
         ring = self.own(rank)
-        version = ring.find(*ring.ordered())
+        version = ring.find(*ring.requested_copy())
         if rank in self.flying:
             sent, slot = self.flying.pop(rank)
             assert ring.find(sent.step, sent.attempt) == sent, "what is being copied is never written over"

@@ -68,8 +68,8 @@ class Session:
             waited_s += pause_s
             pause_s = min(LONGEST_PAUSE_S, pause_s * 1.5)
             operation = self.ok(Call(method="GET", url=poll)).body
-        if words := _failure(operation):
-            raise failure(words)
+        if message := _failure(operation):
+            raise failure(message)
 
     def ok(self, call: Call) -> Reply:
         """Send, and refuse to go on unless it worked."""
@@ -141,11 +141,11 @@ def refusal(call: Call, reply: Reply) -> MusterError:
     return failure(f"{where}: {reply.message} {' '.join(sorted(reply.reasons))}".rstrip())
 
 
-def failure(words: str) -> MusterError:
+def failure(message: str) -> MusterError:
     """Quota and stockouts are capacity errors; the rest are the back end's."""
-    if any(word.lower() in words.lower() for word in NO_ROOM):
-        return CapacityError(words, hint="ask for quota, or try another zone or mode")
-    return BackendError(words)
+    if any(word.lower() in message.lower() for word in NO_ROOM):
+        return CapacityError(message, hint="ask for quota, or try another zone or mode")
+    return BackendError(message)
 
 
 def _over(operation: Mapping[str, Any]) -> bool:

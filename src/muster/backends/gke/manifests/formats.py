@@ -28,4 +28,4 @@ def rendered(
         "options": Options(**options),
     }
     files = chart(spec, **where) if form == "helm" else render(spec, **where).files
-    return RenderedFiles(files=files, warnings=tuple(one.problem for one in findings(place(spec, **where))))
+    return RenderedFiles(files=files, warnings=tuple(finding.problem for finding in findings(place(spec, **where))))

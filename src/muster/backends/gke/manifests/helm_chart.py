@@ -172,11 +172,13 @@ def _queue_templates(placement: Placement, modes: list[str]) -> str:
     parts = []
     for mode in modes:
         objects = _with_expressions(queue_objects(replace(_stand_in(placement), mode=mode)))
-        for one in objects:
-            if one["kind"] == "ClusterQueue":
-                _scale(one, placement)
-            elif one["kind"] == "ResourceFlavor" and one["metadata"]["name"] != CPU_FLAVOR and one["spec"]:
-                one["spec"]["nodeLabels"] = _block("$selector")
+        for manifest in objects:
+            if manifest["kind"] == "ClusterQueue":
+                _scale(manifest, placement)
+            elif (
+                manifest["kind"] == "ResourceFlavor" and manifest["metadata"]["name"] != CPU_FLAVOR and manifest["spec"]
+            ):
+                manifest["spec"]["nodeLabels"] = _block("$selector")
         condition = f'and .Values.createQueue (eq .Values.mode "{mode}")'
         parts.append(f"{{{{- if {condition} }}}}\n---\n{dump(objects)}{{{{- end }}}}\n")
     account = dump(_with_expressions(account_objects(_stand_in(placement))))

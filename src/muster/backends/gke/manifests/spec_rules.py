@@ -43,9 +43,9 @@ def _warning(key: str, value: object, message: str, hint: str | None = None) -> 
 def _mode_is_sold(placement: Placement) -> Iterator[Finding]:
     machine, mode = placement.machine, placement.mode
     if mode != "owned" and mode not in machine.modes:
-        words = f"{machine.name} cannot be had as {mode}: Google sells it as {', '.join(machine.modes)}"
+        message = f"{machine.name} cannot be had as {mode}: Google sells it as {', '.join(machine.modes)}"
         hint = f"resources.provisioning_model: {machine.modes[0]}"
-        yield _error("resources.provisioning_model", mode, words, hint)
+        yield _error("resources.provisioning_model", mode, message, hint)
 
 
 def _reservation_is_named(placement: Placement) -> Iterator[Finding]:
@@ -65,9 +65,9 @@ def _reservation_is_named(placement: Placement) -> Iterator[Finding]:
 def _image_is_named(placement: Placement) -> Iterator[Finding]:
     image = placement.spec.resources.image
     if not image:
-        words = "no container image: pods start from an image that holds muster, torch and your code"
+        message = "no container image: pods start from an image that holds muster, torch and your code"
         hint = "resources.image: REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG"
-        yield _error("resources.image", image, words, hint)
+        yield _error("resources.image", image, message, hint)
     elif re.search(r"\s", image) or image.startswith("-"):
         reason = "an image reference has no blanks and starts with a letter or digit"
         yield _error("resources.image", image, f"this cannot be an image's name: {reason}")
@@ -76,8 +76,8 @@ def _image_is_named(placement: Placement) -> Iterator[Finding]:
 def _run_folder_outlives_a_pod(placement: Placement) -> Iterator[Finding]:
     if not placement.run_dir.startswith("/gcs/") and placement.options.run_claim is None:
         reason = "agents on other nodes find the supervisor through it, and a pod's disk ends with the pod"
-        words = f"the run folder is not in a bucket: {reason}"
-        yield _warning("run_dir", placement.run_dir, words, "run_dir: gs://BUCKET/runs/NAME")
+        message = f"the run folder is not in a bucket: {reason}"
+        yield _warning("run_dir", placement.run_dir, message, "run_dir: gs://BUCKET/runs/NAME")
 
 
 def _checkpoints_outlive_a_pod(placement: Placement) -> Iterator[Finding]:
@@ -87,12 +87,12 @@ def _checkpoints_outlive_a_pod(placement: Placement) -> Iterator[Finding]:
     if folder is None or not folder.startswith(("gs://", "s3://", "/gcs/")):
         level = _error if placement.hosts > 1 and placement.mode != "owned" else _warning
         reason = "it ends with the pod, and other hosts do not see it"
-        words = f"checkpoints would be written to a pod's own disk: {reason}"
-        yield level("checkpoint.dir", folder, words, "checkpoint.dir: gs://BUCKET/checkpoints")
+        message = f"checkpoints would be written to a pod's own disk: {reason}"
+        yield level("checkpoint.dir", folder, message, "checkpoint.dir: gs://BUCKET/checkpoints")
     elif folder.startswith("/gcs/"):
         reason = "GCSFuse has no atomic create across hosts; gs:// writes with a generation precondition"
-        words = f"commits through a mounted bucket are not conditional writes: {reason}"
-        yield _warning("checkpoint.dir", folder, words, "checkpoint.dir: " + folder.replace("/gcs/", "gs://", 1))
+        message = f"commits through a mounted bucket are not conditional writes: {reason}"
+        yield _warning("checkpoint.dir", folder, message, "checkpoint.dir: " + folder.replace("/gcs/", "gs://", 1))
 
 
 def _ranks_fit_the_machine(placement: Placement) -> Iterator[Finding]:
@@ -115,9 +115,9 @@ def _grace_that_spot_gives(placement: Placement) -> Iterator[Finding]:
     requested = placement.spec.recovery.grace_s
     if placement.mode == "spot" and requested > SPOT_POD_GRACE_S:
         reason = "of the 30 s notice the last 15 s belong to system pods; more is not honoured by default"
-        words = f"Spot leaves pods {SPOT_POD_GRACE_S} s, not {requested:g} s: {reason}"
+        message = f"Spot leaves pods {SPOT_POD_GRACE_S} s, not {requested:g} s: {reason}"
         hint = "recovery.grace_s: 15, or checkpoint.replicate_snapshots: true"
-        yield _warning("recovery.grace_s", requested, words, hint)
+        yield _warning("recovery.grace_s", requested, message, hint)
 
 
 def _at_most_seven_days(placement: Placement) -> Iterator[Finding]:
@@ -132,9 +132,9 @@ def _queued_nodes_are_not_replaced(placement: Placement) -> Iterator[Finding]:
     lowest = resources.min_hosts or resources.hosts
     if placement.mode == catalogue.QUEUED and resources.spare_hosts == 0 and lowest == resources.hosts > 1:
         reason = "a queued pool is all or nothing: it does not replace a node that dies"
-        words = f"a lost node ends the run until a new request is granted: {reason}"
+        message = f"a lost node ends the run until a new request is granted: {reason}"
         hint = "resources.spare_hosts: 1, or resources.min_hosts below resources.hosts"
-        yield _warning("resources.spare_hosts", 0, words, hint)
+        yield _warning("resources.spare_hosts", 0, message, hint)
 
 
 def _locations_are_places(placement: Placement) -> Iterator[Finding]:
@@ -142,12 +142,12 @@ def _locations_are_places(placement: Placement) -> Iterator[Finding]:
     key = "resources.locations"
     for location in placement.spec.resources.locations:
         if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+(-[a-z])?", location):
-            words = f"{location!r} is not a region or zone: expected us-central1 or us-central1-b"
-            yield _error(key, location, words)
+            message = f"{location!r} is not a region or zone: expected us-central1 or us-central1-b"
+            yield _error(key, location, message)
         elif one_zone and not re.search(r"-[a-z]$", location):
             reason = "a RoCE network, a reservation and a queued request are each tied to one zone"
-            words = f"{location} is a region, and a zone is needed: {reason}"
-            yield _warning(key, location, words, f"resources.locations: [{location}-b]")
+            message = f"{location} is a region, and a zone is needed: {reason}"
+            yield _warning(key, location, message, f"resources.locations: [{location}-b]")
 
 
 def _claims_exist(placement: Placement) -> Iterator[Finding]:
@@ -162,8 +162,8 @@ def _claims_exist(placement: Placement) -> Iterator[Finding]:
 
 def _image_runs_on_arm(placement: Placement) -> Iterator[Finding]:
     if placement.family.arch == "arm64":
-        words = f"{placement.machine.name} runs arm64 images alone: its CPUs are arm64"
-        yield _warning("resources.image", placement.spec.resources.image, words)
+        message = f"{placement.machine.name} runs arm64 images alone: its CPUs are arm64"
+        yield _warning("resources.image", placement.spec.resources.image, message)
 
 
 def _names_are_labels(placement: Placement) -> Iterator[Finding]:

@@ -66,7 +66,7 @@ def bucket_annotations(placement: Placement) -> dict[str, str]:
     I/O error)."""
     if not buckets(placement):
         return {}
-    limits = {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
+    limits = {f"gke-gcsfuse/{resource}-limit": "0" for resource in ("cpu", "memory", "ephemeral-storage")}
     return {"gke-gcsfuse/volumes": "true", **limits}
 
 

@@ -22,13 +22,13 @@ def take_snapshot(cluster: Cluster, namespace: str, run_id: str) -> ClusterSnaps
     jobset = newest(cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=label(run_id)))
     name = jobset["metadata"]["name"] if jobset else object_name(run_id)
     workloads = cluster.list(KUEUE_API, "workloads", namespace=namespace)
-    workload = next((one for one in workloads if _owned_by(one, name)), None)
+    workload = next((row for row in workloads if _owned_by(row, name)), None)
     requests: list[Mapping[str, Any]] = []
     checks: list[Mapping[str, Any]] = []
     if workload is not None and (condition(workload, "Admitted") or {}).get("status") != "True":
         owner = workload["metadata"]["name"]
         rows = cluster.list(PROVISIONING_API, "provisioningrequests", namespace=namespace)
-        requests = [one for one in rows if _owned_by(one, owner)]
+        requests = [row for row in rows if _owned_by(row, owner)]
         checks = list(cluster.list(KUEUE_API, "admissionchecks"))
     pods = cluster.list("v1", "pods", namespace=namespace, labels=label(run_id))
     if jobset is not None and number_of(jobset) > 1:  # an earlier allocation's pods are history
@@ -76,5 +76,5 @@ def exit_code(snapshot: ClusterSnapshot, state: JobState) -> int | None:
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state)
 
 
-def _owned_by(one: Mapping[str, Any], name: str) -> bool:
-    return any(owner.get("name") == name for owner in one["metadata"].get("ownerReferences", []))
+def _owned_by(row: Mapping[str, Any], name: str) -> bool:
+    return any(owner.get("name") == name for owner in row["metadata"].get("ownerReferences", []))

@@ -53,8 +53,8 @@ def run(cluster: Cluster, target: Target, argv: Sequence[str], *, line: str, tim
         late.cancel()
         stream.close()
     if code != 0:
-        words = err.decode(errors="replace").strip().splitlines() or [f"code {code}"]
-        raise BackendError(f"{argv[-1] if argv else ''} in {target.pod} ended with {code}: {words[-1][:300]}")
+        lines = err.decode(errors="replace").strip().splitlines() or [f"code {code}"]
+        raise BackendError(f"{argv[-1] if argv else ''} in {target.pod} ended with {code}: {lines[-1][:300]}")
     return bytes(out)
 
 

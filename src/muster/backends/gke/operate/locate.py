@@ -25,7 +25,7 @@ def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
     placement = place(spec, run_id=run_id, run_dir="/unused", options=options)
     zones = spec.resources.locations
     result = [site(placement, zone=zone) for zone in zones] or [site(placement)]
-    return list({one.region: one for one in reversed(result)}.values())[::-1]
+    return list({place.region: place for place in reversed(result)}.values())[::-1]
 
 
 def task(pod: Mapping[str, Any]) -> tuple[str, str]:

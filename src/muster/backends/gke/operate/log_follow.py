@@ -71,8 +71,8 @@ class Follower:
                 yield from self._next(0.0)
         finally:
             self._stopping.set()
-            for each in list(self._opened):
-                each.close()
+            for stream in list(self._opened):
+                stream.close()
 
     def _next(self, timeout_s: float | None) -> Iterator[LogChunk]:
         """The next line; nothing where something else happened, or nothing in time."""
@@ -91,7 +91,7 @@ class Follower:
                 return
 
     def _reading(self) -> bool:
-        return any(each.is_alive() for each in list(self._readers.values()))
+        return any(reader.is_alive() for reader in list(self._readers.values()))
 
     # ---------------------------------------------------------------- what there is
 

@@ -36,7 +36,7 @@ def ask(
     if target is None:
         return {"error": f"the supervisor of {run_id} has no running pod", "hint": f"muster status {run_id}"}
     if resolved is not None:
-        pod = next(one for one in pods if one["metadata"]["name"] == target.pod)
+        pod = next(row for row in pods if row["metadata"]["name"] == target.pod)
         shipped, code = code_bundle.pack(RunSpec.model_validate_json(resolved), run_dir_of(pod))
         question = {**question, "resolved": shipped.model_dump_json(indent=1) + "\n"}
         if code is not None:
@@ -97,9 +97,9 @@ def mirror_from_bucket(store: Store, uri: str, folder: Path) -> int:
     """The same from the run's folder in a bucket, where no pod is left to be asked."""
 
     def files(held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
-        for one in store.list(f"{uri}/events/"):
-            name = one.rpartition("/")[2]
-            data = store.get(one).data
+        for blob in store.list(f"{uri}/events/"):
+            name = blob.rpartition("/")[2]
+            data = store.get(blob).data
             start = held.get(name, 0)
             if name.endswith(".jsonl") and len(data) > start:
                 yield name, start, data[start:]
@@ -146,7 +146,7 @@ ENOUGH = 4 * 1024 * 1024
 
 
 def _question(cluster: Cluster, target: Target, pods: Pods, question: Mapping[str, Any]) -> dict[str, Any]:
-    pod = next(one for one in pods if one["metadata"]["name"] == target.pod)
+    pod = next(row for row in pods if row["metadata"]["name"] == target.pod)
     argv = ["python", "-m", "muster.app.remote_entrypoint", RUN_DIR, run_dir_of(pod)]
     printed = run(cluster, target, argv, line=json.dumps(question))
     try:
@@ -159,7 +159,7 @@ def _question(cluster: Cluster, target: Target, pods: Pods, question: Mapping[st
 def run_dir_of(pod: Mapping[str, Any]) -> str:
     """As the pod's own command names it: what a chart or another hand chose is found too."""
     for container in pod["spec"].get("containers", []):
-        words = list(container.get("command", []))
-        if RUN_DIR in words[:-1]:
-            return str(words[words.index(RUN_DIR) + 1])
+        argv = list(container.get("command", []))
+        if RUN_DIR in argv[:-1]:
+            return str(argv[argv.index(RUN_DIR) + 1])
     raise BackendError(f"pod {pod['metadata']['name']} names no run folder", hint="it is no pod of this version")

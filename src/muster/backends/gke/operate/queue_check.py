@@ -24,6 +24,6 @@ def refuse_unknown_queue(cluster: Cluster, jobset: Mapping[str, Any]) -> None:
         return
     if not cluster.knows(queue):
         return
-    there = sorted(one["metadata"]["name"] for one in cluster.list(API, "localqueues", namespace=namespace))
+    there = sorted(queue["metadata"]["name"] for queue in cluster.list(API, "localqueues", namespace=namespace))
     hint = "muster up RUN.yaml makes it" + (f"; or resources.queue: {', '.join(there)}" if there else "")
     raise UsageError(f"there is no queue {name!r} in namespace {namespace!r} of the cluster", hint=hint)

@@ -55,13 +55,13 @@ def _deactivated_or_evicted(workload: Manifest | None) -> Explanation | None:
         return None
     evicted = condition(workload, "Evicted")
     if workload.get("spec", {}).get("active") is False:
-        why = _words(evicted, "its admission check was rejected too often, or it was stopped by hand")
+        reason = _words(evicted, "its admission check was rejected too often, or it was stopped by hand")
         hint = "muster submit again, or set spec.active of the Workload to true"
-        return Explanation(JobState.STOPPED, f"Kueue has deactivated the run: {why}", hint)
+        return Explanation(JobState.STOPPED, f"Kueue has deactivated the run: {reason}", hint)
     known = EVICTED.get(str((evicted or {}).get("reason")))
     if known and _true(evicted) and not _true(condition(workload, "QuotaReserved")):
-        sentence, why = known[0], _words(evicted)
-        return _waiting(f"{sentence}: {why}{_asked_again(workload)}", known[1])
+        sentence, reason = known[0], _words(evicted)
+        return _waiting(f"{sentence}: {reason}{_asked_again(workload)}", known[1])
     return None
 
 
@@ -123,7 +123,10 @@ def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
         check for check in workload.get("status", {}).get("admissionChecks", []) if check.get("state") != "Ready"
     ]
     for check in pending:
-        definition = next((one for one in snapshot.admission_checks if one["metadata"]["name"] == check["name"]), None)
+        definition = next(
+            (check_row for check_row in snapshot.admission_checks if check_row["metadata"]["name"] == check["name"]),
+            None,
+        )
         active = condition(definition, "Active") if definition else None
         if active is not None and not _true(active):
             return _waiting(f"admission check {check['name']} is not active: {_words(active)}")
@@ -145,8 +148,8 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
     accepted, provisioned, failed, expired, revoked = (condition(request, kind) for kind in kinds)
     name = request.get("metadata", {}).get("name", "the request")
     if _true(revoked):
-        words = f"DWS revoked the nodes: {_words(revoked, 'the allocation has ended')}"
-        return Explanation(JobState.PREEMPTED, words, "muster submit again: the run continues from its checkpoint")
+        sentence = f"DWS revoked the nodes: {_words(revoked, 'the allocation has ended')}"
+        return Explanation(JobState.PREEMPTED, sentence, "muster submit again: the run continues from its checkpoint")
     if _true(expired):
         return _waiting(f"DWS reserved the nodes, but the run did not use them in time: {_words(expired, 'expired')}")
     if _true(failed):
@@ -184,7 +187,7 @@ def restarts(jobset: Manifest | None) -> int:
 def condition(thing: Manifest | None, kind: str) -> Mapping[str, Any] | None:
     """The newest condition of that type."""
     rows = (thing or {}).get("status", {}).get("conditions", [])
-    return next((one for one in reversed(rows) if one.get("type") == kind), None)
+    return next((row for row in reversed(rows) if row.get("type") == kind), None)
 
 
 def newest(requests: Sequence[Manifest]) -> Manifest:

@@ -29,7 +29,7 @@ class Trouble(NamedTuple):
     """What keeps one pod from running. Later stages have higher ranks: the furthest pod says most."""
 
     rank: int
-    what: str
+    reason: str
     hint: str | None = None
 
 
@@ -64,14 +64,14 @@ def _waiting_sentence(
     if not waiting:
         return None
     pod, worst = max(waiting, key=lambda row: row[1].rank)
-    same = [other for other, trouble in waiting if trouble.what == worst.what]
+    same = [other for other, trouble in waiting if trouble.reason == worst.reason]
     name = _name(pod) if len(same) == 1 else f"{len(same)} of {len(newest)} pods"
     running = [pod for pod in kept if _running(pod)]
     others = f" ({len(running)} of {len(newest)} running)" if running else ""
     started = any(_role(pod) == "host" for pod in running)
     hosts = [pod for pod in newest if _role(pod) == "host"]
     state = JobState.RUNNING if started and len(waiting) < len(hosts) else JobState.WAITING
-    return Explanation(state, f"waiting for {name}: {worst.what}{others}", worst.hint)
+    return Explanation(state, f"waiting for {name}: {worst.reason}{others}", worst.hint)
 
 
 def _failed_sentence(newest: Sequence[Manifest]) -> Explanation | None:
@@ -100,23 +100,23 @@ def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifes
         if (role["name"], str(index)) not in there
     }
     failures = [
-        one
-        for one in events
-        if one.get("reason") == "FailedCreate" and one.get("involvedObject", {}).get("name") in missing
+        event
+        for event in events
+        if event.get("reason") == "FailedCreate" and event.get("involvedObject", {}).get("name") in missing
     ]
     if not failures:
         return None
     last = max(failures, key=_when)
-    who = missing[last["involvedObject"]["name"]] if len(missing) == 1 else f"{len(missing)} pods"
-    return f"{who} cannot be created ({_short(last.get('message', 'no reason given'))})"
+    subject = missing[last["involvedObject"]["name"]] if len(missing) == 1 else f"{len(missing)} pods"
+    return f"{subject} cannot be created ({_short(last.get('message', 'no reason given'))})"
 
 
 def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
     """Pods on nodes whose termination is announced."""
     tainted = {
-        one["metadata"]["name"]
-        for one in nodes
-        if any(taint.get("key") == TERMINATION_TAINT for taint in one.get("spec", {}).get("taints", []))
+        node["metadata"]["name"]
+        for node in nodes
+        if any(taint.get("key") == TERMINATION_TAINT for taint in node.get("spec", {}).get("taints", []))
     }
     result = [
         f"{_name(pod)} (node {node})"
@@ -139,17 +139,17 @@ def _lost(pod: Manifest, nodes: Sequence[Manifest]) -> str | None:
     """Why a pod that was placed is gone, where it is."""
     status = pod.get("status", {})
     node = pod.get("spec", {}).get("nodeName")
-    for one in status.get("conditions", []):
-        if one.get("type") == "DisruptionTarget" and one.get("status") == "True":
-            return f"{one.get('reason', 'disrupted')} on {node}"
+    for row in status.get("conditions", []):
+        if row.get("type") == "DisruptionTarget" and row.get("status") == "True":
+            return f"{row.get('reason', 'disrupted')} on {node}"
     if node is None or status.get("phase") not in ("Running", "Pending"):
         return None
-    known = {one["metadata"]["name"]: one for one in nodes}
+    known = {row["metadata"]["name"]: row for row in nodes}
     if nodes and node not in known:
         return f"node {node} no longer exists"
-    for one in known.get(node, {}).get("status", {}).get("conditions", []):
-        if one.get("type") == "Ready" and one.get("status") != "True":
-            return f"node {node} is not responding ({one.get('reason', 'NotReady')})"
+    for row in known.get(node, {}).get("status", {}).get("conditions", []):
+        if row.get("type") == "Ready" and row.get("status") != "True":
+            return f"node {node} is not responding ({row.get('reason', 'NotReady')})"
     return None
 
 
@@ -177,11 +177,11 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
     waiting = container.get("state", {}).get("waiting", {})
     reason, message = waiting.get("reason"), waiting.get("message", "")
     if reason in _IMAGE:
-        what = f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})"
-        return Trouble(40, what, "does resources.image exist, and may the nodes' service account read it?")
+        reason_text = f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})"
+        return Trouble(40, reason_text, "does resources.image exist, and may the nodes' service account read it?")
     if reason in _CONFIG:
-        what = f"its container cannot be created ({reason}: {_short(message)})"
-        return Trouble(45, what, "a Secret or ConfigMap that the pod names is missing")
+        reason_text = f"its container cannot be created ({reason}: {_short(message)})"
+        return Trouble(45, reason_text, "a Secret or ConfigMap that the pod names is missing")
     return None
 
 
@@ -195,10 +195,10 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
         if reason == "NotTriggerScaleUp":
             hint = "muster up RUN.yaml makes the pool; labels, taints and machine must match"
             return Trouble(18, f"no node pool matches ({_short(message)})", hint)
-    for one in pod.get("status", {}).get("conditions", []):
-        if one.get("type") == "PodScheduled" and one.get("status") == "False":
-            return Trouble(10, f"no node fits ({_short(one.get('message', 'Unschedulable'))})")
-        if one.get("type") == "PodScheduled" and one.get("reason") == "SchedulingGated":
+    for row in pod.get("status", {}).get("conditions", []):
+        if row.get("type") == "PodScheduled" and row.get("status") == "False":
+            return Trouble(10, f"no node fits ({_short(row.get('message', 'Unschedulable'))})")
+        if row.get("type") == "PodScheduled" and row.get("reason") == "SchedulingGated":
             return Trouble(5, "topology assignment pending (scheduling gate)")
     return Trouble(8, "the scheduler")
 
@@ -214,7 +214,7 @@ def _no_scale_up(message: str) -> Trouble:
 
 def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
     name = pod["metadata"]["name"]
-    own = [one for one in events if one.get("involvedObject", {}).get("name") == name]
+    own = [event for event in events if event.get("involvedObject", {}).get("name") == name]
     return sorted(own, key=_when)
 
 
@@ -231,8 +231,8 @@ def _ending(pod: Manifest) -> str:
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         ended = container.get("state", {}).get("terminated")
         if ended and ended.get("exitCode"):
-            what = f" of {container['name']}" if container in status.get("initContainerStatuses", []) else ""
-            return f"with exit code {ended['exitCode']}{what}" + (
+            of_container = f" of {container['name']}" if container in status.get("initContainerStatuses", []) else ""
+            return f"with exit code {ended['exitCode']}{of_container}" + (
                 f" ({ended['reason']})" if ended.get("reason") else ""
             )
     message = f": {_short(status['message'])}" if status.get("message") else ""  # an eviction names what ran out

@@ -116,10 +116,8 @@ class Pod:
     def _requeued(self) -> int:
         lived_s = time.monotonic() - self._started
         if self.requeue is None or lived_s < SHORTEST_RUN_S:
-            why = (
-                "but this pod may not queue it" if self.requeue is None else f"after only {lived_s:.0f} s"
-            )
-            print(f"error: the run asks to be continued {why}\nhint: muster submit continues it", file=sys.stderr)
+            reason = "but this pod may not queue it" if self.requeue is None else f"after only {lived_s:.0f} s"
+            print(f"error: the run asks to be continued {reason}\nhint: muster submit continues it", file=sys.stderr)
             return BACK_END_FAULT
         try:
             print(f"continuation queued: {self.requeue()}", file=sys.stderr)

@@ -21,8 +21,8 @@ DAYS_A_MONTH = 730 / 24
 
 def audit(site: Site, session: Session, *, kept: set[str]) -> list[Leftover]:
     """Everything of ours that a list of the project shows; asks the services, changes nothing."""
-    found = itertools.chain(_of_compute(site, session), _of_others(site, session))
-    rows = {(kind, last_word(row["name"])): row for kind, row in found}
+    listed = itertools.chain(_of_compute(site, session), _of_others(site, session))
+    rows = {(kind, last_word(row["name"])): row for kind, row in listed}
     return [
         Leftover(
             kind=kind,

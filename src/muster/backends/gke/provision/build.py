@@ -90,8 +90,10 @@ class Build:
             waited_s += pause_s
             build = session.ok(Call(method="GET", url=url)).body
         if build.get("status") != "SUCCESS":
-            words = build.get("statusDetail") or build.get("failureInfo", {}).get("detail") or "it does not say why"
-            raise BackendError(f"the build ended as {build.get('status')}: {words}", hint=f"log: {build.get('logUrl')}")
+            reason = build.get("statusDetail") or build.get("failureInfo", {}).get("detail") or "it does not say why"
+            raise BackendError(
+                f"the build ended as {build.get('status')}: {reason}", hint=f"log: {build.get('logUrl')}"
+            )
 
     def _there(self) -> Call:
         folder = f"projects/{self.site.project}/locations/{self.site.region}/repositories/{self.site.prefix}"

@@ -47,7 +47,9 @@ class GkeCluster:
         where = self.sites[0]
         texts = pinned_manifests.at_hand(where, manifests)
         missing = unpinned(where, texts, pinned_manifests.pins())
-        return requests(where, parsed(where, texts)), [f"{each.sentence()}: not pinned by hash" for each in missing]
+        return requests(where, parsed(where, texts)), [
+            f"{document.sentence()}: not pinned by hash" for document in missing
+        ]
 
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
         where = self.sites[0]
@@ -96,4 +98,4 @@ def open_cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False)
     placement = place(spec, run_id=spec.name, run_dir=spec.run_dir or "/muster-runs", options=Options())
     zones: list[str | None] = [zone] if zone else [*spec.resources.locations] or [None]
     day = today(SystemClock())
-    return GkeCluster(sites=tuple(site(placement, zone=each, adopt=adopt, day=day) for each in zones))
+    return GkeCluster(sites=tuple(site(placement, zone=zone, adopt=adopt, day=day) for zone in zones))

@@ -50,7 +50,7 @@ class Objects(Resource):
             return Found(state="absent")
         if not self.removed_with_cluster:
             # To be removed: any one of them counts, even if it differs.
-            return Found(state="there" if any(cluster.get(one) for one in self.manifests) else "absent")
+            return Found(state="there" if any(cluster.get(manifest) for manifest in self.manifests) else "absent")
         for manifest in self.manifests:
             there = cluster.get(manifest)
             if there is None or list(differences({k: v for k, v in manifest.items() if k != "status"}, there)):
@@ -61,7 +61,7 @@ class Objects(Resource):
         cluster = connect(self.site, session)
         if cluster is None:
             raise BackendError(f"cluster {self.site.cluster} has no endpoint yet", hint="run the same again")
-        for manifest in sorted(self.manifests, key=lambda one: one["kind"] not in CLUSTER_SCOPED_FIRST):
+        for manifest in sorted(self.manifests, key=lambda manifest: manifest["kind"] not in CLUSTER_SCOPED_FIRST):
             cluster.apply(manifest)
 
     def remove(self, session: Session) -> None:
@@ -74,10 +74,10 @@ class Objects(Resource):
         return [
             Call(
                 method="PATCH",
-                url=f"https://CLUSTER/{root_of(one['apiVersion'])}/.../{one['metadata']['name']}?{APPLY}",
-                body=one,
+                url=f"https://CLUSTER/{root_of(manifest['apiVersion'])}/.../{manifest['metadata']['name']}?{APPLY}",
+                body=manifest,
                 content_type="application/apply-patch+yaml",
                 secret=self.secret,
             )
-            for one in self.manifests
+            for manifest in self.manifests
         ]

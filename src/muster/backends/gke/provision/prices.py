@@ -11,10 +11,10 @@ def machine_usd_per_hour(machine: str, mode: str, region: str) -> float | None:
     small: float | None = catalogue.leftovers()["instances"]["usd_per_hour"].get(machine)
     if small is not None:
         return small
-    offers = [one.offer for one in catalogue_of_offers.catalogue() if one.offer.machine == machine and one.price]
-    fitting = [one for one in offers if one.mode == mode] or offers
-    near = [one for one in fitting if one.location == region] or fitting
-    return max(one.usd_per_node_hour or 0.0 for one in near) if near else None
+    offers = [row.offer for row in catalogue_of_offers.catalogue() if row.offer.machine == machine and row.price]
+    fitting = [offer for offer in offers if offer.mode == mode] or offers
+    near = [offer for offer in fitting if offer.location == region] or fitting
+    return max(offer.usd_per_node_hour or 0.0 for offer in near) if near else None
 
 
 def cluster_usd_per_hour(machine: str, region: str) -> float | None:

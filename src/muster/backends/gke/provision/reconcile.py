@@ -90,8 +90,8 @@ def remove(
 def _told(resource: Resource, progress: Progress, conflict: Step = "differs") -> Iterator[Callable[[Step], None]]:
     """Tells the steps of work on one resource, and how it fails."""
 
-    def tell(step: Step, words: str = "") -> None:
-        progress(Changed(key=resource.key, step=step, words=words))
+    def tell(step: Step, text: str = "") -> None:
+        progress(Changed(key=resource.key, step=step, words=text))
 
     tell("looking")
     try:

@@ -120,8 +120,8 @@ class RestResource(Resource):
             if reply.status == 409:
                 return self.settle(session)
             if reply.status == 404:
-                words = f"{self.key}: something that it needs is gone: {reply.message}"
-                raise NeedGone(words, hint="run the same again")
+                message = f"{self.key}: something that it needs is gone: {reply.message}"
+                raise NeedGone(message, hint="run the same again")
             if reply.status >= 300:
                 raise refusal(self.create, reply)
             if _is_operation(reply.body):

@@ -54,7 +54,7 @@ def software(
         UsageError: files are missing, do not match the table or a pin, or are not pinned.
     """
     if result := unpinned(site, texts, pins):
-        lines = "\n".join(f"  {one.sentence()}" for one in result)
+        lines = "\n".join(f"  {document.sentence()}" for document in result)
         raise UsageError(
             f"{len(result)} of the manifests that would be applied to the cluster are not pinned by hash:\n{lines}",
             hint="review the files, then the same with --pin records these hashes; later runs compare with them",
@@ -95,7 +95,7 @@ def parsed(site: Site, texts: Mapping[str, str], *, hugging_face_token: str | No
     from ruamel.yaml import YAML
 
     documents = {
-        name: tuple(one for one in YAML(typ="safe", pure=True).load_all(texts[name]) if one)
+        name: tuple(document for document in YAML(typ="safe", pure=True).load_all(texts[name]) if document)
         for name in _all_there(site, texts)
     }
     return Software(documents=documents, hugging_face_token=hugging_face_token)

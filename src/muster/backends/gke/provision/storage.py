@@ -128,7 +128,7 @@ class Binding(Resource):
         def without(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = []
             for row in rows:
-                members = [one for one in row["members"] if one != member or row["role"] != ROLE]
+                members = [other for other in row["members"] if other != member or row["role"] != ROLE]
                 if members:
                     kept.append({**row, "members": members})
             return kept

@@ -36,8 +36,13 @@ def resources(site: Site, installed: Software | None) -> list[Resource]:
 def planned(result: Sequence[Resource]) -> tuple[Planned, ...]:
     """The same as those who watch know it."""
     return tuple(
-        Planned(key=one.key, needs=one.needs, bills=one.bills if one.runs_up else None, usd_per_hour=one.usd_per_hour)
-        for one in result
+        Planned(
+            key=resource.key,
+            needs=resource.needs,
+            bills=resource.bills if resource.runs_up else None,
+            usd_per_hour=resource.usd_per_hour,
+        )
+        for resource in result
     )
 
 
@@ -62,11 +67,11 @@ def up(site: Site, session: Session, installed: Software, *, workers: int = 8, p
     progress(Said(text=f"{site.project}: billing and permissions"))
     preflight(site, session)
     services = Services(site=site)
-    requested = [one for one in resources(site, installed) if one.key != services.key]
+    requested = [resource for resource in resources(site, installed) if resource.key != services.key]
     progress(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
     absent = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
     ensure([services], session, progress=progress)
-    if absent & {one.key for one in clusters(site)}:
+    if absent & {resource.key for resource in clusters(site)}:
         # Nodes that are there are not lost to a quota that has become smaller since.
         check_zone(site, session)
         check_quota(site, session)
@@ -79,7 +84,9 @@ def up(site: Site, session: Session, installed: Software, *, workers: int = 8, p
                 raise
             progress(Said(text=f"{error}; looking again at everything"))
             session.clock.sleep(5.0)
-    return Lease(run_id=site.cluster, resources=tuple(one.key for one in requested), labels={"managed-by": "muster"})
+    return Lease(
+        run_id=site.cluster, resources=tuple(resource.key for resource in requested), labels={"managed-by": "muster"}
+    )
 
 
 def up_first(
@@ -118,14 +125,14 @@ def withdraw(where: Site, following: Site, session: Session, *, workers: int = 8
     Raises:
         BackendError: something could not be removed.
     """
-    useful = {one.key: one.requests() for one in resources(following, None)}
+    useful = {resource.key: resource.requests() for resource in resources(following, None)}
     shared = _used_by_others(where, session)
     result = [*resources(where, None), *(_queue_of_its_own(where) if shared else [])]
     progress(Began(title=f"clearing {where.zone}", making=False, nodes=planned(result)))
 
-    def keep(one: Resource) -> bool:
-        useful_there = useful.get(one.key) == one.requests()
-        return useful_there or one.key in shared or isinstance(one, (Bucket, Binding))
+    def keep(resource: Resource) -> bool:
+        useful_there = useful.get(resource.key) == resource.requests()
+        return useful_there or resource.key in shared or isinstance(resource, (Bucket, Binding))
 
     if troubles := remove(result, session, keep=keep, workers=workers, progress=progress):
         raise BackendError(f"{where.zone} cannot be cleared: " + "; ".join(troubles), hint="muster down RUN.yaml")
@@ -145,13 +152,15 @@ def _begun(where: Site, session: Session) -> bool:
     against this place.
     """
     result = networks(where)
-    if any(one.look(session).differences for one in result if one.key.startswith("networks/")):
+    if any(resource.look(session).differences for resource in result if resource.key.startswith("networks/")):
         return False
-    cluster, *pools = [one.look(session) for one in clusters(where)]
+    cluster, *pools = [resource.look(session) for resource in clusters(where)]
     if any(pool.state != "absent" and pool.body.get("locations") == [where.zone] for pool in pools):
         return True
     if cluster.state == "absent":
-        subnet = next(one for one in result if one.key == f"subnetworks/{where.prefix}-sub").look(session)
+        subnet = next(resource for resource in result if resource.key == f"subnetworks/{where.prefix}-sub").look(
+            session
+        )
         return subnet.state != "absent" and subnet.ours
     return cluster.ours and not _pools_of_others(where, session)
 
@@ -187,8 +196,8 @@ def down(
     kept = {f"buckets/{name}" for site in sites for name in site.buckets} if keep_data else set()
     for site in sites[:-1]:
 
-        def keep(one: Resource) -> bool:
-            return one.key in kept or one.key.startswith(("networks/", "firewalls/", "buckets/"))
+        def keep(resource: Resource) -> bool:
+            return resource.key in kept or resource.key.startswith(("networks/", "firewalls/", "buckets/"))
 
         progress(
             Began(title=f"removing in {site.zone}", making=False, nodes=planned(result := _everything(site, session)))
@@ -199,7 +208,7 @@ def down(
     for site in reversed(sites):
         result = _everything(site, session)
         progress(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result)))
-        gone = remove(result, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
+        gone = remove(result, session, keep=lambda resource: resource.key in kept, workers=workers, progress=progress)
         troubles |= dict.fromkeys(gone)
     progress(Said(text=f"looking at project {sites[0].project} for what is left"))
     for site in sites:
@@ -217,20 +226,20 @@ def _objects_on_an_adopted_cluster(site: Site, session: Session) -> list[Resourc
     if cluster.state == "absent" or cluster.ours:
         return []
     ours = _objects(site, Software(documents={}, hugging_face_token="any"))
-    return [replace(one, removed_with_cluster=False) for one in ours]
+    return [replace(resource, removed_with_cluster=False) for resource in ours]
 
 
 def _queue_of_its_own(site: Site) -> list[Resource]:
     """The objects of a cluster that stays which are named after this pool, and no other's."""
     names = (site.placement.queue_objects, site.placement.queue)
-    requested = [one for one in _objects(site, Software(documents={})) if one.key == "objects/queue"]
+    requested = [resource for resource in _objects(site, Software(documents={})) if resource.key == "objects/queue"]
     return [
         replace(
-            one,
-            manifests=tuple(row for row in one.manifests if row["metadata"]["name"] in names),
+            resource,
+            manifests=tuple(row for row in resource.manifests if row["metadata"]["name"] in names),
             removed_with_cluster=False,
         )
-        for one in requested
+        for resource in requested
     ]
 
 

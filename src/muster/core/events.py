@@ -168,7 +168,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "tier": "where from",
                 "resume_attempt": "the attempt that took the snapshots",
                 "cause": "incident id",
-                "kept": "ranks whose processes go on from the attempt before",
+                "kept": "ranks whose processes continue from the previous attempt",
                 "skip_steps": "steps whose update is left out: their batch is never finite",
                 "batch_schedule": "changes of batch and learning rate since step 1, by the policy",
             },
@@ -251,7 +251,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             doc="Not written; training continues.", required={"tier": "which", "uri": "where", "reason": "why"}
         ),
         "checkpoint.rejected": Kind(
-            doc="Found, not usable.", required={"uri": "where", "reason": "torn, truncated, foreign..."}
+            doc="A checkpoint that exists but is not usable.",
+            required={"uri": "where", "reason": "incomplete, truncated, foreign..."},
         ),
         "checkpoint.restored": Kind(
             doc="Training state was read.",
@@ -281,7 +282,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             optional={"redone_steps": "applied steps taken again", "stages_ns": "stage -> time"},
         ),
         "termination.notice": Kind(
-            doc="Told in advance: preemption, maintenance, a time limit, a user's stop.",
+            doc="Announced in advance: preemption, maintenance, a time limit, a user's stop.",
             required={"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
             optional={
                 "grace_s": "time given",

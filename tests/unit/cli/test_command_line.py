@@ -205,6 +205,7 @@ def test_a_run_that_cannot_be_read_is_not_left_out_silently(capsys: pytest.Captu
     folder = tmp_path / "home" / "runs" / "broken-1"
     folder.mkdir(parents=True)
     (folder / "run_id").write_text("broken-1\n")
+    (folder / "format").write_text("2\n")
     (folder / "resolved.json").write_text('{"name": "x", "model": {"con')
     code, out, err = run(capsys, "status")
     assert (code, out) == (0, "") and err.startswith("broken-1 cannot be read: ") and err.count("\n") == 1

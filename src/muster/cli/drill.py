@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES
 
@@ -24,17 +26,15 @@ def drill(
 ) -> None:
     """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
-    from muster.app.api import UsageError
     from muster.app.drill import MENU
-    from muster.cli import output
 
     if listed:
         _print_menu(json)
         return
     if run_file is None:
-        raise UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(MENU))}")
+        raise api.UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(MENU))}")
     if fault is None:
-        raise UsageError(
+        raise api.UsageError(
             "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
         )
     outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
@@ -48,7 +48,6 @@ def drill(
 
 def _print_menu(json: bool) -> None:
     from muster.app.drill import MENU
-    from muster.cli import output
 
     if json:
         output.as_json([_entry(each) for each in MENU.values()])
@@ -85,8 +84,6 @@ def _again(limit: int | None) -> str:
 
 
 def _print(outcome: Outcome) -> None:
-    from muster.cli import output
-
     result = outcome.to_json()
     expected, seen = result["expected"], result["seen"]
     output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")

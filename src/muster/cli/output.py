@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from muster.app.api import MusterError, Problem, RunFileError
+from muster.app import api
 
 
 def result(text: str) -> None:
@@ -38,9 +38,9 @@ def looking() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def error(problem: MusterError) -> None:
+def error(problem: api.MusterError) -> None:
     """Print an error: what was wrong, and the next command."""
-    if isinstance(problem, RunFileError):
+    if isinstance(problem, api.RunFileError):
         count = len(problem.problems)
         for detail in problem.problems:
             info(f"error: {detail.render()}")
@@ -52,7 +52,7 @@ def error(problem: MusterError) -> None:
         info(f"hint: {problem.hint}")
 
 
-def warnings(problems: Iterable[Problem]) -> None:
+def warnings(problems: Iterable[api.Problem]) -> None:
     """Settings without effect."""
     for problem in problems:
         info(f"warning: {problem.render()}")

@@ -170,7 +170,9 @@ def picture(tree: Tree, now_s: float, options: ConsoleOptions, height: int | Non
         depths[row.key] = depths[parents[row.key]] + INDENT
     widest = max((depths[row.key] + len(row.key) for row in shown), default=0)
     room = min(widest, max(16, options.max_width - 24))
-    drawn = {None: Drawn(_line(f"{plain(tree.title)}  {_length(now_s - tree.began_s)}", options))}
+    drawn: dict[str | None, Drawn] = {
+        None: Drawn(_line(f"{plain(tree.title)}  {_length(now_s - tree.began_s)}", options))
+    }
     for row in shown:
         label = _label(row, room - depths[row.key], options.max_width - room, options)
         drawn[row.key] = drawn[parents[row.key]].add(label)

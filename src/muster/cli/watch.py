@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.run_commands import RUN
 
 if TYPE_CHECKING:
@@ -30,11 +32,8 @@ def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, h
 
     Ctrl-C does not stop the run.
     """
-    from muster.app.inspect.watch import watch as use_case
-    from muster.cli import output
-
     with output.looking():
-        (_live if sys.stdout.isatty() else _lines)(use_case(run, every_s=every))
+        (_live if sys.stdout.isatty() else _lines)(api.watch(run, every_s=every))
 
 
 def _live(views: Any) -> None:
@@ -48,7 +47,6 @@ def _live(views: Any) -> None:
 def _lines(views: Any) -> None:
     """Events, and the run's progress at intervals."""
     from muster.app.inspect.event_format import line
-    from muster.cli import output
 
     said, since_s = "", LINE_EVERY_S
     before_ns = None

@@ -128,13 +128,10 @@ def report(
     if html:
         for run, each in zip(runs, result, strict=True):
             output.result(str(use_case.write_page(each, run, target)))
-    elif len(result) > 1:
-        side_by_side = use_case.compare(result)
-        output.as_json(side_by_side) if json else output.result(use_case.comparison_table(side_by_side))
     elif json:
-        output.as_json(result[0].to_json())
+        output.as_json(use_case.to_json(result))
     else:
-        output.result(use_case.table(result[0]))
+        output.result(use_case.table(result))
 
 
 def _refuse_idle_options(

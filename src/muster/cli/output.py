@@ -56,3 +56,13 @@ def warnings(problems: Iterable[api.Problem]) -> None:
     """Settings without effect."""
     for problem in problems:
         info(f"warning: {problem.render()}")
+
+
+def age(seconds: float | None) -> str:
+    """``0.4 s``, ``3 min``, ``2.1 h``, ``2.5 d``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    for unit, size, digits in (("d", 86_400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{max(0.0, seconds):.1f} s"  # a writer's clock may be ahead of ours

@@ -149,10 +149,7 @@ def _charge_redone(lineage: Lineage, result: Mapping[str, IncidentRecord]) -> No
 
 def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:
     """Wall time in which hosts were requested and none was held."""
-    requested = next(
-        (timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")),
-        None,
-    )
+    requested = next((timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")), None)
     if requested is None:
         return 0
     begins = [begin for lane in lanes.values() for begin, _ in lane.held]

@@ -173,8 +173,7 @@ def _attempts_of_ranks(events: Sequence[Timed], end_ns: int, result: dict[int, A
         if event.rank is None:
             continue
         attempt = result.setdefault(
-            event.attempt,
-            Attempt(number=event.attempt, start_ns=timed.t_ns, end_ns=end_ns, hosts={}, world_size=0),
+            event.attempt, Attempt(number=event.attempt, start_ns=timed.t_ns, end_ns=end_ns, hosts={}, world_size=0)
         )
         ranks = attempt.hosts.setdefault(event.host, [])
         if event.rank not in ranks:

@@ -61,14 +61,13 @@ def _print_menu(json: bool) -> None:
 
 
 def _entry(fault: Fault) -> dict[str, Any]:
+    from muster.app.drill import expected
+
     return {
         "name": fault.name,
         "what": fault.what,
         "numbers": list(fault.numbers),
-        "noticed": list(fault.noticed),
-        "done": [list(each) for each in fault.done],
-        "redone_steps": fault.redone,
-        "exit_code": fault.exit_code,
+        **expected(fault),
         "needs_root": fault.needs_root,
         "own_loop_only": fault.own_loop,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S, new_events
 from muster.app.inspect.report import report
@@ -110,7 +109,8 @@ class Watcher:
             self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
 
     def _tiers(self, now_ns: int) -> Iterator[TierView]:
-        held = [each for name in self.view.hosts for each in list_snapshots(self._memory(name))]
+        folders = [memory_dir(self.run.path, self.run.run_id, name) for name in self.view.hosts]
+        held = [each for folder in folders for each in list_snapshots(folder)]
         for tier in ("memory", "peer"):
             step = _complete([each for each in held if each.tier == tier], self.view.world_size)
             at = self.view.applied_ns(step)
@@ -121,9 +121,6 @@ class Watcher:
             step=newest,
             age_s=None if newest is None else (now_ns - committed_ns) / 1e9,
         )
-
-    def _memory(self, host: str) -> Path:
-        return memory_dir(self.run.path, self.run.run_id, host)
 
     def _account(self, now_ns: int) -> None:
         """Figures and sentences come from the whole log: now and then, and when something has changed about them."""

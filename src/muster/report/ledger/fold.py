@@ -44,6 +44,12 @@ class Ledger:
         return self.aligned.events
 
     @property
+    def held_span(self) -> tuple[int, int] | None:
+        """From the first purchase to the last release; None: no host was held."""
+        held = [span for lane in self.lanes.values() for span in lane.held]
+        return (min(begin for begin, _ in held), max(end for _, end in held)) if held else None
+
+    @property
     def purchased_ns(self) -> int:
         return sum(lane.held_ns for lane in self.lanes.values())
 

@@ -46,18 +46,15 @@ CORE = {
     ),
     "checkpoints: memory is written out at the end": ("test_flush_live.py",),
     "checkpoints: damage is noticed": ("test_train_seals_live.py",),
-    "recovery: rank, host, link, supervisor, stop": (
-        "test_recovery_live.py::test_a_killed_rank_costs_no_applied_step_and_no_bit",
+    # A killed rank is in "own loops" and "drills", a stop in "training: resume bit for bit".
+    "recovery: host, supervisor": (
         "test_recovery_live.py::test_a_lost_host_is_replaced_by_the_spare",
-        "test_recovery_live.py::test_a_cut_link_is_silence_and_the_spare_takes_over",
         "test_recovery_live.py::test_the_supervisor_dies_and_a_new_one_takes_over",
-        "test_recovery_live.py::test_ctrl_c_saves_and_a_second_start_goes_on_bit_for_bit",
     ),
     "recovery: replicas": ("test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]",),
     "recovery: a user's policy": (
         "test_policy_live.py::test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world",
     ),
-    "recovery: full disk": ("test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else",),
     "drills, watch": ("test_drill_live.py",),
     "limits": ("test_limits_live.py",),
     "verbs": ("test_verbs_live.py::test_a_detached_run_from_submit_to_down",),
@@ -67,10 +64,7 @@ CORE = {
     "export": ("test_export_live.py::test_a_whole_model",),
     "ledger, report": ("test_ledger_live.py", "test_report_page_live.py::test_it_draws_every_chart_without_an_error"),
     "replay": ("test_replay_live.py",),
-    "plan": (
-        "test_plan_memory_live.py::test_the_trace_agrees_with_the_closed_form",
-        "test_plan_page_live.py::test_it_draws_the_chart_and_every_plan_without_an_error",
-    ),
+    "plan": ("test_plan_page_live.py::test_it_draws_the_chart_and_every_plan_without_an_error",),
     "simulate": ("test_rehearsal_page_live.py",),
     "Slurm": ("test_slurm_live.py::test_a_time_limit_is_continued_in_a_second_job",),
     "GKE": (
@@ -158,6 +152,9 @@ NIGHTLY = {
 #: Tests that depend on how fast the machine is just then, and why. They alone get a second try (``second_try``).
 TIMING: dict[str, str] = {
     "test_drill_live.py": "a kill that falls between two ranks' snapshots of one step takes that step again",
+    "test_recovery_live.py::test_without_a_spare_the_world_shrinks_and_grows_back": (
+        "where steps are fast and starting a process is slow, the returned host may be ready only after the last step"
+    ),
 }
 
 

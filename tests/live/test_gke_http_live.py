@@ -58,5 +58,5 @@ def test_nobody_answers(http):
 def test_no_credentials_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
     with pytest.raises(AccessError, match="no Google credentials") as caught:
-        GoogleHttp()
+        GoogleHttp().send(Call(method="GET", url="http://127.0.0.1:9/"))
     assert "gcloud auth application-default login" in caught.value.hint

@@ -91,7 +91,7 @@ def test_a_lost_host_is_replaced_by_the_spare(tmp_path, reference):
 
 
 def test_without_a_spare_the_world_shrinks_and_grows_back(tmp_path, reference):
-    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, "training.steps": 200}
+    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, "training.steps": 300}
     with LiveRun(tmp_path, spec_of(**changes)) as run:
         run.start()
         run.wait_for_step(10)
@@ -102,7 +102,7 @@ def test_without_a_spare_the_world_shrinks_and_grows_back(tmp_path, reference):
         assert run.actions() == ["shrink", "grow"], run.story()
         assert [event.detail["world_size"] for event in run.events("attempt.started")] == [3, 2, 3]
         assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
-        losses = reference(3, 1, **{"training.steps": 200})[1]
+        losses = reference(3, 1, **{"training.steps": 300})[1]
         mine = run.losses()
         assert set(mine) == set(losses), "the same steps"
         worst = max(abs(float.fromhex(mine[step]) - float.fromhex(losses[step])) for step in losses)

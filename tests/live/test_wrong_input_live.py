@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from muster.core import processes
@@ -40,17 +41,23 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+def runs_of(folder: Path) -> Iterator[int]:
+    """Living processes of runs in ``folder``."""
+    for process in psutil.process_iter(["environ"]):
+        if str((process.info["environ"] or {}).get(processes.RUN_DIR, "")).startswith(str(folder)):
+            yield process.pid
+
+
 def train(folder: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run to the verdict; nothing of it may be left."""
-    before = {process.pid for _, process in processes._all_labelled()}
+    before = set(runs_of(folder))
     memory = set(os.listdir("/dev/shm"))
     env = {**os.environ, "MUSTER_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache"), **environment}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "muster.cli.main", "train", "run.yaml", *overrides],
         cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    mine = {process.pid for _, process in processes._all_labelled() if process.run_dir.startswith(str(folder))} - before
-    assert not mine, "processes are left"
+    assert not set(runs_of(folder)) - before, "processes are left"
     left = [name for name in set(os.listdir("/dev/shm")) - memory if name.startswith("muster-") and _of(folder, name)]
     assert not left, "memory is left"
     assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, done.stderr

@@ -180,8 +180,8 @@ def listing(folder: Path) -> list[str]:
 
 def processes_of(place: Path) -> list[list[str]]:
     """Command lines of runs of this place: other tests may run beside this one."""
-    found = [process.argv for _, process in processes._all_labelled()]
-    return [argv for argv in found if str(place.parent) in " ".join(argv)]
+    found = [processes.look(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [process.argv for process in found if process and str(place.parent) in " ".join(process.argv)]
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

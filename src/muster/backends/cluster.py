@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from muster.backends.protocols import Lease
-from muster.config.spec import RunSpec
 
 Step = Literal[
     "looking", "absent", "making", "waiting", "replacing", "there", "removing", "gone", "kept", "differs", "failed"
@@ -106,28 +105,17 @@ class Request(Protocol):
         ...
 
 
-class Image(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Image:
     """An image that can be built for a run file's machine."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Warnings about parts that may not fit each other."""
-        ...
-
-    def calls(self) -> Sequence[Request]:
-        """What building it sends."""
-        ...
-
-    def build(self) -> bool:
-        """Build it and wait; False: it existed already.
-
-        Raises:
-            BackendError, AccessError: the build failed, or is not allowed.
-        """
-        ...
+    name: str
+    doubts: tuple[str, ...]
+    """Warnings about parts that may not fit each other."""
+    calls: Callable[[], Sequence[Request]]
+    """What building it sends."""
+    build: Callable[[], bool]
+    """Build it and wait; False: it existed already. Raises BackendError, AccessError."""
 
 
 class Cluster(Protocol):
@@ -165,24 +153,4 @@ class Cluster(Protocol):
         Raises:
             UsageError: parts that do not fit each other.
         """
-        ...
-
-
-class OpenCluster(Protocol):
-    """How a back end with clusters opens the one of a run file."""
-
-    def __call__(self, spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
-        """Touches nothing; ``adopt``: use a cluster or network of that name that is not ours.
-
-        Raises:
-            UsageError: the run file names no project, zone or machine.
-        """
-        ...
-
-
-class Rehearse(Protocol):
-    """How a back end makes a small run file of a large one (``muster preflight``)."""
-
-    def __call__(self, spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
-        """Two steps on one small machine; None: a CPU node."""
         ...

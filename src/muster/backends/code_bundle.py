@@ -10,7 +10,7 @@ import gzip
 import io
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from muster.config.spec import RunSpec
@@ -45,7 +45,7 @@ def pack(spec: RunSpec, run_dir: str) -> tuple[RunSpec, bytes | None]:
         changes["recovery"] = spec.recovery.model_copy(update={"policy": name})
     if not files:
         return spec, None
-    data = _archive(files)
+    data = archive({name: path.read_bytes() for name, path in files.items()})
     if len(data) > LIMIT_BYTES:
         largest = sorted(files, key=lambda name: -files[name].stat().st_size)[:3]
         raise UsageError(
@@ -61,8 +61,8 @@ def unpack(data: bytes, run_dir: Path) -> None:
     fresh, there = run_dir / f".{FOLDER}.new", run_dir / FOLDER
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-        archive.extractall(fresh, filter="data")
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as packed:
+        packed.extractall(fresh, filter="data")
     # Not atomic, and need not be: nothing reads it before the run (or its restart) is told to start.
     shutil.rmtree(there, ignore_errors=True)
     fresh.rename(there)
@@ -80,12 +80,12 @@ def _below(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _archive(files: dict[str, Path]) -> bytes:
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """A tar.gz; the same files give the same bytes."""
     raw = io.BytesIO()
-    with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
-        for name in sorted(files):
-            data = files[name].read_bytes()
+    with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as packed:
+        for name, data in sorted(files.items()):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(data), 0o644
-            archive.addfile(entry, io.BytesIO(data))
+            packed.addfile(entry, io.BytesIO(data))
     return raw.getvalue()

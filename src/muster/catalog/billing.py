@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from io import StringIO
 from typing import Any
@@ -116,12 +116,9 @@ def as_csv(prices: Iterable[Price]) -> str:
     """A price file as ``rows.prices_from`` reads it."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["machine", "mode", "region", "usd_per_gpu_hour", "low", "high", "date", "reliability", "source"])
+    writer.writerow(column.name for column in fields(Price))
     for each in prices:
-        writer.writerow(
-            [each.machine, each.mode, each.region, f"{each.usd_per_gpu_hour:.6f}", f"{each.low:.6f}",
-             f"{each.high:.6f}", each.date, each.reliability, each.source]
-        )  # fmt: skip
+        writer.writerow(f"{value:.6f}" if isinstance(value, float) else value for value in vars(each).values())
     return out.getvalue()
 
 

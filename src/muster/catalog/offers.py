@@ -51,35 +51,27 @@ class Option:
         return f"{self.offer.machine} {self.mode.title} {self.offer.location}"
 
 
-def catalogue(
-    overrides: Iterable[Price] = (),
-    *,
-    max_nodes: int = MAX_NODES,
-) -> list[Option]:
+def catalogue(overrides: Iterable[Price] = ()) -> list[Option]:
     """Every machine in every mode and region that has a price, and once without where it has none.
 
     ``overrides``: a user's own prices; they replace a list price of the same machine, mode and region.
     """
-    prices: dict[tuple[str, str, str], Price] = {}
-    for price in (*rows.shipped_prices(), *overrides):
-        prices[price.machine, price.mode, price.region] = price
+    everything = (*rows.shipped_prices(), *overrides)
+    prices = {(price.machine, price.mode, price.region): price for price in everything}
     result = []
     for machine in rows.machines().values():
         for name in machine.modes:
             mode = rows.modes()[name]
             priced = [price for key, price in prices.items() if key[:2] == (machine.name, name)]
-            result += [option(machine, mode, price.region, price, max_nodes=max_nodes) for price in priced]
+            result += [option(machine, mode, price.region, price) for price in priced]
             if not priced:
-                result.append(option(machine, mode, UNKNOWN_REGION, None, max_nodes=max_nodes))
-    result += [
-        option(rows.machines()[price.machine], rows.modes()["owned"], price.region, price, max_nodes=max_nodes)
-        for (_, mode_name, _), price in prices.items()
-        if mode_name == "owned"
-    ]
+                result.append(option(machine, mode, UNKNOWN_REGION, None))
+    owned = [price for price in prices.values() if price.mode == "owned"]
+    result += [option(rows.machines()[price.machine], rows.modes()["owned"], price.region, price) for price in owned]
     return result
 
 
-def option(machine: Machine, mode: Mode, region: str, price: Price | None, *, max_nodes: int = MAX_NODES) -> Option:
+def option(machine: Machine, mode: Mode, region: str, price: Price | None) -> Option:
     """One row of the catalogue as something to choose."""
     chip = rows.accelerators()[machine.accelerator]
     ceiling, measured = chip.ceiling(matmul_share())
@@ -93,7 +85,7 @@ def option(machine: Machine, mode: Mode, region: str, price: Price | None, *, ma
             gpu_memory_bytes=chip.memory_bytes,
             usd_per_node_hour=None if price is None else price.usd_per_gpu_hour * machine.count,
             peak_flops_per_gpu=chip.peak_flops.get("bf16"),
-            max_nodes=max_nodes,
+            max_nodes=MAX_NODES,
             mode=mode.name,
         ),
         accelerator=chip,
@@ -123,20 +115,18 @@ NVLINK_SHARE = 0.8
 @cache
 def matmul_share() -> float:
     """Median share of the vendor's peak that a measured matmul reaches, over the chips that have both."""
-    shares = [
+    return median(
         chip.matmul_flops["bf16"] / peak
         for chip in rows.accelerators().values()
         if "bf16" in chip.matmul_flops and (peak := chip.peak_flops.get("bf16"))
-    ]
-    return median(shares)
+    )
 
 
 @cache
 def network_share() -> float:
     """Median share of the line rate that published bus bandwidths reach."""
-    shares = [
+    return median(
         machine.busbw_bytes_per_s / machine.network_bytes_per_s
         for machine in rows.machines().values()
         if machine.busbw_bytes_per_s and machine.network_bytes_per_s
-    ]
-    return median(shares)
+    )

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from io import StringIO
-from typing import Any
+from typing import Any, TypeVar
 
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
 
 GIGA = 10**9
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,6 @@ class Machine:
     """A GPU's link to its neighbours in the machine, one direction."""
     network_bytes_per_s: float | None
     """All NICs of the data network together, one direction (line rate)."""
-    nics: int
     busbw_bytes_per_s: float | None
     """Published NCCL bus bandwidth between two machines."""
     modes: tuple[str, ...]
@@ -80,8 +80,6 @@ class Mode:
     title: str
     max_hours: float | None
     quota: str
-    signal_before_timeout_s: float
-    compact: bool
     network_factor: float
     """Share of the fabric's bandwidth that remains without compact placement."""
     failures_per_node_day: float
@@ -118,60 +116,42 @@ class KnownModel:
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
     """Every chip by name."""
-    return {
-        name: Accelerator(
-            name=name,
-            kind=row["kind"],
-            memory_bytes=round(row["memory_gb"] * GIGA),
-            memory_bytes_per_s=_times(row["memory_tb_s"], 1e12),
-            peak_flops={key: _times(value, 1e12) for key, value in row["peak_tflops"].items()},
-            matmul_flops={key: float(value) * 1e12 for key, value in row["matmul_tflops"].items()},
-            origin=row["origin"],
-            reliability=row["reliability"],
-        )
-        for name, row in table("accelerators.yaml")["accelerators"].items()
-    }
+    return typed(
+        Accelerator,
+        {
+            name: {
+                **row,
+                "memory_bytes": round(row["memory_gb"] * GIGA),
+                "memory_bytes_per_s": _times(row["memory_tb_s"], 1e12),
+                "peak_flops": {key: _times(value, 1e12) for key, value in row["peak_tflops"].items()},
+                "matmul_flops": {key: _times(value, 1e12) for key, value in row["matmul_tflops"].items()},
+            }
+            for name, row in table("accelerators.yaml")["accelerators"].items()
+        },
+    )
 
 
 @cache
 def machines() -> Mapping[str, Machine]:
     """Every machine type by name."""
-    return {
-        name: Machine(
-            name=name,
-            family=row["family"],
-            accelerator=row["accelerator"],
-            count=row["count"],
-            intra_bytes_per_s=_times(row["intra_gb_s"], GIGA),
-            network_bytes_per_s=_times(row["network_gbps"], GIGA / 8),
-            nics=row["nics"],
-            busbw_bytes_per_s=_times(row["busbw_gb_s"], GIGA),
-            modes=tuple(row["modes"]),
-            origin=row["origin"],
-        )
-        for name, row in table("machines.yaml")["machines"].items()
-    }
+    return typed(
+        Machine,
+        {
+            name: {
+                **row,
+                "intra_bytes_per_s": _times(row["intra_gb_s"], GIGA),
+                "network_bytes_per_s": _times(row["network_gbps"], GIGA / 8),
+                "busbw_bytes_per_s": _times(row["busbw_gb_s"], GIGA),
+            }
+            for name, row in table("machines.yaml")["machines"].items()
+        },
+    )
 
 
 @cache
 def modes() -> Mapping[str, Mode]:
     """Every consumption mode by name."""
-    return {
-        name: Mode(
-            name=name,
-            title=row["title"],
-            max_hours=row["max_hours"],
-            quota=row["quota"],
-            signal_before_timeout_s=row["signal_before_timeout_s"],
-            compact=row["compact"],
-            network_factor=row["network_factor"],
-            failures_per_node_day=row["failures_per_node_day"],
-            preemptions_per_node_day=Rate(**row["preemptions_per_node_day"]),
-            rules=tuple(row["rules"]),
-            origin=row["origin"],
-        )
-        for name, row in table("modes.yaml")["modes"].items()
-    }
+    return typed(Mode, table("modes.yaml")["modes"])
 
 
 @cache
@@ -227,14 +207,9 @@ def find_model(name: str) -> KnownModel | None:
     """A shipped model by hub id, case-insensitive; instruction-tuned names share their base's shape."""
     known = {key.lower(): model for key, model in models().items()}
     requested = name.lower()
-    for suffix in ("", "-instruct", "-chat", "-base", "-it", "-hf", "-pt"):
-        if requested.endswith(suffix) and (result := known.get(requested.removesuffix(suffix))) is not None:
-            return result
-    for extra in ("-pt", "-base", "-hf"):
-        stem = requested.removesuffix("-it").removesuffix("-instruct")
-        if (result := known.get(stem + extra)) is not None:
-            return result
-    return None
+    stem = requested.removesuffix("-it").removesuffix("-instruct")
+    bases = [requested.removesuffix(suffix) for suffix in ("", "-instruct", "-chat", "-base", "-it", "-hf", "-pt")]
+    return next((known[base] for base in (*bases, stem + "-pt", stem + "-base", stem + "-hf") if base in known), None)
 
 
 def table_date(name: str) -> str:
@@ -246,12 +221,20 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else float(value) * factor
 
 
+def typed(kind: type[Row], table: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:
+    """Rows by name as values of the dataclass ``kind``; what it has no field for is for people."""
+    from pydantic import TypeAdapter
+
+    rows = {name: {"name": name, **row} for name, row in table.items()}
+    return TypeAdapter(dict[str, kind]).validate_python(rows)  # type: ignore[valid-type]
+
+
 @cache
-def table(name: str) -> Any:
+def table(name: str, folder: str = "tables") -> Any:
     from ruamel.yaml import YAML
 
-    return YAML(typ="safe").load(_text(name))
+    return YAML(typ="safe").load(_text(name, folder))
 
 
-def _text(name: str) -> str:
-    return resources.files("muster.catalog").joinpath("tables", name).read_text(encoding="utf-8")
+def _text(name: str, folder: str = "tables") -> str:
+    return resources.files("muster.catalog").joinpath(folder, name).read_text(encoding="utf-8")

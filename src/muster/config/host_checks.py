@@ -24,7 +24,7 @@ def _files(spec: RunSpec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources if spec.data else []):
         for name, path in source.files.items():
             if not is_remote(path) and not _exists(path):
-                yield Problem(key=f"data.sources.{index}.{name}", message=f"no file {path}", value=path)
+                yield Problem(f"data.sources.{index}.{name}", f"no file {path}")
     model = spec.model
     if model is not None and model.source is not None and looks_local(model.source):
         yield from _model_folder(spec, model.source)
@@ -32,23 +32,23 @@ def _files(spec: RunSpec) -> Iterator[Problem]:
         yield from _config_file(spec, model.config)
     tokenizer = model.tokenizer if model is not None else None
     if isinstance(tokenizer, str) and looks_local(tokenizer) and not _exists(tokenizer):
-        yield Problem(key="model.tokenizer", message=f"no folder {tokenizer}", value=tokenizer)
+        yield Problem("model.tokenizer", f"no folder {tokenizer}")
     if spec.command and spec.command[0] != "-m" and not os.path.isfile(os.path.expanduser(spec.command[0])):
         hint = 'paths start where you are; it begins with the script itself: ["train.py", "--flag"] or ["-m", "module"]'
-        yield Problem(key="command", message=f"no file {spec.command[0]}", value=spec.command[0], hint=hint)
+        yield Problem("command", f"no file {spec.command[0]}", hint=hint)
     if spec.recovery.policy.endswith(".py") and not _exists(spec.recovery.policy):
-        yield Problem(key="recovery.policy", message=f"no file {spec.recovery.policy}", value=spec.recovery.policy)
+        yield Problem("recovery.policy", f"no file {spec.recovery.policy}")
 
 
 def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:
     folder = Path(os.path.expanduser(source))
     if not os.path.exists(folder):
-        yield Problem(key="model.source", message=f"no folder {source}", value=source, hint="or a hub id: owner/name")
+        yield Problem("model.source", f"no folder {source}", hint="or a hub id: owner/name")
     elif not (folder / "config.json").is_file():
-        yield Problem(key="model.source", message=f"{source} holds no config.json", value=source)
+        yield Problem("model.source", f"{source} holds no config.json")
     elif not list(folder.glob("*.safetensors")):
         yield Problem(
-            key="model.source", message=f"{source} holds no *.safetensors", value=source,
+            "model.source", f"{source} holds no *.safetensors",
             hint="to start from random weights: model.config=" + str(folder / "config.json"),
         )  # fmt: skip
     else:
@@ -57,12 +57,12 @@ def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:
 
 def _config_file(spec: RunSpec, path: str, *, key: str = "model.config") -> Iterator[Problem]:
     if not _exists(path):
-        yield Problem(key=key, message=f"no file {path}", value=path)
+        yield Problem(key, f"no file {path}")
         return
     try:
         config = json.loads(Path(os.path.expanduser(path)).read_text())
     except (OSError, ValueError) as error:
-        yield Problem(key=key, message=f"{path} is not JSON: {error}", value=path)
+        yield Problem(key, f"{path} is not JSON: {error}")
         return
     if isinstance(config, dict):
         yield from config_problems(spec, config, key=key)
@@ -77,11 +77,11 @@ def _folders(spec: RunSpec) -> Iterator[Problem]:
             continue
         folder = Path(os.path.expanduser(place))
         if os.path.exists(folder) and not folder.is_dir():
-            yield Problem(key=key, message=f"{place} is a file, not a folder", value=place)
+            yield Problem(key, f"{place} is a file, not a folder")
             continue
         parent = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            yield Problem(key=key, message=f"cannot write in {parent}", value=place, hint="choose another folder")
+            yield Problem(key, f"cannot write in {parent}", hint="choose another folder")
 
 
 def _packages(spec: RunSpec) -> Iterator[Problem]:
@@ -89,13 +89,10 @@ def _packages(spec: RunSpec) -> Iterator[Problem]:
         for package, extra in source.packages.items():
             if importlib.util.find_spec(package) is None:
                 message, hint = f"needs {package}, which is not installed", f"pip install 'muster[{extra}]'"
-                yield Problem(key=f"data.sources.{index}", message=message, hint=hint)
+                yield Problem(f"data.sources.{index}", message, hint=hint)
 
 
 def _exists(path: str) -> bool:
     expanded = os.path.expanduser(path)
-    if os.path.exists(expanded):  # Path.exists raises for a long name, Path.expanduser for an unknown user
-        return True
-    if not any(sign in path for sign in "*?["):
-        return False
-    return bool(glob.glob(expanded, recursive=True))
+    # Path.exists raises for a long name, Path.expanduser for an unknown user.
+    return os.path.exists(expanded) or (glob.has_magic(path) and bool(glob.glob(expanded, recursive=True)))

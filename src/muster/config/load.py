@@ -16,7 +16,7 @@ from muster.config import host_checks, schema_keys, validation
 from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
-from muster.config.yaml import KeyPath, dotted, parse, scalar
+from muster.config.yaml import KeyPath, dotted, key_path, parse, scalar
 from muster.core.errors import Problem, RunFileError, UsageError
 
 COMMAND_LINE = "command line"
@@ -82,31 +82,20 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
     if parsed.problems and parsed.value is None:
         raise RunFileError(parsed.problems)
     if parsed.value is not None and not isinstance(parsed.value, dict):
-        hint = "begin with `name: ...`"
-        raise RunFileError(
-            [
-                Problem(
-                    key="",
-                    message=f"must be a mapping, got {schema_keys.shown(parsed.value)}",
-                    line=1,
-                    source=source,
-                    hint=hint,
-                )
-            ]
-        )
-    raw: dict[str, Any] = parsed.value or {}
-    problems = list(parsed.problems)
+        message = f"must be a mapping, got {schema_keys.shown(parsed.value)}"
+        raise RunFileError([Problem("", message, line=1, source=source, hint="begin with `name: ...`")])
     origins = {path: Origin(source=source, line=line) for path, line in parsed.lines.items() if path}
+    reading = _Reading(source=source, raw=parsed.value or {}, origins=origins, problems=parsed.problems)
     for override in overrides:
-        _override(raw, override, origins, problems)
-    spec, bad = _check_values(raw, origins, problems, source)
+        _override(reading, override)
+    spec, bad = _check_values(reading)
     if spec is not None:
         result = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
         if environment:
             result += host_checks.problems(spec)
-        problems += [_placed(each, origins, source) for each in result if not _touches(each.key, bad)]
-    if problems or spec is None:
-        raise RunFileError(sorted(problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
+        reading.problems.extend(reading.placed(each) for each in result if not _touches(each.key, bad))
+    if reading.problems or spec is None:
+        raise RunFileError(sorted(reading.problems, key=lambda each: (each.source == COMMAND_LINE, each.line or 0)))
     given = frozenset(dotted(path) for path in origins)
     return Loaded(
         spec=validation.absolute(spec),
@@ -114,25 +103,47 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         source=source,
         overrides=tuple(overrides),
         origins=origins,
-        warnings=tuple(_placed(each, origins, source) for each in no_effect(spec, given)),
+        warnings=tuple(map(reading.placed, no_effect(spec, given))),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """A run file while it is read: its values, where each was given, and what is wrong so far."""
+
+    source: str
+    raw: dict[str, Any]
+    origins: dict[KeyPath, Origin]
+    problems: list[Problem]
+
+    def problem(self, path: KeyPath, message: str, hint: str | None = None) -> Problem:
+        """With the place of the key, or of the nearest section around it."""
+        around = (path[:length] for length in range(len(path), 0, -1))
+        known = (self.origins[each] for each in around if each in self.origins)
+        origin = next(known, Origin(source=self.source))
+        return Problem(dotted(path), message, line=origin.line, source=origin.source, hint=hint)
+
+    def placed(self, problem: Problem) -> Problem:
+        """A rule's problem, with the place of its key."""
+        return self.problem(key_path(problem.key), problem.message, problem.hint)
 
 
 # ---------------------------------------------------------------- overrides
 
 
-def _override(raw: dict[str, Any], text: str, origins: dict[KeyPath, Origin], problems: list[Problem]) -> None:
+def _override(reading: _Reading, text: str) -> None:
     """Apply ``key.path=value`` in place, or note why not."""
+    raw = reading.raw
 
     def wrong(message: str, hint: str | None = None, key: str = "") -> None:
-        problems.append(Problem(key=key, message=message, source=COMMAND_LINE, hint=hint))
+        reading.problems.append(Problem(key, message, source=COMMAND_LINE, hint=hint))
 
     name, equals, value_text = text.partition("=")
     if not equals or not name.strip():
         message = f"{schema_keys.shown(text, key=name)} is not an override"
         wrong(message, hint="write key.path=value, for example training.steps=100")
         return
-    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+    path = key_path(name.strip())
     if "" in path:
         wrong(f"`{name}` is not a key path", hint="write key.path=value")
         return
@@ -172,9 +183,9 @@ def _override(raw: dict[str, Any], text: str, origins: dict[KeyPath, Origin], pr
         here[last:] = [value, *here[last + 1 :]]
     else:
         here[str(last)] = value
-    for known in [known for known in origins if known[: len(path)] == path]:
-        del origins[known]
-    origins[path] = Origin(source=COMMAND_LINE)
+    for known in [known for known in reading.origins if known[: len(path)] == path]:
+        del reading.origins[known]
+    reading.origins[path] = Origin(source=COMMAND_LINE)
 
 
 def _takes_text_alone(annotation: Any) -> bool:
@@ -184,19 +195,17 @@ def _takes_text_alone(annotation: Any) -> bool:
 # ---------------------------------------------------------------- values
 
 
-def _check_values(
-    raw: dict[str, Any], origins: Mapping[KeyPath, Origin], problems: list[Problem], source: str
-) -> tuple[RunSpec | None, set[str]]:
+def _check_values(reading: _Reading) -> tuple[RunSpec | None, set[str]]:
     """Types, bounds and unknown keys. Returns what can still be checked further and the keys that cannot.
 
     Invalid values are removed and the rest is validated again, so that the rules across keys can report on what
     remains.
     """
     bad: set[str] = set()
-    rest = copy.deepcopy(raw)
+    rest = copy.deepcopy(reading.raw)
     unknown = list(schema_keys.unknown(rest))
     for path, hint in unknown:
-        problems.append(_problem(path, "unknown key", origins, source, hint=hint))
+        reading.problems.append(reading.problem(path, "unknown key", hint))
         bad.add(dotted(path))
     for path, _ in unknown:
         _remove(rest, path)
@@ -207,7 +216,7 @@ def _check_values(
             result = _located(error, rest)
         for path, kind in result.items():
             if dotted(path) not in bad and not any(_within(dotted(path), other) for other in bad):
-                problems.append(_value_problem(path, kind, raw, origins, source))
+                reading.problems.append(_value_problem(reading, path, kind))
             bad.add(dotted(path))
         for path in sorted(result, key=lambda each: tuple(map(str, each)), reverse=True):
             if isinstance(path[-1], int):  # a list with a bad item cannot be checked further
@@ -248,25 +257,21 @@ def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
     }
 
 
-def _value_problem(
-    path: KeyPath, kind: str, raw: dict[str, Any], origins: Mapping[KeyPath, Origin], source: str
-) -> Problem:
+def _value_problem(reading: _Reading, path: KeyPath, kind: str) -> Problem:
+    value = _get(reading.raw, path)
     if kind.startswith("union_tag"):
-        given = _get(raw, path)
         family = schema_keys.family_of(schema_keys.at(path[:-1])[0])
         known = family.registry.names() if family else []
-        got = f", got {schema_keys.shown(given)}" if given is not None else ""
-        message = f"must be one of {', '.join(known)}{got}"
-        return _problem(path, message, origins, source, hint=_near(given, known))
-    annotation, info = schema_keys.at(path, raw)
+        got = f", got {schema_keys.shown(value)}" if value is not None else ""
+        return reading.problem(path, f"must be one of {', '.join(known)}{got}", _near(value, known))
+    annotation, info = schema_keys.at(path, reading.raw)
     requested = schema_keys.expected(annotation, info.metadata if info else None)
-    value = _get(raw, path)
     if kind == "missing" and value is None:
-        return _problem(path, f"is missing: {requested}", origins, source)
+        return reading.problem(path, f"is missing: {requested}")
     if kind == "too_short":
-        return _problem(path, f"must hold at least one item, got {schema_keys.shown(value)}", origins, source)
+        return reading.problem(path, f"must hold at least one item, got {schema_keys.shown(value)}")
     message = f"must be {requested}, got {schema_keys.shown(value, key=dotted(path))}"
-    return _problem(path, message, origins, source, value=value, hint=_value_hint(value, annotation, info))
+    return reading.problem(path, message, _value_hint(value, annotation, info))
 
 
 def _value_hint(value: Any, annotation: Any, info: FieldInfo | None) -> str | None:
@@ -299,35 +304,6 @@ def _near(given: Any, known: Iterable[str]) -> str | None:
 
 
 # ---------------------------------------------------------------- small things
-
-
-def _problem(
-    path: KeyPath,
-    message: str,
-    origins: Mapping[KeyPath, Origin],
-    source: str,
-    *,
-    value: object = None,
-    hint: str | None = None,
-) -> Problem:
-    origin = _origin(path, origins) or Origin(source=source)
-    return Problem(key=dotted(path), message=message, value=value, line=origin.line, source=origin.source, hint=hint)
-
-
-def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Where the key is, or the nearest section around it."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in origins:
-            return origins[path[:length]]
-    return None
-
-
-def _placed(problem: Problem, origins: Mapping[KeyPath, Origin], source: str) -> Problem:
-    """A rule's problem, with the place of its key."""
-    path: KeyPath = (
-        tuple(int(part) if part.isdigit() else part for part in problem.key.split(".")) if problem.key else ()
-    )
-    return _problem(path, problem.message, origins, source, value=problem.value, hint=problem.hint)
 
 
 def _touches(key: str, bad: set[str]) -> bool:

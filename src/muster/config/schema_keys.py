@@ -17,46 +17,31 @@ from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact
 
-#: Names in other programs -> names here.
-OTHER_NAMES = {
-    "lr": "training.optimizer.learning_rate",
-    "max_steps": "training.steps",
-    "num_steps": "training.steps",
-    "num_train_epochs": "training.epochs",
-    "num_epochs": "training.epochs",
-    "batch_size": "training.global_batch_size",
-    "train_batch_size": "training.global_batch_size",
-    "per_device_train_batch_size": "training.micro_batch_size",
-    "local_batch_size": "training.micro_batch_size",
-    "gradient_accumulation_steps": "training.global_batch_size",
-    "seq_len": "training.sequence_length",
-    "max_length": "training.sequence_length",
-    "max_seq_length": "training.sequence_length",
-    "context_length": "training.sequence_length",
-    "gradient_checkpointing": "training.activation_checkpointing",
-    "max_grad_norm": "training.optimizer.max_grad_norm",
-    "model_name": "model.source",
-    "model_name_or_path": "model.source",
-    "nodes": "resources.hosts",
-    "num_nodes": "resources.hosts",
-    "nnodes": "resources.hosts",
-    "gpus": "resources.ranks_per_host",
-    "gpus_per_node": "resources.ranks_per_host",
-    "nproc_per_node": "resources.ranks_per_host",
-    "tensor_parallel": "parallelism.tp",
-    "tensor_parallel_size": "parallelism.tp",
-    "fsdp": "parallelism.dp_shard",
-    "dataset": "data.sources",
-    "datasets": "data.sources",
-    "save_steps": "checkpoint.every_steps",
-    "eval_steps": "evaluation.every_steps",
-    "precision": "model.dtype",
-    "output_dir": "run_dir",
-    "wandb": "output.tracker",
-    "partition": "resources.queue",
-    "zone": "resources.locations",
-    "region": "resources.locations",
+#: Key here -> its names in other programs.
+_NAMES_ELSEWHERE = {
+    "training.optimizer.learning_rate": "lr",
+    "training.steps": "max_steps num_steps",
+    "training.epochs": "num_train_epochs num_epochs",
+    "training.global_batch_size": "batch_size train_batch_size gradient_accumulation_steps",
+    "training.micro_batch_size": "per_device_train_batch_size local_batch_size",
+    "training.sequence_length": "seq_len max_length max_seq_length context_length",
+    "training.activation_checkpointing": "gradient_checkpointing",
+    "training.optimizer.max_grad_norm": "max_grad_norm",
+    "model.source": "model_name model_name_or_path",
+    "resources.hosts": "nodes num_nodes nnodes",
+    "resources.ranks_per_host": "gpus gpus_per_node nproc_per_node",
+    "parallelism.tp": "tensor_parallel tensor_parallel_size",
+    "parallelism.dp_shard": "fsdp",
+    "data.sources": "dataset datasets",
+    "checkpoint.every_steps": "save_steps",
+    "evaluation.every_steps": "eval_steps",
+    "model.dtype": "precision",
+    "run_dir": "output_dir",
+    "output.tracker": "wandb",
+    "resources.queue": "partition",
+    "resources.locations": "zone region",
 }
+OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 
 def leaves(annotation: Any) -> list[Any]:
@@ -161,22 +146,20 @@ def unknown(raw: Any, annotation: Any = RunSpec, path: KeyPath = ()) -> Iterator
 
 def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
     """A suggestion for an unknown key: a sibling, the same key elsewhere, or what others call it."""
-    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.75)
-    if near:
+    lower = name.lower()
+    if near := difflib.get_close_matches(lower, siblings, n=1, cutoff=0.75):
         return f"did you mean `{near[0]}`?"
-    elsewhere = every_key().get(name.lower(), [])
-    if len(elsewhere) == 1 or (elsewhere and len({place.rpartition(".")[0] for place in elsewhere}) == 1):
-        section = elsewhere[0].rpartition(".")[0]
-        return f"`{name}` belongs under `{section}`" if section else f"`{name}` belongs at the top of the file"
+    elsewhere = [place.rpartition(".")[0] for place in every_key().get(lower, [])]
+    if elsewhere == [""]:
+        return f"`{name}` belongs at the top of the file"
     if elsewhere:
-        return f"`{name}` belongs under {' or '.join(f'`{place.rpartition(chr(46))[0]}`' for place in elsewhere[:3])}"
-    if name.lower() in OTHER_NAMES:
-        return f"here it is `{OTHER_NAMES[name.lower()]}`"
-    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.6)
-    if near:
+        sections = elsewhere[:1] if len(set(elsewhere)) == 1 else elsewhere[:3]
+        return f"`{name}` belongs under {' or '.join(f'`{section}`' for section in sections)}"
+    if lower in OTHER_NAMES:
+        return f"here it is `{OTHER_NAMES[lower]}`"
+    if near := difflib.get_close_matches(lower, siblings, n=1, cutoff=0.6):
         return f"did you mean `{near[0]}`?"
-    near = difflib.get_close_matches(name.lower(), list(every_key()), n=1, cutoff=0.8)
-    if near:
+    if near := difflib.get_close_matches(lower, list(every_key()), n=1, cutoff=0.8):
         return f"did you mean `{every_key()[near[0]][0]}`?"
     return f"known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}" if siblings else None
 

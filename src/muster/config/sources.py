@@ -134,7 +134,7 @@ class FileSource(Source):
     def problems(self) -> Iterator[Problem]:
         if not self.path.endswith(FILE_ENDINGS):
             yield Problem(
-                key="path", message=f"{self.path!r} is not a supported kind of file", value=self.path,
+                "path", f"{self.path!r} is not a supported kind of file",
                 hint="jsonl, json, parquet or txt, each also .gz",
             )  # fmt: skip
 

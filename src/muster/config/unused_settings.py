@@ -16,7 +16,7 @@ def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
     """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
     rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
     unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
-    return [Problem(key=key, message=f"has no effect: {reason}") for key, reason in unused if key in given]
+    return [Problem(key, f"has no effect: {reason}") for key, reason in unused if key in given]
 
 
 def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -51,16 +51,16 @@ def looks_local(name: str) -> bool:
 def _whole(spec: RunSpec) -> Iterator[Problem]:
     if spec.command is not None:
         if not spec.command:
-            yield Problem(key="command", message="is empty", hint='for example ["train.py", "--flag"]')
+            yield Problem("command", "is empty", hint='for example ["train.py", "--flag"]')
         elif spec.command == ["-m"]:
-            yield Problem(key="command", message="names no module", hint='for example ["-m", "package.train"]')
+            yield Problem("command", "names no module", hint='for example ["-m", "package.train"]')
         for key in ("model", "data"):
             if getattr(spec, key) is not None:
-                yield Problem(key=key, message="cannot be combined with `command`", hint="remove one")
+                yield Problem(key, "cannot be combined with `command`", hint="remove one")
         return
     for key in ("model", "data"):
         if getattr(spec, key) is None:
-            yield Problem(key=key, message="is missing: a section", hint="give `model` and `data`, or a `command`")
+            yield Problem(key, "is missing: a section", hint="give `model` and `data`, or a `command`")
 
 
 def _model(spec: RunSpec) -> Iterator[Problem]:
@@ -70,23 +70,22 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
     if (model.source is None) == (model.config is None):
         what = "both are given" if model.source else "neither is given"
         yield Problem(
-            key="model", message=f"needs either `source` or `config`: {what}",
+            "model", f"needs either `source` or `config`: {what}",
             hint="`source` loads weights, `config` starts from random ones",
         )  # fmt: skip
     if model.source is not None and isinstance(model.tokenizer, TrainedTokenizer):
         yield Problem(
-            key="model.tokenizer",
-            message="a newly trained vocabulary does not fit the weights of `model.source`",
+            "model.tokenizer", "a newly trained vocabulary does not fit the weights of `model.source`",
             hint="remove `tokenizer`, or start from `model.config`",
-        )
+        )  # fmt: skip
     has_text = spec.data is not None and not all(source.is_tokenized for source in spec.data.sources)
     if model.config is not None and model.tokenizer is None and has_text:
         yield Problem(
-            key="model", message="`config` alone has no tokenizer",
+            "model", "`config` alone has no tokenizer",
             hint="add `tokenizer: {kind: word, vocab_size: 512}` or a hub id",
         )  # fmt: skip
     if model.lora is not None and model.lora.targets == []:
-        yield Problem(key="model.lora.targets", message="is empty: nothing would train", hint="all-linear")
+        yield Problem("model.lora.targets", "is empty: nothing would train", hint="all-linear")
     if isinstance(model.config, Mapping):
         yield from config_problems(spec, model.config, key="model.config")
 
@@ -96,24 +95,21 @@ def config_problems(spec: RunSpec, config: Mapping[str, Any], *, key: str) -> It
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, context, tp = config.get("hidden_size"), config.get("max_position_embeddings"), spec.parallelism.tp
     if key == "model.config" and not isinstance(config.get("model_type"), str):
-        yield Problem(key=key, message="has no `model_type`", hint="for example model_type: llama")
+        yield Problem(key, "has no `model_type`", hint="for example model_type: llama")
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if isinstance(count, int) and count > 0 and count % tp:
             yield Problem(
-                key="parallelism.tp", message=f"{name} = {count} does not divide into tp = {tp}", value=tp,
-                hint=f"tp must divide {count}",
-            )  # fmt: skip
+                "parallelism.tp", f"{name} = {count} does not divide into tp = {tp}", hint=f"tp must divide {count}"
+            )
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and hidden % heads and "head_dim" not in config:
-        yield Problem(key=key, message=f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
+        yield Problem(key, f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
-        yield Problem(
-            key=key, message=f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
-        )
+        yield Problem(key, f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     longest = spec.training.sequence_length
     if isinstance(context, int) and longest > context:
         yield Problem(
-            key="training.sequence_length", message=f"{longest} is longer than the model's context of {context}",
-            value=longest, hint=f"at most {context}",
+            "training.sequence_length", f"{longest} is longer than the model's context of {context}",
+            hint=f"at most {context}",
         )  # fmt: skip
 
 
@@ -123,20 +119,22 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
         return
     if data.on_overlong == "split" and not data.packing:
         yield Problem(
-            key="data.on_overlong", hint="drop or truncate",
-            message="`split` needs `packing: true`: each piece would be padded to a whole sequence",
+            "data.on_overlong", "`split` needs `packing: true`: each piece would be padded to a whole sequence",
+            hint="drop or truncate",
         )  # fmt: skip
     if isinstance(data.train_on, list) and not data.train_on:
-        yield Problem(key="data.train_on", message="is an empty list: no token would be supervised", hint="completions")
+        yield Problem("data.train_on", "is an empty list: no token would be supervised", hint="completions")
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
         if data.on_overlong == "split" and not source.makes_rows and source.format in ("chat", "prompt_completion"):
             yield Problem(
-                key="data.on_overlong", message=f"`split` is for plain text: source {index} is {source.format}, whose "
-                "later pieces would lose their prompt", hint="drop or truncate",
-            )  # fmt: skip
+                "data.on_overlong",
+                f"`split` is for plain text: source {index} is {source.format}, whose "
+                "later pieces would lose their prompt",
+                hint="drop or truncate",
+            )
         if source.template is not None and source.format in ("chat", "text"):
-            yield Problem(key=f"{key}.template", message=f"does not go with format: {source.format}", hint="remove one")
+            yield Problem(f"{key}.template", f"does not go with format: {source.format}", hint="remove one")
         for problem in source.problems():
             yield replace(problem, key=f"{key}.{problem.key}")
 
@@ -144,50 +142,50 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
 def _training(spec: RunSpec) -> Iterator[Problem]:
     training = spec.training
     if training.steps is not None and training.epochs is not None:
-        yield Problem(key="training.epochs", message="cannot be combined with `steps`", hint="give one of them")
+        yield Problem("training.epochs", "cannot be combined with `steps`", hint="give one of them")
     if training.steps is None and training.epochs is None and spec.command is None:
-        yield Problem(key="training", message="does not say how long: give `steps` or `epochs`", hint="steps: 100")
+        yield Problem("training", "does not say how long: give `steps` or `epochs`", hint="steps: 100")
     if training.global_batch_size % training.micro_batch_size:
         yield Problem(
-            key="training.micro_batch_size",
-            message=f"{training.micro_batch_size} does not divide global_batch_size = {training.global_batch_size}",
-            value=training.micro_batch_size, hint="a step is made of whole micro-batches",
-        )  # fmt: skip
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} does not divide global_batch_size = {training.global_batch_size}",
+            hint="a step is made of whole micro-batches",
+        )
     warmup = training.optimizer.warmup_steps
     if training.steps is not None and warmup > training.steps:
         yield Problem(
-            key="training.optimizer.warmup_steps", message=f"{warmup} is more than steps = {training.steps}",
-            value=warmup, hint="the learning rate would never reach its peak",
+            "training.optimizer.warmup_steps", f"{warmup} is more than steps = {training.steps}",
+            hint="the learning rate would never reach its peak",
         )  # fmt: skip
     for index, beta in enumerate(training.optimizer.betas):
         if not 0 <= beta < 1:
-            yield Problem(key="training.optimizer.betas", message=f"item {index} must be in [0, 1), got {beta}")
+            yield Problem("training.optimizer.betas", f"item {index} must be in [0, 1), got {beta}")
 
 
 def _numerics(spec: RunSpec) -> Iterator[Problem]:
     training, model = spec.training, spec.model
     if model is not None and model.master_dtype == "bfloat16" and model.dtype == "float32":
-        yield Problem(key="model.master_dtype", message="bfloat16 is coarser than dtype: float32", hint="float32")
+        yield Problem("model.master_dtype", "bfloat16 is coarser than dtype: float32", hint="float32")
     if model is not None and model.attention.startswith("flash") and spec.resources.device == "cpu":
-        yield Problem(key="model.attention", message=f"{model.attention} needs CUDA, and device is cpu", hint="auto")
+        yield Problem("model.attention", f"{model.attention} needs CUDA, and device is cpu", hint="auto")
     if model is not None and model.attention.startswith("flash") and model.dtype == "float32":
-        yield Problem(key="model.attention", message=f"{model.attention} cannot compute in float32", hint="auto")
+        yield Problem("model.attention", f"{model.attention} cannot compute in float32", hint="auto")
     if not training.exact:
         return
     if model is not None and (model.dtype, model.master_dtype) != ("float32", "float32"):
         yield Problem(
-            key="training.exact", message="needs model.dtype: float32 (and master_dtype): sums are exact only then",
+            "training.exact", "needs model.dtype: float32 (and master_dtype): sums are exact only then",
             hint="dtype: float32",
         )  # fmt: skip
     if spec.parallelism.tp > 1:
         yield Problem(
-            key="training.exact", hint="tp: 1",
-            message=f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
+            "training.exact", f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
+            hint="tp: 1",
         )  # fmt: skip
     if not training.optimizer.traits.elementwise:
         name = training.optimizer.name
         yield Problem(
-            key="training.exact", message=f"cannot hold with {name}, whose rounding depends on how state is sharded",
+            "training.exact", f"cannot hold with {name}, whose rounding depends on how state is sharded",
             hint="name: adamw",
         )  # fmt: skip
 
@@ -195,7 +193,7 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
 def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     shape, ranks = spec.parallelism, world_size(spec)
     if shape.dp_shard == 0:
-        yield Problem(key="parallelism.dp_shard", message="must be -1 (what remains) or at least 1, got 0", value=0)
+        yield Problem("parallelism.dp_shard", "must be -1 (what remains) or at least 1, got 0")
         return
     if ranks is None:
         return
@@ -205,11 +203,10 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
     if shape.dp_shard > 0 and fixed != ranks:
         yield Problem(
-            key="parallelism", message=f"{terms} = {fixed}, but there are {where}",
-            hint="dp_shard: -1 takes what remains",
-        )  # fmt: skip
+            "parallelism", f"{terms} = {fixed}, but there are {where}", hint="dp_shard: -1 takes what remains"
+        )
     elif shape.dp_shard == -1 and ranks % fixed:
-        yield Problem(key="parallelism", message=f"{terms} = {fixed} does not divide {where}")
+        yield Problem("parallelism", f"{terms} = {fixed} does not divide {where}")
 
 
 def _evaluation(spec: RunSpec) -> Iterator[Problem]:
@@ -217,68 +214,61 @@ def _evaluation(spec: RunSpec) -> Iterator[Problem]:
     for name in ("trace_step", "memory_step"):
         at = getattr(profile, name)
         if steps is not None and at is not None and at > steps:
-            yield Problem(key=f"training.profile.{name}", message=f"step {at} is after the last one, {steps}", value=at)
+            yield Problem(f"training.profile.{name}", f"step {at} is after the last one, {steps}")
 
 
 def _places(spec: RunSpec) -> Iterator[Problem]:
     for key, place in (("checkpoint.dir", spec.checkpoint.dir), ("run_dir", spec.run_dir)):
         scheme = place.partition("://")[0] if place and "://" in place else None
         if scheme is not None and scheme not in SCHEMES:
-            yield Problem(key=key, message=f"the scheme {scheme}:// is not known", value=place, hint="gs, s3 or a path")
+            yield Problem(key, f"the scheme {scheme}:// is not known", hint="gs, s3 or a path")
     if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
         message = "has nothing to copy: snapshot_every_steps is 0"
-        yield Problem(key="checkpoint.replicate_snapshots", message=message, hint="1")
+        yield Problem("checkpoint.replicate_snapshots", message, hint="1")
     if spec.command is not None and spec.checkpoint.every_steps == "auto":
         yield Problem(
-            key="checkpoint.every_steps", message="auto is Muster's own loop's; a `command` saves at a number of steps",
-            value="auto", hint="100",
-        )  # fmt: skip
+            "checkpoint.every_steps", "auto is Muster's own loop's; a `command` saves at a number of steps", hint="100"
+        )
 
 
 def _recovery(spec: RunSpec) -> Iterator[Problem]:
     policy = spec.recovery.policy
     if policy not in ("default", "conservative", "none") and not policy.endswith(".py"):
         yield Problem(
-            key="recovery.policy", message=f"{policy!r} is not a policy", value=policy,
-            hint="default, conservative, none, or a Python file",
-        )  # fmt: skip
+            "recovery.policy", f"{policy!r} is not a policy", hint="default, conservative, none, or a Python file"
+        )
     steps, requested = spec.training.steps, spec.recovery.baseline_steps
     if 0 < requested < REFERENCE_LEAST:
         yield Problem(
-            key="recovery.baseline_steps", message=f"{requested} are too few for a median", value=requested,
+            "recovery.baseline_steps", f"{requested} are too few for a median",
             hint=f"at least {REFERENCE_LEAST}; 200 are enough",
         )  # fmt: skip
     elif requested and steps is not None and requested + REFERENCE_AFTER > steps:
         yield Problem(
-            key="recovery.baseline_steps", value=requested,
-            message=f"does not fit: the {requested} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
+            "recovery.baseline_steps",
+            f"does not fit: the {requested} steps begin after {REFERENCE_AFTER}, and the run has {steps}",
             hint="fewer, or a longer run",
-        )  # fmt: skip
+        )
     resources = spec.resources
     if resources.min_hosts is not None and resources.min_hosts > resources.hosts:
-        yield Problem(
-            key="resources.min_hosts", message=f"{resources.min_hosts} is more than hosts = {resources.hosts}",
-            value=resources.min_hosts,
-        )  # fmt: skip
+        yield Problem("resources.min_hosts", f"{resources.min_hosts} is more than hosts = {resources.hosts}")
 
 
-def _limits(spec: RunSpec, *, now: datetime | None = None) -> Iterator[Problem]:
+def _limits(spec: RunSpec) -> Iterator[Problem]:
     text = spec.limits.deadline
     if text is None:
         return
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        yield Problem(key="limits.deadline", message=f"{text!r} is not an ISO 8601 time", hint="2030-01-31T18:00:00Z")
+        yield Problem("limits.deadline", f"{text!r} is not an ISO 8601 time", hint="2030-01-31T18:00:00Z")
         return
     if moment.tzinfo is None:
-        yield Problem(key="limits.deadline", message=f"{text!r} has no zone", hint=f"{text}Z or {text}+02:00")
-    elif moment <= (now or datetime.now(UTC)):
-        yield Problem(key="limits.deadline", message=f"{text} is in the past", hint="it is now " + _now_text(now))
-
-
-def _now_text(now: datetime | None) -> str:
-    return (now or datetime.now(UTC)).isoformat(timespec="seconds")
+        yield Problem("limits.deadline", f"{text!r} has no zone", hint=f"{text}Z or {text}+02:00")
+    elif moment <= (now := datetime.now(UTC)):
+        yield Problem(
+            "limits.deadline", f"{text} is in the past", hint="it is now " + now.isoformat(timespec="seconds")
+        )
 
 
 # ---------------------------------------------------------------- paths
@@ -297,14 +287,13 @@ def absolute(spec: RunSpec) -> RunSpec:
     if spec.recovery.policy.endswith(".py"):
         changes["recovery"] = spec.recovery.model_copy(update={"policy": full(spec.recovery.policy)})
     if spec.model is not None:
-        result: dict[str, Any] = {}
-        for name in ("source", "tokenizer"):
-            value = getattr(spec.model, name)
-            if isinstance(value, str) and looks_local(value):
-                result[name] = full(value)
-        if isinstance(spec.model.config, str):
-            result["config"] = full(spec.model.config)
-        changes["model"] = spec.model.model_copy(update=result)
+        given = {name: getattr(spec.model, name) for name in ("source", "tokenizer", "config")}
+        local = {
+            name: full(value)
+            for name, value in given.items()
+            if isinstance(value, str) and (name == "config" or looks_local(value))
+        }
+        changes["model"] = spec.model.model_copy(update=local)
     if spec.data is not None:
         sources = [
             source.model_copy(update={key: full(path) for key, path in source.files.items()})

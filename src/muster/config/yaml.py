@@ -31,14 +31,17 @@ class Parsed:
 
     def wrong(self, path: KeyPath, message: str, *, line: int | None, hint: str | None = None) -> None:
         """Note a problem."""
-        self.problems.append(
-            Problem(key=dotted(path), message=message, line=line, source=self.source, hint=hint),
-        )
+        self.problems.append(Problem(dotted(path), message, line=line, source=self.source, hint=hint))
 
 
 def dotted(path: KeyPath) -> str:
     """``data.sources.0.rows``."""
     return ".".join(str(part) for part in path)
+
+
+def key_path(key: str) -> KeyPath:
+    """The inverse of ``dotted``."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split(".")) if key else ()
 
 
 def parse(text: str, *, source: str) -> Parsed:

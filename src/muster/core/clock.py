@@ -38,18 +38,11 @@ class SystemShell:
         stdin: str | None = None,
         timeout_s: float | None = None,
     ) -> Completed:
-        merged = {**os.environ, **env} if env else None
         try:
             done = subprocess.run(
-                list(argv),
-                env=merged,
-                input=stdin,
-                capture_output=True,
-                timeout=timeout_s,
-                text=True,
-                errors="replace",
-                check=False,
-            )
+                list(argv), env={**os.environ, **env} if env else None, input=stdin, capture_output=True,
+                timeout=timeout_s, text=True, errors="replace", check=False,
+            )  # fmt: skip
         except FileNotFoundError as error:
             raise BackendError(f"program {argv[0]!r} not found", hint="install it or fix PATH") from error
         except subprocess.TimeoutExpired as error:

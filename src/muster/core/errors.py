@@ -18,7 +18,7 @@ prints it, as one line and a hint, and only ``cli`` exits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
 class MusterError(Exception):
@@ -37,12 +37,13 @@ class UsageError(MusterError):
     exit_code = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a run file: where, what, which value, and what would be right."""
+    """One thing wrong with a run file: where, what, and what would be right."""
 
     key: str
     message: str
+    _: KW_ONLY
     value: object = None
     line: int | None = None
     source: str = "run file"

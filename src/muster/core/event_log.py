@@ -162,8 +162,7 @@ def verify(data: bytes, *, run_id: str, name: str) -> Verdict:
     for line in data[:end].splitlines(keepends=True):
         try:
             result = json.loads(line)
-            prev = result["prev"]
-            seq = result["seq"]
+            prev, seq = result["prev"], result["seq"]
         except (ValueError, KeyError, TypeError):
             return Verdict(events=count, head=head, problem=f"line {count + 1} is not an event")
         if prev != head or seq != count:
@@ -180,15 +179,10 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
 
     A torn last line is left out. Raises MusterError naming the file and line of anything else unreadable.
     """
-    skip = dict(after or {})
-    root = Path(directory)
-    for path in sorted(root.glob("*.jsonl")) if root.is_dir() else []:
-        if not _NAME.match(path.name):
-            continue
+    for path in _files(directory):
         data = path.read_bytes()
-        for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines()):
-            if number < skip.get(path.name, 0):
-                continue
+        first = (after or {}).get(path.name, 0)
+        for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines()[first:], first):
             try:
                 yield path.name, Event.from_json(json.loads(line))
             except (ValueError, AttributeError) as error:  # AttributeError: JSON, and no object
@@ -217,10 +211,9 @@ def on_one_clock(files: Mapping[str, Sequence[Event]]) -> list[Event]:
 def heads(directory: str | Path, *, run_id: str) -> dict[str, str]:
     """What the next line of every file would cite: file name -> SHA-256 of its last whole line. Reads no other."""
     result = {}
-    for path in sorted(Path(directory).glob("*.jsonl")):
-        if _NAME.match(path.name):
-            last = _last_line(path)
-            result[path.name] = hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
+    for path in _files(directory):
+        last = _last_line(path)
+        result[path.name] = hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
     return result
 
 
@@ -242,8 +235,9 @@ def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:
 
 def check_directory(directory: str | Path, *, run_id: str) -> dict[str, Verdict]:
     """Verify every file's chain: file name -> verdict."""
-    return {
-        path.name: verify(path.read_bytes(), run_id=run_id, name=path.name)
-        for path in sorted(Path(directory).glob("*.jsonl"))
-        if _NAME.match(path.name)
-    }
+    return {path.name: verify(path.read_bytes(), run_id=run_id, name=path.name) for path in _files(directory)}
+
+
+def _files(directory: str | Path) -> list[Path]:
+    """The event files of a folder, which need not exist."""
+    return sorted(path for path in Path(directory).glob("*.jsonl") if _NAME.match(path.name))

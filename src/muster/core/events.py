@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -41,7 +40,7 @@ PHASES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One kind of event: what it means and what its ``detail`` holds."""
 
@@ -53,6 +52,11 @@ class Kind:
     """Further keys are allowed (free-form detail)."""
 
 
+_END = {
+    "outcome": "succeeded, failed, stopped or preempted",
+    "exit_code": "process exit code",
+    "reason": "the verdict, one sentence",
+}
 _COST = {"usd_per_hour": "price of the whole host; absent: unknown"}
 #: A loop of the user's own (``command:``) may leave any of these but ``step_ns`` null: unknown, never zero.
 _STEP = {
@@ -82,215 +86,181 @@ _STEP_OPTIONAL = {
     "peer_step": "newest step of which every rank knows that another host's memory holds it too",
 }
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        # -------- life of a run (client, supervisor)
-        "run.submitted": Kind(
-            doc="The intent, written before anything is done about it.",
-            required={"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
-            optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
-        ),
-        "run.message": Kind(
-            doc="Informational message; nothing is read back from it.", required={"text": "one sentence"}, open=True
-        ),
-        "run.restarted": Kind(
-            doc="`muster restart` with a corrected run file: errors and restarts are counted from zero again.",
-            required={"reason": "one sentence"},
-        ),
-        "run.ending": Kind(
-            doc="It will end so, once the hosts have written what only their memory holds.",
-            required={
-                "outcome": "succeeded, failed, stopped or preempted",
-                "exit_code": "process exit code",
-                "reason": "the verdict, one sentence",
-            },
-        ),
-        "run.finished": Kind(
-            doc="The end: nothing of this run acts after it.",
-            required={
-                "outcome": "succeeded, failed, stopped or preempted",
-                "exit_code": "process exit code",
-                "reason": "the verdict, one sentence",
-            },
-            optional={"final_step": "last applied step"},
-        ),
-        # -------- hardware
-        "host.requested": Kind(doc="Asked for; the queue begins.", required={"count": "hosts"}, open=True),
-        "host.allocated": Kind(
-            doc="Bought: from here a host costs money.",
-            required={"gpus": "on this host (CPU: ranks)", "role": "active or spare"},
-            optional={**_COST, "machine": "type", "location": "zone", "peak_flops": "per rank"},
-        ),
-        "host.released": Kind(doc="Given back: costs nothing from here.", optional={"reason": "why"}),
-        "host.lost": Kind(doc="Gone or silent.", required={"evidence": "what was seen"}),
-        "host.reset": Kind(
-            doc="Its GPUs were reset between two attempts.",
-            required={"gpus": "their numbers on the host", "ok": "whether it worked"},
-            optional={"evidence": "what the tool said"},
-        ),
-        "host.quarantined": Kind(
-            doc="Not used again, or not for now.",
-            required={"reason": "why"},
-            optional={
-                "for_s": "seconds of quarantine",
-                "until_return": "until the host has left and rejoined",
-                "quarantined_for_error": "error (step and words) that is looked for on another host",
-            },
-        ),
-        "host.readmitted": Kind(doc="No longer quarantined: it may be used again.", required={"reason": "why"}),
-        "clock.offset": Kind(
-            doc="A host's monotonic clock against the supervisor's, by round trips.",
-            required={"offset_ns": "add to the host's mono_ns", "error_ns": "half the best round trip"},
-        ),
-        # -------- supervisor and agents
-        "supervisor.started": Kind(
-            doc="A supervisor took the lease.",
-            required={"term": "lease generation, rises by one", "pid": "process id"},
-            optional={"heads": "writer -> SHA-256 of the last line seen", "address": "host:port"},
-        ),
-        "supervisor.ended": Kind(doc="It gave the lease back.", required={"reason": "why"}),
-        "log.hash_heads": Kind(
-            doc="The supervisor cites the other writers' chains.", required={"heads": "writer -> SHA-256"}
-        ),
-        "agent.started": Kind(
-            doc="An agent is ready.",
-            required={"pid": "process id", "ranks": "ranks it can run"},
-            optional={"boot_id": "kernel's", "adopted": "ranks found alive"},
-            open=True,
-        ),
-        "agent.ended": Kind(doc="An agent leaves.", required={"reason": "why"}),
-        # -------- attempts and ranks
-        "attempt.started": Kind(
-            doc="A world of ranks is formed. `attempt` is the fence from here on.",
-            required={"world_size": "ranks", "layout": "axis -> size", "hosts": "host -> its ranks"},
-            optional={
-                "resume_step": "last applied step it starts from, -1: none",
-                "tier": "where from",
-                "resume_attempt": "the attempt that took the snapshots",
-                "cause": "incident id",
-                "kept": "ranks whose processes go on from the attempt before",
-                "skip_steps": "steps whose update is left out: their batch is never finite",
-                "batch_schedule": "changes of batch and learning rate since step 1, by the policy",
-            },
-        ),
-        "attempt.ended": Kind(doc="Its ranks are gone.", required={"reason": "why"}),
-        "rank.started": Kind(
-            doc="A rank's process exists, or continues in a new attempt.",
-            required={"pid": "process id"},
-            optional={"standby": "was warm", "kept": "it ran in the attempt before"},
-        ),
-        "rank.exited": Kind(
-            doc="A rank's process is gone.",
-            required={"exit_code": "negative: the signal"},
-            optional={"reason": "last words", "exception": "class name", "traceback": "last lines"},
-        ),
-        "phase.changed": Kind(doc="From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
-        # -------- training (rank 0 unless stated)
-        "data.prepared": Kind(
-            doc="Tokens are ready.",
-            required={
-                "fingerprint": "of the prepared data",
-                "tokens": "in it",
-                "sequences": "in it",
-                "cached": "was there already",
-            },
-            open=True,
-        ),
-        "model.ready": Kind(
-            doc="What will train.",
-            required={"parameters": "count", "trainable_parameters": "count", "attention": "kernel chosen and why"},
-            optional={
-                "flops_per_token": "CAUSAL, fwd+bwd",
-                "peak_flops": "per rank that MFU divides by",
-                "peak_source": "where from",
-            },
-            open=True,
-        ),
-        "step": Kind(doc="An optimizer step was applied by every rank.", required=_STEP, optional=_STEP_OPTIONAL),
-        "baseline_rate": Kind(
-            doc="The rate of these ranks with fault tolerance off and no checkpoints: what goodput divides by.",
-            required={
-                "tokens_per_s": "all ranks, median of the steps",
-                "world_size": "ranks",
-                "steps": "measured after warm-up",
-            },
-            optional={
-                "spread": "robust standard deviation / median",
-                "mfu": "of the median step",
-                "first_step": "first step without fault tolerance; `step` is the last",
-            },
-        ),
-        "eval": Kind(
-            doc="Held-out figures after `step`.",
-            optional={
-                "loss": "held-out, mean per supervised token",
-                "execution_accuracy": "share of questions whose rows equal the gold query's",
-                "query_match": "share of queries equal to gold after normalising",
-                "questions": "asked",
-                "baseline_accuracy": "majority-template baseline on the same questions",
-                "duration_ns": "time it took",
-                "timeouts": "queries stopped",
-            },
-            open=True,
-        ),
-        "generation": Kind(
-            doc="One generation, shown.",
-            required={"prompt": "text", "completion": "text"},
-            optional={"expected": "gold text", "correct": "bool", "rows": "what it returned"},
-        ),
-        # -------- checkpoints
-        "checkpoint.begun": Kind(
-            doc="Bytes start to move.", required={"tier": "memory, peer, disk, bucket", "uri": "where"}
-        ),
-        "checkpoint.committed": Kind(
-            doc="The commit marker is written: this version can be restored.",
-            required={"tier": "memory, peer, disk, bucket", "uri": "where", "bytes": "all ranks"},
-            optional={"duration_ns": "begun to committed", "stall_ns": "training held up"},
-        ),
-        "checkpoint.failed": Kind(
-            doc="Not written; training continues.", required={"tier": "which", "uri": "where", "reason": "why"}
-        ),
-        "checkpoint.rejected": Kind(
-            doc="Found, not usable.", required={"uri": "where", "reason": "torn, truncated, foreign..."}
-        ),
-        "checkpoint.restored": Kind(
-            doc="Training state was read.",
-            required={"tier": "which", "uri": "where"},
-            optional={"bytes": "read by this rank", "duration_ns": "time it took"},
-        ),
-        "checkpoint.removed": Kind(doc="Beyond keep_last.", required={"uri": "where"}),
-        # -------- incidents
-        "incident.detected": Kind(
-            doc="Something went wrong.",
-            required={
-                "incident_id": "unique in the run",
-                "incident": "kind: a row of muster.core.incidents",
-                "evidence": "one sentence with values",
-            },
-            optional={"since_ns": "earliest moment (supervisor's mono_ns) it can have begun"},
-            open=True,
-        ),
-        "incident.decided": Kind(
-            doc="What will be done; written before it is.",
-            required={"incident_id": "which", "action": "Action", "reason": "one sentence"},
-            open=True,
-        ),
-        "incident.resolved": Kind(
-            doc="The first step beyond the last applied one before the incident.",
-            required={"incident_id": "which", "lost_ns": "L: from the fault's detection to this step's end"},
-            optional={"redone_steps": "applied steps taken again", "stages_ns": "stage -> time"},
-        ),
-        "termination.notice": Kind(
-            doc="Told in advance: preemption, maintenance, a time limit, a user's stop.",
-            required={"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
-            optional={
-                "grace_s": "time given",
-                "exit_code": "of a stop: what the run will answer",
-                "save": "of a stop: whether the ranks save first",
-            },
-        ),
-    }
-)
+KINDS: Mapping[str, Kind] = {
+    # -------- life of a run (client, supervisor)
+    "run.submitted": Kind(
+        "The intent, written before anything is done about it.",
+        {"spec_digest": "SHA-256 of the resolved run file", "backend": "name", "version": "of Muster"},
+        optional={"argv": "command line, secrets removed", "name": "of the run", "plan": "the chosen plan"},
+    ),
+    "run.message": Kind("Informational message; nothing is read back from it.", {"text": "one sentence"}, open=True),
+    "run.restarted": Kind(
+        "`muster restart` with a corrected run file: errors and restarts are counted from zero again.",
+        {"reason": "one sentence"},
+    ),
+    "run.ending": Kind("It will end so, once the hosts have written what only their memory holds.", _END),
+    "run.finished": Kind(
+        "The end: nothing of this run acts after it.", _END, optional={"final_step": "last applied step"}
+    ),
+    # -------- hardware
+    "host.requested": Kind("Asked for; the queue begins.", {"count": "hosts"}, open=True),
+    "host.allocated": Kind(
+        "Bought: from here a host costs money.",
+        {"gpus": "on this host (CPU: ranks)", "role": "active or spare"},
+        optional={**_COST, "machine": "type", "location": "zone", "peak_flops": "per rank"},
+    ),
+    "host.released": Kind("Given back: costs nothing from here.", optional={"reason": "why"}),
+    "host.lost": Kind("Gone or silent.", {"evidence": "what was seen"}),
+    "host.reset": Kind(
+        "Its GPUs were reset between two attempts.",
+        {"gpus": "their numbers on the host", "ok": "whether it worked"},
+        optional={"evidence": "what the tool said"},
+    ),
+    "host.quarantined": Kind(
+        "Not used again, or not for now.",
+        {"reason": "why"},
+        optional={
+            "for_s": "seconds of quarantine",
+            "until_return": "until the host has left and rejoined",
+            "quarantined_for_error": "error (step and words) that is looked for on another host",
+        },
+    ),
+    "host.readmitted": Kind("No longer quarantined: it may be used again.", {"reason": "why"}),
+    "clock.offset": Kind(
+        "A host's monotonic clock against the supervisor's, by round trips.",
+        {"offset_ns": "add to the host's mono_ns", "error_ns": "half the best round trip"},
+    ),
+    # -------- supervisor and agents
+    "supervisor.started": Kind(
+        "A supervisor took the lease.",
+        {"term": "lease generation, rises by one", "pid": "process id"},
+        optional={"heads": "writer -> SHA-256 of the last line seen", "address": "host:port"},
+    ),
+    "supervisor.ended": Kind("It gave the lease back.", {"reason": "why"}),
+    "log.hash_heads": Kind("The supervisor cites the other writers' chains.", {"heads": "writer -> SHA-256"}),
+    "agent.started": Kind(
+        "An agent is ready.",
+        {"pid": "process id", "ranks": "ranks it can run"},
+        optional={"boot_id": "kernel's", "adopted": "ranks found alive"},
+        open=True,
+    ),
+    "agent.ended": Kind("An agent leaves.", {"reason": "why"}),
+    # -------- attempts and ranks
+    "attempt.started": Kind(
+        "A world of ranks is formed. `attempt` is the fence from here on.",
+        {"world_size": "ranks", "layout": "axis -> size", "hosts": "host -> its ranks"},
+        optional={
+            "resume_step": "last applied step it starts from, -1: none",
+            "tier": "where from",
+            "resume_attempt": "the attempt that took the snapshots",
+            "cause": "incident id",
+            "kept": "ranks whose processes go on from the attempt before",
+            "skip_steps": "steps whose update is left out: their batch is never finite",
+            "batch_schedule": "changes of batch and learning rate since step 1, by the policy",
+        },
+    ),
+    "attempt.ended": Kind("Its ranks are gone.", {"reason": "why"}),
+    "rank.started": Kind(
+        "A rank's process exists, or continues in a new attempt.",
+        {"pid": "process id"},
+        optional={"standby": "was warm", "kept": "it ran in the attempt before"},
+    ),
+    "rank.exited": Kind(
+        "A rank's process is gone.",
+        {"exit_code": "negative: the signal"},
+        optional={"reason": "last words", "exception": "class name", "traceback": "last lines"},
+    ),
+    "phase.changed": Kind("From here on this rank (or host) is in `phase`.", optional={"reason": "why"}),
+    # -------- training (rank 0 unless stated)
+    "data.prepared": Kind(
+        "Tokens are ready.",
+        {"fingerprint": "of the prepared data", "tokens": "in it", "sequences": "in it", "cached": "was there already"},
+        open=True,
+    ),
+    "model.ready": Kind(
+        "What will train.",
+        {"parameters": "count", "trainable_parameters": "count", "attention": "kernel chosen and why"},
+        optional={
+            "flops_per_token": "CAUSAL, fwd+bwd",
+            "peak_flops": "per rank that MFU divides by",
+            "peak_source": "where from",
+        },
+        open=True,
+    ),
+    "step": Kind("An optimizer step was applied by every rank.", _STEP, optional=_STEP_OPTIONAL),
+    "baseline_rate": Kind(
+        "The rate of these ranks with fault tolerance off and no checkpoints: what goodput divides by.",
+        {"tokens_per_s": "all ranks, median of the steps", "world_size": "ranks", "steps": "measured after warm-up"},
+        optional={
+            "spread": "robust standard deviation / median",
+            "mfu": "of the median step",
+            "first_step": "first step without fault tolerance; `step` is the last",
+        },
+    ),
+    "eval": Kind(
+        "Held-out figures after `step`.",
+        optional={
+            "loss": "held-out, mean per supervised token",
+            "execution_accuracy": "share of questions whose rows equal the gold query's",
+            "query_match": "share of queries equal to gold after normalising",
+            "questions": "asked",
+            "baseline_accuracy": "majority-template baseline on the same questions",
+            "duration_ns": "time it took",
+            "timeouts": "queries stopped",
+        },
+        open=True,
+    ),
+    "generation": Kind(
+        "One generation, shown.",
+        {"prompt": "text", "completion": "text"},
+        optional={"expected": "gold text", "correct": "bool", "rows": "what it returned"},
+    ),
+    # -------- checkpoints
+    "checkpoint.begun": Kind("Bytes start to move.", {"tier": "memory, peer, disk, bucket", "uri": "where"}),
+    "checkpoint.committed": Kind(
+        "The commit marker is written: this version can be restored.",
+        {"tier": "memory, peer, disk, bucket", "uri": "where", "bytes": "all ranks"},
+        optional={"duration_ns": "begun to committed", "stall_ns": "training held up"},
+    ),
+    "checkpoint.failed": Kind("Not written; training continues.", {"tier": "which", "uri": "where", "reason": "why"}),
+    "checkpoint.rejected": Kind("Found, not usable.", {"uri": "where", "reason": "torn, truncated, foreign..."}),
+    "checkpoint.restored": Kind(
+        "Training state was read.",
+        {"tier": "which", "uri": "where"},
+        optional={"bytes": "read by this rank", "duration_ns": "time it took"},
+    ),
+    "checkpoint.removed": Kind("Beyond keep_last.", {"uri": "where"}),
+    # -------- incidents
+    "incident.detected": Kind(
+        "Something went wrong.",
+        {
+            "incident_id": "unique in the run",
+            "incident": "kind: a row of muster.core.incidents",
+            "evidence": "one sentence with values",
+        },
+        optional={"since_ns": "earliest moment (supervisor's mono_ns) it can have begun"},
+        open=True,
+    ),
+    "incident.decided": Kind(
+        "What will be done; written before it is.",
+        {"incident_id": "which", "action": "Action", "reason": "one sentence"},
+        open=True,
+    ),
+    "incident.resolved": Kind(
+        "The first step beyond the last applied one before the incident.",
+        {"incident_id": "which", "lost_ns": "L: from the fault's detection to this step's end"},
+        optional={"redone_steps": "applied steps taken again", "stages_ns": "stage -> time"},
+    ),
+    "termination.notice": Kind(
+        "Told in advance: preemption, maintenance, a time limit, a user's stop.",
+        {"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
+        optional={
+            "grace_s": "time given",
+            "exit_code": "of a stop: what the run will answer",
+            "save": "of a stop: whether the ranks save first",
+        },
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,29 +281,14 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the line; absent fields are left out."""
-        result: dict[str, Any] = {
-            "run_id": self.run_id,
-            "attempt": self.attempt,
-            "seq": self.seq,
-            "mono_ns": self.mono_ns,
-            "wall_ns": self.wall_ns,
-            "host": self.host,
-            "kind": self.kind,
-        }
-        for name in ("rank", "phase", "step"):
-            if getattr(self, name) is not None:
-                result[name] = getattr(self, name)
-        if self.detail:
-            result["detail"] = dict(self.detail)
-        return result
+        result = {**vars(self), "detail": dict(self.detail) or None}
+        return {name: value for name, value in result.items() if value is not None}
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Event:
         """Read one line's object. Raises ValueError on a missing or unknown field."""
-        names = set(cls.__dataclass_fields__)
-        given = {key: value for key, value in result.items() if key not in ("prev",)}
-        unknown = set(given) - names
-        if unknown:
+        given = {key: value for key, value in result.items() if key != "prev"}
+        if unknown := given.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"unknown event field {sorted(unknown)[0]!r}")
         try:
             return cls(**given)
@@ -348,13 +303,11 @@ def check(event: Event) -> None:
         raise ValueError(f"unknown event kind {event.kind!r}")
     if event.phase is not None and event.phase not in PHASES:
         raise ValueError(f"unknown phase {event.phase!r}")
-    missing = [key for key in kind.required if key not in event.detail]
-    if missing:
+    if missing := [key for key in kind.required if key not in event.detail]:
         raise ValueError(f"event {event.kind} lacks detail {missing}")
-    if not kind.open:
-        extra = [key for key in event.detail if key not in kind.required and key not in kind.optional]
-        if extra:
-            raise ValueError(f"event {event.kind} has unknown detail {extra}")
+    extra = [key for key in event.detail if key not in kind.required and key not in kind.optional]
+    if extra and not kind.open:
+        raise ValueError(f"event {event.kind} has unknown detail {extra}")
 
 
 def encode(result: Mapping[str, Any]) -> bytes:

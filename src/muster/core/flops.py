@@ -30,7 +30,7 @@ class Convention(StrEnum):
     N6 = "n6"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Linear:
     """One matrix of a decoder layer. ``split``: how tensor parallelism cuts it."""
 
@@ -76,7 +76,43 @@ class ModelShape:
         Raises:
             UsageError: a needed key is missing, or the architecture is not a dense decoder.
         """
-        return _from_config(config)
+        if isinstance(config.get("text_config"), Mapping):  # a multimodal wrapper: its language model counts
+            config = config["text_config"]
+        family = str(config.get("model_type", "llama"))
+        if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise UsageError(
+                f"{family} is a mixture of experts, which is not modelled", hint="dense decoder models can be planned"
+            )
+        if family not in _KNOWN:
+            raise UsageError(f"model_type {family!r} is not modelled", hint="known: " + ", ".join(sorted(_KNOWN)))
+
+        def need(key: str) -> int:
+            value = config.get(key, config.get(_GPT2_NAMES.get(key, key)))
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"the model's config needs {key}, got {value!r}")
+            return value
+
+        hidden, heads, layers = need("hidden_size"), need("num_attention_heads"), need("num_hidden_layers")
+        gpt2 = family == "gpt2"
+        window, windowed = _windows(config, family, layers)
+        return cls(
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or _HEAD_DIM_BY_DEFAULT.get(family, hidden // heads)),
+            intermediate=int(config.get("n_inner") or 4 * hidden) if gpt2 else need("intermediate_size"),
+            vocab=need("vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
+            gated_mlp=not gpt2,
+            attention_bias=gpt2 or family == "qwen2" or bool(config.get("attention_bias", False)),
+            norms_per_layer=_NORMS.get(family, 2),
+            qk_norm=family in _QK_NORM,
+            positions=need("max_position_embeddings") if gpt2 else 0,
+            window=window,
+            windowed_layers=windowed,
+        )
 
     @property
     def attention_width(self) -> int:
@@ -85,21 +121,18 @@ class ModelShape:
 
     def linears(self) -> tuple[Linear, ...]:
         """The matrices of one decoder layer, by their Llama names."""
-        width, kv, bias = self.attention_width, self.kv_heads * self.head_dim, self.attention_bias
-        mlp_bias = self.family == "gpt2"
-        result = [
-            Linear(name="q_proj", inputs=self.hidden, outputs=width, split="column", bias=bias),
-            Linear(name="k_proj", inputs=self.hidden, outputs=kv, split="column", bias=bias),
-            Linear(name="v_proj", inputs=self.hidden, outputs=kv, split="column", bias=bias),
-            Linear(name="o_proj", inputs=width, outputs=self.hidden, split="row", bias=mlp_bias),
-        ]
-        if self.gated_mlp:
-            result.append(Linear(name="gate_proj", inputs=self.hidden, outputs=self.intermediate, split="column"))
-        return (
-            *result,
-            Linear(name="up_proj", inputs=self.hidden, outputs=self.intermediate, split="column", bias=mlp_bias),
-            Linear(name="down_proj", inputs=self.intermediate, outputs=self.hidden, split="row", bias=mlp_bias),
+        width, kv, inner = self.attention_width, self.kv_heads * self.head_dim, self.intermediate
+        gpt2 = self.family == "gpt2"
+        table = (
+            ("q_proj", self.hidden, width, "column", self.attention_bias),
+            ("k_proj", self.hidden, kv, "column", self.attention_bias),
+            ("v_proj", self.hidden, kv, "column", self.attention_bias),
+            ("o_proj", width, self.hidden, "row", gpt2),
+            *([("gate_proj", self.hidden, inner, "column", False)] if self.gated_mlp else []),
+            ("up_proj", self.hidden, inner, "column", gpt2),
+            ("down_proj", inner, self.hidden, "row", gpt2),
         )
+        return tuple(Linear(*row) for row in table)
 
     @cached_property
     def layer_matmul_parameters(self) -> int:
@@ -201,46 +234,6 @@ _GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-
-
-def _from_config(config: Mapping[str, Any]) -> ModelShape:
-    if isinstance(config.get("text_config"), Mapping):  # a multimodal wrapper: its language model counts
-        config = config["text_config"]
-    family = str(config.get("model_type", "llama"))
-    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise UsageError(
-            f"{family} is a mixture of experts, which is not modelled", hint="dense decoder models can be planned"
-        )
-    if family not in _KNOWN:
-        raise UsageError(f"model_type {family!r} is not modelled", hint="known: " + ", ".join(sorted(_KNOWN)))
-
-    def need(key: str) -> int:
-        value = config.get(key, config.get(_GPT2_NAMES.get(key, key)))
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"the model's config needs {key}, got {value!r}")
-        return value
-
-    hidden, heads, layers = need("hidden_size"), need("num_attention_heads"), need("num_hidden_layers")
-    gpt2 = family == "gpt2"
-    window, windowed = _windows(config, family, layers)
-    return ModelShape(
-        family=family,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or _HEAD_DIM_BY_DEFAULT.get(family, hidden // heads)),
-        intermediate=int(config.get("n_inner") or 4 * hidden) if gpt2 else need("intermediate_size"),
-        vocab=need("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
-        gated_mlp=not gpt2,
-        attention_bias=gpt2 or family == "qwen2" or bool(config.get("attention_bias", False)),
-        norms_per_layer=_NORMS.get(family, 2),
-        qk_norm=family in _QK_NORM,
-        positions=need("max_position_embeddings") if gpt2 else 0,
-        window=window,
-        windowed_layers=windowed,
-    )
 
 
 def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int]:

@@ -63,62 +63,51 @@ class IncidentTraits:
 
 
 RANK_EXIT = IncidentTraits(
-    kind="rank_exit",
-    meaning="a rank's process ended without an error of its own",
+    kind="rank_exit", meaning="a rank's process ended without an error of its own",
     blames_host=True, may_be_ignored=False, treatment=Treatment.RESTART, simulated_as="process",
 )  # fmt: skip
 RANK_EXCEPTION = IncidentTraits(
-    kind="rank_exception",
-    meaning="a rank raised a Python exception",
+    kind="rank_exception", meaning="a rank raised a Python exception",
     blames_host=True, may_be_ignored=False, treatment=Treatment.RESTART, user_error=True, fails_alike=True,
     retry_on_other_host=True, repeats=Repeats.BY_ERROR, simulated_as="process",
 )  # fmt: skip
 RANK_HANG = IncidentTraits(
-    kind="rank_hang",
-    meaning="a rank makes no progress",
+    kind="rank_hang", meaning="a rank makes no progress",
     blames_host=True, may_be_ignored=True, treatment=Treatment.RESTART, simulated_as="hang",
 )  # fmt: skip
 RANK_OOM = IncidentTraits(
-    kind="rank_oom",
-    meaning="a rank ran out of memory",
+    kind="rank_oom", meaning="a rank ran out of memory",
     blames_host=False, may_be_ignored=False, treatment=Treatment.RESTART, user_error=True, fails_alike=True,
     repeats=Repeats.BY_ERROR, simulated_as="process",
 )  # fmt: skip
 HOST_LOST = IncidentTraits(
-    kind="host_lost",
-    meaning="a host no longer answers",
+    kind="host_lost", meaning="a host no longer answers",
     blames_host=True, may_be_ignored=False, treatment=Treatment.REPLACE, simulated_as="host",
 )  # fmt: skip
 HOST_UNHEALTHY = IncidentTraits(
-    kind="host_unhealthy",
-    meaning="a health check or a rank's last words report a broken device or network",
+    kind="host_unhealthy", meaning="a health check or a rank's last words report a broken device or network",
     blames_host=True, may_be_ignored=True, treatment=Treatment.REPLACE, repeats=Repeats.BY_SIGNATURE,
     simulated_as="host",
 )  # fmt: skip
 NOT_FINITE = IncidentTraits(
-    kind="not_finite",
-    meaning="a step's loss or gradient is not finite; its update was not applied",
+    kind="not_finite", meaning="a step's loss or gradient is not finite; its update was not applied",
     blames_host=False, may_be_ignored=False, treatment=Treatment.REPLAY, user_error=True, repeats=Repeats.BY_STEP,
 )  # fmt: skip
 PREEMPTION_NOTICE = IncidentTraits(
-    kind="preemption_notice",
-    meaning="a host will be taken away",
+    kind="preemption_notice", meaning="a host will be taken away",
     blames_host=False, may_be_ignored=True, treatment=Treatment.REPLACE, announced=True,
 )  # fmt: skip
 CAPACITY = IncidentTraits(
-    kind="capacity",
-    meaning="too few hosts",
+    kind="capacity", meaning="too few hosts",
     blames_host=True, may_be_ignored=False, treatment=Treatment.WAIT,
 )  # fmt: skip
 START_UP = IncidentTraits(
-    kind="start_up",
-    meaning="a host could not prepare: bad data, a missing library, no memory",
+    kind="start_up", meaning="a host could not prepare: bad data, a missing library, no memory",
     blames_host=True, may_be_ignored=False, treatment=Treatment.RESTART, user_error=True, fails_alike=True,
     repeats=Repeats.BY_ERROR,
 )  # fmt: skip
 HOST_RETURNED = IncidentTraits(
-    kind="host_returned",
-    meaning="a host outside a run that is too small became ready",
+    kind="host_returned", meaning="a host outside a run that is too small became ready",
     blames_host=False, may_be_ignored=True, treatment=Treatment.GROW,
 )  # fmt: skip
 

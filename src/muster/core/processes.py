@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.core.errors import BackendError
@@ -18,18 +18,8 @@ RUN_DIR = "MUSTER_RUN_DIR"
 
 #: What a run's processes get of the submitter's environment.
 KEPT = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "TZ",
-    "TMPDIR",
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
-    "PYTHONHASHSEED",
-)
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED",
+)  # fmt: skip
 KEPT_PREFIXES = (
     "LC_", "XDG_", "MUSTER_", "LD_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_",
     "MKL_", "HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TRACKIO_", "GOOGLE_", "CLOUDSDK_",
@@ -79,15 +69,19 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
             )
     except OSError as error:
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
-    result = look(child.pid)
     # Gone already: no running process has the recorded start time.
-    return result or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+    return look(child.pid) or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+
+
+def _status(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 def look(pid: int) -> Process | None:
     """The process, unless it is gone or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = _status(pid)
         argv = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (OSError, IndexError):
         return None
@@ -105,10 +99,7 @@ def lives(pid: int, start_ticks: int) -> bool:
 
 def labelled(run_id: str) -> list[Process]:
     """Every living process of this user that carries the run's label."""
-    return [process for label, process in _all_labelled() if label == run_id]
-
-
-def _all_labelled() -> Iterator[tuple[str, Process]]:
+    found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
@@ -118,17 +109,10 @@ def _all_labelled() -> Iterator[tuple[str, Process]]:
             continue  # another user's, or gone
         ours = [word.decode(errors="replace") for word in words if word.startswith(b"MUSTER_")]
         result = dict(word.partition("=")[::2] for word in ours)
-        process = look(int(entry.name)) if result.get(RUN_ID) else None
+        process = look(int(entry.name)) if result.get(RUN_ID) == run_id else None
         if process is not None:
-            yield (
-                result[RUN_ID],
-                Process(
-                    pid=process.pid,
-                    start_ticks=process.start_ticks,
-                    argv=process.argv,
-                    run_dir=result.get(RUN_DIR, ""),
-                ),
-            )
+            found.append(replace(process, run_dir=result.get(RUN_DIR, "")))
+    return found
 
 
 def ancestors() -> set[int]:
@@ -138,7 +122,7 @@ def ancestors() -> set[int]:
     while pid > 1 and pid not in result:
         result.add(pid)
         try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            pid = int(_status(pid)[1])
         except (OSError, IndexError):
             break
     return result
@@ -159,13 +143,7 @@ def run_visibly(argv: Sequence[str]) -> tuple[int, str]:
         BackendError: the program cannot be started.
     """
     try:
-        done = subprocess.run(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     except OSError as error:
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}") from error
     return done.returncode, done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -153,10 +153,7 @@ def _source(
         held = _part(opened.heldout_rows(), recipe, data, spool, length, progress, 0)
         return (train, held), None
     kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction)
-    return (
-        _Part(documents=kept, counts=train.counts, rows=train.rows),
-        _Part(documents=out, counts={}, rows=len(np.unique(out.rows))),
-    ), rows
+    return (replace(train, documents=kept), _Part(documents=out, counts={}, rows=len(np.unique(out.rows)))), rows
 
 
 def _part(
@@ -172,13 +169,10 @@ def _part(
         progress("tokenise", done, max(total, done) if total else 0)
     row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     _, mask = spool.arrays()
-    result = mixture.cut(row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong)
-    counts = {
-        name: getattr(result, name) for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
-    }
-    documents = result.documents
-    moved = mixture.Documents(rows=documents.rows, starts=documents.starts + first_token, lengths=documents.lengths)
-    return _Part(documents=moved, counts=counts, rows=done)
+    documents, counts = mixture.cut(
+        row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong, first_token=first_token
+    )
+    return _Part(documents=documents, counts=counts, rows=done)
 
 
 def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
@@ -241,15 +235,9 @@ def _write(
         lengths = joined.lengths.tolist()
         bins = pack(lengths, length) if data.packing else [[place] for place in range(len(lengths))]
         written[name] = write_store(
-            folder / name,
-            bins=bins,
-            ids=ids,
-            supervised=mask,
-            starts=joined.starts,
-            lengths=joined.lengths,
-            pad_id=pad_id,
-            length=length,
-        )
+            folder / name, bins=bins, ids=ids, supervised=mask, starts=joined.starts, lengths=joined.lengths,
+            pad_id=pad_id, length=length,
+        )  # fmt: skip
         progress("pack", len(joined), len(joined))
     return _stats(sources, train, heldout, used, written)
 
@@ -273,10 +261,7 @@ def _stats(
     ]
     return {
         "rows": sum(part.rows for part in train),
-        **{
-            name: sum(part.counts.get(name, 0) for part in train)
-            for name in ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
-        },
+        **{name: sum(part.counts.get(name, 0) for part in train) for name in mixture.COUNTS},
         **counts,
         "context_tokens": counts["tokens"] - counts["supervised_tokens"],
         "padding_tokens": counts["positions"] - counts["tokens"],

@@ -22,7 +22,6 @@ _READABLE = re.compile(r"\.(parquet|jsonl|json|txt)(\.gz)?$")
 class HubFiles:
     """The files of a data set's splits at one commit."""
 
-    name: str
     commit: str
     train_names: tuple[str, ...]
     heldout_names: tuple[str, ...]
@@ -54,15 +53,11 @@ def resolve(source: HubSource, *, api: Any = None) -> HubFiles:
         except Exception as error:
             raise translate(error, f"{source.name}/{name}") from error
 
-    return HubFiles(
-        name=source.name,
-        commit=info.sha,
-        train_names=split_files(names, source.split, source.subset, source.name),
-        heldout_names=split_files(names, source.heldout_split, source.subset, source.name)
-        if source.heldout_split
-        else (),
-        download=download,
+    train, heldout = (
+        split_files(names, split, source.subset, source.name) if split else ()
+        for split in (source.split, source.heldout_split)
     )
+    return HubFiles(commit=info.sha, train_names=train, heldout_names=heldout, download=download)
 
 
 def split_files(names: Sequence[str], split: str, subset: str | None, data_set: str) -> tuple[str, ...]:
@@ -139,13 +134,10 @@ def translate(error: Exception, what: str) -> MusterError:
         return AccessError(f"{what} is gated", hint="accept its terms on the hub, then `hf auth login`")
     if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError | errors.HFValidationError):
         return AccessError(f"{what} does not exist on the hub, or is private", hint="check the name; `hf auth login`")
-    if (
-        isinstance(error, errors.HfHubHTTPError)
-        and error.response is not None
-        and error.response.status_code in (401, 403)
-    ):
-        return AccessError(f"{what}: the hub refused ({error.response.status_code})", hint="`hf auth login`")
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.HfHubHTTPError) and status in (401, 403):
+        return AccessError(f"{what}: the hub refused ({status})", hint="`hf auth login`")
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         return MusterError(f"{what} cannot be stored here: {error.strerror}", hint="set HF_HOME to another place")
     known = errors.HfHubHTTPError | errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError

@@ -36,22 +36,16 @@ class Documents:
         return Documents(rows=self.rows[positions], starts=self.starts[positions], lengths=self.lengths[positions])
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Documents cut to length, and how many rows were changed."""
-
-    documents: Documents
-    dropped: int = 0
-    truncated: int = 0
-    split: int = 0
-    empty: int = 0
-    masked: int = 0
-    """Documents left out because none of their targets counts."""
-    masked_rows: int = 0
+#: What is counted of rows: over-long ones by what became of them, ones without a token, documents left out because
+#: none of their targets counts, and rows of which no document remained for that reason.
+COUNTS = ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
 
 
-def cut(row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong) -> Cut:
-    """Rows of ``row_tokens[i]`` tokens, end to end, as documents of at most ``length`` positions.
+def cut(
+    row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong, first_token: int = 0
+) -> tuple[Documents, dict[str, int]]:
+    """Rows of ``row_tokens[i]`` tokens, end to end from ``first_token`` of the token array on, as documents of at most
+    ``length`` positions; and the ``COUNTS``. ``supervised``: the mask of these rows.
 
     A split row's parts share one token (the last target of one is the first input of the next), so no
     prediction is lost. Documents without a supervised target are left out.
@@ -60,16 +54,12 @@ def cut(row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong)
     positions = row_tokens - 1
     long = positions > length
     keep = positions >= 1
-    split = truncated = dropped = 0
     parts = np.ones(len(row_tokens), dtype=np.int64)
     if on_overlong == "drop":
-        dropped = int(long.sum())
         keep = keep & ~long
     elif on_overlong == "truncate":
-        truncated = int(long.sum())
         positions = np.minimum(positions, length)
     else:
-        split = int(long.sum())
         parts = np.where(long, -(-positions // length), 1)
     parts = np.where(keep, parts, 0)
     rows = np.repeat(np.arange(len(row_tokens)), parts)
@@ -78,17 +68,15 @@ def cut(row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong)
     lengths = np.minimum(positions[rows] - number * length, length)
     counted = np.concatenate([[0], np.cumsum(supervised, dtype=np.int64)])
     targets = counted[starts + lengths + 1] - counted[starts + 1]
-    whole = Documents(rows=rows, starts=starts, lengths=lengths)
     useful = targets > 0
-    return Cut(
-        documents=whole.take(useful),
-        dropped=dropped,
-        truncated=truncated,
-        split=split,
-        empty=int((row_tokens < 2).sum()),
-        masked=int((~useful).sum()),
-        masked_rows=len(np.unique(rows)) - len(np.unique(rows[useful])),
-    )
+    counts = {
+        **dict.fromkeys(COUNTS, 0),
+        {"drop": "dropped", "truncate": "truncated", "split": "split"}[on_overlong]: int(long.sum()),
+        "empty": int((row_tokens < 2).sum()),
+        "masked": int((~useful).sum()),
+        "masked_rows": len(np.unique(rows)) - len(np.unique(rows[useful])),
+    }
+    return Documents(rows=rows, starts=starts + first_token, lengths=lengths).take(useful), counts
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents, Any]:

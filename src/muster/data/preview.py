@@ -31,10 +31,7 @@ class Preview:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "examples": [
-                [{"text": segment.text, "supervised": segment.supervised} for segment in example]
-                for example in self.examples
-            ],
+            "examples": [[vars(segment) for segment in example] for example in self.examples],
             "supervised_share_histogram": list(self.histogram),
             "stats": dict(self.stats),
         }

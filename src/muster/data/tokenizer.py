@@ -88,23 +88,16 @@ class Encoder:
     @cached_property
     def pad_id(self) -> int:
         """The padding token's id; without one the end token's, since padding is never supervised or attended."""
-        for role in ("pad", "eos", "unk"):
-            result = self._id(role)
-            if result is not None:
-                return result
-        return 0
+        known = (self._id(role) for role in ("pad", "eos", "unk"))
+        return next((result for result in known if result is not None), 0)
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """What the tokenizer puts before every text (a beginning token), found by asking it."""
         plain = list(self.fast.encode("a", add_special_tokens=False).ids)
         full = list(self.fast.encode("a", add_special_tokens=True).ids)
-        for start in range(len(full) - len(plain) + 1):
-            if full[start : start + len(plain)] == plain:
-                result = tuple(full[:start])
-                break
-        else:
-            result = ()
+        starts = range(len(full) - len(plain) + 1)
+        result = next((tuple(full[:start]) for start in starts if full[start : start + len(plain)] == plain), ())
         begin = self._id("bos")
         if not result and begin is not None and self.config.get("add_bos_token"):
             return (begin,)

@@ -28,12 +28,12 @@ class Cost:
 
     hours_p50: float
     hours_p90: float
-    usd_p50: float | None
+    usd_p50: float | None = None
     """None: the price is unknown."""
-    usd_p90: float | None
-    usd_per_step: float | None
-    usd_per_million_tokens: float | None
-    usd_per_hour: float | None
+    usd_p90: float | None = None
+    usd_per_step: float | None = None
+    usd_per_million_tokens: float | None = None
+    usd_per_hour: float | None = None
     cuts: int
     """Times that the mode's longest term ends before the run does, so that machines are asked for again."""
 
@@ -64,12 +64,9 @@ def cost(
     rate_sigma = math.log(good.share / pessimistic.share) / P90 if pessimistic.share > 0 else 0.0
     spread = math.exp(P90 * math.sqrt(sigma**2 + failure_sigma**2 + rate_sigma**2))
     hours = middle_s / HOUR_S
-    usd_hour = None if option.offer.usd_per_node_hour is None else option.offer.usd_per_node_hour * num_nodes
-    if usd_hour is None or option.price is None:
-        return Cost(
-            hours_p50=hours, hours_p90=hours * spread, usd_p50=None, usd_p90=None, usd_per_step=None,
-            usd_per_million_tokens=None, usd_per_hour=None, cuts=cuts,
-        )  # fmt: skip
+    if option.offer.usd_per_node_hour is None or option.price is None:
+        return Cost(hours_p50=hours, hours_p90=hours * spread, cuts=cuts)
+    usd_hour = option.offer.usd_per_node_hour * num_nodes
     usd = hours * usd_hour
     dearer = option.price.high / option.price.usd_per_gpu_hour if option.price.usd_per_gpu_hour else 1.0
     tokens = work.steps * work.tokens_per_step * work.fill

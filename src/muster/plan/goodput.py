@@ -84,7 +84,7 @@ def goodput(
     every_s, every_steps = _interval(work, bucket, step_s)
     lost = intervals.waste(every_s, bucket) + process + peer
     return Goodput(
-        share=_never_below_zero(lost),
+        share=math.exp(-lost),  # first-order waste beyond 1 means no progress at all; this agrees and stays positive
         failures_per_day=per_day,
         preemptions_per_day=preempted,
         checkpoint_every_s=every_s,
@@ -106,8 +106,3 @@ def _interval(work: Workload, bucket: intervals.Tier, step_s: float) -> tuple[fl
         steps = intervals.whole_steps(best, step_s, lambda t: 1 - intervals.waste(t, bucket))
         steps = max(1, min(steps, length))
     return steps * step_s, steps
-
-
-def _never_below_zero(lost: float) -> float:
-    """First-order waste beyond 1 means no progress at all; e^-lost agrees to first order and stays positive."""
-    return math.exp(-lost)

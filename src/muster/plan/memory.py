@@ -53,8 +53,7 @@ class MemoryEstimate:
 
     items: Mapping[str, int]
     moment: str
-    """When the peak is: forward, loss, backward of the loss, backward, end of backward, update,
-    save."""
+    """When the peak is: forward, loss, backward of the loss, backward, end of backward, update, save."""
 
     @property
     def total_bytes(self) -> int:
@@ -122,10 +121,6 @@ class Units:
     embedding: float
     """A unit of its own; 0: in the root."""
     adapters_per_layer: float
-
-    @property
-    def total(self) -> float:
-        return self.layer * self.layers + self.root + self.embedding
 
 
 def _units(work: Workload, tp: int) -> Units:
@@ -267,17 +262,17 @@ def _loss(work: Workload, tokens: float, *, wide_product: bool) -> Loss:
     )
 
 
+def _kept_by_layer(work: Workload, setting: Setting, device: DeviceOverhead, kind: str) -> float:
+    """Bytes a token that one layer keeps with activation checkpointing ``kind``."""
+    return kept_per_token(
+        work.shape, kind, compute_bytes=work.compute_bytes, compiled=work.compile, lora_rank=work.lora_rank,
+        tp=setting.layout.tp, expanded_kv=device.expanded_kv,
+    )  # fmt: skip
+
+
 def _kept(work: Workload, setting: Setting, device: DeviceOverhead) -> float:
     """Bytes a token that all layers, the embedding and the last norm keep for the backward pass."""
-    layer = kept_per_token(
-        work.shape,
-        setting.activation_checkpointing,
-        compute_bytes=work.compute_bytes,
-        compiled=work.compile,
-        lora_rank=work.lora_rank,
-        tp=setting.layout.tp,
-        expanded_kv=device.expanded_kv,
-    )
+    layer = _kept_by_layer(work, setting, device, setting.activation_checkpointing)
     c = work.compute_bytes
     last_norm = (4 + 2 * c) if c < 4 else 3 * c
     return work.shape.layers * layer + (last_norm + c) * work.shape.hidden
@@ -291,15 +286,6 @@ def _kept_of_one(work: Workload, setting: Setting, device: DeviceOverhead) -> fl
 
 def _working(work: Workload, setting: Setting, device: DeviceOverhead) -> float:
     """Bytes a token at the peak of one layer's backward pass beyond what the layers keep."""
-    kind, tp, c = setting.activation_checkpointing, setting.layout.tp, work.compute_bytes
-    again = 0.0
-    if kind != "none":
-        whole, kept = (
-            kept_per_token(
-                work.shape, name, compute_bytes=c, compiled=work.compile, lora_rank=work.lora_rank, tp=tp,
-                expanded_kv=device.expanded_kv,
-            )
-            for name in ("none", kind)
-        )  # fmt: skip
-        again = max(0.0, whole - kept)
-    return again + working_per_token(work.shape, compute_bytes=c, tp=tp)
+    whole, kept = (_kept_by_layer(work, setting, device, kind) for kind in ("none", setting.activation_checkpointing))
+    working = working_per_token(work.shape, compute_bytes=work.compute_bytes, tp=setting.layout.tp)
+    return max(0.0, whole - kept) + working

@@ -62,9 +62,8 @@ def _unknown(problem: Problem) -> str | None:
     if pins.machine and pins.accelerator:
         chips = {offer.accelerator for offer in offers if offer.machine == pins.machine}
         if pins.accelerator.lower() not in {chip.lower() for chip in chips}:
-            return (
-                f"{pins.machine} has {', '.join(sorted(chips))}, and resources.accelerator asks for {pins.accelerator}"
-            )
+            have = ", ".join(sorted(chips))
+            return f"{pins.machine} has {have}, and resources.accelerator asks for {pins.accelerator}"
     return None
 
 
@@ -96,9 +95,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     pins, free = problem.pins, Limits()
     if pins.num_nodes is not None:
         yield "another number of machines", replace(problem, pins=replace(pins, num_nodes=None))
-    settings = replace(
-        pins, axes={}, micro_batch_size=None, activation_checkpointing=None
-    )
+    settings = replace(pins, axes={}, micro_batch_size=None, activation_checkpointing=None)
     if settings != pins:
         yield "another layout, micro-batch or recomputation", replace(problem, pins=settings)
         yield "another layout and number of machines", replace(problem, pins=replace(settings, num_nodes=None))
@@ -107,12 +104,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if pins.mode:
         yield "another mode", replace(problem, pins=replace(settings, mode=None, num_nodes=None))
     if pins.machine or pins.accelerator or pins.gpus_per_node:
-        yield (
-            "another machine",
-            replace(
-                problem, pins=replace(settings, machine=None, accelerator=None, gpus_per_node=None, num_nodes=None)
-            ),
-        )
+        other = replace(settings, machine=None, accelerator=None, gpus_per_node=None, num_nodes=None)
+        yield "another machine", replace(problem, pins=other)
     if not problem.work.lora_rank:
         yield "LoRA instead of all parameters", replace(problem, work=with_lora(problem.work))
     if problem.limits != free:
@@ -122,9 +115,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
         if problem.limits.max_usd is not None:
             yield "without limits.max_usd", replace(problem, limits=replace(problem.limits, max_usd=None))
         yield "without limits", replace(problem, limits=free)
-    yield "any machine, mode and place, without limits", replace(problem, pins=Pins(), limits=free)
+    anything = replace(problem, pins=Pins(), limits=free)
+    yield "any machine, mode and place, without limits", anything
     if not problem.work.lora_rank:
-        yield (
-            "LoRA on any machine, without limits",
-            replace(problem, work=with_lora(problem.work), pins=Pins(), limits=free),
-        )
+        yield "LoRA on any machine, without limits", replace(anything, work=with_lora(problem.work))

@@ -14,7 +14,7 @@ from typing import Any
 
 from muster.core.errors import UsageError
 from muster.plan.host_memory import host_memory
-from muster.plan.search import Candidate, Outcome, Rejection
+from muster.plan.search import Candidate, Outcome
 from muster.plan.step_time import achieved_tflops, tokens_per_second_per_gpu
 from muster.plan.workload import Workload
 
@@ -45,24 +45,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for ``--json`` and ``--out``."""
-        return {
-            "format": FORMAT,
-            "run_file": self.run_file,
-            "overrides": list(self.overrides),
-            "made": self.made,
-            "spec_digest": digest(self.spec),
-            "settings": dict(self.settings),
-            "chosen": self.chosen,
-            "cheapest": self.cheapest,
-            "fastest": self.fastest,
-            "frontier": list(self.frontier),
-            "rejected": list(self.rejected),
-            "assumptions": list(self.assumptions),
-            "why": list(self.why),
-            **self.extra,
-            "run_text": self.run_text,
-            "spec": self.spec,
-        }
+        last = {name: getattr(self, name) for name in ("run_text", "spec")}
+        shown = {name: value for name, value in vars(self).items() if name not in (*last, "extra")}
+        return {"format": FORMAT, "spec_digest": digest(self.spec), **shown, **self.extra, **last}
 
 
 def read(text: str, *, source: str) -> dict[str, Any]:
@@ -141,8 +126,9 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, A
 
 def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
     """Everything that is predicted about one candidate, units in the names."""
-    offer, setting, option = candidate.option.offer, candidate.setting, candidate.option
-    good, price, cost = candidate.goodput, candidate.option.price, candidate.cost
+    option, setting, good, cost = candidate.option, candidate.setting, candidate.goodput, candidate.cost
+    offer, price = option.offer, option.price
+    priced = ("usd_per_gpu_hour", "low", "high", "date", "reliability", "source")
     host = host_memory(
         work, setting, machine=offer.machine, gpus_per_node=offer.gpus_per_node, num_nodes=candidate.num_nodes
     )
@@ -183,16 +169,7 @@ def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
         "usd_per_step": cost.usd_per_step,
         "usd_per_million_tokens": cost.usd_per_million_tokens,
         "term_cuts": cost.cuts,
-        "price": None
-        if price is None
-        else {
-            "usd_per_gpu_hour": price.usd_per_gpu_hour,
-            "low": price.low,
-            "high": price.high,
-            "date": price.date,
-            "reliability": price.reliability,
-            "source": price.source,
-        },
+        "price": price and {name: getattr(price, name) for name in priced},
         "modelled": modelled(candidate),
         "quota": option.mode.quota,
         "rules": list(option.mode.rules),
@@ -201,32 +178,29 @@ def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
 
 def modelled(candidate: Candidate) -> list[str]:
     """Which inputs of this candidate are no measurement of anybody's."""
+    option, mode = candidate.option, candidate.option.mode
     result = []
-    if not candidate.option.ceiling_measured:
-        result.append(f"matmul ceiling of {candidate.option.accelerator.name}: peak x the median share of other chips")
-    if candidate.num_nodes > 1 and not candidate.option.fabric.measured:
+    if not option.ceiling_measured:
+        result.append(f"matmul ceiling of {option.accelerator.name}: peak x the median share of other chips")
+    if candidate.num_nodes > 1 and not option.fabric.measured:
         result.append("data network: line rate x the median share of other machines")
-    if candidate.option.mode.network_factor != 1:
-        result.append(f"network without compact placement: x {candidate.option.mode.network_factor:g}")
-    rate = candidate.option.mode.preemptions_per_node_day
+    if mode.network_factor != 1:
+        result.append(f"network without compact placement: x {mode.network_factor:g}")
+    rate = mode.preemptions_per_node_day
     if rate.high:
         result.append(f"preemptions: {rate.value:g} a node-day, between {rate.low:g} and {rate.high:g}")
     return result
 
 
-def rejection_json(rejection: Rejection) -> dict[str, Any]:
-    """One offer and its reason."""
-    offer = rejection.option.offer
-    return {"machine": offer.machine, "mode": offer.mode, "location": offer.location, "reason": rejection.reason}
-
-
 def outcome_json(work: Workload, outcome: Outcome) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(frontier, rejected)."""
-    return [candidate_json(work, each) for each in outcome.frontier], [rejection_json(e) for e in outcome.rejected]
+    """(frontier, rejected): each candidate, and each other offer with its reason."""
+    rejected = [
+        {**{name: getattr(each.option.offer, name) for name in ("machine", "mode", "location")}, "reason": each.reason}
+        for each in outcome.rejected
+    ]
+    return [candidate_json(work, each) for each in outcome.frontier], rejected
 
 
 def chart(frontier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Points of cost against finish time for a report."""
-    return [
-        {"title": each["title"], "hours": each["hours"], "usd": each["usd"], "gpus": each["gpus"]} for each in frontier
-    ]
+    return [{name: each[name] for name in ("title", "hours", "usd", "gpus")} for each in frontier]

@@ -140,19 +140,15 @@ class Links:
         """Of one sharded group: inside a machine, or its part of the data network."""
         inside = self.gpus_per_node // self.tp
         if self.shards <= inside:
-            return self._intra()
-        return min(self._inter() * min(1.0, inside / self.gpus_per_node), self._intra())
+            return self.tensor()
+        return min(self._inter() * min(1.0, inside / self.gpus_per_node), self.tensor())
 
     def replicate(self) -> float:
         """Of one group of replicas: every GPU of a machine has its own, and they share the data network."""
-        if self.num_nodes == 1:
-            return self._intra()
-        return self._inter() / self.gpus_per_node
+        return self.tensor() if self.num_nodes == 1 else self._inter() / self.gpus_per_node
 
     def tensor(self) -> float:
-        return self._intra()
-
-    def _intra(self) -> float:
+        """Inside a machine."""
         if self.gpus_per_node == 1:
             return self._inter()
         if self.fabric.intra is None:
@@ -170,17 +166,13 @@ def _matrices(
 ) -> float:
     """Seconds of the matrix products of one rank at the ceiling."""
     shape, tp = work.shape, setting.layout.tp
-    full = 6.0 * shape.layers * shape.layer_matmul_parameters + work.attention_flops_per_token()
-    head = 6.0 * shape.head_parameters
-    linear_part = 6.0 * shape.layers * shape.layer_matmul_parameters
     again = recomputed_share(setting.activation_checkpointing) / 3.0
-    if work.trains_all:
-        linear, attention, head_work = linear_part * (1 + again), full - linear_part, head
-    else:
-        adapters = 6.0 * work.trained_parameters
-        linear, attention = linear_part * (2.0 / 3.0 + again) + adapters, full - linear_part
-        head_work = head * 2.0 / 3.0
-    attention *= 1 + again
+    share = 1.0 if work.trains_all else 2.0 / 3.0  # frozen matrices need no weight gradient
+    linear = 6.0 * shape.layers * shape.layer_matmul_parameters * (share + again)
+    if not work.trains_all:
+        linear += 6.0 * work.trained_parameters
+    attention = work.attention_flops_per_token() * (1 + again)
+    head_work = 6.0 * shape.head_parameters * share
     rate = ceiling
     if constants.precision == "fp8":
         fast = option.accelerator.matmul_flops.get("fp8")

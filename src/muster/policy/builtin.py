@@ -57,25 +57,19 @@ class DefaultPolicy:
     def _restart(self, situation: ClusterState, incident: Incident) -> Decision:
         traits = incident.traits
         if traits.fails_alike and situation.last_applied_step == 0:
-            return _decision(
-                incident, Action.STOP, f"{incident.evidence} (before any step: a restart would fail the same way)"
-            )
+            reason = f"{incident.evidence} (before any step: a restart would fail the same way)"
+            return _decision(incident, Action.STOP, reason)
         elsewhere = traits.retry_on_other_host and incident.host in situation.active
         if elsewhere and situation.same_error_repeats == 2 and situation.same_error_hosts == 1 and _sound(situation):
             reason = f"the same error again on {incident.host}: one try on another host"
             return _decision(incident, Action.SWAP, reason, host=incident.host, replacement=_sound(situation)[0])
-        if traits.fails_alike and situation.same_error_repeats >= 2:
-            return _decision(
-                incident,
-                Action.STOP,
-                f"the same error occurred at the same step {situation.same_error_repeats} times: {incident.evidence}",
-            )
-        if situation.restarts_without_progress >= situation.max_restarts_without_progress:
-            return _decision(
-                incident,
-                Action.STOP,
-                f"{situation.restarts_without_progress} restarts without a new step; last: {incident.evidence}",
-            )
+        times, restarts = situation.same_error_repeats, situation.restarts_without_progress
+        if traits.fails_alike and times >= 2:
+            reason = f"the same error occurred at the same step {times} times: {incident.evidence}"
+            return _decision(incident, Action.STOP, reason)
+        if restarts >= situation.max_restarts_without_progress:
+            reason = f"{restarts} restarts without a new step; last: {incident.evidence}"
+            return _decision(incident, Action.STOP, reason)
         host = incident.host
         failing = host is not None and situation.host_failures.get(host, 0) >= MAX_HOST_FAILURES
         if failing and (situation.spares or len(situation.active) - 1 >= situation.min_hosts):
@@ -86,10 +80,8 @@ class DefaultPolicy:
         """A rank's last words name a device or network: the host is to blame, unless the error follows the ranks."""
         times, where = situation.same_error_repeats, situation.same_error_hosts
         if where >= 2:
-            reason = (
-                f"the same error followed the ranks to another host, so the program is the cause: {incident.evidence}"
-            )
-            return _decision(incident, Action.STOP, reason)
+            reason = "the same error followed the ranks to another host, so the program is the cause"
+            return _decision(incident, Action.STOP, f"{reason}: {incident.evidence}")
         if situation.restarts_without_progress >= situation.max_restarts_without_progress:
             return self._restart(situation, incident)
         if incident.host in situation.resettable or _sound(situation):
@@ -99,10 +91,8 @@ class DefaultPolicy:
             return _decision(incident, Action.RESTART, reason, host=incident.host)
         if len(situation.active) - 1 >= max(1, situation.min_hosts):
             return self._replace(situation, incident)
-        reason = (
-            f"the same error occurred at the same step {times} times, and there is no other host: {incident.evidence}"
-        )
-        return _decision(incident, Action.STOP, reason)
+        reason = f"the same error occurred at the same step {times} times, and there is no other host"
+        return _decision(incident, Action.STOP, f"{reason}: {incident.evidence}")
 
     def _not_finite(self, situation: ClusterState, incident: Incident) -> Decision:
         """Replay once, since a flipped bit does not recur; after that the batch is bad."""
@@ -143,45 +133,24 @@ class DefaultPolicy:
     def wait_or_stop(self, situation: ClusterState, incident: Incident, *, hosts: int) -> Decision:
         """Wait until there are ``hosts``, for at most ``max_wait_s``."""
         if situation.waited_s >= self.max_wait_s:
-            return _decision(
-                incident,
-                Action.STOP,
-                f"no capacity within {situation.waited_s:.0f} s: {incident.evidence}",
-                exit_code=75,
-            )
-        return _decision(
-            incident,
-            Action.WAIT,
-            f"{len(situation.active)} of {hosts} hosts: wait for one to return",
-            host=incident.host,
-            detail={"hosts": hosts},
-            wait_s=self.max_wait_s - situation.waited_s,
-        )
+            reason = f"no capacity within {situation.waited_s:.0f} s: {incident.evidence}"
+            return _decision(incident, Action.STOP, reason, exit_code=75)
+        reason = f"{len(situation.active)} of {hosts} hosts: wait for one to return"
+        left_s, detail = self.max_wait_s - situation.waited_s, {"hosts": hosts}
+        return _decision(incident, Action.WAIT, reason, host=incident.host, detail=detail, wait_s=left_s)
 
     def _grow(self, situation: ClusterState, incident: Incident) -> Decision:
         if len(situation.active) >= situation.wanted_hosts:
             return _decision(incident, Action.IGNORE, "enough hosts run; it is kept as a spare", host=incident.host)
         failures = situation.host_failures.get(incident.host or "", 0)
         if failures >= MAX_HOST_FAILURES:  # a flapping link: each return and each loss would cost a pause
-            return _decision(
-                incident,
-                Action.IGNORE,
-                f"{incident.host} was lost {failures} times: it is not used",
-                host=incident.host,
-            )
-        others = [
-            name
-            for name in situation.spares
-            if name != incident.host and situation.host_failures.get(name, 0) < MAX_HOST_FAILURES
-        ]
+            reason = f"{incident.host} was lost {failures} times: it is not used"
+            return _decision(incident, Action.IGNORE, reason, host=incident.host)
+        others = [name for name in _sound(situation) if name != incident.host]
         room = situation.wanted_hosts - len(situation.active)
-        return _decision(
-            incident,
-            Action.GROW,
-            f"{len(situation.active)} of {situation.wanted_hosts} hosts run",
-            host=incident.host,
-            detail={"hosts": [incident.host, *others][:room]},
-        )
+        reason = f"{len(situation.active)} of {situation.wanted_hosts} hosts run"
+        detail = {"hosts": [incident.host, *others][:room]}
+        return _decision(incident, Action.GROW, reason, host=incident.host, detail=detail)
 
 
 def _sound(situation: ClusterState) -> list[str]:

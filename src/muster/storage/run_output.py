@@ -18,8 +18,7 @@ CHUNK_BYTES = 1 << 20
 
 def chunks(run_dir: Path, after: Mapping[str, int]) -> Iterator[LogChunk]:
     """What each file in the run's ``logs`` holds beyond ``after``; a half character waits for its rest."""
-    folder = run_dir / "logs"
-    for path in sorted(folder.glob("*.log")) if folder.is_dir() else []:
+    for path in sorted(run_dir.glob("logs/*.log")):
         position = after.get(path.stem, 0)
         while chunk := _chunk(path, position):
             position = chunk.next_offset
@@ -28,10 +27,7 @@ def chunks(run_dir: Path, after: Mapping[str, int]) -> Iterator[LogChunk]:
 
 def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
     """The ``run.finished`` since then, with its ``wall_ns``; it is near the end of the newest supervisor's file."""
-    folder = run_dir / "events"
-    if not folder.is_dir():
-        return None
-    files = sorted(folder.glob("supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
+    files = sorted(run_dir.glob("events/supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
     for path in files[-1:]:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))

@@ -56,43 +56,30 @@ def slug(name: str, length: int) -> str:
 
 
 @dataclass(frozen=True)
+class _Inside:
+    """A path in a run's folder."""
+
+    name: str
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self.name
+
+
+@dataclass(frozen=True)
 class RunDir:
     """The paths of one run. Nothing is created by asking."""
 
     path: Path
     run_id: str
 
-    @property
-    def run_file(self) -> Path:
-        return self.path / "run.yaml"
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / "resolved.json"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def job(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def lease(self) -> Path:
-        return self.path / "lease.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    run_file = _Inside("run.yaml")
+    resolved = _Inside("resolved.json")
+    token = _Inside("token")
+    job = _Inside("job.json")
+    lease = _Inside("lease.json")
+    events = _Inside("events")
+    logs = _Inside("logs")
+    checkpoints = _Inside("checkpoints")
 
 
 def place(run_id: str, run_dir: str | None) -> Path:
@@ -155,9 +142,9 @@ def find(reference: str) -> RunDir:
         newest = max(known, key=lambda run_id: _made(known[run_id]))
         return _readable(known[newest], newest)
     matching = [reference] if reference in known else [run_id for run_id in known if run_id.startswith(reference)]
-    if len(matching) == 1 and reference:
+    if len(matching) == 1:
         return _readable(known[matching[0]], matching[0])
-    if len(matching) > 1 and reference:
+    if len(matching) > 1:
         raise UsageError(f"{reference!r} names {len(matching)} runs: {', '.join(sorted(matching)[:5])}")
     if is_folder:
         raise UsageError(f"{reference} holds no run", hint="muster status lists the runs of this machine")
@@ -168,11 +155,11 @@ def find(reference: str) -> RunDir:
 
 def registry() -> Iterator[tuple[str, Path]]:
     """``(run id, folder)`` of every run of this user that still has its folder."""
-    folder = home()
-    for path in sorted((folder / "runs").iterdir()) if (folder / "runs").is_dir() else []:
+    runs, index = home() / "runs", home() / "index"
+    for path in sorted(runs.iterdir()) if runs.is_dir() else []:
         if _ID.match(path.name) and (path / "run_id").is_file():
             yield path.name, path
-    for entry in sorted((folder / "index").iterdir()) if (folder / "index").is_dir() else []:
+    for entry in sorted(index.iterdir()) if index.is_dir() else []:
         with contextlib.suppress(OSError):
             target = Path(entry.read_text().strip())
             if _ID.match(entry.name) and existing_id(target) == entry.name:

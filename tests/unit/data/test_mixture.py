@@ -18,20 +18,20 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=20)
 @given(LENGTHS, st.integers(1, 12), st.sampled_from(["drop", "truncate", "split"]))
 def test_every_prediction_is_kept_once_or_counted(lengths, length, rule):
     tokens = np.array(lengths, dtype=np.int64)
-    found = cut(tokens, np.ones(tokens.sum(), dtype=np.uint8), length=length, on_overlong=rule)
+    documents, counts = cut(tokens, np.ones(tokens.sum(), dtype=np.uint8), length=length, on_overlong=rule)
     long = sum(count - 1 > length for count in lengths)
-    assert (found.dropped, found.truncated, found.split) == {
+    assert (counts["dropped"], counts["truncated"], counts["split"]) == {
         "drop": (long, 0, 0),
         "truncate": (0, long, 0),
         "split": (0, 0, long),
     }[rule]
-    assert found.empty == sum(count < 2 for count in lengths) and found.masked == 0
+    assert counts["empty"] == sum(count < 2 for count in lengths) and counts["masked"] == 0
     targets = [
         target
-        for start, size in zip(found.documents.starts, found.documents.lengths, strict=True)
+        for start, size in zip(documents.starts, documents.lengths, strict=True)
         for target in range(start + 1, start + size + 1)
     ]
-    assert len(targets) == len(set(targets)) and (found.documents.lengths <= length).all()
+    assert len(targets) == len(set(targets)) and (documents.lengths <= length).all()
     if rule == "split":
         assert len(targets) == sum(max(0, count - 1) for count in lengths)
 
@@ -39,11 +39,11 @@ def test_every_prediction_is_kept_once_or_counted(lengths, length, rule):
 def test_documents_without_a_target_are_left_out():
     # Rows of 4 tokens; supervised: none, only the first token (nobody's target), only the last.
     mask = np.array([0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1], dtype=np.uint8)
-    found = cut(np.array([4, 4, 4]), mask, length=8, on_overlong="drop")
-    assert found.documents.rows.tolist() == [2] and (found.masked, found.masked_rows) == (2, 2)
+    documents, counts = cut(np.array([4, 4, 4]), mask, length=8, on_overlong="drop")
+    assert documents.rows.tolist() == [2] and (counts["masked"], counts["masked_rows"]) == (2, 2)
     # A completion that truncation cuts off goes with it.
-    found = cut(np.array([4, 4, 4]), mask, length=2, on_overlong="truncate")
-    assert (len(found.documents), found.truncated, found.masked_rows) == (0, 3, 3)
+    documents, counts = cut(np.array([4, 4, 4]), mask, length=2, on_overlong="truncate")
+    assert (len(documents), counts["truncated"], counts["masked_rows"]) == (0, 3, 3)
 
 
 @settings(deadline=None, max_examples=80)

@@ -7,10 +7,14 @@ from collections import Counter
 import pytest
 
 from muster.tasks.text2sql import generator
-from muster.tasks.text2sql.generator import build_database, example, generate
+from muster.tasks.text2sql.generator import build_database, example
 from muster.tasks.text2sql.schemas import BUCKETS, is_heldout
 from muster.tasks.text2sql.sql_execution import compare, run_query
 from muster.tasks.text2sql.vocabulary import NUMBER_COLUMNS, TABLES, TEXT_COLUMNS, VALUES
+
+
+def generate(*args, **kwargs):
+    return list(generator.examples(*args, **kwargs))
 
 
 @pytest.mark.parametrize("level", generator.LEVELS)
@@ -49,8 +53,6 @@ def test_an_example_is_a_function_of_its_number(level):
     assert generate(level, 5, seed=9, start=10) == whole[10:15]
     assert example(level, 9, 3) == whole[3]
     assert generate(level, 20, seed=10) != whole
-    ids = {found.database_id for found in whole + generate(level, 20, seed=9, heldout=True)}
-    assert len(ids) == 40
 
 
 def test_the_stream_is_pinned():

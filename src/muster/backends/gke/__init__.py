@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from muster.backends.backend import Backend, RenderedFiles
@@ -18,16 +19,12 @@ def _launcher() -> Launcher:
     return GkeLauncher()
 
 
-def _manifests(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
-    from muster.backends.gke.manifests.formats import manifests
+def _rendered(
+    form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]
+) -> RenderedFiles:
+    from muster.backends.gke.manifests.formats import rendered
 
-    return manifests(spec, run_id=run_id, run_dir=run_dir, options=options)
-
-
-def _chart(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
-    from muster.backends.gke.manifests.formats import helm
-
-    return helm(spec, run_id=run_id, run_dir=run_dir, options=options)
+    return rendered(form, spec, run_id=run_id, run_dir=run_dir, options=options)
 
 
 def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
@@ -45,7 +42,7 @@ def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
 BACKEND = Backend(
     name="gke",
     launcher=_launcher,
-    formats={"yaml": _manifests, "helm": _chart},
+    formats={"yaml": partial(_rendered, "yaml"), "helm": partial(_rendered, "helm")},
     cluster=_cluster,
     rehearse=_rehearse,
 )

@@ -6,17 +6,15 @@ What it does not know is a warning that says so, never a guess.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import re
-import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import PurePosixPath
 from typing import Any
 
+from muster.backends.code_bundle import archive
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
 
@@ -113,16 +111,10 @@ def _of_the_node(family: Family, machine: Machine, row: Mapping[str, Any]) -> It
 def context(made_of: Parts) -> bytes:
     """What Cloud Build gets: Dockerfile, requirements and this installation of Muster, as a tar.gz. The same parts give
     the same bytes."""
-    files = {"Dockerfile": _dockerfile(), "requirements.txt": requirements().encode()}
-    for path, data in _package(resources.files("muster"), PurePosixPath("muster")):
-        files[str(path)] = data
-    raw = io.BytesIO()
-    with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
-        for name in sorted(files):
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(files[name]), 0o644
-            archive.addfile(entry, io.BytesIO(files[name]))
-    return raw.getvalue()
+    dockerfile = (resources.files(__package__) / "Dockerfile").read_bytes()
+    package = _package(resources.files("muster"), PurePosixPath("muster"))
+    own = {"Dockerfile": dockerfile, "requirements.txt": requirements().encode()}
+    return archive(own | {str(path): data for path, data in package})
 
 
 def tag(made_of: Parts, data: bytes) -> str:
@@ -151,10 +143,6 @@ def requirements() -> str:
             one.marker = None
             result.append(str(one))
     return "\n".join(sorted(set(result))) + "\n"
-
-
-def _dockerfile() -> bytes:
-    return (resources.files(__package__) / "Dockerfile").read_bytes()
 
 
 def _package(folder: Any, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, bytes]]:

@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.backends import code_bundle
-from muster.backends.gke.google.http import Call, GoogleHttp, Http, Reply
+from muster.backends.gke.google.http import GoogleHttp, Http
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
@@ -40,9 +40,6 @@ from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChu
 from muster.storage import run_registry
 from muster.storage.store import open_store
 
-if TYPE_CHECKING:
-    import httpx2
-
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
 ANNOTATION = "muster/submission"
@@ -55,8 +52,7 @@ class GkeLauncher:
     """Runs jobs as JobSets on the cluster that the run file names."""
 
     name: str = BACKEND
-    http: Http | None = None
-    """None: Google's services with application-default credentials, when first needed."""
+    http: Http = field(default_factory=lambda: GoogleHttp())
     store: Store | None = None
     """None: the bucket itself, when first needed."""
     clock: Clock = field(default_factory=SystemClock)
@@ -137,8 +133,7 @@ class GkeLauncher:
         spec = self._remembered(run_id)
         if jobset is None or spec is None:
             return None
-        in_pods = place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
-        return self._handle(run_id, in_pods, jobset)
+        return self._handle(run_id, self._in_pods(spec, run_id), jobset)
 
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once at everything, and say it in one sentence."""
@@ -305,29 +300,15 @@ class GkeLauncher:
         spec = self._remembered(run_id)
         if spec is None or (locate.by_kubeconfig(spec) and self.store is None):
             return None
-        in_pods = place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
+        in_pods = self._in_pods(spec, run_id)
         return "gs://" + in_pods.removeprefix("/gcs/") if in_pods.startswith("/gcs/") else None
 
+    def _in_pods(self, spec: RunSpec, run_id: str) -> str:
+        """The run's folder as its pods see it."""
+        return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
+
     def _session(self) -> Session:
-        return Session(http=_Late(self), clock=self.clock)
-
-
-@dataclass(frozen=True)
-class _Late:
-    """Google's services once they are spoken to, not before: a kubeconfig's cluster needs none of them."""
-
-    of: GkeLauncher
-
-    def send(self, call: Call) -> Reply:
-        return self._real().send(call)
-
-    def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
-        return self._real().transport(endpoint, ca_pem)
-
-    def _real(self) -> Http:
-        if self.of.http is None:
-            self.of.http = GoogleHttp()
-        return self.of.http
+        return Session(http=self.http, clock=self.clock)
 
 
 def _local_dir(run_id: str) -> Path | None:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,9 +24,9 @@ from types import FrameType
 from typing import Any
 
 from muster.backends.slurm import locate
-from muster.backends.slurm.commands import Slurm, joined
+from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.resubmit import resubmit
-from muster.backends.slurm.script import program
+from muster.backends.slurm.script import program, python_of
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.errors import MusterError
@@ -102,19 +103,16 @@ class Batch:
         argv = [*srun(self.spec, str(self.run_dir), step.node), *self._node_program(step)]
         step.starts += 1
         if step.starts == 1:
-            _log(f"{step.host} on {step.node}: {joined(argv)}")
+            _log(f"{step.host} on {step.node}: {shlex.join(argv)}")
         else:
             _log(f"{step.host} on {step.node}: its step ended, restarting it")
         step.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
 
     def _node_program(self, step: Step) -> list[str]:
         container = self.spec.slurm.container
-        python = container.python if container is not None else None
-        argv = [
-            *program("node", self.spec, run_id=self.run_id, run_dir=str(self.run_dir), python=python),
-            "--host",
-            step.host,
-        ]
+        python = container.python if container is not None else python_of(self.spec)
+        common = program("backends.slurm.node", python, run_id=self.run_id, run_dir=str(self.run_dir))
+        argv = [*common, "--host", step.host]
         if container is None or container.runtime != "apptainer":
             return argv
         mounts = [word for mount in _mounts(self.spec, str(self.run_dir)) for word in ("--bind", mount)]

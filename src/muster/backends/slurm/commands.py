@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from muster.backends.slurm import parse, reason_text
 from muster.core.clock import SystemShell
@@ -134,9 +135,9 @@ class Slurm:
             raise reason_text.refusal(argv[0], done.stderr)
         return done
 
-    def _run(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> Completed:
+    def _run(self, *argv: str, env: Mapping[str, str] | None = None) -> Completed:
         try:
-            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=timeout_s)
+            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=TIMEOUT_S)
         except BackendError as error:
             if "not found" in str(error):
                 raise BackendError(
@@ -163,25 +164,6 @@ def is_of(name: str, run_id: str, submission: int | None = None) -> bool:
 
 
 def _job(row: Mapping[str, str]) -> Job:
-    def whole(text: str) -> int | None:
-        return int(text) if text.isdigit() else None
-
-    return Job(
-        id=row["id"] if row["id"].isdigit() else "0",
-        name=row["name"],
-        state=row["state"],
-        reason=row["reason"],
-        nodes=row["nodes"],
-        count=whole(row["count"]) or 0,
-        start_s=whole(row["start_s"]),
-        end_s=whole(row["end_s"]),
-        folder=row["folder"],
-        partition=row["partition"],
-    )
-
-
-def joined(argv: Sequence[str]) -> str:
-    """An argument list to read and paste."""
-    import shlex
-
-    return shlex.join(argv)
+    numbers = {key: int(row[key]) if row[key].isdigit() else None for key in ("id", "count", "start_s", "end_s")}
+    values: dict[str, Any] = {**row, **numbers, "id": str(numbers["id"] or 0), "count": numbers["count"] or 0}
+    return Job(**values)

@@ -18,7 +18,7 @@ from muster.backends.slurm.commands import Job, NoAnswer, Slurm, name_of
 from muster.backends.slurm.job_exec import execute
 from muster.backends.slurm.job_outcome import judge
 from muster.backends.slurm.offers import offers, resolved_spec
-from muster.backends.slurm.script import SCRIPT, python_of, script
+from muster.backends.slurm.script import SCRIPT, program, python_of, script
 from muster.config import validation
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
@@ -64,19 +64,19 @@ class SlurmLauncher:
 
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
         """The script, and what runs in the allocation: a supervisor under a lease, an agent a node."""
-        common = ("--run-dir", run_dir, "--run-id", run_id)
         python = spec.slurm.container.python if spec.slurm.container is not None else python_of(spec)
-        supervisor = TaskSpec(name="supervisor", argv=(python, "-P", "-m", "muster.app.supervisor", *common))
-        agent = TaskSpec(
-            name="agent",
-            argv=(python, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}", NO_METADATA_SERVER),
-            count=spec.resources.hosts + spec.resources.spare_hosts,
-        )
+        supervisor = program("app.supervisor", python, run_id=run_id, run_dir=run_dir)
+        agent = program("agent.watchdog", python, run_id=run_id, run_dir=run_dir)
+        agent += ["--host", "host-{index}", NO_METADATA_SERVER]
+        hosts = spec.resources.hosts + spec.resources.spare_hosts
         return JobRequest(
             run_id=run_id,
             backend=self.name,
             run_dir=run_dir,
-            tasks=(supervisor, agent),
+            tasks=(
+                TaskSpec(name="supervisor", argv=tuple(supervisor)),
+                TaskSpec(name="agent", argv=tuple(agent), count=hosts),
+            ),
             labels={"muster-run": run_id, SUBMISSION: "1"},
             files={SCRIPT: script(spec, run_id=run_id, run_dir=run_dir)},
         )
@@ -254,6 +254,3 @@ def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
 
 def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
     return JobHandle(run_id=record["run_id"], backend="slurm", job_id=record["job_id"] or "", run_dir=str(run_dir))
-
-
-__all__ = ["SUBMISSION", "SlurmLauncher", "hosts_of"]

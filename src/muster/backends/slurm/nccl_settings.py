@@ -13,9 +13,7 @@ from muster.core.errors import UsageError
 # A constant program: everything variable is passed as "$0" and "$@", so nothing is ever quoted into it.
 SOURCE_AND_RUN = 'source "$0" && exec "$@"'
 #: Other paths of the script that sets NCCL's environment, in Google's images for Slurm.
-ELSEWHERE = {
-    "/usr/local/nvidia/lib64/nccl-env-profile.sh": ("/var/lib/tcpxo/lib64/nccl-env-profile.sh",),
-}
+ELSEWHERE = {"/usr/local/nvidia/lib64/nccl-env-profile.sh": ("/var/lib/tcpxo/lib64/nccl-env-profile.sh",)}
 #: Values that name interfaces (eth0) or folders of GKE's pods: they differ on a machine, so they are not guessed.
 _OF_PODS = re.compile(r"\beth[0-9]|^/usr/local/nvidia|^/dev/")
 

@@ -29,6 +29,7 @@ from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_LIMIT_STOP, 
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.nccl_settings import with_nccl_settings
 from muster.backends.slurm.resubmit import resubmit
+from muster.backends.slurm.script import program
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.errors import ConflictError, MusterError
@@ -130,11 +131,8 @@ class Node:
     # ------------------------------------------------------------ children
 
     def _start_agent(self) -> None:
-        argv = [
-            sys.executable, "-P", "-m", "muster.agent.watchdog",
-            "--run-dir", str(self.run_dir), "--run-id", self.run_id, "--host", self.host, "--no-metadata-server",
-        ]  # fmt: skip
-        argv, variables = with_nccl_settings(self.spec, argv)
+        own = ["--host", self.host, "--no-metadata-server"]
+        argv, variables = with_nccl_settings(self.spec, [*self._program("agent.watchdog"), *own])
         self.agent = self._start(f"agent-{self.host}", argv, variables)
 
     def _take_over(self, why: str) -> None:
@@ -143,10 +141,11 @@ class Node:
         self.took_over_s = time.monotonic()
         self.not_before_s = self.took_over_s + 2.0 ** min(self.failures + 1, 5)
         _log(f"starting the supervisor here: {why}")
-        argv = [sys.executable, "-P", "-m", "muster.app.supervisor"]
-        argv += ["--run-dir", str(self.run_dir), "--run-id", self.run_id]
-        self.supervisor = self._start("supervisor", argv, {})
+        self.supervisor = self._start("supervisor", self._program("app.supervisor"), {})
         self.reached_s = time.monotonic()
+
+    def _program(self, module: str) -> list[str]:
+        return program(module, sys.executable, run_id=self.run_id, run_dir=str(self.run_dir))
 
     def _start(self, name: str, argv: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with open(self.run_dir / "logs" / f"{name}.log", "ab") as output:

@@ -70,16 +70,10 @@ def gpus(gres: str) -> list[Gpus]:
     return result
 
 
-def node_state(text: str) -> tuple[str, str]:
-    """``drained*`` -> ("DRAINED", "*"): the word and its flags."""
-    word = text.strip().rstrip(_FLAGS)
-    return word.upper(), text.strip()[len(word) :]
-
-
 def node_usable(text: str) -> bool:
-    """Whether a job could run on a node in this state, now or after others."""
-    word, flags = node_state(text)
-    return word in USABLE and "*" not in flags and "$" not in flags
+    """Whether a job could run on a node in this state (``drained*``: a word and its flags), now or after others."""
+    word = text.strip().rstrip(_FLAGS)
+    return word.upper() in USABLE and not set("*$") & set(text.strip()[len(word) :])
 
 
 def job_id(text: str) -> str | None:
@@ -88,20 +82,7 @@ def job_id(text: str) -> str | None:
     return match[1] if match else None
 
 
-def accounting(text: str, separator: str = "|") -> list[Mapping[str, str]]:
-    """``sacct --parsable2`` with its header; a value that contains a line break spans several lines."""
-    lines = text.splitlines()
-    if not lines:
-        return []
-    names = lines[0].split(separator)
-    rows: list[Mapping[str, str]] = []
-    held = ""
-    for line in lines[1:]:
-        held = f"{held}\n{line}" if held else line
-        values = held.split(separator)
-        if len(values) < len(names):
-            continue
-        if len(values) == len(names):
-            rows.append(dict(zip(names, values, strict=True)))
-        held = ""
-    return rows
+def accounting(text: str) -> list[Mapping[str, str]]:
+    """``sacct --parsable2`` with its header; no field that is asked for may hold a bar or a line break."""
+    names, *rows = [line.split("|") for line in text.splitlines()] or [[]]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]

@@ -25,7 +25,8 @@ def script(spec: RunSpec, *, run_id: str, run_dir: str) -> str:
     lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
     for name, value in environment(spec, run_id, run_dir).items():
         lines.append(f"export {name}={shlex.quote(value)}")
-    lines.append(f"exec {shlex.join(program('batch', spec, run_id=run_id, run_dir=run_dir))}")
+    batch = program("backends.slurm.batch", python_of(spec), run_id=run_id, run_dir=run_dir)
+    lines.append(f"exec {shlex.join(batch)}")
     return "\n".join(lines) + "\n"
 
 
@@ -75,10 +76,9 @@ def environment(spec: RunSpec, run_id: str, run_dir: str) -> dict[str, str]:
     return {**variables, "MUSTER_TERM": "ignored", **spec.slurm.environment}
 
 
-def program(name: str, spec: RunSpec, *, run_id: str, run_dir: str, python: str | None = None) -> list[str]:
-    """The argument list of one of this package's programs. -P: a module in the folder never shadows the library's."""
-    module = f"muster.backends.slurm.{name}"
-    return [python or python_of(spec), "-P", "-m", module, "--run-dir", run_dir, "--run-id", run_id]
+def program(module: str, python: str, *, run_id: str, run_dir: str) -> list[str]:
+    """The argument list of one of our programs. -P: a module in the folder never shadows the library's."""
+    return [python, "-P", "-m", f"muster.{module}", "--run-dir", run_dir, "--run-id", run_id]
 
 
 def python_of(spec: RunSpec) -> str:

@@ -283,7 +283,7 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
 def _nodeset(family: Module, image: Module) -> Module:
     settings: Module = {
         "instance_image": image,
-        "machine_type": "$(vars.machine_type)",
+        "machine_type": next(name for name, row in _table()["families"].items() if row is family),
         "node_count_static": "$(vars.cluster_size)",
         "node_count_dynamic_max": 0,
         "disk_type": family["disk_type"],
@@ -307,7 +307,6 @@ def _nodeset(family: Module, image: Module) -> Module:
             " ipv6_access_config=[], alias_ip_range=[]}"
         )
         settings["additional_networks"] = f"$(concat([{second}], rdma-net.subnetwork_interfaces))"
-    settings["machine_type"] = next(name for name, row in _table()["families"].items() if row is family)
     return {"id": "nodeset", "source": NODESET, "use": uses, "settings": settings}
 
 

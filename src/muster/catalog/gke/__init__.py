@@ -11,9 +11,9 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any
 
+from muster.catalog import rows
 from muster.core.errors import UsageError
 
 QUEUED = "flex_start_queued"
@@ -118,13 +118,15 @@ class Family:
     arch: str = "amd64"
     driver: str = "DEFAULT"
     tuner_config: str | None = None
-    busbw_gb_s: tuple[float, float] | None = None
-    """all_gather at 8 GiB on 2 hosts, as others measured it."""
 
 
+@cache
 def families() -> Mapping[str, Family]:
     """Every family, by name."""
-    return _families()
+    fabrics = rows.typed(Fabric, {name: _fabric(row) for name, row in _table("fabrics.yaml")["fabrics"].items()})
+    return rows.typed(
+        Family, {name: _family(row, fabrics) for name, row in _table("families.yaml")["families"].items()}
+    )
 
 
 def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> tuple[Family, Machine]:
@@ -133,44 +135,44 @@ def find(machine: str | None, accelerator: str | None, *, cpu: bool = False) -> 
     Raises:
         UsageError: nothing named, an unknown name, or a word that fits several machines.
     """
-    known = {name: (family, one) for family in _families().values() for name, one in family.machines.items()}
+    known = {name: (family, one) for family in families().values() for name, one in family.machines.items()}
     if machine is not None:
         if machine not in known:
             raise UsageError(f"unknown machine type {machine!r}", hint=_nearest(machine, known))
         return known[machine]
     if accelerator is None:
         if cpu:
-            family = _families()["cpu"]
+            family = families()["cpu"]
             return family, family.machines[family.default_machine]
         raise UsageError(
             "no machine named", hint="set resources.machine (a4-highgpu-8g) or resources.accelerator (B200)"
         )
     requested = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
-    if requested in (choices := _document("families.yaml")["ambiguous"]):
+    if requested in (choices := _table("families.yaml")["ambiguous"]):
         raise UsageError(
             f"accelerator {accelerator!r} comes in several machines",
             hint="resources.machine: " + ", ".join(choices[requested]),
         )
-    for family in _families().values():
+    for family in families().values():
         if family.accelerator and requested == family.accelerator.upper():
             return family, family.machines[family.default_machine]
-    names = {one.accelerator: one for one in _families().values() if one.accelerator}
+    names = {one.accelerator: one for one in families().values() if one.accelerator}
     raise UsageError(f"unknown accelerator {accelerator!r}", hint=_nearest(requested, names))
 
 
 def installers_url() -> str:
     """Prefix of every NCCL installer's address."""
-    return str(_document("fabrics.yaml")["installers"])
+    return str(_table("fabrics.yaml")["installers"])
 
 
 def versions() -> dict[str, Any]:
     """Releases to install, least GKE versions, and pairs known to work together."""
-    return _document("versions.yaml")
+    return _table("versions.yaml")
 
 
 def leftovers() -> dict[str, Any]:
     """Prices of what stays behind."""
-    return _document("leftovers.yaml")
+    return _table("leftovers.yaml")
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
@@ -178,77 +180,25 @@ def _nearest(name: str, known: Mapping[str, object]) -> str:
     return "did you mean " + " or ".join(near) + "?" if near else "known: " + ", ".join(sorted(known))
 
 
-@cache
-def _document(name: str) -> dict[str, Any]:
-    from ruamel.yaml import YAML
-
-    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-    loaded: dict[str, Any] = YAML(typ="safe", pure=True).load(text)
+def _table(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = rows.table(name, "gke")
     return loaded
 
 
-@cache
-def _families() -> dict[str, Family]:
-    fabrics = {name: _fabric(name, row) for name, row in _document("fabrics.yaml")["fabrics"].items()}
-    return {name: _family(name, row, fabrics) for name, row in _document("families.yaml")["families"].items()}
-
-
-def _family(name: str, row: Mapping[str, Any], fabrics: Mapping[str, Fabric]) -> Family:
+def _family(row: Mapping[str, Any], fabrics: Mapping[str, Fabric]) -> dict[str, Any]:
+    """A machine has its family's modes and fabric where it names none of its own."""
     machines = {
-        machine: Machine(
-            name=machine,
-            gpus=facts["gpus"],
-            vcpus=facts["vcpus"],
-            memory_gb=facts["memory_gb"],
-            modes=tuple(facts.get("modes", row["modes"])),
-            fabric=fabrics[facts.get("fabric", row["fabric"])],
-        )
-        for machine, facts in row["machines"].items()
+        name: {"name": name, "modes": row["modes"], **facts, "fabric": fabrics[facts.get("fabric", row["fabric"])]}
+        for name, facts in row["machines"].items()
     }
-    plain = {key: row[key] for key in ("network_profile", "topology", "arch", "driver", "tuner_config") if key in row}
-    busbw = tuple(row["busbw_gb_s"]) if "busbw_gb_s" in row else None
-    return Family(
-        name=name,
-        accelerator=row["accelerator"],
-        label=row["label"],
-        machines=machines,
-        default_machine=row["default_machine"],
-        boot_disk=row["boot_disk"],
-        busbw_gb_s=busbw,
-        **plain,
-    )
+    return {**row, "machines": machines}
 
 
-def _fabric(name: str, row: Mapping[str, Any]) -> Fabric:
-    plain = {
-        key: row[key]
-        for key in ("env", "env_when_not_sourced", "source", "mtu", "images", "dra_only", "tuner_folder")
-        if key in row
+def _fabric(row: Mapping[str, Any]) -> dict[str, Any]:
+    claim, sidecar = row.get("claim", {}), row.get("sidecar")
+    return {
+        **row,
+        "claim_class": claim.get("device_class"),
+        "claim_count": claim.get("count", 0),
+        "sidecar": sidecar and {**sidecar, "image": row["images"][sidecar["image"]]},
     }
-    claim = row.get("claim", {})
-    sidecar = row.get("sidecar")
-    return Fabric(
-        name=name,
-        installers=tuple(row.get("installers", ())),
-        forbidden_env=tuple(row.get("forbidden_env", ())),
-        mounts=tuple(Mount(**mount) for mount in row.get("mounts", ())),
-        capabilities=tuple(row.get("capabilities", ())),
-        networks=tuple(DataNetwork(**network) for network in row.get("networks", ())),
-        sidecar=_sidecar(sidecar, row["images"]) if sidecar else None,
-        claim_class=claim.get("device_class"),
-        claim_count=claim.get("count", 0),
-        **plain,
-    )
-
-
-def _sidecar(row: Mapping[str, Any], images: Mapping[str, str]) -> Sidecar:
-    return Sidecar(
-        name=row["name"],
-        image=images[row["image"]],
-        command=tuple(row["command"]),
-        args=tuple(row["args"]),
-        capabilities=tuple(row["capabilities"]),
-        env=row["env"],
-        mounts=tuple(Mount(**mount) for mount in row["mounts"]),
-        devices=tuple(row["devices"]),
-    )

@@ -76,9 +76,7 @@ def size(uri: str) -> int:
     with _errors(uri):
         if uris.is_local(uri):
             return uris.local_path(uri).stat().st_size
-        system = filesystem(uri)
-        system.invalidate_cache()
-        return int(system.size(uri))
+        return int(_current(uri).size(uri))
 
 
 def folders(uri: str) -> list[str]:
@@ -87,11 +85,8 @@ def folders(uri: str) -> list[str]:
         try:
             if uris.is_local(uri):
                 return sorted(entry.name for entry in os.scandir(uris.local_path(uri)) if entry.is_dir())
-            system = filesystem(uri)
-            system.invalidate_cache()
-            return sorted(
-                uris.name(item["name"]) for item in system.ls(uri, detail=True) if item["type"] == "directory"
-            )
+            entries = _current(uri).ls(uri, detail=True)
+            return sorted(uris.name(entry["name"]) for entry in entries if entry["type"] == "directory")
         except FileNotFoundError:
             return []
 
@@ -103,9 +98,7 @@ def remove_tree(uri: str) -> None:
             if uris.is_local(uri):
                 shutil.rmtree(uris.local_path(uri))
             else:
-                system = filesystem(uri)
-                system.invalidate_cache()
-                system.rm(uri, recursive=True)
+                _current(uri).rm(uri, recursive=True)
         except FileNotFoundError:
             pass
 
@@ -127,6 +120,13 @@ def filesystem(uri: str) -> Any:
         raise BackendError(f"{uri}: {error}", hint=hint) from error
     except ValueError as error:
         raise BackendError(f"{uri}: {error}") from error
+
+
+def _current(uri: str) -> Any:
+    """The file system, which forgets what it has listed."""
+    system = filesystem(uri)
+    system.invalidate_cache()
+    return system
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,8 +134,6 @@ def _written(path: Path, data: bytes, *, after_ns: int) -> Path:
 
 
 def _stamp_after(fd: int, after_ns: int) -> None:
-    import time
-
     now = max(time.time_ns(), after_ns)
     for tick in _TICKS_NS:
         os.utime(fd, ns=(now + tick, now + tick))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from random import Random
 
@@ -34,14 +35,14 @@ class Example:
     schema_text: str
     """Compact: ``table shop : price , name``; several tables separated by ``;``."""
     gold_sql: str
-    database_id: str
     shape: str
     """Name of the query's shape, for breakdowns."""
     tables: tuple[Table, ...]
 
     @property
     def prompt(self) -> str:
-        return prompt_text(self.schema_text, self.question)
+        """What the model reads before it answers."""
+        return f"{self.schema_text} | {self.question} ?"
 
     @property
     def completion(self) -> str:
@@ -60,18 +61,8 @@ class Example:
         }
 
 
-def prompt_text(schema_text: str, question: str) -> str:
-    """What the model reads before it answers."""
-    return f"{schema_text} | {question} ?"
-
-
-def generate(level: int, rows: int, seed: int, heldout: bool = False, start: int = 0) -> list[Example]:
-    """Examples ``start`` to ``start + rows`` of the unlimited sequence of (level, seed, split)."""
-    return list(examples(level, rows, seed, heldout=heldout, start=start))
-
-
 def examples(level: int, rows: int, seed: int, *, heldout: bool = False, start: int = 0) -> Iterator[Example]:
-    """The same as ``generate``, one by one."""
+    """Examples ``start`` to ``start + rows`` of the unlimited sequence of (level, seed, split)."""
     for index in range(start, start + rows):
         yield example(level, seed, index, heldout=heldout)
 
@@ -84,7 +75,7 @@ def example(level: int, seed: int, index: int, *, heldout: bool = False) -> Exam
     for attempt in range(_TRIES):
         # A string seed goes through SHA-512 (random.seed, version 2): independent of PYTHONHASHSEED.
         rng = Random(f"muster-text2sql-1:{level}:{seed}:{split}:{index}:{attempt}")
-        drawn = _draw(rng, level, f"text2sql-l{level}-s{seed}-{split}-{index}", heldout)
+        drawn = _draw(rng, level, heldout)
         if drawn is not None:
             return drawn
     raise AssertionError(f"no example after {_TRIES} draws: level {level}, seed {seed}, {split} {index}")
@@ -118,9 +109,9 @@ def schema_text(tables: tuple[Table, ...]) -> str:
     return " ; ".join(f"table {table.name} : {' , '.join(c.name for c in table.columns)}" for table in tables)
 
 
-def _draw(rng: Random, level: int, database_id: str, heldout: bool) -> Example | None:
-    shape, tables = _shape_and_tables(rng, level, heldout)
-    draft = shape(rng, tables)
+def _draw(rng: Random, level: int, heldout: bool) -> Example | None:
+    shape, tables, asked = _shape_and_tables(rng, level, heldout)
+    draft = shape(rng, asked)
     if draft is None:
         return None
     shown = list(tables)
@@ -129,7 +120,6 @@ def _draw(rng: Random, level: int, database_id: str, heldout: bool) -> Example |
         question=draft.question,
         schema_text=schema_text(tuple(shown)),
         gold_sql=draft.sql,
-        database_id=database_id,
         shape=shape.__name__,
         tables=tuple(shown),
     )
@@ -140,36 +130,23 @@ def _draw(rng: Random, level: int, database_id: str, heldout: bool) -> Example |
     return drawn
 
 
-def _shape_and_tables(rng: Random, level: int, heldout: bool) -> tuple[Shape, tuple[Table, ...]]:
-    """Most of a level's questions are of its own shapes, the rest of each easier level's."""
+def _shape_and_tables(rng: Random, level: int, heldout: bool) -> tuple[Shape, tuple[Table, ...], tuple[Table, ...]]:
+    """(shape, tables, those it is drawn over): most questions are of a level's own shapes, the rest of each easier
+    level's."""
     chosen = rng.choices(range(1, level + 1), _SHARES[level])[0]
     shape = rng.choice(_SHAPES[chosen])
-    if level <= 2:
-        numbers = 3 if chosen == 1 else rng.randint(2, 4)
-        return shape, single_table(rng, heldout=heldout, numbers=numbers, texts=2)
-    if chosen <= 2 and rng.random() < 0.5:
-        return shape, single_table(rng, heldout=heldout, numbers=rng.randint(2, 4), texts=2)
+    if level <= 2 or (chosen <= 2 and rng.random() < 0.5):
+        numbers = 3 if chosen == 1 and level <= 2 else rng.randint(2, 4)
+        tables = single_table(rng, heldout=heldout, numbers=numbers, texts=2)
+        return shape, tables, tables
     # One-table shapes take the first table they are given: here any of several, the others being a distraction.
     tables = linked_tables(rng, heldout=heldout, count=rng.choice((2, 2, 3)))
-    if chosen <= 2:
-        return _of_one(shape, rng.randrange(len(tables))), tables
-    return shape, tables
-
-
-def _of_one(shape: Shape, place: int) -> Shape:
-    """The shape over one of several tables."""
-
-    def chosen(rng: Random, tables: tuple[Table, ...]) -> Draft | None:
-        return shape(rng, (tables[place],))
-
-    chosen.__name__ = shape.__name__
-    return chosen
+    return shape, tables, (tables[rng.randrange(len(tables))],) if chosen <= 2 else tables
 
 
 def _distinguishes(drawn: Example, draft: Draft, *, decoys: bool) -> bool:
     """Whether the gold query returns something, and something that its decoys do not."""
-    connection = build_database(drawn)
-    try:
+    with closing(build_database(drawn)) as connection:
         gold = run_query(drawn.gold_sql, connection)
         if gold.problem:
             raise AssertionError(f"gold query fails: {gold.message}: {drawn.gold_sql}")
@@ -182,6 +159,4 @@ def _distinguishes(drawn: Example, draft: Draft, *, decoys: bool) -> bool:
                 raise AssertionError(f"decoy fails: {other.message}: {decoy}")
             if same_rows(other.rows, gold.rows, ordered=ordered):
                 return False
-    finally:
-        connection.close()
     return True

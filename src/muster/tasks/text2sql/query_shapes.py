@@ -7,6 +7,7 @@ Identifiers follow a space wherever they can, so that a word-level vocabulary ha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -18,6 +19,12 @@ AGGREGATES = {
     "MIN": ("lowest", "smallest", "minimum"),
     "AVG": ("average", "mean"),
     "SUM": ("total", "summed"),
+}
+_COMPARISONS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
+    ">": ("above", operator.gt),
+    "<": ("below", operator.lt),
+    ">=": ("at least", operator.ge),
+    "<=": ("at most", operator.le),
 }
 
 
@@ -49,22 +56,15 @@ def condition(rng: Random, table: Table, *, prefix: str = "") -> Condition:
     return comparison(rng, table, prefix=prefix) if table.named("number") else result
 
 
-def _threshold(table: Table, column: str, operator: str, rng: Random, prefix: str) -> Condition:
+def _threshold(table: Table, column: str, sign: str, rng: Random, prefix: str) -> Condition:
     place = [other.name for other in table.columns].index(column)
     ordered = sorted(int(value) for value in table.values(column))
     bound = ordered[rng.randint(2, len(ordered) - 3)]
-    words = {">": "above", "<": "below", ">=": "at least", "<=": "at most"}[operator]
-    compare: dict[str, Callable[[int], bool]] = {
-        ">": lambda value: value > bound,
-        "<": lambda value: value < bound,
-        ">=": lambda value: value >= bound,
-        "<=": lambda value: value <= bound,
-    }
-    keep = compare[operator]
+    words, compare = _COMPARISONS[sign]
     return Condition(
         text=f"{column} {words} {bound}",
-        sql=f"{prefix}{column} {operator} {bound}",
-        keeps=lambda row: keep(int(row[place])),
+        sql=f"{prefix}{column} {sign} {bound}",
+        keeps=lambda row: compare(int(row[place]), bound),
     )
 
 
@@ -75,16 +75,11 @@ def _any_condition(rng: Random, table: Table, prefix: str) -> Condition:
         column = rng.choice(texts)
         place = [other.name for other in table.columns].index(column)
         value = rng.choice(table.values(column))
-        if rng.random() < 0.75:
-            return Condition(
-                text=f"{column} is '{value}'",
-                sql=f"{prefix}{column} = '{value}'",
-                keeps=lambda row: row[place] == value,
-            )
+        words, sign, equal = ("is", "=", True) if rng.random() < 0.75 else ("is not", "<>", False)
         return Condition(
-            text=f"{column} is not '{value}'",
-            sql=f"{prefix}{column} <> '{value}'",
-            keeps=lambda row: row[place] != value,
+            text=f"{column} {words} '{value}'",
+            sql=f"{prefix}{column} {sign} '{value}'",
+            keeps=lambda row: (row[place] == value) is equal,
         )
     column = rng.choice(numbers)
     if rng.random() < 0.75:
@@ -110,7 +105,7 @@ def count(rng: Random, tables: tuple[Table, ...]) -> Draft:
 
 def aggregate(rng: Random, tables: tuple[Table, ...]) -> Draft:
     table = tables[0]
-    function, column, word = _aggregate_words(rng, table)
+    function, column, word = aggregate_words(rng, table)
     return Draft(
         question=f"{word} {column} of {table.name}",
         sql=f"SELECT {function}( {column} ) FROM {table.name}",
@@ -132,32 +127,36 @@ def listing(rng: Random, tables: tuple[Table, ...]) -> Draft:
 
 def aggregate_where(rng: Random, tables: tuple[Table, ...]) -> Draft:
     table = tables[0]
-    function, column, word = _aggregate_words(rng, table)
+    function, column, word = aggregate_words(rng, table)
     kept = comparison(rng, table)
     swapped = kept.sql.replace(" > ", " = ").replace(" < ", " > ").replace(" = ", " < ")
+    head, others = f"SELECT {function}( {column} ) FROM {table.name}", _other_aggregates(table, function, column)
     return Draft(
         question=f"{word} {column} of {table.name} with {kept.text}",
-        sql=f"SELECT {function}( {column} ) FROM {table.name} WHERE {kept.sql}",
+        sql=f"{head} WHERE {kept.sql}",
         decoys=(
-            f"SELECT {function}( {column} ) FROM {table.name}",
-            f"SELECT {function}( {column} ) FROM {table.name} WHERE {swapped}",
-            *(
-                f"SELECT {other} FROM {table.name} WHERE {kept.sql}"
-                for other in _other_aggregates(table, function, column)
-            ),
+            head,
+            f"{head} WHERE {swapped}",
+            *(f"SELECT {other} FROM {table.name} WHERE {kept.sql}" for other in others),
         ),
     )
 
 
-def _aggregate_words(rng: Random, table: Table) -> tuple[str, str, str]:
+def aggregate_words(rng: Random, table: Table) -> tuple[str, str, str]:
+    """An aggregate function, a column for it, and what a question calls the function."""
     function = rng.choice(tuple(AGGREGATES))
     return function, rng.choice(table.named("number")), rng.choice(AGGREGATES[function])
+
+
+def other_functions(function: str, column: str) -> list[str]:
+    """The other aggregate functions of the same column."""
+    return [f"{other}( {column} )" for other in AGGREGATES if other != function]
 
 
 def _other_aggregates(table: Table, function: str, column: str) -> list[str]:
     """The same function of the other columns, the other functions of the same one."""
     columns = [f"{function}( {other} )" for other in table.named("number") if other != column]
-    return columns + [f"{other}( {column} )" for other in AGGREGATES if other != function]
+    return columns + other_functions(function, column)
 
 
 # ---------------------------------------------------------------- level 2
@@ -218,7 +217,7 @@ def two_conditions(rng: Random, tables: tuple[Table, ...]) -> Draft | None:
 
 def aggregate_any_where(rng: Random, tables: tuple[Table, ...]) -> Draft:
     table = tables[0]
-    function, column, word = _aggregate_words(rng, table)
+    function, column, word = aggregate_words(rng, table)
     kept = condition(rng, table)
     head = f"SELECT {function}( {column} ) FROM {table.name}"
     return Draft(
@@ -271,12 +270,4 @@ def top(rng: Random, tables: tuple[Table, ...]) -> Draft:
 
 
 LEVEL_1: tuple[Shape, ...] = (count, aggregate, listing, aggregate_where)
-LEVEL_2: tuple[Shape, ...] = (
-    count_where,
-    list_where,
-    two_conditions,
-    aggregate_any_where,
-    distinct,
-    ordered,
-    top,
-)
+LEVEL_2: tuple[Shape, ...] = (count_where, list_where, two_conditions, aggregate_any_where, distinct, ordered, top)

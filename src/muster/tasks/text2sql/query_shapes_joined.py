@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from muster.tasks.text2sql.query_shapes import AGGREGATES, Draft, Shape, condition
+from muster.tasks.text2sql.query_shapes import Draft, Shape, aggregate_words, condition, other_functions
 from muster.tasks.text2sql.schemas import Table
 
 
@@ -53,13 +53,12 @@ def group_aggregate(rng: Random, tables: tuple[Table, ...]) -> Draft | None:
     if len(table.named("text")) < 2:
         return None
     column = rng.choice(table.named("text")[1:])
-    function, number, word = _aggregate(rng, table)
-    others = [f"{other}( {number} )" for other in AGGREGATES if other != function]
+    function, number, word = aggregate_words(rng, table)
     head = f"SELECT {column} , {{}} FROM {table.name} GROUP BY {column}"
     return Draft(
         question=f"{word} {number} of {table.name} for each {column}",
         sql=head.format(f"{function}( {number} )"),
-        decoys=tuple(head.format(other) for other in others),
+        decoys=tuple(map(head.format, other_functions(function, number))),
     )
 
 
@@ -112,7 +111,7 @@ def join_count_where(rng: Random, tables: tuple[Table, ...]) -> Draft:
 
 def join_aggregate(rng: Random, tables: tuple[Table, ...]) -> Draft:
     parent, child = tables[-2:]
-    function, number, word = _aggregate(rng, child)
+    function, number, word = aggregate_words(rng, child)
     kept = condition(rng, parent, prefix=f"{parent.name} . ")
     head = f"SELECT {function}( {qualified(child, number)} ) FROM {join(child, parent)}"
     return Draft(
@@ -142,13 +141,12 @@ def join_group_count(rng: Random, tables: tuple[Table, ...]) -> Draft:
 def join_group_aggregate(rng: Random, tables: tuple[Table, ...]) -> Draft:
     parent, child = tables[-2:]
     named = qualified(parent, label(parent))
-    function, number, word = _aggregate(rng, child)
+    function, number, word = aggregate_words(rng, child)
     head = f"SELECT {named} , {{}} FROM {join(child, parent)} GROUP BY {named}"
-    others = [f"{other}( {qualified(child, number)} )" for other in AGGREGATES if other != function]
     return Draft(
         question=f"{label(parent)} of each {parent.name} and the {word} {number} of its {child.name}",
         sql=head.format(f"{function}( {qualified(child, number)} )"),
-        decoys=tuple(head.format(other) for other in others),
+        decoys=tuple(map(head.format, other_functions(function, qualified(child, number)))),
     )
 
 
@@ -200,21 +198,7 @@ def join_three(rng: Random, tables: tuple[Table, ...]) -> Draft | None:
     )
 
 
-def _aggregate(rng: Random, table: Table) -> tuple[str, str, str]:
-    function = rng.choice(tuple(AGGREGATES))
-    return function, rng.choice(table.named("number")), rng.choice(AGGREGATES[function])
-
-
 LEVEL_3: tuple[Shape, ...] = (
-    group_count,
-    group_aggregate,
-    group_having,
-    join_list,
-    join_count_where,
-    join_aggregate,
-    join_group_count,
-    join_group_aggregate,
-    join_having,
-    join_most,
-    join_three,
-)
+    group_count, group_aggregate, group_having, join_list, join_count_where, join_aggregate, join_group_count,
+    join_group_aggregate, join_having, join_most, join_three,
+)  # fmt: skip

@@ -152,12 +152,5 @@ def group_above_average(rng: Random, tables: tuple[Table, ...]) -> Draft | None:
 
 
 LEVEL_4: tuple[Shape, ...] = (
-    above_average,
-    extreme,
-    more_than_one,
-    has_some,
-    has_none,
-    exists,
-    conditional_average,
-    group_above_average,
-)
+    above_average, extreme, more_than_one, has_some, has_none, exists, conditional_average, group_above_average,
+)  # fmt: skip

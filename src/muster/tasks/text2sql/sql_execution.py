@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +52,6 @@ class Outcome:
     """The verdict on one predicted query."""
 
     correct: bool
-    method: Literal["execution", "query_match"]
     reason: str | None = None
     """Why it is wrong: ``rows differ``, ``timeout``, ``forbidden``, ``too many rows``, ``error: ...``."""
     rows: tuple[tuple[Any, ...], ...] = ()
@@ -97,33 +96,26 @@ def compare(predicted_sql: str, gold_sql: str, database: Database, timeout_s: fl
     with _opened(database) as connection:
         gold = run_query(gold_sql, connection, timeout_s=max(timeout_s, 5.0))
         if gold.problem == "timeout":  # a machine under load, or a huge database: no reason to end a training run
-            return Outcome(correct=False, method="execution", reason="gold query timed out")
+            return Outcome(correct=False, reason="gold query timed out")
         if gold.problem:
             raise UsageError(f"gold query does not run: {gold.message}: {gold_sql}", hint="fix or remove this row")
         result = run_query(predicted_sql, connection, timeout_s=timeout_s)
     if result.problem:
         reason = f"error: {result.message}" if result.problem == "error" else result.problem
-        return Outcome(correct=False, method="execution", reason=reason)
+        return Outcome(correct=False, reason=reason)
     same = same_rows(result.rows, gold.rows, ordered=orders_its_result(gold_sql))
-    return Outcome(
-        correct=same,
-        method="execution",
-        reason=None if same else "rows differ",
-        rows=result.rows[:10],
-    )
+    return Outcome(correct=same, reason=None if same else "rows differ", rows=result.rows[:10])
 
 
 def match(predicted_sql: str, gold_sql: str) -> Outcome:
     """Whether both queries are the same text after normalising: for data without its tables."""
     same = normalise(predicted_sql) == normalise(gold_sql)
-    return Outcome(correct=same, method="query_match", reason=None if same else "query differs")
+    return Outcome(correct=same, reason=None if same else "query differs")
 
 
 def same_rows(result: Sequence[tuple[Any, ...]], gold: Sequence[tuple[Any, ...]], *, ordered: bool) -> bool:
     """Rows compared after rounding floats to nine digits; 2 and 2.0 are the same, 2 and '2' are not."""
-    if ordered:
-        return list(result) == list(gold)
-    return Counter(result) == Counter(gold)
+    return list(result) == list(gold) if ordered else Counter(result) == Counter(gold)
 
 
 def orders_its_result(sql: str) -> bool:
@@ -182,15 +174,13 @@ def _opened(database: Database) -> Iterator[sqlite3.Connection]:
     path = Path(database)
     if not path.is_file():
         raise UsageError(f"database {str(path)!r} does not exist", hint="give `database` the path of a SQLite file")
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-    connection.text_factory = lambda data: data.decode("utf-8", "replace")
-    try:
-        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-        yield connection
-    except sqlite3.DatabaseError as error:
-        raise UsageError(f"{str(path)!r} is not a SQLite database: {error}") from error
-    finally:
-        connection.close()
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        try:
+            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            yield connection
+        except sqlite3.DatabaseError as error:
+            raise UsageError(f"{str(path)!r} is not a SQLite database: {error}") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import Any
 
 from muster.data.task import Entry, MajorityAnswer, Row, Scorer
@@ -36,11 +37,8 @@ class Text2Sql:
             example = generator.example(context["level"], context["seed"], entry["index"], heldout=True)
 
             def against_generated(predicted: str) -> Outcome:
-                connection = generator.build_database(example)
-                try:
+                with closing(generator.build_database(example)) as connection:
                     return sql_execution.compare(answer(predicted), gold, connection, timeout_s)
-                finally:
-                    connection.close()
 
             return Scorer(metric="execution_accuracy", score=against_generated)
         if "database" in context:

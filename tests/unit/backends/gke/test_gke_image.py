@@ -111,7 +111,8 @@ def test_built_once(google=None):
     assert image.build() is True
     (made,) = google.builds.values()
     assert made["images"] == [image.name] == list(google.images)
-    assert google.uploads == {f"muster-build/{image.job.tag}.tar.gz": image.job.data}
+    name = image.name.rpartition(":")[2]
+    assert google.uploads == {f"muster-build/{name}.tar.gz": context(parts())}
     assert image.build() is False and len(google.builds) == 1
 
 

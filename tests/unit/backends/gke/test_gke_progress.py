@@ -128,7 +128,7 @@ def test_up_and_down_tell_of_every_resource(name, workers):
     (cluster,) = [one for one in tree.bills() if one.key == "clusters/muster"]
     assert cluster.usd_per_hour == pytest.approx(0.10 + 0.134)
 
-    tree, _, go = events_of(lambda take: down(SITES[name], session(google), workers=workers, progress=take))
+    tree, _, go = events_of(lambda take: down([SITES[name]], session(google), workers=workers, progress=take))
     go()
     assert {row.words for row in tree.rows(1e6)} == {"gone", "kept"}
     assert [row.key for row in tree.rows(1e6) if row.words == "kept"] == ["services"] and tree.bills() == []

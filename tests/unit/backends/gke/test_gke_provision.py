@@ -70,7 +70,7 @@ def test_down_after_any_partial_up_leaves_nothing(finished, time_passes):
             up(where_, session(google), INSTALLED, workers=1)
         if time_passes:
             google.pass_time()
-        result = down(where_, session(google), workers=1)
+        result = down([where_], session(google), workers=1)
         assert (google.store, result.troubles, result.leftovers) == ({}, (), ()), f"killed after request {number}"
 
 
@@ -79,13 +79,13 @@ def test_down_killed_after_every_request_and_run_again(finished):
     counted = cloud()
     up(where_, session(counted), INSTALLED, workers=1)
     start = len(counted.log)
-    down(where_, session(counted), workers=1)
+    down([where_], session(counted), workers=1)
     for number in range(start + 1, len(counted.log) + 1, 2):
         google = cloud()
         up(where_, session(google), INSTALLED, workers=1)
         with killed(google, number):
-            down(where_, session(google), workers=1)
-        assert down(where_, session(google), workers=1).clean and google.store == {}, f"killed after request {number}"
+            down([where_], session(google), workers=1)
+        assert down([where_], session(google), workers=1).clean and google.store == {}, f"killed after request {number}"
 
 
 @pytest.mark.parametrize("fault", ["lose", "drop", "429", "503"])
@@ -127,7 +127,7 @@ def test_a_failed_operation_leaves_nothing_half_made(name, code, error):
         up(SITES["a4"], session(google), INSTALLED, workers=1)
     assert not any(name in one for one in google.names())
     up(SITES["a4"], session(google), INSTALLED, workers=1)
-    assert down(SITES["a4"], session(google)).clean and google.store == {}
+    assert down([SITES["a4"]], session(google)).clean and google.store == {}
 
 
 def test_a_pool_that_broke_while_nobody_looked_is_made_anew():

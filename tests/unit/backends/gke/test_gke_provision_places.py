@@ -22,7 +22,7 @@ from fakes.project import (
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.quota import check_quota, quota
 from muster.backends.gke.provision.resource_names import site
-from muster.backends.gke.provision.up import down, down_everywhere, up, up_first
+from muster.backends.gke.provision.up import down, up, up_first
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, UsageError
 
 # ---------------------------------------------------------------- several places
@@ -81,7 +81,7 @@ def test_a_pool_that_somebody_waits_for_since_an_interruption_is_taken_back_too(
 def test_down_does_not_wait_for_machines_that_do_not_come():
     google = cut_off_while_machines_do_not_come()
     leaving = session(google)
-    assert down(places()[1], leaving, workers=1).clean and google.store == {} and leaving.clock.now_s < 120
+    assert down([places()[1]], leaving, workers=1).clean and google.store == {} and leaving.clock.now_s < 120
 
 
 def test_an_operation_that_cannot_be_cancelled_is_not_doubled_elsewhere():
@@ -143,7 +143,7 @@ def test_killed_while_it_moves_on_and_run_again_is_at_one_place_alone():
 def test_down_of_every_place_after_any_partial_move_leaves_nothing():
     for number in range(3, len(moved().log) + 1, 9):
         google = moved(killed_after=number)
-        found = down_everywhere(places(), session(google), workers=1)
+        found = down(places(), session(google), workers=1)
         assert (google.store, found.troubles, found.leftovers) == ({}, (), ()), f"killed after request {number}"
 
 
@@ -285,7 +285,7 @@ def test_an_adopted_cluster_is_used_and_stays():
     google = foreign_cluster()
     up(where(adopt=True), session(google), INSTALLED, workers=1)
     assert f"nodePools/{where().pool}" in google.names()
-    down(where(), session(google), workers=1)
+    down([where()], session(google), workers=1)
     assert "clusters/muster" in google.names() and f"nodePools/{where().pool}" not in google.names()
     left = {one["kind"] for one in google.kubernetes.objects.values()}
     assert left == {"ConfigMap", "ResourceFlavor", "ClusterQueue", "LocalQueue"}, "the other machine's queue, and Kueue"

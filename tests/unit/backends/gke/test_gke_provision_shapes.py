@@ -58,7 +58,7 @@ def test_a_forgotten_gpu_node_is_priced_by_how_it_was_bought():
 def test_keep_data_keeps_the_bucket_and_says_so():
     google = cloud()
     up(SITES["a4"], session(google), INSTALLED, workers=1)
-    result = down(SITES["a4"], session(google), keep_data=True)
+    result = down([SITES["a4"]], session(google), keep_data=True)
     assert google.names() == {"b/example-bucket"} and result.clean
     assert [(one.kind, one.name, one.kept) for one in result.leftovers] == [("buckets", "example-bucket", True)]
 
@@ -70,7 +70,7 @@ def test_the_audit_finds_what_gke_left_behind():
     google.store["compute/v1/projects/example-project/zones/us-central1-b/disks/pvc-1"] = disk
     other = {"name": "theirs", "labels": {"goog-k8s-cluster-name": "other"}}
     google.store["compute/v1/projects/example-project/zones/us-central1-b/disks/theirs"] = other
-    result = down(SITES["a4"], session(google))
+    result = down([SITES["a4"]], session(google))
     assert not result.clean and [(one.kind, one.name) for one in result.leftovers] == [("disks", "pvc-1")]
 
 
@@ -79,14 +79,14 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes():
     up(SITES["a4"], session(google), INSTALLED, workers=1)
     user = {"name": "vm", "network": "projects/example-project/global/networks/muster-net"}
     google.store["compute/v1/projects/example-project/zones/us-central1-b/instances/vm"] = user
-    result = down(SITES["a4"], session(google), workers=1)
+    result = down([SITES["a4"]], session(google), workers=1)
     assert not result.clean and "networks/muster-net" in result.troubles[0]
     assert google.names() == {"instances/vm", "networks/muster-net"}
 
 
 def test_down_of_a_project_that_never_was_up():
     google = cloud()
-    assert down(SITES["a4"], session(google)).clean and google.creations == []
+    assert down([SITES["a4"]], session(google)).clean and google.creations == []
 
 
 def test_a_dry_run_is_every_creating_request_and_touches_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import ssl
@@ -102,25 +103,19 @@ class GoogleHttp:
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+
+    @functools.cached_property
+    def _credentials(self) -> Any:
+        """Looked for at the first request: a kubeconfig's cluster needs none of them."""
         try:
-            import google.auth
-            import google.auth.exceptions
-            from google.auth.transport.requests import Request
+            import google.auth.transport.requests
         except ImportError as error:
             raise AccessError("google-auth is not installed", hint="pip install 'muster[gke]'") from error
         try:
-            scopes = ["https://www.googleapis.com/auth/cloud-platform"]
-            self._credentials, self.project = google.auth.default(scopes=scopes)
+            return google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])[0]
         except google.auth.exceptions.DefaultCredentialsError as error:
-            raise AccessError(
-                "no Google credentials found",
-                hint=LOGIN,
-            ) from error
-        self._quota_project: str | None = getattr(self._credentials, "quota_project_id", None)
-        self._of_a_person = _of_a_person(self._credentials)
-        self._request = Request()
-        self._refresh_error: type[Exception] = google.auth.exceptions.GoogleAuthError
-        self._timeout_s = timeout_s
+            raise AccessError("no Google credentials found", hint=LOGIN) from error
 
     def send(self, call: Call) -> Reply:
         return exchange(call, self._headers(call), self._timeout_s)
@@ -135,18 +130,24 @@ class GoogleHttp:
         headers = {"authorization": f"Bearer {self._token()}"}
         url = urllib.parse.urlsplit(call.url)
         named = re.search(r"/projects/([^/:]+)", url.path)
-        project = self._quota_project or (named[1] if named and self._of_a_person else None)
+        project = getattr(self._credentials, "quota_project_id", None)
+        if project is None and named and _of_a_person(self._credentials):
+            project = named[1]
         if project and (url.hostname or "").endswith(".googleapis.com"):
             headers["x-goog-user-project"] = project
         return headers
 
     def _token(self) -> str:
+        credentials = self._credentials
+        from google.auth.exceptions import GoogleAuthError
+        from google.auth.transport.requests import Request
+
         try:
-            if not self._credentials.valid:
-                self._credentials.refresh(self._request)  # type: ignore[no-untyped-call]
-        except self._refresh_error as error:
+            if not credentials.valid:
+                credentials.refresh(Request())
+        except GoogleAuthError as error:
             raise AccessError(f"Google refused the credentials: {error}", hint=LOGIN) from error
-        return str(self._credentials.token)
+        return str(credentials.token)
 
 
 def exchange(call: Call, headers: Mapping[str, str], timeout_s: float) -> Reply:

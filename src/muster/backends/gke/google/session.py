@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from muster.backends.gke.google.http import LOGIN, Call, Http, Reply, Unreachable
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
@@ -12,6 +12,8 @@ from muster.core.protocols import Clock
 
 TRANSIENT = {429, 500, 502, 503, 504}
 BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION", "running incompatible operation")
+NOT_SWITCHED_ON = {"accessNotConfigured", "SERVICE_DISABLED"}
+"""The API itself is off."""
 TRIES = 8
 LONGEST_PAUSE_S = 30.0
 NO_ROOM = (
@@ -24,6 +26,7 @@ NO_ROOM = (
     "GCE_STOCKOUT",
     "does not have enough resources available",
 )
+Answer = TypeVar("Answer")
 
 
 class NotOver(BackendError):
@@ -75,17 +78,30 @@ class Session:
             raise refusal(call, reply)
         return reply
 
-    def delete(self, call: Call) -> Reply:
-        """Send a removal; a lost answer is asked for again, because the second one says 404."""
-        try:
-            return self.send(call)
-        except Unreachable:
-            return self.send(call)
+    def find(self, call: Call) -> Reply | None:
+        """The same; None where there is no such thing, or its API is off, so that nothing of it can exist."""
+        reply = self.send(call)
+        if reply.status == 404 or NOT_SWITCHED_ON & reply.reasons:
+            return None
+        if reply.status >= 300:
+            raise refusal(call, reply)
+        return reply
+
+    def delete(self, url: str) -> Reply | None:
+        """Remove what is at that address; None where nothing is."""
+        call = Call(method="DELETE", url=url)
+        return twice(lambda: self.find(call))
 
 
-def with_retries(
-    send: Callable[[], Reply], method: str, url: str, clock: Clock, *, longest_s: float = 3600.0
-) -> Reply:
+def twice(send: Callable[[], Answer]) -> Answer:
+    """Send what may be sent again without harm; an answer that is lost is asked for once more."""
+    try:
+        return send()
+    except Unreachable:
+        return send()
+
+
+def with_retries(send: Callable[[], Reply], method: str, url: str, clock: Clock, *, longest_s: float = 3600.0) -> Reply:
     """Send, and send again what may be sent again: reads always, writes where the service says that it did not act.
 
     Raises:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.google.session import refusal, with_retries
+from muster.backends.gke.google.session import refusal, twice, with_retries
 from muster.backends.gke.kubernetes.kind import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.core.errors import AccessError, BackendError
@@ -37,21 +38,15 @@ class Cluster:
                 f"the cluster does not know {manifest['kind']} of {manifest['apiVersion']}",
                 hint="its controller is not installed, or another version",
             )
-
-        def send() -> Mapping[str, Any]:
-            return self._ok("PATCH", manifest, lambda: self.connection.apply(kind, manifest, dry_run=dry_run)).body
-
-        try:
-            return send()
-        except Unreachable:
-            return send()
+        send = partial(self.connection.apply, kind, manifest, dry_run=dry_run)
+        return twice(lambda: self._ok("PATCH", manifest, send)).body
 
     def get(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The object on the server; None where it, or its kind, is absent."""
         kind = self._kind(manifest)
         if kind is None:
             return None
-        reply = self._ok("GET", manifest, lambda: self.connection.get(kind, *_name(manifest)), absent=True)
+        reply = self._ok("GET", manifest, partial(self.connection.get, kind, *_name(manifest)), absent=True)
         return reply.body if reply.status != 404 else None
 
     def knows(self, manifest: Mapping[str, Any]) -> bool:
@@ -63,9 +58,7 @@ class Cluster:
     ) -> Sequence[Mapping[str, Any]]:
         """All objects of a kind; none where the cluster does not know it."""
         kind = Kind(api=api, kind=plural, plural=plural, namespaced=namespace is not None)
-        reply = self._ok(
-            "GET", plural, lambda: self.connection.list(kind, namespace or "", labels or {}), absent=True
-        )
+        reply = self._ok("GET", plural, partial(self.connection.list, kind, namespace or "", labels or {}), absent=True)
         return list(reply.body["items"]) if reply.status != 404 else []
 
     def delete(self, manifest: Mapping[str, Any]) -> None:
@@ -73,14 +66,8 @@ class Cluster:
         kind = self._kind(manifest)
         if kind is None:
             return
-
-        def send() -> None:
-            self._ok("DELETE", manifest, lambda: self.connection.delete(kind, *_name(manifest)), absent=True)
-
-        try:
-            send()
-        except Unreachable:
-            send()  # the second one gets 404 where the first one arrived
+        send = partial(self.connection.delete, kind, *_name(manifest))
+        twice(lambda: self._ok("DELETE", manifest, send, absent=True))
 
     def pod_log(self, namespace: str, pod: str, container: str) -> str:
         """All of a container's output so far; empty while it has not started."""
@@ -178,4 +165,3 @@ class Cluster:
 def _name(manifest: Mapping[str, Any]) -> tuple[str, str]:
     metadata = manifest["metadata"]
     return str(metadata["name"]), str(metadata.get("namespace", "default"))
-

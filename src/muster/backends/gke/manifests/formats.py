@@ -12,33 +12,20 @@ from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.render import render
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem
 
 
-def manifests(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
-    """``options`` are fields of ``Options``.
+def rendered(
+    form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]
+) -> RenderedFiles:
+    """``form`` is ``yaml`` or ``helm``; ``options`` are fields of ``Options``.
 
     Raises:
         RunFileError: rules across keys are broken, each with its reason.
     """
-    run_dir, chosen = _folder(spec, run_id, run_dir), Options(**options)
-    files = render(spec, run_id=run_id, run_dir=run_dir, options=chosen).files
-    return RenderedFiles(files=files, warnings=_warnings(spec, run_id, run_dir, chosen))
-
-
-def helm(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
-    """The same as a chart. Raises as ``manifests``."""
-    run_dir, chosen = _folder(spec, run_id, run_dir), Options(**options)
-    files = chart(spec, run_id=run_id, run_dir=run_dir, options=chosen)
-    return RenderedFiles(files=files, warnings=_warnings(spec, run_id, run_dir, chosen))
-
-
-def _folder(spec: RunSpec, run_id: str, run_dir: str | None) -> str:
-    return run_dir or spec.run_dir or f"/muster-runs/{run_id}"
-
-
-def _warnings(spec: RunSpec, run_id: str, run_dir: str, options: Options) -> tuple[Problem, ...]:
-    placement = place(spec, run_id=run_id, run_dir=run_dir, options=options)
-    return tuple(
-        Problem(key=each.key, message=f"{each.message}: {each.reason}", hint=each.hint) for each in findings(placement)
-    )
+    where: dict[str, Any] = {
+        "run_id": run_id,
+        "run_dir": run_dir or spec.run_dir or f"/muster-runs/{run_id}",
+        "options": Options(**options),
+    }
+    files = chart(spec, **where) if form == "helm" else render(spec, **where).files
+    return RenderedFiles(files=files, warnings=tuple(one.problem for one in findings(place(spec, **where))))

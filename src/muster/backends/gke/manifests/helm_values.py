@@ -38,17 +38,15 @@ def modes(placement: Placement) -> dict[str, dict[str, Any]]:
             "graceSeconds": mode.grace_s,
             "queued": mode.queued,
             "reserved": name in ("reservation", "calendar"),
-            "queue": _queue_of(placement, name),
+            "queue": replace(placement, mode=name).queue_objects,
         }
     return result
 
 
 def values_yaml(placement: Placement, modes: list[str], tunings: list[str]) -> str:
     """``values.yaml`` with every knob explained."""
-    parts = []
-    for name, knob in _knobs(placement, modes, tunings).items():
-        parts.append(f"# {knob.about}\n" + dump([{name: knob.value}]))
-    return "\n".join(parts)
+    knobs = _knobs(placement, modes, tunings)
+    return "\n".join(f"# {knob.about}\n" + dump([{name: knob.value}]) for name, knob in knobs.items())
 
 
 def schema(placement: Placement, modes: list[str], tunings: list[str]) -> str:
@@ -63,10 +61,6 @@ def schema(placement: Placement, modes: list[str], tunings: list[str]) -> str:
         | {"global": {"type": "object"}},
     }
     return json.dumps(document, indent=1) + "\n"
-
-
-def _queue_of(placement: Placement, mode: str) -> str:
-    return replace(placement, mode=mode).queue_objects
 
 
 def _knobs(placement: Placement, modes: list[str], tunings: list[str]) -> dict[str, Knob]:

@@ -30,10 +30,7 @@ def jobset(placement: Placement, mode: Mode) -> Manifest:
     metadata = {
         **_metadata(placement, placement.name),
         "labels": labels,
-        "annotations": {
-            "muster/run-name": placement.spec.name,
-            **(mode.annotations if placement.kueue else {}),
-        },
+        "annotations": {"muster/run-name": placement.spec.name, **(mode.annotations if placement.kueue else {})},
     }
     spec: Manifest = {
         "suspend": placement.kueue,
@@ -121,11 +118,7 @@ def _claim_template(placement: Placement) -> Manifest:
     fabric = placement.machine.fabric
     request = {
         "name": "rdma",
-        "exactly": {
-            "deviceClassName": fabric.claim_class,
-            "allocationMode": "ExactCount",
-            "count": fabric.claim_count,
-        },
+        "exactly": {"deviceClassName": fabric.claim_class, "allocationMode": "ExactCount", "count": fabric.claim_count},
     }
     return {
         "apiVersion": "resource.k8s.io/v1",

@@ -25,11 +25,7 @@ def network_objects(placement: Placement) -> list[Manifest]:
 
 
 def _parameters(network: DataNetwork, prefix: str) -> Manifest:
-    spec = {
-        "vpc": f"{prefix}-{network.vpc}",
-        "vpcSubnet": f"{prefix}-{network.subnet}",
-        "deviceMode": network.mode,
-    }
+    spec = {"vpc": f"{prefix}-{network.vpc}", "vpcSubnet": f"{prefix}-{network.subnet}", "deviceMode": network.mode}
     return {"apiVersion": API, "kind": "GKENetworkParamSet", "metadata": {"name": network.name}, "spec": spec}
 
 

@@ -95,7 +95,7 @@ class Mode:
 
 
 def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Placement:
-    """Find the machine; no checks beyond that (``checks.findings`` has them).
+    """Find the machine; no checks beyond that (``spec_rules.findings`` has them).
 
     Raises:
         UsageError: the machine or accelerator is unknown.

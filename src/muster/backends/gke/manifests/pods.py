@@ -78,9 +78,7 @@ def supervisor_template(placement: Placement) -> Manifest:
         "tolerations": _give_up_lost_nodes(),
         "initContainers": [_place(placement)],
         "containers": [main],
-        "volumes": [
-            *_run_volumes(placement),
-        ],
+        "volumes": [*_run_volumes(placement)],
     }
     metadata: Manifest = {"labels": dict(placement.labels)}
     if annotations := bucket_annotations(placement):
@@ -96,10 +94,7 @@ def network_annotations(placement: Placement) -> dict[str, str]:
     interfaces = [{"interfaceName": "eth0", "network": "default"}]
     interfaces += [{"interfaceName": network.interface, "network": network.name} for network in networks]
     rows = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in interfaces)
-    return {
-        "networking.gke.io/default-interface": "eth0",
-        "networking.gke.io/interfaces": f"[\n{rows}\n]\n",
-    }
+    return {"networking.gke.io/default-interface": "eth0", "networking.gke.io/interfaces": f"[\n{rows}\n]\n"}
 
 
 def nccl_environment(placement: Placement) -> dict[str, str]:

@@ -48,18 +48,14 @@ def cluster_objects(placement: Placement) -> list[Manifest]:
 
 
 def run_manifests(placement: Placement) -> list[Manifest]:
-    """What one run is; the token's Secret is made at submission, so that it is in no file."""
-    return run_objects(placement, run_file_text(placement), resolved_text(placement))
+    """What one run is, with the whole spec as JSON; the token's Secret is made at submission: it is in no file."""
+    whole = json.dumps(resolved(placement).model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+    return run_objects(placement, run_file_text(placement), whole)
 
 
 def run_file_text(placement: Placement) -> str:
     """The run file as the pods get it: only what differs from the defaults."""
     return dump([placement.spec.model_dump(mode="json", exclude_defaults=True)])
-
-
-def resolved_text(placement: Placement) -> str:
-    """The whole spec with what the machine decides, as JSON, keys sorted."""
-    return json.dumps(resolved(placement).model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
 
 
 def _task(role: Manifest, env: dict[str, str] | None = None) -> TaskSpec:

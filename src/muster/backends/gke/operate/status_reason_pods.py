@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from muster.core.types import JobState
 
@@ -18,8 +17,15 @@ TERMINATION_TAINT = "cloud.google.com/impending-node-termination"
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
+class Explanation(NamedTuple):
+    """The state in words that every back end shares, one sentence, and where there is one, the next step."""
+
+    state: JobState
+    sentence: str
+    hint: str | None = None
+
+
+class Trouble(NamedTuple):
     """What keeps one pod from running. Later stages have higher ranks: the furthest pod says most."""
 
     rank: int
@@ -27,37 +33,33 @@ class Trouble:
     hint: str | None = None
 
 
-Sentence = tuple[JobState, str, str | None]
-"""State, sentence, hint."""
-
-
 def pods_sentence(
     pods: Sequence[Manifest], events: Sequence[Manifest], nodes: Sequence[Manifest], restarts: int
-) -> Sentence:
+) -> Explanation:
     """What to say of pods that exist: what was lost, else what is waited for, else what failed, else who runs."""
     newest = _newest_of_each_role(pods)
     reasons = [(pod, _lost(pod, nodes)) for pod in newest]
     kept = [pod for pod, reason in reasons if reason is None]
-    state, sentence, hint = (
+    result = (
         _lost_sentence([(pod, reason) for pod, reason in reasons if reason is not None], len(newest))
         or _waiting_sentence(kept, events, newest)
         or _failed_sentence(newest)
         or _running_sentence(newest, nodes)
     )
     again = f", after {restarts} restart{'s' if restarts > 1 else ''} of the whole JobSet" if restarts else ""
-    return state, sentence + again, hint
+    return result._replace(sentence=result.sentence + again)
 
 
-def _lost_sentence(lost: Sequence[tuple[Manifest, str]], count: int) -> Sentence | None:
+def _lost_sentence(lost: Sequence[tuple[Manifest, str]], count: int) -> Explanation | None:
     if not lost:
         return None
     where = ", ".join(f"{_name(pod)} ({reason})" for pod, reason in lost)
-    return JobState.RUNNING, f"{len(lost)} of {count} pods lost: {where}; waiting for replacements", None
+    return Explanation(JobState.RUNNING, f"{len(lost)} of {count} pods lost: {where}; waiting for replacements")
 
 
 def _waiting_sentence(
     kept: Sequence[Manifest], events: Sequence[Manifest], newest: Sequence[Manifest]
-) -> Sentence | None:
+) -> Explanation | None:
     waiting = [(pod, trouble) for pod in kept if (trouble := _trouble(pod, events))]
     if not waiting:
         return None
@@ -69,23 +71,23 @@ def _waiting_sentence(
     started = any(_role(pod) == "host" for pod in running)
     hosts = [pod for pod in newest if _role(pod) == "host"]
     state = JobState.RUNNING if started and len(waiting) < len(hosts) else JobState.WAITING
-    return state, f"waiting for {name}: {worst.what}{others}", worst.hint
+    return Explanation(state, f"waiting for {name}: {worst.what}{others}", worst.hint)
 
 
-def _failed_sentence(newest: Sequence[Manifest]) -> Sentence | None:
+def _failed_sentence(newest: Sequence[Manifest]) -> Explanation | None:
     failed = [pod for pod in newest if pod.get("status", {}).get("phase") == "Failed"]
     if not failed:
         return None
     ends = ", ".join(f"{_name(pod)} {_ending(pod)}" for pod in failed[:3])
-    return JobState.RUNNING, f"{len(failed)} of {len(newest)} pods ended: {ends}; being replaced", None
+    return Explanation(JobState.RUNNING, f"{len(failed)} of {len(newest)} pods ended: {ends}; being replaced")
 
 
-def _running_sentence(newest: Sequence[Manifest], nodes: Sequence[Manifest]) -> Sentence:
+def _running_sentence(newest: Sequence[Manifest], nodes: Sequence[Manifest]) -> Explanation:
     running = [_role(pod) for pod in newest if _running(pod)]
     count = running.count("host")
     supervisor = " and the supervisor" if "supervisor" in running else "; the supervisor is not running yet"
     hosts = f"{count} host{'s' if count != 1 else ''}"
-    return JobState.RUNNING, f"running: {hosts}{supervisor}{_leaving(newest, nodes)}", None
+    return Explanation(JobState.RUNNING, f"running: {hosts}{supervisor}{_leaving(newest, nodes)}")
 
 
 def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifest]) -> str | None:
@@ -163,29 +165,23 @@ def _trouble(pod: Manifest, events: Sequence[Manifest]) -> Trouble | None:
             return trouble
     for event in reversed(_events_of(pod, events)):
         if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
-            return Trouble(rank=35, what=f"a volume on node {node} ({_short(event.get('message', ''))})")
+            return Trouble(35, f"a volume on node {node} ({_short(event.get('message', ''))})")
         if event.get("reason") == "FailedCreatePodSandBox":
-            return Trouble(rank=34, what=f"its network on node {node} ({_short(event.get('message', ''))})")
+            return Trouble(34, f"its network on node {node} ({_short(event.get('message', ''))})")
         if event.get("reason") == "Pulling":
-            return Trouble(rank=30, what=f"the image is being pulled on node {node}")
-    return Trouble(rank=25, what=f"starting on node {node}")
+            return Trouble(30, f"the image is being pulled on node {node}")
+    return Trouble(25, f"starting on node {node}")
 
 
 def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
     waiting = container.get("state", {}).get("waiting", {})
     reason, message = waiting.get("reason"), waiting.get("message", "")
     if reason in _IMAGE:
-        return Trouble(
-            rank=40,
-            what=f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})",
-            hint="does resources.image exist, and may the nodes' service account read it?",
-        )
+        what = f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})"
+        return Trouble(40, what, "does resources.image exist, and may the nodes' service account read it?")
     if reason in _CONFIG:
-        return Trouble(
-            rank=45,
-            what=f"its container cannot be created ({reason}: {_short(message)})",
-            hint="a Secret or ConfigMap that the pod names is missing",
-        )
+        what = f"its container cannot be created ({reason}: {_short(message)})"
+        return Trouble(45, what, "a Secret or ConfigMap that the pod names is missing")
     return None
 
 
@@ -195,28 +191,25 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
         if reason == "FailedScaleUp":
             return _no_scale_up(message)
         if reason == "TriggeredScaleUp":
-            return Trouble(rank=15, what="a node is being created")
+            return Trouble(15, "a node is being created")
         if reason == "NotTriggerScaleUp":
-            return Trouble(
-                rank=18,
-                what=f"no node pool matches ({_short(message)})",
-                hint="muster up RUN.yaml makes the pool; labels, taints and machine must match",
-            )
+            hint = "muster up RUN.yaml makes the pool; labels, taints and machine must match"
+            return Trouble(18, f"no node pool matches ({_short(message)})", hint)
     for one in pod.get("status", {}).get("conditions", []):
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
-            return Trouble(rank=10, what=f"no node fits ({_short(one.get('message', 'Unschedulable'))})")
+            return Trouble(10, f"no node fits ({_short(one.get('message', 'Unschedulable'))})")
         if one.get("type") == "PodScheduled" and one.get("reason") == "SchedulingGated":
-            return Trouble(rank=5, what="topology assignment pending (scheduling gate)")
-    return Trouble(rank=8, what="the scheduler")
+            return Trouble(5, "topology assignment pending (scheduling gate)")
+    return Trouble(8, "the scheduler")
 
 
 def _no_scale_up(message: str) -> Trouble:
     text = message.lower()
     if "quota" in text:
-        return Trouble(rank=20, what=f"Google Cloud quota ({_short(message)})", hint="raise it, or another region")
+        return Trouble(20, f"Google Cloud quota ({_short(message)})", hint="raise it, or another region")
     if "stockout" in text or "resources" in text:
-        return Trouble(rank=20, what=f"no capacity in the zone ({_short(message)})", hint="another zone or mode")
-    return Trouble(rank=20, what=f"the node pool cannot grow ({_short(message)})")
+        return Trouble(20, f"no capacity in the zone ({_short(message)})", hint="another zone or mode")
+    return Trouble(20, f"the node pool cannot grow ({_short(message)})")
 
 
 def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.google.session import Session, refusal
+from muster.backends.gke.google.http import Call, Reply
+from muster.backends.gke.google.session import NOT_SWITCHED_ON, Session, refusal, twice
 from muster.backends.gke.provision.networks import network_profile
 from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, Found
+from muster.backends.gke.provision.resources import Found, Resource
 from muster.core.errors import AccessError, BackendError, CapacityError
 
 SERVICES = (
@@ -60,12 +60,7 @@ def preflight(site: Site, session: Session) -> None:
     Raises:
         AccessError: no such project, no billing, or permissions that are missing, each with its role.
     """
-    call = _billing(site)
-    reply = session.send(call)
-    if NOT_SWITCHED_ON & reply.reasons:
-        # Even the questions need their service; switching it on makes nothing and costs nothing.
-        Services(site=site).make(session)
-        reply = session.send(call)
+    reply = _ask(call := _billing(site), site, session)
     if reply.status in (403, 404):
         raise AccessError(f"project {site.project} does not exist or cannot be seen: {reply.message}")
     if reply.status >= 300:
@@ -75,14 +70,7 @@ def preflight(site: Site, session: Session) -> None:
             f"project {site.project} has no billing account",
             hint=f"https://console.cloud.google.com/billing/linkedaccount?project={site.project}",
         )
-    question = _permissions(site)
-    try:
-        answer = session.send(question)
-    except Unreachable:
-        answer = session.send(question)
-    if NOT_SWITCHED_ON & answer.reasons:
-        Services(site=site).make(session)
-        answer = session.send(question)
+    answer = _ask(question := _permissions(site), site, session)
     if answer.status >= 300:
         raise refusal(question, answer)
     granted = set(answer.body.get("permissions", []))
@@ -93,6 +81,15 @@ def preflight(site: Site, session: Session) -> None:
             f"{len(missing)} permissions are missing in project {site.project}:\n{lines}",
             hint="grant " + ", ".join(sorted({PERMISSIONS[permission] for permission in missing})),
         )
+
+
+def _ask(call: Call, site: Site, session: Session) -> Reply:
+    reply = twice(lambda: session.send(call))
+    if not NOT_SWITCHED_ON & reply.reasons:
+        return reply
+    # Even the questions need their service; switching it on makes nothing and costs nothing.
+    Services(site=site).make(session)
+    return session.send(call)
 
 
 def check_zone(site: Site, session: Session) -> None:
@@ -145,14 +142,12 @@ def _zones_with(machine: str, site: Site, session: Session) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
+class Services(Resource):
     """Google's APIs that the rest needs, switched on. They are left on: they cost nothing and others may use them."""
 
     site: Site
     key: str = "services"
-    needs: tuple[str, ...] = ()
     foreign: Literal["refuse", "use"] = "use"
-    bills: str | None = None
 
     def look(self, session: Session) -> Found:
         names = "&".join(f"names=projects/{self.site.project}/services/{name}" for name in SERVICES)
@@ -161,16 +156,9 @@ class Services:
         return Found(state="there" if on == len(SERVICES) else "absent", ours=False)
 
     def make(self, session: Session) -> None:
-        call = self.requests()[0]
-        try:
-            reply = session.ok(call)
-        except Unreachable:
-            reply = session.ok(call)
+        reply = twice(lambda: session.ok(self.requests()[0]))
         name = reply.body.get("name")
         session.wait(reply.body, f"https://serviceusage.googleapis.com/v1/{name}" if name else None)
-
-    def settle(self, session: Session) -> None:
-        """Nothing: the operation that switches them on is waited for."""
 
     def remove(self, session: Session) -> None:
         """Nothing: see the class."""

@@ -95,20 +95,13 @@ class Build:
 
     def _there(self) -> Call:
         folder = f"projects/{self.site.project}/locations/{self.site.region}/repositories/{self.site.prefix}"
-        return Call(
-            method="GET",
-            url=f"https://artifactregistry.googleapis.com/v1/{folder}/packages/{NAME}/tags/{self.tag}",
-        )
+        url = f"https://artifactregistry.googleapis.com/v1/{folder}/packages/{NAME}/tags/{self.tag}"
+        return Call(method="GET", url=url)
 
     def _upload(self) -> Call:
         name = urllib.parse.quote(self.source, safe="")
-        base = "https://storage.googleapis.com/upload/storage/v1/b"
-        return Call(
-            method="POST",
-            url=f"{base}/{self.bucket}/o?uploadType=media&name={name}",
-            data=self.data,
-            content_type="application/gzip",
-        )
+        url = f"https://storage.googleapis.com/upload/storage/v1/b/{self.bucket}/o?uploadType=media&name={name}"
+        return Call(method="POST", url=url, data=self.data, content_type="application/gzip")
 
     def _create(self) -> Call:
         body = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from muster.backends.cluster import Down, Progress, Said, silent
+from muster.backends.cluster import Down, Image, Progress, Said, silent
 from muster.backends.gke.google.http import Call, GoogleHttp, Http
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.image import context, doubts, parts, tag
@@ -19,7 +19,7 @@ from muster.backends.gke.provision.build import Build
 from muster.backends.gke.provision.quota import quota
 from muster.backends.gke.provision.resource_names import Site, site, today
 from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
-from muster.backends.gke.provision.up import down_everywhere, requests, up_first
+from muster.backends.gke.provision.up import down, requests, up_first
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
@@ -28,37 +28,11 @@ from muster.core.protocols import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Image:
-    """An image that can be built by Cloud Build."""
-
-    job: Build
-    doubts: tuple[str, ...]
-    cluster: GkeCluster
-
-    @property
-    def name(self) -> str:
-        return self.job.image
-
-    def calls(self) -> list[Call]:
-        """What building it sends."""
-        return self.job.calls()
-
-    def build(self) -> bool:
-        """Build it and wait; False: it existed already.
-
-        Raises:
-            BackendError, AccessError: the build failed, or is not allowed.
-        """
-        return self.job.run(self.cluster.session())
-
-
-@dataclass(frozen=True, kw_only=True)
 class GkeCluster:
-    """Every location that the run file names, in its order."""
+    """Every location that the run file names, in its order; ``backends.cluster.Cluster`` says what each call does."""
 
     sites: tuple[Site, ...]
-    http: Http | None = None
-    """None: Google's own, when first needed."""
+    http: Http = field(default_factory=lambda: GoogleHttp())
     clock: Clock = field(default_factory=SystemClock)
     fetch: pinned_manifests.Fetch | None = None
 
@@ -67,21 +41,15 @@ class GkeCluster:
         return self.sites[0].project
 
     def session(self) -> Session:
-        """A session with Google's services."""
-        return Session(http=self.http or GoogleHttp(), clock=self.clock)
+        return Session(http=self.http, clock=self.clock)
 
     def dry_run(self, manifests: Path | None) -> tuple[list[Call], list[str]]:
-        """Every request that ``up`` would send to create something at the first location, and what it would refuse.
-
-        Needs no credentials and touches nothing.
-        """
         where = self.sites[0]
         texts = pinned_manifests.at_hand(where, manifests)
         missing = unpinned(where, texts, pinned_manifests.pins())
         return requests(where, parsed(where, texts)), [f"{each.sentence()}: not pinned by hash" for each in missing]
 
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
-        """Record the hashes of the released manifests (fetched where no folder is given), for this user."""
         where = self.sites[0]
         if manifests is None:
             pinned_manifests.fetch_missing(where, self.fetch)
@@ -89,12 +57,6 @@ class GkeCluster:
         return digests, pinned_manifests.pin(digests, day=today(SystemClock()))
 
     def up(self, manifests: Path | None, *, token: str | None = None, progress: Progress = silent) -> Lease:
-        """Create what is missing at the first location with room; after an interruption, the same again resumes.
-
-        Raises:
-            UsageError: released manifests are missing from the folder, or not pinned.
-            AccessError, ConflictError, CapacityError, BackendError: as ``provision.up.up``.
-        """
         first = self.sites[0]
         if manifests is None:
             for line in pinned_manifests.fetch_missing(first, self.fetch):
@@ -111,15 +73,9 @@ class GkeCluster:
         return replace(lease, labels={**lease.labels, "zone": where.zone})
 
     def down(self, *, keep_data: bool = False, progress: Progress = silent) -> Down:
-        """Remove everything of ours at every location, then list what still exists in the project."""
-        return down_everywhere(self.sites, self.session(), keep_data=keep_data, progress=progress)
+        return down(self.sites, self.session(), keep_data=keep_data, progress=progress)
 
     def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
-        """The image for the run file's machine: its name says what it is made of. Touches nothing.
-
-        Raises:
-            UsageError: parts that do not fit each other.
-        """
         where = self.sites[0]
         made_of = parts(base=base, torch=torch, torch_index=torch_index)
         result = doubts(made_of, where.placement.family, where.placement.machine)
@@ -127,7 +83,8 @@ class GkeCluster:
             raise UsageError("these do not fit: " + "; ".join(wrong), hint="--base, --torch-index")
         data = context(made_of)
         job = Build(site=where, parts=made_of, tag=tag(made_of, data), data=data)
-        return Image(job=job, doubts=tuple(doubt.message for doubt in result), cluster=self)
+        said = tuple(doubt.message for doubt in result)
+        return Image(name=job.image, doubts=said, calls=job.calls, build=lambda: job.run(self.session()))
 
 
 def open_cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> GkeCluster:

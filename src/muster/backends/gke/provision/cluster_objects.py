@@ -12,7 +12,7 @@ from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.kind import root_of
 from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import Found, differences
+from muster.backends.gke.provision.resources import Found, Resource, differences
 from muster.core.errors import BackendError
 
 APPLY = "fieldManager=muster&force=true&fieldValidation=Strict"
@@ -32,17 +32,17 @@ def connect(site: Site, session: Session) -> Cluster | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objects:
-    """A set of Kubernetes objects, applied in order; they go with the cluster, or one by one where it stays."""
+class Objects(Resource):
+    """A set of Kubernetes objects, applied in order; they go with the cluster, or one by one where it stays.
+
+    Their controllers are not waited for.
+    """
 
     site: Site
-    key: str
-    needs: tuple[str, ...]
     manifests: tuple[Mapping[str, Any], ...]
     secret: bool = False
     removed_with_cluster: bool = True
     foreign: Literal["refuse", "use"] = "use"
-    bills: str | None = None
 
     def look(self, session: Session) -> Found:
         cluster = connect(self.site, session)
@@ -61,12 +61,8 @@ class Objects:
         cluster = connect(self.site, session)
         if cluster is None:
             raise BackendError(f"cluster {self.site.cluster} has no endpoint yet", hint="run the same again")
-        first = [one for one in self.manifests if one["kind"] in CLUSTER_SCOPED_FIRST]
-        for manifest in [*first, *(one for one in self.manifests if one["kind"] not in CLUSTER_SCOPED_FIRST)]:
+        for manifest in sorted(self.manifests, key=lambda one: one["kind"] not in CLUSTER_SCOPED_FIRST):
             cluster.apply(manifest)
-
-    def settle(self, session: Session) -> None:
-        """Objects exist at once; their controllers are not waited for."""
 
     def remove(self, session: Session) -> None:
         cluster = None if self.removed_with_cluster else connect(self.site, session)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Step, silent
 from muster.backends.gke.google.session import Session
-from muster.backends.gke.provision.resources import Resource, RestResource, refuse_foreign
+from muster.backends.gke.provision.resources import Resource, refuse_foreign
 from muster.core.errors import ConflictError, MusterError
 
 
@@ -18,7 +19,7 @@ def ensure(
     *,
     adopt: bool = False,
     workers: int = 1,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> None:
     """Make what is missing; what is there already, and fits, is left alone. Running it again resumes it.
 
@@ -26,39 +27,32 @@ def ensure(
         ConflictError: a resource was not created by Muster, or differs.
         CapacityError, AccessError, BackendError: Google refused; nothing half-made stays behind.
     """
-    say = progress or silent
     known = {resource.key: resource for resource in resources}
     before = {key: {need for need in resource.needs if need in known} for key, resource in known.items()}
 
     def act(key: str) -> None:
-        _ensure_one(known[key], session, adopt=adopt, say=say)
+        _ensure_one(known[key], session, adopt=adopt, progress=progress)
 
     _in_order(before, act, workers, stop_on_error=True)
 
 
 def survey(
-    resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress | None = None
+    resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress = silent
 ) -> set[str]:
     """Look at everything, refuse what Muster did not create or what differs, and return the keys of what is absent.
 
     Raises:
         ConflictError: the first such resource.
     """
-    say = progress or silent
     absent = set()
     for resource in resources:
-        say(Changed(key=resource.key, step="looking"))
-        try:
+        with _told(resource, progress) as tell:
             result = resource.look(session)
             if result.state == "absent":
                 absent.add(resource.key)
             else:
                 refuse_foreign(resource, result, adopt=adopt)
-        except MusterError as error:
-            step: Step = "differs" if isinstance(error, ConflictError) else "failed"
-            say(Changed(key=resource.key, step=step, words=str(error)))
-            raise
-        say(Changed(key=resource.key, step="there" if result.state == "there" else "absent"))
+        tell("there" if result.state == "there" else "absent")
     return absent
 
 
@@ -68,13 +62,12 @@ def remove(
     *,
     keep: Callable[[Resource], bool],
     workers: int = 1,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> list[str]:
     """Remove everything of ours, dependents first; return what could not be removed, with the reason.
 
     What Muster did not create, and what ``keep`` names, stays.
     """
-    say = progress or silent
     known = {resource.key: resource for resource in resources}
     before: dict[str, set[str]] = {key: set() for key in known}
     for key, resource in known.items():
@@ -85,7 +78,7 @@ def remove(
 
     def act(key: str) -> None:
         try:
-            _remove_one(known[key], session, keep=keep, say=say)
+            _remove_one(known[key], session, keep=keep, progress=progress)
         except MusterError as error:
             troubles.append(f"{key}: {error}")
 
@@ -93,87 +86,66 @@ def remove(
     return troubles
 
 
-def _ensure_one(resource: Resource, session: Session, *, adopt: bool, say: Progress) -> None:
+@contextlib.contextmanager
+def _told(resource: Resource, progress: Progress, conflict: Step = "differs") -> Iterator[Callable[[Step], None]]:
+    """Tells the steps of work on one resource, and how it fails."""
+
     def tell(step: Step, words: str = "") -> None:
-        say(Changed(key=resource.key, step=step, words=words))
+        progress(Changed(key=resource.key, step=step, words=words))
 
     tell("looking")
     try:
+        yield tell
+    except MusterError as error:
+        tell(conflict if isinstance(error, ConflictError) else "failed", str(error))
+        raise
+
+
+def _ensure_one(resource: Resource, session: Session, *, adopt: bool, progress: Progress) -> None:
+    with _told(resource, progress) as tell:
         result = resource.look(session)
         if result.state in ("there", "changing"):
             refuse_foreign(resource, result, adopt=adopt)
         if result.state == "changing":
             tell("waiting")
-            _settle(resource, session)
+            # An operation in progress is perhaps our own from before an interruption.
+            _whole_or_gone(resource.settle, resource, session)
         elif result.state == "broken":
             refuse_foreign(resource, result, adopt=False)
             tell("replacing")
             resource.remove(session)
-            _make(resource, session)
+            _whole_or_gone(resource.make, resource, session)
         elif result.state == "absent":
             tell("making")
-            _make(resource, session)
-    except MusterError as error:
-        tell("differs" if isinstance(error, ConflictError) else "failed", str(error))
-        raise
+            _whole_or_gone(resource.make, resource, session)
     tell("there")
 
 
-def _make(resource: Resource, session: Session) -> None:
-    """Make it; where that ends badly, what was half made goes away again."""
+def _whole_or_gone(act: Callable[[Session], None], resource: Resource, session: Session) -> None:
+    """Make it, or wait for it; where that ends badly, what was half made goes away again."""
     try:
-        resource.make(session)
+        act(session)
     except MusterError:
-        _clear_broken(resource, session)
+        result = resource.look(session)
+        if result.state == "broken" and result.ours:
+            resource.remove(session)
         raise
 
 
-def _settle(resource: Resource, session: Session) -> None:
-    """Wait for an operation in progress, perhaps our own from before an interruption; also where it fails."""
-    try:
-        resource.settle(session)
-    except MusterError:
-        _clear_broken(resource, session)
-        raise
-
-
-def _clear_broken(resource: Resource, session: Session) -> None:
-    result = resource.look(session)
-    if result.state == "broken" and result.ours:
-        resource.remove(session)
-
-
-def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resource], bool], say: Progress) -> None:
-    def tell(step: Step, words: str = "") -> None:
-        say(Changed(key=resource.key, step=step, words=words))
-
-    tell("looking")
-    try:
+def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resource], bool], progress: Progress) -> None:
+    with _told(resource, progress, conflict="failed") as tell:
         result = resource.look(session)
         if result.state == "absent":
             return tell("gone")
         if not result.ours or keep(resource):
             return tell("kept")
-        if result.state == "changing" and not _given_up(resource, session):
+        if result.state == "changing" and resource.give_up(session) is not None:
             tell("waiting")
-            try:
+            with contextlib.suppress(MusterError):  # it ended up broken: all the more reason to remove it
                 resource.settle(session)
-            except MusterError:
-                # It ended up broken: all the more reason to remove it.
-                pass
         tell("removing")
         resource.remove(session)
-    except MusterError as error:
-        tell("failed", str(error))
-        raise
     tell("gone")
-
-
-def _given_up(resource: Resource, session: Session) -> bool:
-    """Whether its creation was ended: machines that have not come are not waited for to be removed."""
-    if not isinstance(resource, RestResource) or resource.patience_s is None:
-        return False
-    return resource.give_up(session) is None
 
 
 def _in_order(before: dict[str, set[str]], act: Callable[[str], None], workers: int, *, stop_on_error: bool) -> None:

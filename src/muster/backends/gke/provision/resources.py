@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from muster.backends.gke.google.http import Call, Reply, Unreachable
 from muster.backends.gke.google.session import NotOver, Session, failure, refusal
@@ -12,8 +13,6 @@ from muster.core.errors import BackendError, CapacityError, ConflictError
 
 MARK = "made by muster"
 LABEL = {"managed-by": "muster"}
-NOT_SWITCHED_ON = {"accessNotConfigured", "SERVICE_DISABLED"}
-"""The API itself is off: nothing of it can exist."""
 State = Literal["absent", "changing", "there", "broken"]
 
 
@@ -31,68 +30,59 @@ class Found:
     differences: tuple[str, ...] = ()
 
 
-class Resource(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Resource(ABC):
     """What reconciliation needs of anything that can be created and removed."""
 
-    @property
-    def key(self) -> str: ...
+    key: str
+    needs: tuple[str, ...] = ()
+    """Keys of what must exist before."""
+    foreign: Literal["refuse", "use"] = "refuse"
+    """What to do with an existing one of that name that Muster did not create. Never removed, either way."""
+    bills: str | None = None
+    """What it costs while it exists; None: nothing."""
+    runs_up: bool = False
+    """It bills by the hour from the moment it exists."""
+    usd_per_hour: float | None = None
+    """About; None: nothing, or not known."""
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Keys of what must exist before."""
-        ...
-
+    @abstractmethod
     def look(self, session: Session) -> Found: ...
 
+    @abstractmethod
     def make(self, session: Session) -> None:
         """Create it and wait; existing already is success."""
-        ...
 
-    def settle(self, session: Session) -> None:
+    def settle(self, session: Session) -> None:  # noqa: B027 (most are there at once)
         """Wait until it is no longer changing.
 
         Raises:
             CapacityError, BackendError: it failed.
         """
-        ...
 
+    def give_up(self, session: Session) -> str | None:
+        """Cancel its creation, where that goes on and is not waited for; returns why it cannot be cancelled."""
+        return "it cannot be cancelled"
+
+    @abstractmethod
     def remove(self, session: Session) -> None:
         """Remove it and wait; absent is success."""
-        ...
 
+    @abstractmethod
     def requests(self) -> list[Call]:
         """What making it sends."""
-        ...
-
-    @property
-    def foreign(self) -> Literal["refuse", "use"]:
-        """What to do with an existing one of that name that Muster did not create. Never removed, either way."""
-        ...
-
-    @property
-    def bills(self) -> str | None:
-        """What it costs while it exists; None: nothing."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestResource:
+class RestResource(Resource):
     """A resource with an address of its own that is created by one POST."""
 
-    key: str
     url: str
     create: Call
     owner: tuple[str, ...]
     """Path of the field that says whose it is."""
     compared: Mapping[str, Any] = field(default_factory=dict)
     """Part of the body in which a difference matters."""
-    needs: tuple[str, ...] = ()
-    foreign: Literal["refuse", "use"] = "refuse"
-    bills: str | None = None
-    runs_up: bool = False
-    """It bills by the hour from the moment it exists."""
-    usd_per_hour: float | None = None
-    """About; None: nothing, or not known."""
     ready: tuple[str, ...] = ()
     """Values of ``status`` of a finished one; empty: it has no status."""
     broken: tuple[str, ...] = ()
@@ -102,12 +92,9 @@ class RestResource:
     """Folder of operations; None: the operation's own address (Compute), or none at all."""
 
     def look(self, session: Session) -> Found:
-        call = Call(method="GET", url=self.url)
-        reply = session.send(call)
-        if reply.status == 404 or NOT_SWITCHED_ON & reply.reasons:
+        reply = session.find(Call(method="GET", url=self.url))
+        if reply is None:
             return Found(state="absent")
-        if reply.status >= 300:
-            raise refusal(call, reply)
         status = reply.body.get("status")
         state: State = "there"
         if status in self.broken:
@@ -146,20 +133,15 @@ class RestResource:
         raise BackendError(f"no answer when making {self.key}", hint="run the same again")
 
     def remove(self, session: Session) -> None:
-        call = Call(method="DELETE", url=self.url)
-        reply = session.delete(call)
-        if reply.status == 404:
-            return
-        if reply.status >= 300:
-            raise refusal(call, reply)
-        if _is_operation(reply.body):
+        reply = session.delete(self.url)
+        if reply is not None and _is_operation(reply.body):
             session.wait(reply.body, self._poll(reply))
 
     def requests(self) -> list[Call]:
         return [self.create]
 
     def settle(self, session: Session) -> None:
-        """Wait until it is finished, whichever process requested it."""
+        """See ``Resource``; whichever process requested it."""
         pause_s, waited_s = 1.0, 0.0
         limit_s = session.operation_timeout_s if self.patience_s is None else self.patience_s
         while (result := self.look(session)).state == "changing":
@@ -191,25 +173,23 @@ class RestResource:
         ) from late
 
     def give_up(self, session: Session) -> str | None:
-        """Cancel its creation, where that goes on; returns why it cannot be cancelled."""
-        if self.operations is None:
-            return "it cannot be cancelled"
+        """See ``Resource``: machines that have not come are not waited for."""
+        if self.operations is None or self.patience_s is None:
+            return super().give_up(session)
         rows = session.ok(Call(method="GET", url=self.operations)).body.get("operations", [])
         end = "/clusters/" + self.url.rpartition("/clusters/")[2]
         for row in rows:
             creates = row.get("operationType") == "CREATE_NODE_POOL" and row.get("status") in ("PENDING", "RUNNING")
             if creates and str(row.get("targetLink", "")).endswith(end):
-                call = Call(method="POST", url=f"{self.operations}/{row['name']}:cancel", body={})
-                reply = session.send(call)
+                reply = session.send(Call(method="POST", url=f"{self.operations}/{row['name']}:cancel", body={}))
                 if reply.status >= 300:
                     return f"it cannot be cancelled: {reply.message}"
         return None
 
     def _poll(self, reply: Reply) -> str | None:
         if self.operations is None:
-            link: str | None = reply.body.get("selfLink")
-            return link
-        return f"{self.operations}/{str(reply.body['name']).rpartition('/')[2]}"
+            return reply.body.get("selfLink")
+        return f"{self.operations}/{last_word(reply.body['name'])}"
 
 
 def differences(requested: Any, there: Any, at: str = "") -> list[str]:
@@ -258,6 +238,11 @@ def _same_address(requested: Any, there: Any) -> bool:
 
 def _is_operation(body: Mapping[str, Any]) -> bool:
     return "operationType" in body or "done" in body or "/operations/" in str(body.get("name", ""))
+
+
+def last_word(address: object) -> str:
+    """``.../zones/us-central1-b`` -> ``us-central1-b``."""
+    return str(address).rpartition("/")[2]
 
 
 def _at(body: Any, path: tuple[str, ...]) -> Any:

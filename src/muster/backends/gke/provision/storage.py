@@ -20,7 +20,9 @@ def storage(site: Site) -> list[Resource]:
     """Every bucket of the run file with its binding, and a repository for images."""
     result: list[Resource] = [_repository(site)]
     for name in site.buckets:
-        result += [Bucket(site=site, name=name), Binding(site=site, bucket=name)]
+        # The workload pool comes into being with the first cluster of the project that has one.
+        needs = (f"buckets/{name}", f"clusters/{site.cluster}")
+        result += [_bucket(site, name), Binding(key=f"bindings/{name}", needs=needs, site=site, bucket=name)]
     return result
 
 
@@ -39,50 +41,51 @@ def _repository(site: Site) -> RestResource:
     )
 
 
+def _bucket(site: Site, name: str) -> Bucket:
+    body = {
+        "name": name,
+        "location": site.region.upper(),
+        "hierarchicalNamespace": {"enabled": True},
+        "iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}, "publicAccessPrevention": "enforced"},
+        # Deleted objects would be kept, and billed, for a week.
+        "softDeletePolicy": {"retentionDurationSeconds": "0"},
+        "labels": LABEL,
+    }
+    return Bucket(
+        key=f"buckets/{name}",
+        url=f"{STORAGE}/b/{name}",
+        create=Call(method="POST", url=f"{STORAGE}/b?project={site.project}", body=body),
+        owner=("labels", "managed-by"),
+        needs=("services",),
+        foreign="use",
+        bills="the bytes in it",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class Bucket(RestResource):
     """A bucket in the cluster's region with a hierarchical namespace; one that is there already is used as it is."""
-
-    site: Site
-    name: str
-    foreign: Literal["refuse", "use"] = "use"
-    bills: str | None = "the bytes in it"
-
-    @property
-    def key(self) -> str:
-        return f"buckets/{self.name}"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("services",)
 
     def look(self, session: Session) -> Found:
         try:
-            return self._rest().look(session)
+            return super().look(session)
         except AccessError as error:
             raise ConflictError(
-                f"bucket {self.name} belongs to another project or user: {error}",
+                f"bucket {self.key.removeprefix('buckets/')} belongs to another project or user: {error}",
                 hint="bucket names are shared by all the world; choose another",
             ) from error
 
-    def make(self, session: Session) -> None:
-        self._rest().make(session)
-
-    def settle(self, session: Session) -> None:
-        """A bucket is there at once."""
-
     def remove(self, session: Session) -> None:
         """Empty it and remove it."""
-        base = f"{STORAGE}/b/{self.name}"
-        while rows := self._rows(session, f"{base}/o?versions=true"):
+        while rows := self._rows(session, f"{self.url}/o?versions=true"):
             for row in rows:
                 generation = f"?generation={row['generation']}" if "generation" in row else ""
-                _delete(session, f"{base}/o/{_quoted(row['name'])}{generation}")
+                session.delete(f"{self.url}/o/{urllib.parse.quote(row['name'], safe='')}{generation}")
         # In a hierarchical namespace folders are things of their own, and go from the inside out.
-        while rows := self._rows(session, f"{base}/folders"):
+        while rows := self._rows(session, f"{self.url}/folders"):
             for row in sorted(rows, key=lambda row: -row["name"].count("/")):
-                _delete(session, f"{base}/folders/{_quoted(row['name'])}")
-        self._rest().remove(session)
+                session.delete(f"{self.url}/folders/{urllib.parse.quote(row['name'], safe='')}")
+        super().remove(session)
 
     def _rows(self, session: Session, url: str) -> list[Any]:
         reply = session.send(Call(method="GET", url=url))
@@ -93,45 +96,14 @@ class Bucket:
             raise refusal(Call(method="GET", url=url), reply)
         return list(reply.body.get("items", []))
 
-    def requests(self) -> list[Call]:
-        return self._rest().requests()
-
-    def _rest(self) -> RestResource:
-        body = {
-            "name": self.name,
-            "location": self.site.region.upper(),
-            "hierarchicalNamespace": {"enabled": True},
-            "iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}, "publicAccessPrevention": "enforced"},
-            # Deleted objects would be kept, and billed, for a week.
-            "softDeletePolicy": {"retentionDurationSeconds": "0"},
-            "labels": LABEL,
-        }
-        return RestResource(
-            key=self.key,
-            url=f"{STORAGE}/b/{self.name}",
-            create=Call(method="POST", url=f"{STORAGE}/b?project={self.site.project}", body=body),
-            owner=("labels", "managed-by"),
-            foreign="use",
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class Binding:
+class Binding(Resource):
     """The pods' identity may read and write the bucket's objects: by principal, no Google service account."""
 
     site: Site
     bucket: str
     foreign: Literal["refuse", "use"] = "use"
-    bills: str | None = None
-
-    @property
-    def key(self) -> str:
-        return f"bindings/{self.bucket}"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        # The workload pool comes into being with the first cluster of the project that has one.
-        return (f"buckets/{self.bucket}", f"clusters/{self.site.cluster}")
 
     def look(self, session: Session) -> Found:
         reply = session.send(Call(method="GET", url=self._url))
@@ -139,9 +111,6 @@ class Binding:
             return Found(state="absent")
         there = any(self._ours(row, self._member(session)) for row in reply.body.get("bindings", []))
         return Found(state="there" if there else "absent", body=reply.body)
-
-    def settle(self, session: Session) -> None:
-        """A binding is there at once."""
 
     def make(self, session: Session) -> None:
         member = self._member(session)
@@ -177,11 +146,9 @@ class Binding:
     def _change(self, session: Session, change: Any) -> None:
         """Read, change, write back under the policy's etag: a lost race is tried again."""
         for _ in range(5):
-            reply = session.send(Call(method="GET", url=f"{self._url}?optionsRequestedPolicyVersion=3"))
-            if reply.status == 404:
+            reply = session.find(Call(method="GET", url=f"{self._url}?optionsRequestedPolicyVersion=3"))
+            if reply is None:
                 return
-            if reply.status >= 300:
-                raise refusal(Call(method="GET", url=self._url), reply)
             policy = dict(reply.body)
             rows = list(policy.get("bindings", []))
             changed = change(rows)
@@ -204,17 +171,6 @@ class Binding:
 
     def _ours(self, row: dict[str, Any], member: str) -> bool:
         return row.get("role") == ROLE and member in row.get("members", []) and "condition" not in row
-
-
-def _delete(session: Session, url: str) -> None:
-    call = Call(method="DELETE", url=url)
-    reply = session.delete(call)
-    if reply.status >= 300 and reply.status != 404:
-        raise refusal(call, reply)
-
-
-def _quoted(name: str) -> str:
-    return urllib.parse.quote(name, safe="")
 
 
 def principal(site: Site, project_number: str) -> str:

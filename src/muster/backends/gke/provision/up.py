@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.backends.cluster import Began, Down, Leftover, Planned, Progress, Said, silent
 from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session, refusal
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
@@ -20,7 +20,7 @@ from muster.backends.gke.provision.networks import networks
 from muster.backends.gke.provision.quota import check_quota, quota_call
 from muster.backends.gke.provision.reconcile import ensure, remove, survey
 from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import NOT_SWITCHED_ON, NeedGone, Resource, RestResource
+from muster.backends.gke.provision.resources import NeedGone, Resource, last_word
 from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.gke.provision.storage import Binding, Bucket, storage
 from muster.backends.protocols import Lease
@@ -36,12 +36,7 @@ def resources(site: Site, installed: Software | None) -> list[Resource]:
 def planned(result: Sequence[Resource]) -> tuple[Planned, ...]:
     """The same as those who watch know it."""
     return tuple(
-        Planned(
-            key=one.key,
-            needs=one.needs,
-            bills=one.bills if isinstance(one, RestResource) and one.runs_up else None,
-            usd_per_hour=one.usd_per_hour if isinstance(one, RestResource) else None,
-        )
+        Planned(key=one.key, needs=one.needs, bills=one.bills if one.runs_up else None, usd_per_hour=one.usd_per_hour)
         for one in result
     )
 
@@ -56,9 +51,7 @@ def requests(site: Site, installed: Software) -> list[Call]:
     return calls
 
 
-def up(
-    site: Site, session: Session, installed: Software, *, workers: int = 8, progress: Progress | None = None
-) -> Lease:
+def up(site: Site, session: Session, installed: Software, *, workers: int = 8, progress: Progress = silent) -> Lease:
     """Make what is missing and return it; run again after any interruption, it goes on where it was.
 
     Raises:
@@ -66,12 +59,11 @@ def up(
         ConflictError: a cluster or network that Muster did not create has the name.
         CapacityError: no quota or no machines.
     """
-    say = progress or silent
-    say(Said(text=f"{site.project}: billing and permissions"))
+    progress(Said(text=f"{site.project}: billing and permissions"))
     preflight(site, session)
     services = Services(site=site)
     requested = [one for one in resources(site, installed) if one.key != services.key]
-    say(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
+    progress(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
     absent = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
     ensure([services], session, progress=progress)
     if absent & {one.key for one in clusters(site)}:
@@ -85,7 +77,7 @@ def up(
         except NeedGone as error:
             if not again:
                 raise
-            say(Said(text=f"{error}; looking again at everything"))
+            progress(Said(text=f"{error}; looking again at everything"))
             session.clock.sleep(5.0)
     return Lease(run_id=site.cluster, resources=tuple(one.key for one in requested), labels={"managed-by": "muster"})
 
@@ -98,7 +90,7 @@ def up_first(
     pins: Mapping[str, str],
     token: str | None = None,
     workers: int = 8,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> tuple[Site, Lease]:
     """``up`` at the first place that has room; one place at a time, and nothing of a place without room stays.
 
@@ -115,14 +107,12 @@ def up_first(
         except CapacityError as error:
             if number == len(sites) - 1:
                 raise
-            (progress or silent)(Said(text=f"no room in {where.zone}: {error}"))
+            progress(Said(text=f"no room in {where.zone}: {error}"))
             withdraw(where, sites[number + 1], session, workers=workers, progress=progress)
     raise UsageError("no place to try", hint="resources.locations: [us-central1-b]")
 
 
-def withdraw(
-    where: Site, following: Site, session: Session, *, workers: int = 8, progress: Progress | None = None
-) -> None:
+def withdraw(where: Site, following: Site, session: Session, *, workers: int = 8, progress: Progress = silent) -> None:
     """Remove what was made at ``where`` and is of no use to the place that is tried next.
 
     Raises:
@@ -131,7 +121,7 @@ def withdraw(
     useful = {one.key: one.requests() for one in resources(following, None)}
     shared = _used_by_others(where, session)
     result = [*resources(where, None), *(_queue_of_its_own(where) if shared else [])]
-    (progress or silent)(Began(title=f"clearing {where.zone}", making=False, nodes=planned(result)))
+    progress(Began(title=f"clearing {where.zone}", making=False, nodes=planned(result)))
 
     def keep(one: Resource) -> bool:
         useful_there = useful.get(one.key) == one.requests()
@@ -168,11 +158,8 @@ def _begun(where: Site, session: Session) -> bool:
 
 def _pools_of_others(where: Site, session: Session) -> list[Mapping[str, Any]]:
     """Node pools of the cluster that this run file did not make."""
-    call = Call(method="GET", url=f"{where.container}/clusters/{where.cluster}/nodePools")
-    reply = session.send(call)
-    if reply.status >= 300 and reply.status != 404 and not NOT_SWITCHED_ON & reply.reasons:
-        raise refusal(call, reply)
-    rows = reply.body.get("nodePools", [])
+    reply = session.find(Call(method="GET", url=f"{where.container}/clusters/{where.cluster}/nodePools"))
+    rows = reply.body.get("nodePools", []) if reply else []
     return [row for row in rows if row["name"] not in (where.pool, where.placement.options.supervisor_pool)]
 
 
@@ -185,48 +172,36 @@ def _used_by_others(where: Site, session: Session) -> set[str]:
     result = {cluster, f"networks/{main}", f"subnetworks/{where.prefix}-sub", f"repositories/{where.prefix}"}
     for row in others:
         for data in row.get("networkConfig", {}).get("additionalNodeNetworkConfigs", []):
-            network, subnet = _last(data["network"]), _last(data["subnetwork"])
+            network, subnet = last_word(data["network"]), last_word(data["subnetwork"])
             result |= {f"networks/{network}", f"subnetworks/{subnet}", f"firewalls/{network}-internal"}
     return result
 
 
-def _last(address: str) -> str:
-    return address.rpartition("/")[2]
-
-
 def down(
-    site: Site, session: Session, *, keep_data: bool = False, workers: int = 8, progress: Progress | None = None
+    sites: Sequence[Site], session: Session, *, keep_data: bool = False, workers: int = 8, progress: Progress = silent
 ) -> Down:
-    """Remove everything of ours in order, then look at the project for what still exists."""
-    return down_everywhere([site], session, keep_data=keep_data, workers=workers, progress=progress)
+    """Remove everything of ours in order at every place, then look at the project for what still exists.
 
-
-def down_everywhere(
-    sites: Sequence[Site],
-    session: Session,
-    *,
-    keep_data: bool = False,
-    workers: int = 8,
-    progress: Progress | None = None,
-) -> Down:
-    """The same for every place that may have something; networks span regions, so they go last."""
-    say = progress or silent
+    Networks span regions, so they go last.
+    """
     kept = {f"buckets/{name}" for site in sites for name in site.buckets} if keep_data else set()
     for site in sites[:-1]:
 
         def keep(one: Resource) -> bool:
             return one.key in kept or one.key.startswith(("networks/", "firewalls/", "buckets/"))
 
-        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result := _everything(site, session))))
+        progress(
+            Began(title=f"removing in {site.zone}", making=False, nodes=planned(result := _everything(site, session)))
+        )
         remove(result, session, keep=keep, workers=workers, progress=progress)
     troubles: dict[str, None] = {}
     leftovers: dict[Leftover, None] = {}
     for site in reversed(sites):
         result = _everything(site, session)
-        say(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result)))
+        progress(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result)))
         gone = remove(result, session, keep=lambda one: one.key in kept, workers=workers, progress=progress)
         troubles |= dict.fromkeys(gone)
-    say(Said(text=f"looking at project {sites[0].project} for what is left"))
+    progress(Said(text=f"looking at project {sites[0].project} for what is left"))
     for site in sites:
         leftovers |= dict.fromkeys(audit(site, session, kept={key.partition("/")[2] for key in kept}))
     return Down(troubles=tuple(troubles), leftovers=tuple(leftovers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -26,16 +27,16 @@ def drill(
 ) -> None:
     """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
-    from muster.app.drill import MENU
 
+    menu = use_case.MENU
     if listed:
-        _print_menu(json)
+        _print_menu(menu, json)
         return
     if run_file is None:
-        raise api.UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(MENU))}")
+        raise api.UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(menu))}")
     if fault is None:
         raise api.UsageError(
-            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
+            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(menu))}; --list has the others"
         )
     outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
     if json:
@@ -46,13 +47,11 @@ def drill(
         raise typer.Exit(1)
 
 
-def _print_menu(json: bool) -> None:
-    from muster.app.drill import MENU
-
+def _print_menu(menu: Mapping[str, Fault], json: bool) -> None:
     if json:
-        output.as_json([_entry(each) for each in MENU.values()])
+        output.as_json([_entry(each) for each in menu.values()])
         return
-    for each in MENU.values():
+    for each in menu.values():
         mark = " (needs root)" if each.needs_root else " (not for command:)" if each.own_loop else ""
         output.result(f"{each.name:<22} {each.what}{mark}")
         expected = _entry(each)

@@ -26,8 +26,6 @@ def preflight(
 
     loaded = api.load(run_file, overrides or [], environment=False)
     argv = ["muster", *sys.argv[1:]]
-    result = use_case.preflight(
-        loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.info(word)
-    )
-    output.result(f"preflight passed: {result.status.reason}")
+    result = use_case.preflight(loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=output.info)
+    output.result(f"preflight passed: {result.reason}")
     output.info("not tested: GPU memory, NCCL, speed")

@@ -60,7 +60,7 @@ def write_page(result: Report, reference: str, target: str | None) -> Path:
         UsageError: the file cannot be written.
     """
     place = _place(reference)
-    path = Path(os.path.expanduser(target)) if target else (place if place.is_dir() else place.parent) / "report.html"
+    path = target or (place if place.is_dir() else place.parent) / "report.html"
     return page.write(api.render_html(result), path, hint="choose another place with --output")
 
 

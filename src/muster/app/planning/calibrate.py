@@ -146,14 +146,8 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     machine = rows.machines().get(spec.resources.machine or "")
     if chip is not None and machine is not None:
         return offers.option(machine, mode, "here", None)
-    peak = next(
-        (
-            event.detail["peak_flops"]
-            for event in events
-            if event.kind == "model.ready" and "peak_flops" in event.detail
-        ),
-        None,
-    )
+    ready = (event.detail for event in events if event.kind == "model.ready")
+    peak = next((detail["peak_flops"] for detail in ready if "peak_flops" in detail), None)
     if chip is None and not isinstance(peak, int | float):
         raise UsageError(
             "the run does not say what it ran on, nor a measured matmul rate",

@@ -122,13 +122,11 @@ def _spent(lane: HostLane, coverage: Mapping[int, Coverage], result: Mapping[str
     total: dict[str, int] = defaultdict(int)
     for segment in lane.segments:
         spent = _segment(segment, coverage)
+        incident = result.get(segment.incident_id or "")
         for name, ns in spent.items():
             total[name] += ns
-        incident = result.get(segment.incident_id or "")
-        if incident is not None:
-            for name, ns in spent.items():
-                if name in RECOVERY or name == "start":
-                    incident.host_ns[name] = incident.host_ns.get(name, 0) + ns
+            if incident is not None and name in (*RECOVERY, "start"):
+                incident.host_ns[name] = incident.host_ns.get(name, 0) + ns
     return dict(total)
 
 

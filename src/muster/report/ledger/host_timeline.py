@@ -146,8 +146,9 @@ def build_segments(lane: HostLane, index: EventIndex) -> None:
         for segment in _timeline(lane, index, begin, end):
             if segment.end_ns <= segment.begin_ns:
                 continue
-            if result and replace(result[-1], begin_ns=result[-1].end_ns, end_ns=segment.end_ns) == segment:
-                segment = replace(segment, begin_ns=result.pop().begin_ns)  # it goes on
+            before = result[-1] if segment.begin_ns > begin else None  # what an earlier purchase ended with stays apart
+            if before and replace(before, begin_ns=before.end_ns, end_ns=segment.end_ns) == segment:
+                segment = replace(segment, begin_ns=result.pop().begin_ns)
             result.append(segment)
     lane.segments = result
 
@@ -362,11 +363,5 @@ def _worst(states: Iterable[str]) -> str:
 def _ready(lane: HostLane, index: EventIndex, at: int) -> int | None:
     """When the agent was up in the purchase that holds ``at``; its event may precede the purchase's."""
     since = max((end for _, end in lane.held if end <= at), default=None)
-    return next(
-        (
-            timed.t_ns
-            for timed in index.by_host.get(lane.host, ())
-            if timed.event.kind == "agent.started" and (since is None or timed.t_ns > since)
-        ),
-        None,
-    )
+    ready = (timed.t_ns for timed in index.by_host.get(lane.host, ()) if timed.event.kind == "agent.started")
+    return next((t for t in ready if since is None or t > since), None)

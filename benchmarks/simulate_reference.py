@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
+from muster.config.spec import RunSpec
 from muster.simulate.ensembles import PATIENCE_S, many
-from muster.simulate.host_time import RECOVERY
-from muster.simulate.rehearsal import spec_for
-from muster.simulate.scenario import Saves, Scenario
+from muster.simulate.scenario import MIX, Saves, Scenario
 from muster.simulate.stage_times import constant
 
+#: A run file with nothing but the supervisor's settings.
+SPEC = RunSpec.model_validate(
+    {
+        "name": "rehearsal",
+        "model": {"config": {}},
+        "data": {"sources": [{"type": "random"}]},
+        "training": {"steps": 1000},
+        "recovery": {"max_restarts_without_progress": 1000},
+    }
+)
+#: What an interruption costs the hosts that train, beside the work that is done twice.
+RECOVERY = ("detect", "restart", "restore", "warmup", "wait", "stopped")
 #: name -> (the reference's goodput in percent at 5 a day, what changes against the row above)
 CASE: dict[str, tuple[float, dict[str, Any]]] = {
     "1 h sync 43 s, 20-min recovery": (82.9, {}),
@@ -58,11 +70,12 @@ def case(*, per_day: float, stall: float = 43.0, every: float = 3600.0, recovery
     """The case study: disk saves alone, constant recovery, four hours of repair. Four spares: the reference does not
     say how many it held; with fewer, waiting costs more than its table shows."""
     return Scenario(
-        spec=spec_for(max_restarts_without_progress=1000),
+        spec=SPEC,
         failures_per_day=per_day,
         spares=4,
         repair_h=4.0,
-        kinds={name: kind_at_once(name) for name in Scenario(spec=spec_for()).kinds},
+        # Detection is within the recovery time.
+        kinds={name: replace(kind, slow_s=0.0, fast_s=0.0) for name, kind in MIX.items()},
         profile=constant(step=8.0, start=recovery),
         memory_tier=False,
         saves=Saves(every_s=every, stall_s=stall, drain_s=0.0, restore_s=0.0),
@@ -73,19 +86,10 @@ def case(*, per_day: float, stall: float = 43.0, every: float = 3600.0, recovery
     )
 
 
-def kind_at_once(name: str) -> Any:
-    """A kind of the mix whose detection is within the recovery time."""
-    from dataclasses import replace
-
-    from muster.simulate.scenario import MIX
-
-    return replace(MIX[name], slow_s=0.0, fast_s=0.0)
-
-
 def advanced(*, stall_s: float, quantum: int, spares: int, repair_h: float, every_s: float | None = None) -> Scenario:
     """D.4 and the spares table: slow detection, every replica's state at hand, ``stall_s`` after detection."""
     return Scenario(
-        spec=spec_for(max_restarts_without_progress=1000),
+        spec=SPEC,
         spares=spares,
         repair_h=repair_h,
         fast_detection=False,
@@ -117,8 +121,7 @@ def figures(scenarios: dict[str, Scenario], seeds: int) -> dict[str, dict[str, f
                 sum(one.host_s[n] for n in ("redone", "unfinished")) / w for one, w in zip(own, whole, strict=True)
             ),
             "down": fmean(
-                sum(one.host_s[n] for n in RECOVERY if n not in ("redone", "unfinished")) / w
-                for one, w in zip(own, whole, strict=True)
+                sum(one.host_s[n] for n in RECOVERY) / w for one, w in zip(own, whole, strict=True)
             ),
             "saves": fmean(one.host_s["checkpoint"] / w for one, w in zip(own, whole, strict=True)),
         }

@@ -43,7 +43,6 @@ from muster.train.user_state import (
     fill_optimizers,
     first_difference,
     flatten,
-    local,
     refuse_difference,
     unflatten,
 )
@@ -100,10 +99,6 @@ class _Rank:
     def stopping(self) -> Command | None:
         """The stop that all ranks agreed on, if any."""
         return self.command if self.command is not None and self.command.kind == "stop" else None
-
-    @property
-    def checkpoint_dir(self) -> str:
-        return self.spec.checkpoint.dir or str(Path(self.context.run_dir) / "checkpoints")
 
 
 _rank: _Rank | None = None
@@ -229,13 +224,12 @@ def restore(state: State) -> int:
         step, tier, uri = _from_memory(_rank.context, _rank.context.restore, tensors)
     else:
         saver.claimed()
-        step, tier, uri = _from_disk(_rank, tensors)
+        step, tier, uri = _from_disk(_rank, saver, tensors)
     if tier:
         unused = unflatten(state, tensors)
         if unused:
             problem = f"{unused[0]} was saved and is not in this state ({len(unused)} such values)"
-            text = f"rank {_rank.context.rank}: {problem}"
-            _rank.agent.emit("run.message", step=step, text=text)
+            _rank.agent.emit("run.message", step=step, text=f"rank {_rank.context.rank}: {problem}")
         duration_ns = time.monotonic_ns() - start_ns
         _rank.agent.emit("checkpoint.restored", step=step, tier=tier, uri=uri, duration_ns=duration_ns)
     _beat(_rank, step + 1)
@@ -246,6 +240,8 @@ def restore(state: State) -> int:
 
 
 def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    from muster.train.distributed.reduce import local
+
     return {name: local(tensor) for name, tensor in tensors.items()}
 
 
@@ -258,34 +254,28 @@ def _from_memory(context: RankContext, restore: Restore, tensors: Mapping[str, T
     return restore.step, restore.tier, context.snapshot_dir or ""
 
 
-def _from_disk(rank: _Rank, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+def _from_disk(rank: _Rank, saver: Saver, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
     """All ranks choose the same version, and each reads what it needs of it. Collective."""
     from muster.checkpoint.load import load_into, newest_valid
     from muster.storage.store import open_store
-    from muster.storage.uris import is_local
 
     def rejected(uri: str, reason: str) -> None:
         rank.agent.emit("checkpoint.rejected", uri=uri, reason=reason)
 
     if not rank.spec.checkpoint.resume:
         return 0, "", ""
-    newest = newest_valid(open_store(), rank.checkpoint_dir, rejected, group=rank.saving_group)
+    newest = newest_valid(open_store(), saver.directory, rejected, group=rank.saving_group)
     if newest is None:
         return 0, "", ""
     load_into(newest, tensors)
-    return newest.step, "disk" if is_local(newest.uri) else "bucket", newest.uri
+    return newest.step, saver.tier, newest.uri
 
 
 def _open_snapshots(rank: _Rank, tensors: Mapping[str, Tensor]) -> None:
-    """Collective, so that all ranks keep them in the same tiers."""
-    if rank.context.snapshot_dir is None or rank.spec.checkpoint.snapshot_every_steps == 0:
-        return
     from muster.train.state.snapshot_tiers import open_together
 
-    def report(text: str) -> None:
-        rank.agent.emit("run.message", text=text)
-
-    rank.snapshots = open_together(rank.context, tensors, group=_consensus(rank).group, report=report)
+    every, group = rank.spec.checkpoint.snapshot_every_steps, _consensus(rank).group
+    rank.snapshots = open_together(rank.context, lambda: tensors, every_steps=every, group=group, agent=rank.agent)
 
 
 def _save_to_disk(rank: _Rank, step: int, tensors: Mapping[str, Tensor]) -> None:
@@ -322,26 +312,10 @@ def _write(rank: _Rank, step: int, tensors: Mapping[str, Tensor]) -> None:
 
 def _saver(rank: _Rank) -> Saver:
     if rank.saver is None:
-        from muster.checkpoint.handover import Handover
-        from muster.checkpoint.saver import Saver
-        from muster.storage.store import open_store
+        from muster.train.state.saving import open_saver
 
-        here, directory = rank.context, rank.checkpoint_dir
         rank.saving_group = _new_group(rank)
-        rank.saver = Saver(
-            directory,
-            run_id=here.run_id,
-            attempt=here.attempt,
-            layout=here.layout,
-            keep_last=rank.spec.checkpoint.keep_last,
-            asynchronous=rank.spec.checkpoint.asynchronous,
-            group=rank.saving_group,
-            store=open_store(),
-            on_event=lambda kind, step, **detail: rank.agent.emit(kind, step=step, **detail),
-            handover=Handover.on_this_host(
-                run_dir=here.run_dir, run_id=here.run_id, host=here.host, directory_uri=directory
-            ),
-        )
+        rank.saver = open_saver(rank.context, rank.spec.checkpoint, rank.saving_group, rank.agent.emit)
     return rank.saver
 
 

@@ -56,13 +56,11 @@ def spec_of(config: dict[str, Any] | None = LLAMA, *, training: dict[str, Any] |
 def build(
     spec: RunSpec, *, vocab_size: int = 50, layout: Layout | None = None, seed: int = 1, meshes: Meshes | None = None
 ) -> BuiltModel:
-    layout = layout or Layout()
     return build_model(
         spec,
-        layout=layout,
         device=CPU,
         vocab_size=vocab_size,
-        mesh=meshes or make_meshes(layout, "cpu"),
+        mesh=meshes or make_meshes(layout or Layout(), "cpu"),
         seed=seed,
         whole_below=0,
     )

@@ -3,7 +3,8 @@
 from muster.config.spec import RunSpec
 from muster.core.events import Event
 from muster.policy.builtin import SHIPPED
-from muster.simulate.cluster import Cluster, Stages
+from muster.simulate.cluster import Cluster
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 

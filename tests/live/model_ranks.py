@@ -72,7 +72,6 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
     spec = spec_of(case)
     built = build_model(
         spec,
-        layout=layout,
         device=CPU,
         vocab_size=VOCAB,
         mesh=meshes,
@@ -90,9 +89,9 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
     for first in range(0, MICRO_BATCHES, layout.data_ranks):
         index = first + meshes.data_rank
         if index < MICRO_BATCHES:
-            batch = micro_batch(index, static_shapes=built.static_shapes)
+            batch = micro_batch(index, static_shapes=spec.training.compile)
         else:
-            batch = padding_batch(2, LENGTH, CPU, static_shapes=built.static_shapes)
+            batch = padding_batch(2, LENGTH, CPU, static_shapes=spec.training.compile)
         loss = loss_sum(built.module, batch, chunk_tokens=13, scale=scale)
         loss.backward()
         total += loss.detach()
@@ -114,7 +113,7 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
         prompts = [list(range(3 + meshes.data_rank, 3 + length)) for length in (4, 9, 1 + meshes.data_rank, 6)]
         rows = generation.generate(built.module, prompts, max_new_tokens=8, eos_id=None, pad_id=0)
         found["generated"] = torch.tensor(rows)
-        again = loss_sum(built.module, micro_batch(0, static_shapes=built.static_shapes), chunk_tokens=0, scale=scale)
+        again = loss_sum(built.module, micro_batch(0, static_shapes=spec.training.compile), chunk_tokens=0, scale=scale)
         found["loss_after_generation"] = again.detach()
     return found
 

@@ -210,8 +210,7 @@ def test_a_real_model_has_its_known_loss_on_a_real_text():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         spec = spec_of({"model": {"source": str(STORIES)}})
-        layout = Layout()
-        built = build_model(spec, layout=layout, device=cpu, vocab_size=512, mesh=make_meshes(layout, "cpu"), seed=0)
+        built = build_model(spec, device=cpu, vocab_size=512, mesh=make_meshes(Layout(), "cpu"), seed=0)
         with torch.no_grad():
             loss = float(loss_sum(built.module, batch, chunk_tokens=512, scale=1.0 / batch.supervised))
     finally:

@@ -330,8 +330,10 @@ def test_a_shard_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_writer, "write_shard", slow)
     monkeypatch.setattr(checkpoint_writer, "BUSY_S", 0.05)
-    shares = checkpoint_writer.CheckpointWriter(memory=tmp_path, token=TOKEN)
-    threading.Thread(target=shares.serve, daemon=True).start()
+    words = (checkpoint_writer.listen_for_ranks(tmp_path), TOKEN, checkpoint_writer.write_shard_for)
+    threading.Thread(
+        target=checkpoint_writer.serve_connections, args=words, kwargs={"peer": "a rank"}, daemon=True
+    ).start()
     fd = os.memfd_create("share")
     os.pwrite(fd, b"x" * 4096, 0)
     with socket.socket(socket.AF_UNIX) as sock:

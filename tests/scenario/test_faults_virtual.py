@@ -12,7 +12,8 @@ from muster.core.incidents import HOST_UNHEALTHY
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.policy.load import complete
-from muster.simulate.cluster import Cluster, Stages
+from muster.simulate.cluster import Cluster
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
@@ -63,7 +64,7 @@ def verdict(cluster, kind, host, evidence):
 
 
 def from_host(cluster, host, message):
-    cluster._give(FromHost(host=host, message=message))
+    cluster.give(FromHost(host=host, message=message))
 
 
 # ---------------------------------------------------------------- injected verdicts
@@ -292,7 +293,7 @@ def test_a_bad_spare_at_the_start_does_not_stop_the_run_and_bad_data_does():
     cluster = Cluster(machine=machine, names=["host-0", "host-1", "host-2"], total_steps=50)
 
     def join_unready(name):
-        cluster._give(HostUp(host=name, hello={"attempt": 0, "alive": {}, "ready": False, "snapshots": [], "step": 0}))
+        cluster.give(HostUp(host=name, hello={"attempt": 0, "alive": {}, "ready": False, "snapshots": [], "step": 0}))
 
     cluster.at(4.9, lambda: join_unready("host-2"))
     cluster.at(4.95, lambda: join_unready("host-0"))
@@ -371,7 +372,7 @@ def test_a_stop_that_comes_before_the_hosts_have_answered_reaches_them():
             setattr(successor.state, name, getattr(old, name))
         cluster.machine = successor
         cluster._effects(successor.start(cluster.now_ns))
-        cluster._give(StopRequest(source="muster stop", exit_code=130))
+        cluster.give(StopRequest(source="muster stop", exit_code=130))
         assert cluster.result is None, "not over while ranks step"
         for name in ("host-0", "host-1"):
             cluster.join(name)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -15,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from muster.agent.host_state import HostState
 from muster.agent.ranks import rank_environment
-from muster.agent.ranks.rank_process import Standby, Worker, on_exit
+from muster.agent.ranks.rank_process import Standby, Worker, end_child, kill, on_exit
 from muster.agent.replicator import snapshot_cleanup
 from muster.agent.replicator.replicator_process import ReplicatorProcess
 from muster.checkpoint_format.snapshot_ring import file_name, forget_refusal
@@ -106,16 +105,8 @@ class ChildProcesses:
         if self._host.spec.data is None:
             self.prepared = True
             return
-        log = self._log_file("prepare")
-        self._prepare = subprocess.Popen(
-            [sys.executable, "-m", "muster.data", "--run-dir", str(self._host.run_dir)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        log.close()
+        words = ("--run-dir", str(self._host.run_dir))
+        self._prepare = self._host.start_program("prepare", "muster.data", *words, stdout=subprocess.PIPE, text=True)
         on_exit(self._host.hub, self._prepare.pid, self._on_prepare_exit)
 
     def _on_prepare_exit(self) -> None:
@@ -153,22 +144,14 @@ class ChildProcesses:
 
     def _start_fork_server(self) -> None:
         host = self._host
-        log = self._log_file("forkserver")
-        child = subprocess.Popen(
-            [
-                sys.executable, "-m", "muster.rank.fork_server", "--run-dir", str(host.run_dir),
-                "--agent-socket", str(host.socket_path), "--bind", host.bind,
-                "--beat-every-s", str(beat_every_s(host.spec.recovery)),
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=rank_environment.fork_server_environment(
-                host.spec, host.environ, cores=len(os.sched_getaffinity(0)), hosts_here=host.hosts_here
-            ),
-            start_new_session=True,
+        environ = rank_environment.fork_server_environment(
+            host.spec, host.environ, cores=len(os.sched_getaffinity(0)), hosts_here=host.hosts_here
+        )
+        child = host.start_program(
+            "forkserver", "muster.rank.fork_server", "--run-dir", str(host.run_dir), "--bind", host.bind,
+            "--agent-socket", str(host.socket_path), "--beat-every-s", str(beat_every_s(host.spec.recovery)),
+            env=environ,
         )  # fmt: skip
-        log.close()
         host.fork_server_pid = child.pid
         (host.memory / "forkserver.pid").write_text(str(child.pid))
         on_exit(host.hub, child.pid, lambda: self._on_fork_server_exit(child))
@@ -179,26 +162,16 @@ class ChildProcesses:
             return
         self._fork_server_deaths += 1
         if self._fork_server_deaths > 2 and code != 0:
-            tail = self._log_tail("forkserver")
+            tail = "no output"
+            with contextlib.suppress(OSError, IndexError):
+                tail = self._host.log_path("forkserver").read_text(errors="replace").strip().splitlines()[-1]
             self._fail(f"the fork server on {self._host.host} died with code {code}: {tail}")
             return
         self._start_fork_server()
 
-    def _log_file(self, name: str) -> IO[bytes]:
-        path = self._host.run_dir / "logs" / f"{name}-{self._host.host}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab")
-
-    def _log_tail(self, name: str) -> str:
-        with contextlib.suppress(OSError):
-            text = (self._host.run_dir / "logs" / f"{name}-{self._host.host}.log").read_text(errors="replace")
-            return text.strip().splitlines()[-1] if text.strip() else "no output"
-        return "no output"
-
     # ------------------------------------------------------------ standbys
 
     def on_fork_server(self, pid: int) -> None:
-        """A fork server registered."""
         self._host.fork_server_pid = pid
         self._fork_server_deaths = 0
         self._spawning.clear()
@@ -233,8 +206,7 @@ class ChildProcesses:
     def on_standby_unusable(self, standby: Standby) -> None:
         """It could not open a context, and its CUDA state is unknown: standbys without a context from here on."""
         self._contexts_fail = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(standby.pid, signal.SIGKILL)
+        kill(standby.pid)
         self.replenish_standbys()
 
     # ------------------------------------------------------------ progress
@@ -333,16 +305,8 @@ class ChildProcesses:
                 continue
             target = file_name("fetched", key, rank)
             forget_refusal(memory / target)
-            self.replicator.fetch(
-                {
-                    "do": "fetch",
-                    "address": item["address"],
-                    "file": held,
-                    "target": target,
-                    "step": restore["step"],
-                    "attempt": message["restore_attempt"],
-                }
-            )
+            version = {"file": held, "step": step, "attempt": attempt}
+            self.replicator.fetch({"do": "fetch", "address": item["address"], "target": target, **version})
             sources[str(rank)] = str(memory / target)
         return sources
 
@@ -351,12 +315,7 @@ class ChildProcesses:
     def shutdown(self) -> None:
         """End every child; never waits long."""
         self.replicator.shutdown()
-        for child in (self._prepare, self._preemption_watcher):
-            if child is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(1)
+        end_child(self._prepare)
+        end_child(self._preemption_watcher)
         if self._host.fork_server_pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._host.fork_server_pid, signal.SIGKILL)
+            kill(self._host.fork_server_pid)

@@ -7,12 +7,9 @@ still in memory.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -27,6 +24,7 @@ from muster.agent.host_state import METADATA_URL, HostState
 from muster.agent.ranks.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
 from muster.agent.unsupervised_host import UnsupervisedHost
+from muster.agent.watchdog import parse_arguments
 from muster.checkpoint_format.snapshot_ring import list_snapshots
 from muster.config.spec import RunSpec
 from muster.core import environment
@@ -85,14 +83,11 @@ class HostAgent:
 
     def run(self, *, watchdog: int | None, ignore_term: bool) -> int:
         """Serve until the supervisor ends the host, or the wait for one is over. ``watchdog``: exit with this pid."""
-        wake_r, wake_w = socket.socketpair()
-        wake_w.setblocking(False)
-        signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
+        self.hub.wake_on_signals()
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda number, _frame: self._on_notice(signal.Signals(number).name))
         if ignore_term:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by all children of this process
-        self.hub.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
         fd = open_pidfd(watchdog) if watchdog else None
         if fd is not None:
             self.hub.watch(fd, lambda: self.host.request_exit("the watchdog is gone"))
@@ -214,7 +209,7 @@ class HostAgent:
                 standby.warm = standby.warm or standby.peer is peer
             self._check_ready()
         elif kind == "unfit":
-            self.pool.on_standby_unusable(peer)
+            self.pool.on_standby_lost(peer, unusable=True)
 
     def _from_fork_server(self, message: dict[str, Any]) -> None:
         if message.get("t") == "exited":
@@ -291,16 +286,11 @@ class HostAgent:
         """Forward the replicator's answer to where the order came from; an event once a checkpoint is committed."""
         host = self.host
         if answer["t"] == "flush_committed" and answer["ok"]:
-            detail = {"tier": "disk" if uris.is_local(str(order["uri"])) else "bucket"}
-            detail |= {"uri": answer["uri"], "bytes": answer["bytes"]}
-            event = {
-                "kind": "checkpoint.committed",
-                "attempt": max(host.newest_attempt, host.attempt),
-                "step": answer["step"],
-                "mono_ns": time.monotonic_ns(),
-                "wall_ns": time.time_ns(),
-                "detail": detail,
-            }
+            tier = "disk" if uris.is_local(str(order["uri"])) else "bucket"
+            detail = {"tier": tier, "uri": answer["uri"], "bytes": answer["bytes"]}
+            now = {"mono_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+            committed = {"attempt": max(host.newest_attempt, host.attempt), "step": answer["step"], "detail": detail}
+            event = {"kind": "checkpoint.committed", **now, **committed}
             host.log.write_rank(event)
             host.send({"t": "event", "event": event})
         if order.get("alone"):
@@ -321,19 +311,8 @@ def _read_spec(run_dir: Path) -> RunSpec:
     return RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
 
 
-def _empty(sock: socket.socket) -> None:
-    sock.recv(256)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Muster's agent (started by its watchdog)")
-    parser.add_argument("--run-dir", required=True, type=Path)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--bind", required=True)
-    parser.add_argument("--hosts-here", type=int, default=1)
-    parser.add_argument("--no-metadata-server", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments("Muster's agent (started by its watchdog)")
     variables = environment.current()
     metadata_url = variables.metadata_url or (None if arguments.no_metadata_server else METADATA_URL)
     try:

@@ -39,13 +39,6 @@ class HostLog:
 
     def write_rank(self, event: Mapping[str, Any]) -> None:
         """An event as a rank sent it, with the rank's own times."""
-        self.write(
-            event["kind"],
-            event.get("detail", {}),
-            rank=event.get("rank"),
-            step=event.get("step"),
-            phase=event.get("phase"),
-            attempt=event["attempt"],
-            mono_ns=event["mono_ns"],
-            wall_ns=event["wall_ns"],
-        )
+        required = {key: event[key] for key in ("attempt", "mono_ns", "wall_ns")}
+        optional = {key: event.get(key) for key in ("rank", "step", "phase")}
+        self.write(event["kind"], event.get("detail", {}), **required, **optional)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +68,22 @@ class HostState:
         """To the supervisor, where one is connected."""
         if self.supervisor is not None:
             self.hub.send(self.supervisor, message)
+
+    def start_program(self, log: str, module: str, *words: str, **streams: Any) -> subprocess.Popen[Any]:
+        """Start ``python -m module words``, in a session of its own; it writes to ``logs/{log}-HOST.log``.
+
+        ``streams``: stdin, stdout where they are others, and what else ``Popen`` takes.
+        """
+        path = self.log_path(log)
+        with contextlib.suppress(OSError):  # a full disk must not prevent a start
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        with open(path if os.access(path, os.W_OK) else os.devnull, "ab") as output:
+            given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **streams}
+            return subprocess.Popen([sys.executable, "-m", module, *words], start_new_session=True, **given)
+
+    def log_path(self, program: str) -> Path:
+        return self.run_dir / "logs" / f"{program}-{self.host}.log"
 
     def note(self, text: str) -> None:
         """An informational message in the run's log."""

@@ -7,14 +7,13 @@ by its replicator as a checkpoint, where it is the whole state; a partial state 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from muster.agent.host_state import HostState
 from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
-from muster.core.types import Layout
+from muster.core.layout import Layout
+from muster.protocol.held_snapshots import Choice, Snapshot, newest_complete
 from muster.storage import uris
 
 #: Without a supervisor and without work an agent waits this long, or ``recovery.keep_hosts_after_failure_s`` where that
@@ -24,37 +23,6 @@ REASON = "no supervisor and no work"
 """Why it exited, in its last event (a back end may look for it)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompleteVersion:
-    """A version of which every rank's shard is on this host."""
-
-    step: int
-    attempt: int
-    layout: str
-    ranks: tuple[Mapping[str, Any], ...]
-    """As in a flush order: rank, tier, held_as (a replica's shard may be stored under its peer's rank)."""
-
-
-def newest_complete(held: Iterable[SnapshotInfo], *, without: Iterable[tuple[int, int]] = ()) -> CompleteVersion | None:
-    """The newest version that is entirely here, in own snapshots and copies together; None: there is none."""
-    versions: dict[tuple[int, int, str], dict[int, str]] = defaultdict(dict)
-    for snapshot in held:
-        tiers = versions[(snapshot.step, snapshot.attempt, snapshot.layout)]
-        if snapshot.tier == "memory" or snapshot.rank not in tiers:
-            tiers[snapshot.rank] = snapshot.tier
-    for (step, attempt, key), tiers in sorted(versions.items(), reverse=True):
-        layout = Layout.from_key(key)
-        ranks = []
-        for rank in range(layout.world_size):
-            replicas = range(rank % layout.ranks_per_replica, layout.world_size, layout.ranks_per_replica)
-            holder = next((replica for replica in (rank, *replicas) if replica in tiers), None)
-            if holder is not None:
-                ranks.append({"rank": rank, "tier": tiers[holder], "held_as": holder})
-        if len(ranks) == layout.world_size and (step, attempt) not in without:
-            return CompleteVersion(step=step, attempt=attempt, layout=key, ranks=tuple(ranks))
-    return None
-
-
 class UnsupervisedHost:
     """Counts from the later of two moments: the supervisor was lost, the last rank ended."""
 
@@ -62,7 +30,7 @@ class UnsupervisedHost:
         """``flush(order, fence)`` is the replicator's."""
         self._host, self._flush = host, flush
         self._since_s = time.monotonic()
-        self._saving: CompleteVersion | None = None
+        self._saving: Choice | None = None
         self._deadline_s = 0.0
         self._failed: set[tuple[int, int]] = set()
 
@@ -100,7 +68,8 @@ class UnsupervisedHost:
 
     def _save(self, now: float) -> None:
         held = list(list_snapshots(self._host.memory))
-        version = newest_complete(held, without=self._failed)
+        intact = [each for each in held if (each.step, each.attempt) not in self._failed]
+        version = newest_complete([Snapshot(host=self._host.host, **vars(each)) for each in intact])
         if version is None:
             self._exit(_partial_state(held))
             return
@@ -108,12 +77,12 @@ class UnsupervisedHost:
         if not is_first and now - self._since_s < self._grace_period_s() + self._host.spec.recovery.grace_s:
             return  # the host of rank 0 may hold it too, and two must not write the same files
         self._saving, self._deadline_s = version, now + self._grace_period_s()
-        self._order("flush", version, ranks=list(version.ranks))
+        self._order("flush", version, ranks=version.shards_on(self._host.host))
 
-    def _order(self, kind: str, version: CompleteVersion, **extra: Any) -> None:
+    def _order(self, kind: str, version: Choice, **extra: Any) -> None:
         host = self._host
         directory = host.spec.checkpoint.dir or uris.join(str(host.run_dir), "checkpoints")
-        order = {"t": kind, "step": version.step, "attempt": version.attempt, "layout": version.layout}
+        order = {"t": kind, "step": version.step, "attempt": version.attempt, "layout": version.layout.key}
         self._flush({**order, "uri": directory, "alone": True, **extra}, max(host.newest_attempt, host.attempt))
 
     def _exit(self, lost: str | None) -> None:

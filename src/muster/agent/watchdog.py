@@ -25,17 +25,8 @@ from muster.transport.secure_session import read_token
 
 def main() -> None:
     """Run until the agent ends by itself (code 0) or cannot be started."""
-    parser = argparse.ArgumentParser(description="run one host of a Muster run")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--bind", default=environment.current().bind)
-    parser.add_argument("--hosts-here", type=int, default=1, help="hosts of the run that share this machine's cores")
-    parser.add_argument(
-        "--no-metadata-server", action="store_true", help="no cloud machine, unless MUSTER_METADATA names a server"
-    )
-    arguments = parser.parse_args()
-    run_dir = Path(arguments.run_dir).resolve()
+    arguments = parse_arguments("run one host of a Muster run")
+    run_dir = arguments.run_dir
     spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
@@ -46,15 +37,24 @@ def main() -> None:
         token=read_token(str(run_dir / "token")),
         every_s=spec.recovery.heartbeat_timeout_s / 6,
     )
-    argv = [
-        sys.executable, "-m", "muster.agent.host_agent",
-        "--run-dir", str(run_dir), "--run-id", arguments.run_id,
-        "--host", arguments.host, "--bind", arguments.bind, "--hosts-here", str(arguments.hosts_here),
-        *(["--no-metadata-server"] if arguments.no_metadata_server else []),
-    ]  # fmt: skip
+    argv = [sys.executable, "-m", "muster.agent.host_agent", *sys.argv[1:]]
     # MUSTER_NICE: the user's own niceness, to which the programs below return.
     environ = {**environment.inherited(), "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
     sys.exit(keep_running(argv, environ, heartbeat))
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """The watchdog's arguments, and the agent's: they are the same."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--run-dir", required=True, type=lambda text: Path(text).resolve())
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--bind", default=environment.current().bind)
+    parser.add_argument("--hosts-here", type=int, default=1, help="hosts of the run that share this machine's cores")
+    parser.add_argument(
+        "--no-metadata-server", action="store_true", help="no cloud machine, unless MUSTER_METADATA names a server"
+    )
+    return parser.parse_args()
 
 
 def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: HeartbeatSender) -> int:

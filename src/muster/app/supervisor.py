@@ -10,7 +10,7 @@ from muster.app.inspect.event_format import line
 from muster.core import environment
 from muster.core.errors import MusterError
 from muster.core.events import Event
-from muster.supervise.process.server import serve
+from muster.supervise.process.server import Supervisor
 
 
 def main() -> None:
@@ -21,8 +21,10 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         given = environment.current()  # the back end says where agents on other hosts can reach us
-        code = serve(arguments.run_dir, on_event=_print, bind=given.bind, ignore_term=given.term_ignored)
-        sys.exit(code)
+        supervisor = Supervisor(
+            run_dir=arguments.run_dir, on_event=_print, bind=given.bind, ignore_term=given.term_ignored
+        )
+        sys.exit(supervisor.serve())
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)

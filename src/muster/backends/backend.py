@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from muster.backends.cluster import Cluster
+from muster.backends.cluster import OpenCluster, Rehearse
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
@@ -68,10 +68,7 @@ class Backend:
     """(key, reason) of settings that have no effect here."""
     formats: Mapping[str, Render] = field(default_factory=dict)
     """Formats of ``muster render``, the default one first."""
-    cluster: Callable[..., Cluster] | None = None
-    """``cluster(spec, zone=None, adopt=False)`` opens the one of a run file and touches nothing; ``adopt``: use a
-    cluster or network of that name that is not ours. Raises UsageError where the run file names no project, zone or
-    machine. None: hosts are not created or removed from here."""
-    rehearse: Callable[..., RunSpec] | None = None
-    """``rehearse(spec, machine=None, mode=None)`` is a small run file of a large one (``muster preflight``): two steps
-    on one small machine, without ``machine`` a CPU node. None: a preflight would not be cheaper than the run."""
+    cluster: OpenCluster | None = None
+    """None: hosts are not created or removed from here."""
+    rehearse: Rehearse | None = None
+    """None: a preflight would not be cheaper than the run."""

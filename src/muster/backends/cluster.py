@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from muster.backends.protocols import Lease
+from muster.config.spec import RunSpec
 
 Step = Literal[
     "looking", "absent", "making", "waiting", "replacing", "there", "removing", "gone", "kept", "differs", "failed"
@@ -154,3 +155,19 @@ class Cluster(Protocol):
             UsageError: parts that do not fit each other.
         """
         ...
+
+
+class OpenCluster(Protocol):
+    """Opens the cluster of a run file; touches nothing. ``adopt``: use one of that name that is not ours.
+
+    Raises:
+        UsageError: the run file names no project, zone or machine.
+    """
+
+    def __call__(self, spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster: ...
+
+
+class Rehearse(Protocol):
+    """A small run file of a large one (``muster preflight``): two steps on one small machine; None: a CPU node."""
+
+    def __call__(self, spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec: ...

@@ -37,6 +37,12 @@ class Exec(Protocol):
         ...
 
 
+class Attach(Protocol):
+    """Records a task of the job that the back end did not start itself (a supervisor in the foreground)."""
+
+    def __call__(self, handle: JobHandle, *, task: str, pid: int) -> None: ...
+
+
 class RemoteRun(Protocol):
     """Access to a run whose folder cannot be reached from this machine (pods in a cluster)."""
 
@@ -120,11 +126,8 @@ class Launcher(Protocol):
         ...
 
     @property
-    def attach(self) -> Callable[..., None] | None:
-        """``attach(handle, task=, pid=)`` records a task that the back end did not start itself.
-
-        None: the supervisor cannot run in a foreground terminal (``muster train``).
-        """
+    def attach(self) -> Attach | None:
+        """None: the supervisor cannot run in a foreground terminal (``muster train``)."""
         ...
 
     @property

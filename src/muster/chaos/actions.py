@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from signal import SIGCONT, SIGSTOP, Signals
 
 from muster.chaos.network import Network
-from muster.chaos.target import SIGCONT, SIGSEGV, SIGSTOP, SIGTERM, RunTarget
+from muster.chaos.target import RunTarget
+
+Inject = Callable[[RunTarget], None]
 
 #: Mean seconds between random kills of ranks, and how many.
 RANDOM_KILL_MEAN_S, RANDOM_KILLS = 2.0, 5
@@ -26,29 +29,17 @@ STAGE_S = 180.0
 # ---------------------------------------------------------------- ranks
 
 
-def kill_rank(target: RunTarget) -> None:
-    target.signal_rank(target.any_rank())
-
-
-def crash_rank(target: RunTarget) -> None:
-    target.signal_rank(target.any_rank(), SIGSEGV)
-
-
-def stop_rank(target: RunTarget) -> None:
-    target.signal_rank(target.any_rank(), SIGSTOP)
+def signal_rank(number: Signals) -> Inject:
+    return lambda target: target.signal_rank(target.any_rank(), number)
 
 
 def kill_all_ranks(target: RunTarget) -> None:
     target.send(pid for pid, _ in target.ranks().values())
 
 
-def in_rank(name: str, *, always: bool = False) -> Callable[[RunTarget], None]:
+def in_rank(name: str, *, always: bool = False) -> Inject:
     """A rank injects it into itself, at a moment that no signal from outside can hit."""
-
-    def inject(target: RunTarget) -> None:
-        target.request_fault(name, target.any_rank(), always=always, timeout_s=STAGE_S)
-
-    return inject
+    return lambda target: target.request_fault(name, target.any_rank(), always=always, timeout_s=STAGE_S)
 
 
 def kill_random_ranks(target: RunTarget) -> None:
@@ -60,7 +51,7 @@ def kill_random_ranks(target: RunTarget) -> None:
 
 def crash_loop(target: RunTarget) -> None:
     """The same host's rank, three times, each time after a new step."""
-    host = target.random.choice(target.hosts())
+    host = target.any_host()
     for count in range(3):
         target.wait(lambda count=count: len(target.events("incident.resolved")) >= count, "recovery", STAGE_S)  # type: ignore[misc]
         target.send([next(pid for pid, on in target.ranks().values() if on == host)])
@@ -69,8 +60,9 @@ def crash_loop(target: RunTarget) -> None:
 # ---------------------------------------------------------------- Muster's own processes
 
 
-def kill_agent(target: RunTarget) -> None:
-    target.send([target.agent(target.random.choice(target.hosts()))])
+def kill_program(pid_of: Callable[[RunTarget, str], int]) -> Inject:
+    """The program of any host whose pid ``pid_of`` names."""
+    return lambda target: target.send([pid_of(target, target.any_host())])
 
 
 def kill_agent_and_rank(target: RunTarget) -> None:
@@ -80,13 +72,9 @@ def kill_agent_and_rank(target: RunTarget) -> None:
     target.send([target.agent(host), pid])
 
 
-def kill_watchdog(target: RunTarget) -> None:
-    target.send([target.watchdog_pid(target.random.choice(target.hosts()))])
-
-
 def kill_replicator_then_host(target: RunTarget) -> None:
     """A host whose replicator died earlier is lost: another replicator must have continued the copies."""
-    host = target.random.choice(target.hosts())
+    host = target.any_host()
     dead = target.replicator_pids(host)
     target.send(dead)
     target.wait(lambda: set(target.replicator_pids(host)) - set(dead), "new replicator", STAGE_S)
@@ -95,13 +83,9 @@ def kill_replicator_then_host(target: RunTarget) -> None:
     target.signal_host(host)
 
 
-def kill_fork_server(target: RunTarget) -> None:
-    target.send([target.fork_server(target.random.choice(target.hosts()))])
-
-
 def take_the_port(target: RunTarget) -> None:
     """Another process takes the store's port before the next attempt needs one."""
-    host = target.random.choice(target.hosts())
+    host = target.any_host()
     port = target.store_port(host)
     dead = target.fork_server(host)
     target.send([dead])
@@ -122,8 +106,8 @@ def _bound(sock: socket.socket, port: int) -> bool:
     return True
 
 
-def kill_supervisor(target: RunTarget) -> None:
-    target.send([target.supervisor()])
+def signal_supervisor(number: Signals) -> Inject:
+    return lambda target: target.send([target.supervisor()], number)
 
 
 def pause_supervisor(target: RunTarget) -> None:
@@ -137,31 +121,23 @@ def pause_supervisor(target: RunTarget) -> None:
 # ---------------------------------------------------------------- hosts
 
 
-def kill_host(target: RunTarget) -> None:
-    target.signal_host(target.random.choice(target.hosts()))
-
-
-def stop_host(target: RunTarget) -> None:
-    target.signal_host(target.random.choice(target.hosts()), SIGSTOP)
+def signal_host(number: Signals) -> Inject:
+    return lambda target: target.signal_host(target.any_host(), number)
 
 
 def stop_host_for_a_while(target: RunTarget) -> None:
     """It resumes after it was replaced, and must be fenced."""
-    host = target.random.choice(target.hosts())
+    host = target.any_host()
     target.signal_host(host, SIGSTOP)
-    injected_ns = target.injected_ns
     target.wait(lambda: target.events("incident.resolved"), "recovery", STAGE_S)
-    target.signal_host(host, SIGCONT)
-    target.injected_ns = injected_ns
+    target.send([process.pid for process in target.processes(host)], SIGCONT, again=True)
 
 
 def kill_host_and_return(target: RunTarget) -> None:
     host = target.random.choice(target.hosts()[1:])
     target.signal_host(host)
-    injected_ns = target.injected_ns
     target.wait(lambda: target.events("incident.resolved"), "recovery", STAGE_S)
     target.start_agent(host)
-    target.injected_ns = injected_ns
 
 
 def kill_two_hosts(target: RunTarget) -> None:
@@ -194,7 +170,7 @@ def break_spare_then_host(target: RunTarget) -> None:
         return any("cannot start" in str(event.detail["text"]) for event in target.events("run.message"))
 
     target.wait(broken, f"note that {bad} cannot start", STAGE_S)
-    target.signal_host(target.random.choice(target.hosts()))
+    target.signal_host(target.any_host())
 
 
 def start_one_more(target: RunTarget) -> None:
@@ -209,15 +185,8 @@ def start_one_more(target: RunTarget) -> None:
 
 
 def kill_everything(target: RunTarget) -> None:
-    target.send(process.pid for process in target.processes())
-    injected_ns = target.injected_ns
-    for _ in range(2):
-        target.send(process.pid for process in target.processes())
-    target.injected_ns = injected_ns
-
-
-def notice(target: RunTarget) -> None:
-    target.send([target.supervisor()], SIGTERM)
+    for again in (False, True, True):  # one may have forked in between
+        target.send((process.pid for process in target.processes()), again=again)
 
 
 def corrupt_checkpoint(target: RunTarget) -> None:
@@ -261,14 +230,12 @@ def fill_disk(target: RunTarget) -> None:
 
 
 def cut_link(target: RunTarget) -> None:
-    network, host = _network(target), target.random.choice(target.hosts())
-    target.injected_ns = time.time_ns()
+    network, host = _network(target), target.any_host()
     network.cut(host)
 
 
 def flap_link(target: RunTarget) -> None:
-    network, host = _network(target), target.random.choice(target.hosts())
-    target.injected_ns = time.time_ns()
+    network, host = _network(target), target.any_host()
     for _ in range(FLAPS):
         network.cut(host)
         time.sleep(FLAP_DOWN_S)
@@ -278,15 +245,13 @@ def flap_link(target: RunTarget) -> None:
 
 def silence_host(target: RunTarget) -> None:
     """Drop outbound traffic only: the host receives but cannot send."""
-    network, host = _network(target), target.random.choice(target.hosts())
-    target.injected_ns = time.time_ns()
+    network, host = _network(target), target.any_host()
     network.limit(host, rate="8bit", burst="1b", limit="1b")  # no packet fits through
 
 
 def slow_link(target: RunTarget) -> None:
     """100 Mbit/s outbound: training is slower, and no host is blamed."""
-    network, host = _network(target), target.random.choice(target.hosts())
-    target.injected_ns = time.time_ns()
+    network, host = _network(target), target.any_host()
     network.limit(host, rate="100mbit", burst="64kb", limit="1mb")
 
 
@@ -294,7 +259,6 @@ def split_network(target: RunTarget) -> None:
     """Half against half; the supervisor's half continues, the other is fenced, and rejoins when the link is back."""
     network, hosts = _network(target), target.hosts()
     cut_off = hosts[len(hosts) // 2 :]
-    target.injected_ns = time.time_ns()
     network.split(cut_off)
     target.wait(lambda: not set(cut_off) & set(target.hosts()), "attempt without the half that is cut off", STAGE_S)
     time.sleep(SPLIT_S)
@@ -302,5 +266,7 @@ def split_network(target: RunTarget) -> None:
 
 
 def _network(target: RunTarget) -> Network:
+    """The run's, to be broken now."""
     assert target.network is not None, "a fault of the network has one"
+    target.injected_ns = time.time_ns()
     return target.network

@@ -23,10 +23,10 @@ class Fault:
     """One sentence."""
     numbers: tuple[int, ...] = ()
     """Of the fault list in docs/recovery.md."""
-    noticed: tuple[str, ...]
+    noticed: tuple[str, ...] = ()
     """Incident kinds, any of which may come first; empty: none is needed."""
-    done: tuple[tuple[str, ...], ...]
-    """Sequences of actions, any of which is a correct recovery."""
+    done: tuple[tuple[str, ...], ...] = ((),)
+    """Sequences of actions, any of which is a correct recovery; the empty one: nothing needs to be done."""
     redone: int | None = 0
     """Applied steps that may be redone; None: back to the last checkpoint on disk."""
     inject: Callable[[RunTarget], None]

@@ -54,10 +54,7 @@ class Network:
         Raises:
             UsageError: not root, or this machine has no namespaces, or no iproute2.
         """
-        if os.geteuid() != 0:
-            raise UsageError(
-                "this fault needs root: it creates network namespaces", hint="muster drill --list marks such faults"
-            )
+        _need_root("creates network namespaces")
         bridge = f"{self.tag}br"
         self._ip("link", "add", bridge, "type", "bridge")
         self._ip("addr", "add", f"{self.bridge}/24", "dev", bridge)
@@ -74,9 +71,9 @@ class Network:
     def down(self) -> None:
         """Remove all of it; absent is success."""
         for name in self.names:
-            self._run(["ip", "netns", "del", self.namespace(name)])
+            _problem(self.shell, ["ip", "netns", "del", self.namespace(name)])
         for bridge in ("br", "b2"):
-            self._run(["ip", "link", "del", f"{self.tag}{bridge}"])
+            _problem(self.shell, ["ip", "link", "del", f"{self.tag}{bridge}"])
 
     def place(self, request: JobRequest) -> JobRequest:
         """The same job with each host's agent in its namespace, and the supervisor on the bridge."""
@@ -120,15 +117,11 @@ class Network:
         self._must(["ip", *words])
 
     def _must(self, argv: Sequence[str]) -> None:
-        problem = self._run(argv)
+        problem = _problem(self.shell, argv)
         if problem is not None:
             raise UsageError(
                 f"this machine cannot do `{' '.join(argv)}`: {problem}", hint="root and iproute2 are needed"
             )
-
-    def _run(self, argv: Sequence[str]) -> str | None:
-        done = self.shell.run(argv, timeout_s=COMMAND_TIMEOUT_S)
-        return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
 
 
 @dataclass
@@ -144,10 +137,7 @@ class Disk:
         Raises:
             UsageError: not root, or this machine mounts nothing.
         """
-        if os.geteuid() != 0:
-            raise UsageError(
-                "this fault needs root: it mounts a file system", hint="muster drill --list marks such faults"
-            )
+        _need_root("mounts a file system")
         self.folder.mkdir(parents=True, exist_ok=True)
         problem = self._mount("-t", "tmpfs", "-o", "mode=0700", "muster-drill")
         if problem is not None:
@@ -155,7 +145,7 @@ class Disk:
 
     def down(self) -> None:
         """Unmount it, even while it is in use; absent is success."""
-        self.shell.run(["umount", "--lazy", str(self.folder)], timeout_s=COMMAND_TIMEOUT_S)
+        _problem(self.shell, ["umount", "--lazy", str(self.folder)])
 
     def fill(self) -> bool:
         """Leave no free space; False where a file grew meanwhile: try again."""
@@ -170,5 +160,15 @@ class Disk:
             raise UsageError(f"the file system on {self.folder} cannot be made larger: {problem}")
 
     def _mount(self, *words: str) -> str | None:
-        done = self.shell.run(["mount", *words, str(self.folder)], timeout_s=COMMAND_TIMEOUT_S)
-        return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
+        return _problem(self.shell, ["mount", *words, str(self.folder)])
+
+
+def _need_root(act: str) -> None:
+    if os.geteuid() != 0:
+        raise UsageError(f"this fault needs root: it {act}", hint="muster drill --list marks such faults")
+
+
+def _problem(shell: Shell, argv: Sequence[str]) -> str | None:
+    """Run it; why it failed, None: it did not."""
+    done = shell.run(argv, timeout_s=COMMAND_TIMEOUT_S)
+    return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")

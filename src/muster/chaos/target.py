@@ -7,12 +7,11 @@ import json
 import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
+from signal import SIGKILL, Signals
 
 from muster.chaos.network import Disk, Network
 from muster.config.spec import RunSpec
@@ -23,8 +22,6 @@ from muster.core.processes import Process
 from muster.protocol import fault_request
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir, replace_text
-
-__all__ = ["SIGCONT", "SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "RunTarget", "has_agent_connection", "listening"]
 
 POLL_S = 0.02
 WATCHDOG = "muster.agent.watchdog"
@@ -158,23 +155,24 @@ class RunTarget:
 
     # ------------------------------------------------------------ injecting
 
-    def send(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal each; gone is success."""
+    def send(self, pids: Iterable[int], number: Signals = SIGKILL, *, again: bool = False) -> None:
+        """Signal each; gone is success. ``again``: of an injection that has begun."""
         pids = list(pids)
-        self.injected_ns = time.time_ns()
+        self.injected_ns = self.injected_ns if again else time.time_ns()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def signal_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def signal_rank(self, rank: int, number: Signals = SIGKILL) -> None:
         self.send([self.ranks()[rank][0]], number)
 
-    def signal_host(self, host: str, number: signal.Signals = signal.SIGKILL) -> None:
+    def signal_host(self, host: str, number: Signals = SIGKILL) -> None:
         """All of a host's processes; twice, since one may have forked in between."""
-        self.send([process.pid for process in self.processes(host)], number)
-        first_ns = self.injected_ns
-        self.send([process.pid for process in self.processes(host)], number)
-        self.injected_ns = first_ns
+        for again in (False, True):
+            self.send([process.pid for process in self.processes(host)], number, again=again)
+
+    def any_host(self) -> str:
+        return self.random.choice(self.hosts())
 
     def any_rank(self) -> int:
         return self.random.choice(sorted(self.ranks()))
@@ -222,19 +220,13 @@ def _parent(pid: int) -> int:
 
 def has_agent_connection(pid: int) -> bool:
     """Whether it holds a Unix socket: ranks and standbys are connected to their agent, stores are not."""
-    return bool(_sockets(pid) & set(_inodes(pid, "unix", 6)))
+    return not _sockets(pid).isdisjoint(row[6] for row in _table(pid, "unix"))
 
 
 def listening(pid: int) -> list[int]:
     """TCP ports on which a process listens, read from ``/proc``."""
-    sockets, ports = _sockets(pid), []
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and words[9] in sockets:
-                    ports.append(int(words[1].rpartition(":")[2], 16))
-    return ports
+    sockets, rows = _sockets(pid), [*_table(pid, "tcp"), *_table(pid, "tcp6")]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
 def _sockets(pid: int) -> set[str]:
@@ -247,7 +239,7 @@ def _sockets(pid: int) -> set[str]:
     return {name[8:-1] for name in links if name.startswith("socket:[")}
 
 
-def _inodes(pid: int, table: str, column: int) -> list[str]:
+def _table(pid: int, name: str) -> list[list[str]]:
     with contextlib.suppress(OSError):
-        return [line.split()[column] for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+        return [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
     return []

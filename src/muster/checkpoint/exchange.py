@@ -31,7 +31,3 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def rank_of(group: dist.ProcessGroup | None) -> int:
     return group.rank() if group is not None else 0
-
-
-def size_of(group: dist.ProcessGroup | None) -> int:
-    return group.size() if group is not None else 1

@@ -41,7 +41,7 @@ class Handover:
         """Have the first ``size`` bytes of ``fd`` written behind ``preamble``: {bytes, crc32}. Blocks.
 
         Raises:
-            MoverLost: no answer. The replicator may still write the file: use another name.
+            ReplicatorLost: no answer. The replicator may still write the file: use another name.
             BackendError: it could not be written.
         """
         try:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from muster.checkpoint import exchange
-from muster.checkpoint.reader import Shard, open_checkpoint
+from muster.checkpoint.reader import open_checkpoint
 from muster.checkpoint.shards import ShardReader, gaps, mismatch, restore
 from muster.checkpoint_format.manifest import Manifest, OnSkip, committed, damage, missing
 from muster.core.errors import CheckpointError, MusterError
@@ -31,12 +31,13 @@ def newest_valid(
     called with (uri, reason), on rank 0, for each that does not count. ``verify=False`` leaves the checksums
     out.
     """
-    skip = on_skip if on_skip is not None and exchange.rank_of(group) == 0 else _ignore
+    rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
+    skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
     for manifest in _candidates(store, directory_uri, skip, group):
         try:
             problem = missing(manifest) or (_foreign(manifest, state) if state is not None else None)
             if problem is None and verify:
-                problem = damage(manifest, part=exchange.rank_of(group), parts=exchange.size_of(group))
+                problem = damage(manifest, part=rank, parts=ranks)
         except MusterError as error:
             problem = str(error)
         problems = [result for result in exchange.gather(problem, group) if result]
@@ -75,10 +76,5 @@ def _candidates(store: Store, directory_uri: str, skip: OnSkip, group: dist.Proc
 
 
 def _foreign(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> str | None:
-    opened: list[Shard] = open_checkpoint(manifest)
-    reader = ShardReader(opened)
+    reader = ShardReader(open_checkpoint(manifest))
     return mismatch(reader, state) or gaps(reader, state)
-
-
-def _ignore(uri: str, reason: str) -> None:
-    pass

@@ -1,4 +1,4 @@
-"""Where a tensor's bytes come from: one protocol for every tier.
+"""Where a tensor's bytes come from: one shape for every tier.
 
 A tier hands over ``Shard``s (what the bytes are, and a way to get some of them); ``checkpoint.shards``
 reads tensors by name and slice from any set of them, whatever layout they were written in.
@@ -6,8 +6,9 @@ reads tensors by name and slice from any set of them, whatever layout they were 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from muster.checkpoint_format import shards
 from muster.checkpoint_format.manifest import Manifest
@@ -16,13 +17,8 @@ from muster.core.errors import CheckpointError
 from muster.storage import uris
 from muster.storage.store import blobs
 
-
-class Source(Protocol):
-    """Random access to the tensors' bytes of one shard."""
-
-    def read(self, start: int, stop: int) -> bytes | bytearray | memoryview:
-        """Bytes ``start`` to ``stop``, counted from the first tensor's. Raises CheckpointError when short."""
-        ...
+Read = Callable[[int, int], bytes | bytearray | memoryview]
+"""Bytes ``start`` to ``stop`` of a shard, counted from the first tensor's. Raises CheckpointError when short."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +26,19 @@ class Shard:
     """What a shard holds, and where to get it."""
 
     tensors: tuple[shards.Chunk, ...]
-    source: Source
+    read: Read
     name: str = "shard"
 
 
-@dataclass(frozen=True)
-class BlobSource:
-    """A file on a disk or in a bucket, read by ranges."""
-
-    uri: str
-    begin: int
-    """Where the tensors' bytes begin in it."""
-
-    def read(self, start: int, stop: int) -> bytes:
-        try:
-            data = blobs.read_range(self.uri, self.begin + start, self.begin + stop)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.uri} is missing") from error
-        if len(data) != stop - start:
-            raise CheckpointError(f"{self.uri} is truncated: {len(data)} bytes at {start}, not {stop - start}")
-        return data
+def _read_blob(uri: str, begin: int, start: int, stop: int) -> bytes:
+    """From a file on a disk or in a bucket, in which the tensors' bytes ``begin`` there."""
+    try:
+        data = blobs.read_range(uri, begin + start, begin + stop)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{uri} is missing") from error
+    if len(data) != stop - start:
+        raise CheckpointError(f"{uri} is truncated: {len(data)} bytes at {start}, not {stop - start}")
+    return data
 
 
 def open_checkpoint(manifest: Manifest) -> list[Shard]:
@@ -69,5 +58,5 @@ def open_checkpoint(manifest: Manifest) -> list[Shard]:
     for name, begin, chunks in entries:
         if name not in known:
             raise CheckpointError(f"{uri} names {name!r}, which the manifest does not")
-        opened.append(Shard(tensors=chunks, source=BlobSource(uris.join(manifest.uri, name), begin), name=name))
+        opened.append(Shard(chunks, partial(_read_blob, uris.join(manifest.uri, name), begin), name))
     return opened

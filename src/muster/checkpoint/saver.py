@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -130,8 +130,7 @@ class Saver:
         written (at once when asynchronous, else when committed). Saving the same step again does nothing.
         """
         begun_ns = time.monotonic_ns()
-        if self._claim is not None:
-            self._claim.check(wait_s=FENCE_WAIT_S)
+        self._check_fence(wait_s=FENCE_WAIT_S)
         self._join()
         self._collect()
         if step == self._committed_step:
@@ -156,15 +155,13 @@ class Saver:
 
     def poll(self) -> Saved | None:
         """Collect a save that is done, emitting its events; None while it runs or where there is none."""
-        if self._claim is not None:
-            self._claim.check()
+        self._check_fence()
         return self._collect()
 
     def finish(self) -> Saved | None:
         """Wait for the running save and collect it; None where there is none."""
         self._join()
-        if self._claim is not None:
-            self._claim.check(wait_s=FENCE_WAIT_S)
+        self._check_fence(wait_s=FENCE_WAIT_S)
         return self._collect()
 
     def put_off(self, step: int) -> None:
@@ -175,6 +172,10 @@ class Saver:
             under_way_s = (time.monotonic_ns() - job.begun_ns) / 1e9
             why = f"that of step {job.step} has been under way for {under_way_s:.1f} s"
             self._on_event("run.message", step=step, text=f"the save of step {step} is deferred: {why}")
+
+    def _check_fence(self, *, wait_s: float = 0.0) -> None:
+        if self._claim is not None:
+            self._claim.check(wait_s=wait_s)
 
     def _join(self) -> None:
         if self._job is not None and self._job.thread is not None:
@@ -191,21 +192,15 @@ class Saver:
         uri = self._uri(job.step)
         if done.committed:
             self._committed_step = job.step
-            self._emit(
-                "checkpoint.committed",
-                job.step,
-                uri=uri,
-                bytes=done.bytes,
-                duration_ns=done.duration_ns,
-                stall_ns=job.stall_ns,
-            )
+            figures = {"bytes": done.bytes, "duration_ns": done.duration_ns, "stall_ns": job.stall_ns}
+            self._emit("checkpoint.committed", job.step, uri=uri, **figures)
         else:
             self._emit("checkpoint.failed", job.step, uri=uri, reason=done.reason)
         for removed in job.removed:
             self._on_event("checkpoint.removed", step=job.step, uri=removed)
         for note in job.notes:
             self._on_event("run.message", step=job.step, text=note)
-        return Saved(**{**done.__dict__, "stall_ns": job.stall_ns})
+        return replace(done, stall_ns=job.stall_ns)
 
     def abandon(self) -> None:
         """The ranks' group is broken: give up the save under way without waiting for its bytes.
@@ -297,11 +292,8 @@ class Saver:
             self._leave_behind(job)
             return {"problem": problems[0]}
         assert self._staging is not None
-        files = [
-            StoredFile(name=report["name"], bytes=report["bytes"], crc32=report["crc32"])
-            for report in reports
-            if "name" in report
-        ]
+        keys = ("name", "bytes", "crc32")
+        files = [StoredFile(**{key: report[key] for key in keys}) for report in reports if "name" in report]
         index = encode_index(
             [
                 (reports[rank]["name"], len(shards.preamble(self._header(job.step, rank))), chunks)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -56,9 +56,6 @@ class ShardReader(StorageReader):
         """Name -> global shape of everything there."""
         return {name: chunks[0].global_shape for name, chunks in self._tensors.items()}
 
-    def dtypes(self) -> dict[str, str]:
-        return {name: chunks[0].dtype for name, chunks in self._tensors.items()}
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
             state_dict_metadata={
@@ -76,15 +73,19 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            self._read(item, planner)
+            target = planner.resolve_tensor(item).detach()
+            place = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+            self.copy_box(place, tuple(item.storage_offsets), tuple(item.lengths), target)
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        shard, chunk = self._where[(item.storage_index.fqn, tuple(item.storage_index.offset or ()))]
-        target = planner.resolve_tensor(item).detach()
-        start, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    def copy_box(
+        self, place: tuple[str, tuple[int, ...]], start: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+    ) -> None:
+        """Copy a box within the chunk at ``place`` (name and offsets) into ``target``, which is as large."""
+        shard, chunk = self._where[place]
         for first, count in _pieces(chunk, start, lengths):
             piece = _rows(shard, chunk, first, count)
             self.bytes_read += piece.nbytes
@@ -92,7 +93,6 @@ class ShardReader(StorageReader):
                 piece = torch.narrow(piece, axis, start[axis], lengths[axis])
             into = target if target.dim() == 0 else target.narrow(0, first - start[0], count)
             into.copy_(piece)
-        planner.commit_tensor(item, target)
 
     # What the base class asks for and shards have no use for.
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -185,14 +185,8 @@ def read_tensor(reader: ShardReader, name: str) -> torch.Tensor:
     if problem:
         raise CheckpointError(problem)
     for chunk in chunks:
-        shard = reader._where[(name, chunk.offsets)][0]
-        into = tensor
-        for axis, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
-            into = into.narrow(axis, offset, length)
-        for first, count in _pieces(chunk, (0,) * len(chunk.shape), chunk.shape):
-            piece = _rows(shard, chunk, first, count)
-            reader.bytes_read += piece.nbytes
-            (into if into.dim() == 0 else into.narrow(0, first, count)).copy_(piece)
+        box = tuple(slice(at, at + length) for at, length in zip(chunk.offsets, chunk.shape, strict=True))
+        reader.copy_box((name, chunk.offsets), (0,) * len(chunk.shape), chunk.shape, tensor[box])
     return tensor
 
 
@@ -209,14 +203,11 @@ def _pieces(chunk: Chunk, start: Sequence[int], lengths: Sequence[int]) -> list[
 def _rows(shard: Shard, chunk: Chunk, first: int, count: int) -> torch.Tensor:
     """Rows of a chunk as a tensor over the bytes that the source returned."""
     dtype = getattr(torch, chunk.dtype)
-    row = 1
-    for length in chunk.shape[1:]:
-        row *= length
-    row_bytes = row * ITEM_BYTES[chunk.dtype]
+    row_bytes = math.prod(chunk.shape[1:]) * ITEM_BYTES[chunk.dtype]
     if row_bytes == 0 or count == 0:
         return torch.empty((count, *chunk.shape[1:]), dtype=dtype)
     start = chunk.byte_offset + first * row_bytes
-    data = shard.source.read(start, start + count * row_bytes)
+    data = shard.read(start, start + count * row_bytes)
     with warnings.catch_warnings():
         # Read-only memory is fine: it is copied from and dropped.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

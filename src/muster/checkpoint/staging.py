@@ -14,8 +14,7 @@ import mmap
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,7 +81,7 @@ class Staging:
     ) -> None:
         """``shared``: in memory that can be passed to a replicator, where there is room for it (then ``fd`` is set)."""
         mine = boxes(state)
-        held = [[_box(item) for item in rank] for rank in exchange.gather(mine, group)]
+        held = [[_box(*item) for item in rank] for rank in exchange.gather(mine, group)]
         self.chunks = [shards.pack(rank) for rank in shares(held)]
         """Per rank: what its file holds."""
         self.mine = self.chunks[exchange.rank_of(group)]
@@ -114,7 +113,8 @@ class Staging:
         """
         if boxes(state) != self._signature:
             raise CheckpointError("the state's tensors have changed since the first save")
-        sources = [local(state[chunk.name]).detach() for chunk in self.mine]
+        whole = [state[chunk.name].detach() for chunk in self.mine]
+        sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole]
         if sources:
             torch._foreach_copy_(self._views, sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
@@ -137,14 +137,6 @@ def _shared(length: int) -> tuple[torch.Tensor, int] | None:
     return torch.frombuffer(mapped, dtype=torch.uint8), fd
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    if isinstance(tensor, DTensor):
-        result: torch.Tensor = tensor.to_local()
-        return result
-    return tensor
-
-
-def _box(item: list[Any] | Box) -> Box:
-    name, dtype, global_shape, offsets, shape = item
-    return (name, dtype, tuple(global_shape), tuple(offsets), tuple(shape))
+def _box(name: str, dtype: str, *places: Sequence[int]) -> Box:
+    global_shape, offsets, shape = map(tuple, places)
+    return (name, dtype, global_shape, offsets, shape)

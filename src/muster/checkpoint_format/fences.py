@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from muster.core.errors import CheckpointError, ConflictError
@@ -94,11 +95,9 @@ def claim(store: Store, directory: str, *, run_id: str, attempt: int, heirs: Cal
     uri = fence_uri(directory)
     while True:
         generation, held = None, None
-        try:
+        with suppress(FileNotFoundError):
             stored = store.get(uri)
             generation, held = stored.generation, Fence.decode(stored.data)
-        except FileNotFoundError:
-            pass
         if held is not None and held.run_id == run_id and held.attempt > attempt:
             raise ConflictError(f"{directory}: attempt {held.attempt} has taken over from attempt {attempt}")
         if held is not None and (held.run_id, held.attempt) == (run_id, attempt):
@@ -107,12 +106,7 @@ def claim(store: Store, directory: str, *, run_id: str, attempt: int, heirs: Cal
             requested = Fence(run_id=run_id, attempt=attempt, inherited=heirs())
         else:
             sealed = held if held is None or held.inherited is not None else held.before
-            before = (
-                None
-                if sealed is None
-                else Fence(run_id=sealed.run_id, attempt=sealed.attempt, inherited=sealed.inherited)
-            )
-            requested = Fence(run_id=run_id, attempt=attempt, before=before)
+            requested = Fence(run_id=run_id, attempt=attempt, before=sealed and replace(sealed, before=None))
         try:
             if generation is None:
                 store.put_if_absent(uri, requested.encode())

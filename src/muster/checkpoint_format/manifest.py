@@ -16,6 +16,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -185,23 +186,19 @@ def commit(store: Store, manifest: Manifest) -> None:
     fences.check(store, directory, run_id=manifest.run_id, attempt=manifest.attempt)
     data = manifest.encode()
     while True:
-        try:
+        with suppress(ConflictError):
             store.put_if_absent(uri, data)
             return
-        except ConflictError:
-            pass
         try:
             there = store.get(uri)
         except FileNotFoundError:
             continue
         if there.data == data:
             return
-        try:
+        with suppress(CheckpointError):
             other = Manifest.decode(there.data, directory=directory)
-        except CheckpointError:
-            other = None
-        if other is not None and other.run_id == manifest.run_id and other.attempt > manifest.attempt:
-            raise ConflictError(f"{uri}: attempt {other.attempt} has committed this step already")
+            if other.run_id == manifest.run_id and other.attempt > manifest.attempt:
+                raise ConflictError(f"{uri}: attempt {other.attempt} has committed this step already")
         try:
             store.put_if(uri, data, there.generation)
             return
@@ -222,8 +219,7 @@ def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt:
     def age(manifest: Manifest) -> tuple[bool, int, int]:
         return (manifest.run_id == run_id, manifest.attempt, manifest.step)
 
-    removed = []
-    whole = False
+    removed, whole = [], False
     for number, manifest in enumerate(sorted(committed(store, directory), key=age, reverse=True)):
         if number < keep_last or not whole:
             whole = whole or missing(manifest) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from muster.checkpoint_format.manifest import crc32
 from muster.core.errors import CheckpointError
@@ -31,12 +30,8 @@ def write_shard(
                 if not wanted():
                     raise CheckpointError(f"{uri}: no longer needed")
                 piece = data[start : start + _PIECE_BYTES]
-                _write_all(file, piece)
                 crc = crc32(piece, crc)
+                while len(piece):
+                    piece = piece[file.write(piece) :]
             count += len(data)
     return count, crc
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]

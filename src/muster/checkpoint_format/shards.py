@@ -31,7 +31,7 @@ _OWNED = re.compile(r"rank(\d+)(?:\.|$)")
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 """Bytes an element, by torch's name of the type without ``torch.``."""
 
@@ -69,11 +69,6 @@ class ShardHeader:
     attempt: int = -1
     run_id: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes from the first tensor's to the last one's end."""
-        return max((chunk.byte_offset + chunk.bytes for chunk in self.tensors), default=0)
 
 
 def pack(boxes: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]]) -> tuple[Chunk, ...]:
@@ -113,7 +108,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
     """The inverse of ``encode_header``; every box is checked. Raises CheckpointError."""
     try:
         result = json.loads(bytes(data))
-        header = ShardHeader(
+        return ShardHeader(
             run_id=result["run_id"],
             attempt=int(result["attempt"]),
             step=int(result["step"]),
@@ -124,7 +119,6 @@ def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"not a shard header: {error}") from error
-    return header
 
 
 def preamble(header: ShardHeader) -> bytes:

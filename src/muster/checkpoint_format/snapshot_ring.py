@@ -75,7 +75,6 @@ class NoRoom(CheckpointError):
             f"no room for snapshots in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
             hint="checkpoint.replicate_snapshots: false needs less, checkpoint.snapshot_every_steps: 0 none",
         )
-        self.requested, self.free = requested, free
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ from muster.core.errors import CheckpointError
 INDEX = "index.json"
 INDEX_FORMAT = 1
 
+#: Of an entry in a snapshot ring's header, in the order of ``chunk_to_json``.
+TABLE_KEYS = ("name", "dtype", "global_shape", "offsets", "local_shape", "byte_offset")
+
 Entry = tuple[str, int, tuple[Chunk, ...]]
 """A file, where its tensors' bytes begin in it, and what they are."""
 
@@ -57,19 +60,7 @@ def decode_index(data: bytes) -> list[Entry]:
 def boxes_of_table(table: Iterable[Mapping[str, Any]]) -> list[Chunk]:
     """The boxes in a snapshot ring's header, empty ones left out. Raises CheckpointError."""
     try:
-        result = [
-            chunk_from_json(
-                [
-                    entry["name"],
-                    entry["dtype"],
-                    entry["global_shape"],
-                    entry["offsets"],
-                    entry["local_shape"],
-                    entry["byte_offset"],
-                ]
-            )
-            for entry in table
-        ]
+        result = [chunk_from_json([entry[key] for key in TABLE_KEYS]) for entry in table]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"not a snapshot's table: {error}") from error
     return [chunk for chunk in result if math.prod(chunk.shape)]

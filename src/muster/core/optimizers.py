@@ -48,10 +48,10 @@ class OptimizerTraits:
         return self.device_bytes(master_bytes) if self.saved_state_bytes is None else self.saved_state_bytes
 
 
-ADAMW = OptimizerTraits(title="AdamW", factory="muster.train.optim.adamw:make_adamw")
+ADAMW = OptimizerTraits(title="AdamW", factory="muster.train.optim.adamw:AdamW")
 #: Moments of a byte in blocks of 256 with a float32 scale (torchao); saved as float32.
 ADAMW_8BIT = OptimizerTraits(
-    title="8-bit AdamW", factory="muster.train.optim.adamw_8bit:make_adamw_8bit",
+    title="8-bit AdamW", factory="muster.train.optim.adamw_8bit:AdamW8bit",
     state_bytes=2 * (1 + 4 / 256), saved_state_bytes=2 * 4, elementwise=False, restores_exactly=False,
 )  # fmt: skip
 

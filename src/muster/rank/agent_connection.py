@@ -46,7 +46,7 @@ class AgentConnection:
 
     def send(self, message: Mapping[str, Any]) -> None:
         self.session.send(message)
-        self.sock.sendall(self.session.outgoing())
+        self._flush()
 
     def wait(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """Block for the next messages. Raises ConnectionError when the agent closes, TimeoutError."""
@@ -57,17 +57,48 @@ class AgentConnection:
                 return messages
 
     def _pump(self) -> list[dict[str, Any]]:
-        out = self.session.outgoing()
-        if out:
-            self.sock.sendall(out)
+        self._flush()
         data = self.sock.recv(1 << 16)
         if not data:
             raise ConnectionError("the agent closed the connection")
         messages = self.session.receive(data)
+        self._flush()
+        return messages
+
+    def _flush(self) -> None:
         out = self.session.outgoing()
         if out:
             self.sock.sendall(out)
-        return messages
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """Where a host's agent and its successors listen, and what a process owes them."""
+
+    path: str
+    token: bytes
+    orphan_s: float
+    """How long to look for a successor."""
+    beat_every_s: float
+
+    def connection(self, hello: Mapping[str, Any], *, timeout_s: float = 5.0) -> AgentConnection:
+        return AgentConnection(self.path, self.token, hello, timeout_s=timeout_s)
+
+    def wait_for_connection(
+        self,
+        hello: Callable[[], Mapping[str, Any]],
+        *,
+        timeout_s: float = 5.0,
+        no_longer: Callable[[], bool] = lambda: False,
+    ) -> AgentConnection | None:
+        """Try until an agent accepts; None: none did within ``orphan_s``, or ``no_longer`` said so."""
+        deadline = time.monotonic() + self.orphan_s
+        while time.monotonic() < deadline and not no_longer():
+            try:
+                return self.connection(hello(), timeout_s=timeout_s)
+            except (OSError, AccessError, ValueError):
+                time.sleep(0.1)
+        return None
 
 
 @dataclass
@@ -97,21 +128,11 @@ class SocketAgentClient:
     """``protocol.ranks.AgentClient`` over the agent's socket."""
 
     def __init__(
-        self,
-        connection: AgentConnection,
-        *,
-        address: str,
-        token: bytes,
-        hello: Mapping[str, Any],
-        attempt: int,
-        rank: int,
-        beat_every_s: float,
-        orphan_s: float,
+        self, connection: AgentConnection, agent: AgentAddress, hello: Mapping[str, Any], *, attempt: int, rank: int
     ) -> None:
         self._connection: AgentConnection | None = connection
-        self._address, self._token, self._hello = address, token, dict(hello)
-        self._attempt, self._rank = attempt, rank
-        self._beat_every_s, self._orphan_s = beat_every_s, orphan_s
+        self._agent, self._hello = agent, hello
+        self._place = {"attempt": attempt, "rank": rank}
         self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_QUEUED)
         self._commands: collections.deque[Command] = collections.deque()
         self._paused = threading.Event()
@@ -132,8 +153,7 @@ class SocketAgentClient:
     def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
         event = {
             "kind": kind,
-            "attempt": self._attempt,
-            "rank": self._rank,
+            **self._place,
             "mono_ns": time.monotonic_ns(),
             "wall_ns": time.time_ns(),
             "detail": detail,
@@ -157,7 +177,7 @@ class SocketAgentClient:
             self._send_progress()
 
     def _send_progress(self) -> None:
-        self._out.append({"t": "progress", "attempt": self._attempt, "rank": self._rank})
+        self._out.append({"t": "progress", **self._place})
         self._wake()
 
     def next_command(self) -> Command | None:
@@ -175,14 +195,13 @@ class SocketAgentClient:
         """Blocks up to ``LOST_PEER_WAIT_S`` for a pause request, then without limit for the assignment."""
         if not self._paused.wait(LOST_PEER_WAIT_S):
             return None
-        self._pause_report = {"t": "paused", "step": step, "attempt": self._attempt}
+        self._pause_report = {"t": "paused", "step": step, "attempt": self._place["attempt"]}
         self._out.append(self._pause_report)
         self._wake()
         assignment = self._assignments.get()
         self._pause_report = None
         self._paused.clear()
-        self._attempt, self._rank = assignment.attempt, assignment.rank
-        self._hello.update(attempt=assignment.attempt, rank=assignment.rank)
+        self._place = {"attempt": assignment.attempt, "rank": assignment.rank}
         return assignment
 
     def report_exit(self, reason: Mapping[str, Any]) -> None:
@@ -214,7 +233,7 @@ class SocketAgentClient:
                 if now >= next_beat or self._beat_now:  # before exit too: the step identifies a repeated error
                     self._beat_now = False
                     connection.send({"t": "beat", "step": self._step, "micro": self._micro})
-                    next_beat = now + self._beat_every_s
+                    next_beat = now + self._agent.beat_every_s
                 if self._progress_throttle.repeat(now):
                     self._send_progress()
                 if self._closing.is_set() and not self._out:
@@ -244,14 +263,9 @@ class SocketAgentClient:
 
     def _reconnect(self) -> AgentConnection | None:
         """Connect to the agent's successor; without one within ``orphan_s`` the process exits."""
-        deadline = time.monotonic() + self._orphan_s
-        while time.monotonic() < deadline:
-            if self._closing.is_set():
-                return None
-            try:
-                hello = {**self._hello, "step": self._step}
-                self._connection = AgentConnection(self._address, self._token, hello, timeout_s=1.0)
-                return self._connection
-            except (OSError, AccessError, ValueError):
-                time.sleep(0.1)
-        os._exit(1)
+        self._connection = self._agent.wait_for_connection(
+            lambda: {**self._hello, **self._place, "step": self._step}, timeout_s=1.0, no_longer=self._closing.is_set
+        )
+        if self._connection is None and not self._closing.is_set():
+            os._exit(1)
+        return self._connection

@@ -30,11 +30,8 @@ from muster.train.training_run import TrainingRun
 ON_DEVICE = ("device-memory", "device-assert")
 #: Where in a step each fault is injected.
 AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader", "slow", *ON_DEVICE)
-AT_REDUCE = ("kill-reduce",)
-AT_UPDATE = ("kill-voted",)
-AFTER_UPDATE = ("kill-updated",)
-BIT = ("flip",)
-FAULTS = (*AT_START, *AT_REDUCE, *AT_UPDATE, *AFTER_UPDATE, *BIT)
+AT_REDUCE, AT_UPDATE, AFTER_UPDATE, BIT = "kill-reduce", "kill-voted", "kill-updated", "flip"
+FAULTS = (*AT_START, AT_REDUCE, AT_UPDATE, AFTER_UPDATE, BIT)
 #: Longer than the longest pause of a retained rank where steps are short (``supervise.recovery.retained_ranks``).
 SLOW_S = 5.0
 #: Memory left to a rank that is to run out of it.
@@ -78,9 +75,9 @@ class FaultRequests:
         self.due = str(request["fault"])
         return self.due
 
-    def die_if_due(self, faults: tuple[str, ...]) -> None:
-        """SIGKILL this process if one of ``faults`` is due."""
-        if self.due in faults:
+    def die_if_due(self, fault: str) -> None:
+        """SIGKILL this process if ``fault`` is due."""
+        if self.due == fault:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -136,7 +133,7 @@ class _Optimizer(_StandIn):
         self._requests.die_if_due(AT_UPDATE)
         result = self._part.step(**values)
         self._requests.die_if_due(AFTER_UPDATE)
-        if self._requests.due in BIT:
+        if self._requests.due == BIT:
             flip_a_bit(self._part.named)
         return result
 

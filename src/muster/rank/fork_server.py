@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.errors import AccessError, MusterError
 from muster.protocol.ranks import RankContext
-from muster.rank.agent_connection import AgentConnection, SocketAgentClient
+from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
 from muster.transport.secure_session import read_token
 
 #: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
@@ -55,11 +55,8 @@ def main() -> None:
     _assert_single_threaded()
     _choose_interface(arguments.bind)
     ForkServer(
-        address=arguments.agent_socket,
-        token=token,
+        AgentAddress(arguments.agent_socket, token, arguments.orphan_s, arguments.beat_every_s),
         bind=arguments.bind,
-        orphan_s=arguments.orphan_s,
-        beat_every_s=arguments.beat_every_s,
         spec=spec,
         term_ignored=settings.term_ignored,
         inject_faults=settings.drill,
@@ -68,16 +65,12 @@ def main() -> None:
 
 def _import_everything(spec: dict[str, Any]) -> None:
     """Everything that a rank imports, the lazy imports of the first model build included."""
-    import torch
-    import torch.distributed as dist
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.profiler
+    import torch.profiler  # noqa: F401
 
     from muster.rank import worker
 
-    dist.is_available()
-    torch.is_grad_enabled()
     if spec.get("model"):
         worker.preload(spec)
 
@@ -131,27 +124,22 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+@dataclass
 class ForkServer:
     """Forks on request, reaps and reports."""
 
-    def __init__(
-        self,
-        *,
-        address: str,
-        token: bytes,
-        bind: str,
-        orphan_s: float,
-        beat_every_s: float,
-        spec: dict[str, Any],
-        term_ignored: bool,
-        inject_faults: bool,
-    ) -> None:
-        self.address, self.token, self.bind, self.spec = address, token, bind, spec
-        self.term_ignored, self.inject_faults = term_ignored, inject_faults
-        self.orphan_s, self.beat_every_s = orphan_s, beat_every_s
-        self.children: dict[int, int] = {}  # pidfd -> pid
-        self.connection: AgentConnection | None = None
-        self.stores: list[int] = []  # pids, oldest first
+    agent: AgentAddress
+    bind: str
+    spec: dict[str, Any]
+    term_ignored: bool
+    inject_faults: bool
+    children: dict[int, int] = field(default_factory=dict)
+    """pidfd -> pid"""
+    connection: AgentConnection | None = None
+    stores: list[int] = field(default_factory=list)
+    """pids, oldest first"""
+
+    def __post_init__(self) -> None:
         self.store = self._new_store()
 
     def _new_store(self) -> tuple[str, int]:
@@ -172,29 +160,22 @@ class ForkServer:
         import select
 
         while True:
-            if self.connection is None:
-                self._connect()
-            assert self.connection is not None
-            watched: list[Any] = [self.connection.sock, *self.children]
+            connection = self.connection or self._connect()
+            watched: list[Any] = [connection.sock, *self.children]
             ready, _, _ = select.select(watched, [], [])
             for fd in [fd for fd in ready if isinstance(fd, int)]:
                 self._reap(fd)
             if self.connection is not None and self.connection.sock in ready:
-                self._handle_messages()
+                self._handle_messages(self.connection)
 
-    def _connect(self) -> None:
-        deadline = time.monotonic() + self.orphan_s
-        while True:
-            hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
-            hello["children"] = list(self.children.values())  # a restarted agent cannot know those that do not register
-            try:
-                self.connection = AgentConnection(self.address, self.token, hello)
-                return
-            except (OSError, AccessError, ValueError):
-                if time.monotonic() > deadline:
-                    self._end_all()
-                    sys.exit(1)
-                time.sleep(0.1)
+    def _connect(self) -> AgentConnection:
+        hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
+        hello["children"] = list(self.children.values())  # a restarted agent cannot know those that do not register
+        self.connection = self.agent.wait_for_connection(lambda: hello)
+        if self.connection is None:
+            self._end_all()
+            sys.exit(1)
+        return self.connection
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -203,10 +184,9 @@ class ForkServer:
         except OSError:
             self.connection = None
 
-    def _handle_messages(self) -> None:
-        assert self.connection is not None
+    def _handle_messages(self, connection: AgentConnection) -> None:
         try:
-            messages = self.connection.wait(1.0)
+            messages = connection.wait(1.0)
         except (OSError, AccessError, ValueError):
             self.connection = None
             return
@@ -241,16 +221,7 @@ class ForkServer:
                 self.connection.sock.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self.term_ignored else signal.SIG_DFL)
-            code = standby(
-                self.address,
-                self.token,
-                spec=self.spec,
-                local_rank=local_rank,
-                context=context,
-                orphan_s=self.orphan_s,
-                beat_every_s=self.beat_every_s,
-                inject_faults=self.inject_faults,
-            )
+            code = self._standby(local_rank, context=context)
         except BaseException:  # noqa: BLE001 (process boundary: nothing may unwind into the fork server)
             traceback.print_exc()
         finally:
@@ -270,50 +241,29 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def _standby(self, local_rank: int, *, context: bool) -> int:
+        """In the child: wait for a rank, run it, return its exit code.
 
-def standby(
-    address: str,
-    token: bytes,
-    *,
-    spec: Mapping[str, Any],
-    local_rank: int,
-    context: bool,
-    orphan_s: float,
-    beat_every_s: float,
-    inject_faults: bool = False,
-) -> int:
-    """Wait for a rank, run it, return its exit code.
-
-    ``local_rank``: the expected one. ``context``: the standby may wait with a CUDA context on that GPU.
-    """
-    hello: dict[str, Any] = {"t": "hello", "role": "rank", "pid": os.getpid()}
-    try:
-        connection = AgentConnection(address, token, {**hello, "local_rank": local_rank, "bound": context})
-        message = _first_assignment(connection, spec, local_rank=local_rank, context=context)
-    except ConnectionError:
-        # The agent died while this process was a standby: no work is lost, its successor forks new ones.
-        return 0
-    if message["t"] != "run":
-        return 0
-    rank_context = RankContext.from_json(message["context"])
-    _redirect(message["log"])
-    _set_environment(rank_context)
-    hello |= {"attempt": rank_context.attempt, "rank": rank_context.rank}
-    agent = SocketAgentClient(
-        connection,
-        address=address,
-        token=token,
-        hello=hello,
-        attempt=rank_context.attempt,
-        rank=rank_context.rank,
-        beat_every_s=beat_every_s,
-        orphan_s=orphan_s,
-    )
-    return _run(rank_context, agent, inject_faults=inject_faults)
+        ``local_rank``: the expected one. ``context``: the standby may wait with a CUDA context on that GPU.
+        """
+        hello = {"t": "hello", "role": "rank", "pid": os.getpid()}
+        try:
+            connection = self.agent.connection({**hello, "local_rank": local_rank, "bound": context})
+            message = _first_assignment(connection, self.spec, local_rank=local_rank, context=context)
+        except ConnectionError:
+            # The agent died while this process was a standby: no work is lost, its successor forks new ones.
+            return 0
+        if message["t"] != "run":
+            return 0
+        rank_context = RankContext.from_json(message["context"])
+        _redirect(message["log"])
+        _set_environment(rank_context)
+        agent = SocketAgentClient(connection, self.agent, hello, attempt=rank_context.attempt, rank=rank_context.rank)
+        return _run(rank_context, agent, inject_faults=self.inject_faults)
 
 
 def _first_assignment(
-    connection: AgentConnection, spec: Mapping[str, Any], *, local_rank: int, context: bool
+    connection: AgentConnection, spec: dict[str, Any], *, local_rank: int, context: bool
 ) -> dict[str, Any]:
     """The agent's first message other than ``warm``; warms up if it asks for that, or is silent for a while."""
     with contextlib.suppress(TimeoutError):
@@ -349,23 +299,15 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
         if code in EXPECTED_EXIT_CODES:
             agent.report_exit({"left": code})
         return code
-    except MusterError as error:
-        agent.report_exit(
-            {
-                "exception": type(error).__name__,
-                "message": str(error),
-                "hint": error.hint,
-                "exit_code": error.exit_code,
-                "not_finite": isinstance(error, NotFinite),
-            }
-        )
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
-        agent.report_exit(
-            {"exception": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-4000:]}
-        )
-        traceback.print_exc()
+        reason = {"exception": type(error).__name__, "message": str(error)}
+        if isinstance(error, MusterError):
+            own = {"hint": error.hint, "exit_code": error.exit_code, "not_finite": isinstance(error, NotFinite)}
+            agent.report_exit(reason | own)
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            agent.report_exit(reason | {"traceback": traceback.format_exc()[-4000:]})
+            traceback.print_exc()
         return 1
     finally:
         agent.close()
@@ -381,24 +323,22 @@ def _redirect(path: str) -> None:
 def _set_environment(context: RankContext) -> None:
     """The variables that torchrun sets, for users' scripts."""
     os.environ.update(
-        {
-            "RANK": str(context.rank),
-            "LOCAL_RANK": str(context.local_rank),
-            "WORLD_SIZE": str(context.world_size),
-            "LOCAL_WORLD_SIZE": str(context.local_world_size),
-            "GROUP_RANK": str(context.rank // context.local_world_size),  # every host has the same number of ranks
-            "GROUP_WORLD_SIZE": str(context.world_size // context.local_world_size),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(context.rank),
-            "ROLE_WORLD_SIZE": str(context.world_size),
-            "TORCHELASTIC_MAX_RESTARTS": "0",  # the policy decides on restarts, no count of a launcher
-            "MASTER_ADDR": context.master_addr,
-            "MASTER_PORT": str(context.master_port),
-            "TORCHELASTIC_RUN_ID": context.run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(context.attempt - 1),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "MUSTER_ATTEMPT": str(context.attempt),
-        }
+        RANK=str(context.rank),
+        LOCAL_RANK=str(context.local_rank),
+        WORLD_SIZE=str(context.world_size),
+        LOCAL_WORLD_SIZE=str(context.local_world_size),
+        GROUP_RANK=str(context.rank // context.local_world_size),  # every host has the same number of ranks
+        GROUP_WORLD_SIZE=str(context.world_size // context.local_world_size),
+        ROLE_NAME="default",
+        ROLE_RANK=str(context.rank),
+        ROLE_WORLD_SIZE=str(context.world_size),
+        TORCHELASTIC_MAX_RESTARTS="0",  # the policy decides on restarts, no count of a launcher
+        MASTER_ADDR=context.master_addr,
+        MASTER_PORT=str(context.master_port),
+        TORCHELASTIC_RUN_ID=context.run_id,
+        TORCHELASTIC_RESTART_COUNT=str(context.attempt - 1),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        MUSTER_ATTEMPT=str(context.attempt),
     )
 
 

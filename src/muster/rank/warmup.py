@@ -40,8 +40,6 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 TOKENS = 16
-
-
 #: Side of the square matrices of the first cuBLAS call.
 SQUARE = 256
 #: Free GPU memory required besides a standby's context (about 0.5 GB, an estimate): the ranks' use grows with longer
@@ -112,9 +110,7 @@ def device_of(gpu: int) -> torch.device:
 def small_spec(spec: RunSpec) -> RunSpec | None:
     """The run with a tiny model of the same family; None if these keys do not set the family's size."""
     assert spec.model is not None
-    given = spec.model.config
-    family = given.get("model_type") if isinstance(given, dict) else None
-    family = family or worker.model_type_of(spec.model.source or given)
+    family = worker.model_type_of(spec.model.source, spec.model.config)
     if family is None:
         return None
     model = spec.model.model_copy(update={"source": None, "config": {"model_type": family, **SMALL}})
@@ -136,15 +132,8 @@ def _join_alone() -> None:
 
 
 def _train(spec: RunSpec, device: torch.device) -> None:
-    layout = Layout(dp_replicate=1, dp_shard=1, tp=1)
-    built = build_model(
-        spec,
-        layout=layout,
-        device=device,
-        vocab_size=SMALL["vocab_size"],
-        mesh=make_meshes(layout, device.type),
-        seed=0,
-    )
+    mesh = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), device.type)
+    built = build_model(spec, device=device, vocab_size=SMALL["vocab_size"], mesh=mesh, seed=0)
     exact = spec.training.exact
     reducer: GradientReducer
     if exact:

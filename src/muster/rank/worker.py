@@ -138,10 +138,7 @@ def preload(spec: Mapping[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = spec.get("model") or {}
-    config = model.get("config")
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family is None:
-        family = model_type_of(model.get("source") or config)
+    family = model_type_of(model.get("source"), model.get("config"))
     try:
         small = AutoConfig.for_model(family or "llama", num_hidden_layers=1)
         with torch.device("meta"):
@@ -152,14 +149,16 @@ def preload(spec: Mapping[str, Any]) -> None:
         import peft  # noqa: F401
 
 
-def model_type_of(folder: object) -> str | None:
-    """The ``model_type`` of a local model folder or config.json; None for a hub id."""
+def model_type_of(source: str | None, config: object) -> str | None:
+    """The ``model_type`` that the run file gives, or that of a local model folder or config.json; None for a hub id."""
+    if isinstance(config, dict) and config.get("model_type"):
+        return str(config["model_type"])
+    folder = source or config
     if not isinstance(folder, str):
         return None
     path = Path(folder)
     try:
-        config = json.loads((path if path.is_file() else path / "config.json").read_text())
-        return str(config["model_type"])
+        return str(json.loads((path if path.is_file() else path / "config.json").read_text())["model_type"])
     except (OSError, ValueError, KeyError):
         return None
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from muster.core.layout import Layout
 from muster.simulate.host_time import VirtualHost
-from muster.simulate.virtual_cluster import VirtualCluster
+from muster.simulate.stepping_hosts import SteppingHosts
 
 
-def handle_message(cluster: VirtualCluster, name: str, message: Mapping[str, Any]) -> None:
+def handle_message(cluster: SteppingHosts, name: str, message: Mapping[str, Any]) -> None:
     """A message of the supervisor reaches a host, if that is up and linked."""
     host = cluster.hosts.get(name)
     if host is None or not host.up or not host.linked:
@@ -29,7 +29,7 @@ def handle_message(cluster: VirtualCluster, name: str, message: Mapping[str, Any
         flush_commit(cluster, host, message)
 
 
-def handle_command(cluster: VirtualCluster, order: Mapping[str, Any]) -> None:
+def handle_command(cluster: SteppingHosts, order: Mapping[str, Any]) -> None:
     """Save and exit (or only exit) after the current step; ranks that hang in their save do neither."""
     if not cluster.stepping:
         return
@@ -39,28 +39,7 @@ def handle_command(cluster: VirtualCluster, order: Mapping[str, Any]) -> None:
     cluster.leave_after_step(int(order["exit_code"]), save=bool(order["save"]))
 
 
-def report_save(cluster: VirtualCluster, step: int, attempt: int) -> None:
-    """The ranks' last save is committed, and rank 0 reports it."""
-    cluster.disk_step = max(cluster.disk_step, step)
-    detail = {"tier": "disk", "uri": "disk", "bytes": 1}
-    event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
-    first = cluster.running(0)
-    if first is not None:
-        cluster.receive_from(first, {"t": "event", "event": event})
-
-
-def exit_all(cluster: VirtualCluster, attempt: int, code: int) -> None:
-    """Every rank exits with ``code``."""
-    for host in list(cluster.hosts.values()):
-        for rank in list(host.ranks) if host.up else []:
-            host.dead.add(rank)
-            cluster.receive_from(
-                host, {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}}
-            )
-        host.ranks = []
-
-
-def flush(cluster: VirtualCluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
+def flush(cluster: SteppingHosts, host: VirtualHost, order: Mapping[str, Any]) -> None:
     """Write the requested shards, if this host holds them."""
     step, attempt, layout = int(order["step"]), int(order["attempt"]), str(order["layout"])
     held = all(
@@ -72,26 +51,17 @@ def flush(cluster: VirtualCluster, host: VirtualHost, order: Mapping[str, Any]) 
         answer["files"] = [{"rank": int(item["rank"])} for item in order["ranks"]]
     else:
         answer["reason"] = "no space left on device" if held else "no longer held"
-    _later(cluster, host, answer)
+    cluster.receive_later(cluster.draw("flush", cluster.stages.flush_s), host, answer)
 
 
-def flush_commit(cluster: VirtualCluster, host: VirtualHost, order: Mapping[str, Any]) -> None:
+def flush_commit(cluster: SteppingHosts, host: VirtualHost, order: Mapping[str, Any]) -> None:
     """Put the marker, if every rank's shard was written once."""
     step, attempt = int(order["step"]), int(order["attempt"])
     whole = sorted(item["rank"] for item in order["files"]) == list(range(Layout.from_key(order["layout"]).world_size))
     answer: dict[str, Any] = {"t": "flush_committed", "step": step, "attempt": attempt, "ok": whole}
     if whole:
-        cluster.disk_step = max(cluster.disk_step, step)
         answer |= {"uri": order["uri"], "bytes": 1}
-        detail = {"tier": "disk", "uri": order["uri"], "bytes": 1}
-        event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
-        cluster.receive_from(host, {"t": "event", "event": event})
+        cluster.report_checkpoint(host, step, attempt, order["uri"])
     else:
         answer["reason"] = "a shard is missing"
     cluster.receive_from(host, answer)
-
-
-def _later(cluster: VirtualCluster, host: VirtualHost, answer: Mapping[str, Any]) -> None:
-    boots = host.boots
-    seconds = cluster.draw("flush", cluster.stages.flush_s)
-    cluster.after(seconds, lambda: cluster.receive_from(host, answer) if host.boots == boots and host.up else None)

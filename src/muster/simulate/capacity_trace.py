@@ -28,10 +28,6 @@ class Trace:
         drops = sum(after < before for before, after in zip(self.counts, self.counts[1:], strict=False))
         return drops / (self.hours / 24)
 
-    @property
-    def most(self) -> int:
-        return max(self.counts, default=0)
-
 
 def read(path: str | Path) -> Trace:
     """The trace of a file; runs of equal counts are one step.

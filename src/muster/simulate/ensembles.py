@@ -6,14 +6,16 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import starmap
 from statistics import fmean, stdev
 from typing import Any
 
 from muster.simulate.host_time import CATEGORIES
 from muster.simulate.rehearsal import Outcome, rehearse
-from muster.simulate.scenario import Saves, Scenario
+from muster.simulate.scenario import Scenario
 from muster.simulate.stage_times import shipped
 
 #: (done, of how many)
@@ -30,19 +32,12 @@ def many(
     """Rehearse each (scenario, seed), in parallel processes; in the order given."""
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     report = progress or (lambda done, total: None)
-    if workers <= 1:
-        variants = []
-        for index, (scenario, seed) in enumerate(jobs):
-            variants.append(rehearse(scenario, seed))
-            report(index + 1, len(jobs))
-        return variants
-    outcomes: dict[int, Outcome] = {}
-    with ProcessPoolExecutor(workers) as pool:
-        waiting = {pool.submit(rehearse, scenario, seed): index for index, (scenario, seed) in enumerate(jobs)}
-        for done in as_completed(waiting):
-            outcomes[waiting[done]] = done.result()
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+        for outcome in pool.map(rehearse, *zip(*jobs, strict=True)) if pool else starmap(rehearse, jobs):
+            outcomes.append(outcome)
             report(len(outcomes), len(jobs))
-    return [outcomes[index] for index in range(len(jobs))]
+    return outcomes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,40 +110,33 @@ def choice(name: str, about: str, outcomes: Sequence[Outcome], base: Sequence[Ou
 def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Technique -> (in words, the scenario without it); only those that the scenario uses."""
     variants: dict[str, tuple[str, Scenario]] = {}
+
+    def without(technique: str, about: str, **changes: Any) -> None:
+        variants[technique] = (about, scenario.with_(**changes))
+
     if scenario.fast_detection and not scenario.profile.detect_s:
-        variants["fast detection"] = ("found with the usual timeouts", scenario.with_(fast_detection=False))
+        without("fast detection", "found with the usual timeouts", fast_detection=False)
     cold = shipped("google-restart")
     if scenario.profile.mean_s("start") + scenario.profile.mean_s("warmup") < 254:
         slow = {name: cold.stages[name] for name in ("start", "warmup", "relayout")}
         profile = replace(scenario.profile, stages={**scenario.profile.stages, **slow})
-        variants["warm standby"] = (
-            "124 s to start and 130 s to warm up, as in Google's log",
-            scenario.with_(profile=profile),
-        )
+        without("warm standby", "124 s to start and 130 s to warm up, as in Google's log", profile=profile)
     if scenario.memory_tier:
-        variants["state in memory"] = ("every failure goes back to the last save", scenario.with_(memory_tier=False))
+        without("state in memory", "every failure goes back to the last save", memory_tier=False)
         if scenario.replicate_snapshots and scenario.replicas == 1:
-            variants["copy on a peer"] = (
-                "a lost host goes back to the last save",
-                scenario.with_(replicate_snapshots=False),
-            )
+            without("copy on a peer", "a lost host goes back to the last save", replicate_snapshots=False)
     saves = scenario.saves
     if saves is not None:
         if saves.stall_s < SYNCHRONOUS_STALL_S / 2:
             blocking = replace(saves, stall_s=SYNCHRONOUS_STALL_S, drain_s=0.0, slowdown=0.0)
-            variants["asynchronous saves"] = (
-                f"training waits {SYNCHRONOUS_STALL_S:g} s for each",
-                scenario.with_(saves=blocking),
-            )
+            without("asynchronous saves", f"training waits {SYNCHRONOUS_STALL_S:g} s for each", saves=blocking)
         if saves.every_s is None:
-            hourly = replace(saves, every_s=3600.0)
-            variants["interval by formula"] = ("a save an hour", scenario.with_(saves=hourly))
-    if scenario.policy == "default":
-        waits = scenario.with_(policy="conservative", max_wait_s=PATIENCE_S)
-        if scenario.min_hosts != scenario.hosts:
-            variants["going on with fewer"] = ("waits for the full number of hosts", waits)
+            without("interval by formula", "a save an hour", saves=replace(saves, every_s=3600.0))
+    if scenario.policy == "default" and scenario.min_hosts != scenario.hosts:
+        waits = {"policy": "conservative", "max_wait_s": PATIENCE_S}
+        without("going on with fewer", "waits for the full number of hosts", **waits)
     if scenario.spares and scenario.trace is None:
-        variants["spares"] = ("none held", scenario.with_(spares=0))
+        without("spares", "none held", spares=0)
     return variants
 
 
@@ -164,27 +152,21 @@ def intervals_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
         return {}
     variants = {}
     for factor in (0.25, 0.5, 2.0, 4.0):
-        every_s = scenario.every_s * factor
-        saves: Saves = replace(scenario.saves, every_s=every_s)
-        variants[f"{every_s:.0f} s"] = (f"{factor:g} x", scenario.with_(saves=saves))
+        saves = replace(scenario.saves, every_s=scenario.every_s * factor)
+        variants[f"{saves.every_s:.0f} s"] = (f"{factor:g} x", scenario.with_(saves=saves))
     return variants
 
 
 def policies_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Ways to meet missing hosts, other than the scenario's own."""
     least = scenario.quantum_hosts or 1
-    variants = {
-        "default, min_hosts low": (
-            f"goes on with as few as {least}",
-            scenario.with_(policy="default", min_hosts=least),
-        ),
-        "default, all hosts": (
-            "waits an hour, then leaves and is queued",
-            scenario.with_(policy="default", min_hosts=scenario.hosts),
-        ),
-        "conservative": ("the same with swaps only", scenario.with_(policy="conservative", min_hosts=scenario.hosts)),
-    }
-    return {name: (about, other) for name, (about, other) in variants.items() if other != scenario}
+    rows = (
+        ("default, min_hosts low", f"goes on with as few as {least}", "default", least),
+        ("default, all hosts", "waits an hour, then leaves and is queued", "default", scenario.hosts),
+        ("conservative", "the same with swaps only", "conservative", scenario.hosts),
+    )
+    given = {name: (about, scenario.with_(policy=policy, min_hosts=hosts)) for name, about, policy, hosts in rows}
+    return {name: (about, other) for name, (about, other) in given.items() if other != scenario}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,6 @@ CATEGORIES: dict[str, str] = {
     "stopped": "the run had ended by its own decision and was not started again yet",
 }
 
-#: What an interruption costs the hosts that train.
-RECOVERY = ("detect", "restart", "restore", "warmup", "wait", "unfinished", "redone", "stopped")
-
 
 @dataclass(kw_only=True)
 class VirtualHost:

@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.policy.load import load_policy
 from muster.simulate import faults
@@ -29,9 +28,7 @@ class Interruption:
     """L of one fault: from the fault to the end of the first step beyond the last one applied before it."""
 
     kind: str
-    at_s: float
     lost_s: float
-    sentence: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,6 @@ class Outcome:
     """Kind -> how often it was injected."""
     interruptions: tuple[Interruption, ...]
     redone_steps: int
-    attempts: int
     gave_up: int
     """Times the run ended by its own decision and had to be started again."""
     identity_error: float
@@ -63,9 +59,6 @@ class Outcome:
     @property
     def goodput_purchased(self) -> float:
         return self.productive_s * self.hosts / self.purchased_host_s if self.purchased_host_s else 0.0
-
-    def share(self, category: str) -> float:
-        return self.host_s[category] / self.purchased_host_s if self.purchased_host_s else 0.0
 
 
 def rehearse(scenario: Scenario, seed: int) -> Outcome:
@@ -139,7 +132,6 @@ class Simulation:
             faults=dict(self.injected),
             interruptions=tuple(self.interruptions),
             redone_steps=round(redone),
-            attempts=cluster.machine.state.attempt,
             gave_up=self.gave_up,
             identity_error=cluster.time.identity_error,
             mean_out=cluster.time.by["out"] / wall_s,
@@ -222,12 +214,7 @@ class Simulation:
             self.repair(log.host, self.scenario.repair_h * HOUR_S)
         elif log.kind == "incident.resolved" and self.open:
             at_s, kind = self.open[0]
-            text = f"{kind}: recovered after {self.cluster.now_s - at_s:.1f} s"
-            if len(self.open) > 1:
-                text += f", with {len(self.open)} faults meanwhile"
-            self.interruptions.append(
-                Interruption(kind=kind, at_s=at_s, lost_s=self.cluster.now_s - at_s, sentence=text)
-            )
+            self.interruptions.append(Interruption(kind=kind, lost_s=self.cluster.now_s - at_s))
             self.open.clear()
 
     def on_run_ended(self, end: End) -> bool:
@@ -284,17 +271,8 @@ def rank_of(cluster: Cluster, name: str) -> int:
 def stages_of(scenario: Scenario) -> Stages:
     """The profile's means, as the cluster takes them."""
     mean_s = scenario.profile.mean_s
-    return Stages(
-        step_s=mean_s("step"),
-        detect_exit_s=0.03,
-        end_ranks_s=mean_s("end"),
-        start_s=mean_s("start"),
-        warmup_s=mean_s("warmup"),
-        agent_start_s=mean_s("agent_start"),
-        first_start_s=mean_s("first_start"),
-        relayout_s=mean_s("relayout"),
-        tax=mean_s("tax"),
-    )
+    names = ("step", "start", "warmup", "agent_start", "first_start", "relayout")
+    return Stages(**{f"{name}_s": mean_s(name) for name in names}, end_ranks_s=mean_s("end"), tax=mean_s("tax"))
 
 
 def disk_of(scenario: Scenario) -> DiskTier | None:
@@ -303,18 +281,3 @@ def disk_of(scenario: Scenario) -> DiskTier | None:
     if saves is None or math.isinf(every_s):
         return None
     return DiskTier(every_s=every_s, stall_s=saves.cost_s, drain_s=saves.drain_s, restore_s=saves.restore_s)
-
-
-def spec_for(name: str = "rehearsal", **recovery: Any) -> Any:
-    """A run file with nothing but the supervisor's settings, where a rehearsal has no run file."""
-    from muster.config.spec import RunSpec
-
-    return RunSpec.model_validate(
-        {
-            "name": name,
-            "model": {"config": {}},
-            "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 1000},
-            "recovery": recovery,
-        }
-    )

@@ -35,11 +35,12 @@ from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
-from muster.train.state.resume import open_snapshots, restore
+from muster.train.state.resume import restore
 from muster.train.state.saving import open_saves
+from muster.train.state.snapshot_tiers import open_together
 from muster.train.state.state_hash import StateHashes
 from muster.train.state.training_state import TrainingState, named_without_wrappers
-from muster.train.trackers import guarded, open_trackers
+from muster.train.trackers import Trackers, open_trackers
 from muster.train.training_run import TrainingRun
 
 #: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share
@@ -66,8 +67,7 @@ class TrainerComponents:
     def move(self, context: RankContext, world: World) -> None:
         """Move to another world: another number of replicas, the same shard of the model."""
         replica = context.rank // context.layout.ranks_per_replica
-        self.batch_schedule = BatchSchedule.of(self.spec.training.global_batch_size, context.batch_schedule)
-        self.last_step = last_step_of(self.spec, self.batch_schedule, len(self.prepared.train))
+        self.batch_schedule, self.last_step = schedule_of(self.spec, context, self.prepared)
         self.meshes = replace(self.meshes, layout=context.layout, replica=replica)
         self.groups.by_axis.pop(REPLICATE, None)
         if world.replicate is not None:
@@ -83,15 +83,13 @@ def make_components(spec: RunSpec, context: RankContext, *, device: torch.device
     If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
     """
     prepared = open_data(spec, Path(context.run_dir))
-    batch_schedule = BatchSchedule.of(spec.training.global_batch_size, context.batch_schedule)
-    last_step = last_step_of(spec, batch_schedule, len(prepared.train))
+    batch_schedule, last_step = schedule_of(spec, context, prepared)
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
     groups = reduce_groups_of(meshes, world)
     built = build_model(
         spec,
-        layout=layout,
         device=device,
         vocab_size=prepared.vocab_size,
         mesh=meshes,
@@ -121,9 +119,8 @@ def assemble(
     components: TrainerComponents, context: RankContext, agent: AgentClient, phases: Phases, world: World
 ) -> TrainingRun:
     """Restore the state and open everything else that the loop needs in this world."""
-    spec, device, prepared = components.spec, components.device, components.prepared
-    run_dir = Path(context.run_dir)
-    state = components.state
+    spec, device, prepared, state = components.spec, components.device, components.prepared, components.state
+    run_dir, every = Path(context.run_dir), spec.checkpoint.snapshot_every_steps
     saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
@@ -160,7 +157,9 @@ def assemble(
         phases=phases,
         evaluator=evaluator,
         saves=saves,
-        snapshots=open_snapshots(spec, context, state, world, agent, extra=saves.extra),
+        snapshots=open_together(
+            context, state.sharded, every_steps=every, extra=saves.extra, group=world.control, agent=agent
+        ),
         hashes=hashes_of(components, world),
         baseline=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
@@ -177,16 +176,14 @@ def open_log(
     components: TrainerComponents, context: RankContext, agent: AgentClient, world: World, flops: float | None
 ) -> StepLog:
     """The record of steps, with rank 0's trackers."""
-    spec = components.spec
-    trackers = []
-    if world.rank == 0:
-        trackers = open_trackers(spec, run_id=context.run_id, run_dir=Path(context.run_dir))
+    spec, run_dir = components.spec, Path(context.run_dir)
+    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
     return StepLog(
         agent=agent,
         rank=world.rank,
         device=components.device,
         peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=guarded(trackers, lambda text: agent.emit("run.message", text=text)),
+        trackers=Trackers(trackers, lambda text: agent.emit("run.message", text=text)),
         track_every_steps=spec.output.log_every_steps,
     )
 
@@ -234,16 +231,18 @@ def work_of(components: TrainerComponents, world: World) -> Callable[[int], Step
     return make
 
 
-def last_step_of(spec: RunSpec, batch_schedule: BatchSchedule, num_sequences: int) -> int:
-    """The run's last step: ``steps`` where given, else the one that completes the epochs."""
+def schedule_of(spec: RunSpec, context: RankContext, prepared: Prepared) -> tuple[BatchSchedule, int]:
+    """Batch sizes, and the run's last step: ``steps`` where given, else the one that completes the epochs."""
     training = spec.training
-    return num_steps(
+    batch_schedule = BatchSchedule.of(training.global_batch_size, context.batch_schedule)
+    last_step = num_steps(
         steps=training.steps,
         epochs=training.epochs,
-        num_sequences=num_sequences,
+        num_sequences=len(prepared.train),
         global_batch_size=training.global_batch_size,
         batch_schedule=batch_schedule,
     )
+    return batch_schedule, last_step
 
 
 def open_data(spec: RunSpec, run_dir: Path) -> Prepared:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,11 +36,9 @@ from muster.core.types import Layout
 from muster.train.data_feed.batch import Batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.reduce import FloatReducer, ReduceGroups, local
-from muster.train.model import causal_lm, lora
-from muster.train.model.attention import choose_attention, needs_of
+from muster.train.model import causal_lm
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import WHOLE_BELOW
 from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
@@ -150,28 +147,18 @@ def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
 def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) -> ModelWithLoss:
     """``build_model`` without values: laid out and sharded, still on the meta device."""
     assert spec.model is not None
-    compute_dtype, master_dtype = causal_lm.DTYPES[spec.model.dtype], causal_lm.DTYPES[spec.model.master_dtype]
-    mesh = make_meshes(layout, "cpu")
-    config = causal_lm.read_config(spec, None, vocab_size)
-    made = causal_lm.on_meta(config, compute_dtype if spec.model.lora else master_dtype)
-    attention = choose_attention("auto", needs_of(made, spec.training.sequence_length), device, compute_dtype)
-    made.set_attn_implementation(attention.implementation)
-    if spec.model.lora:
-        lora.add_adapters(made, spec.model.lora, master_dtype)
-    plain = spec.model_copy(update={"training": spec.training.model_copy(update={"compile": False})})
-    module = causal_lm.sharded_module(made, attention, plain, mesh, device, WHOLE_BELOW)
+    model = spec.model.model_copy(update={"attention": "auto"})
+    training = spec.training.model_copy(update={"compile": False})
+    plain = spec.model_copy(update={"model": model, "training": training})
+    module, _ = causal_lm.laid_out(
+        plain, causal_lm.read_config(spec, None, vocab_size), make_meshes(layout, "cpu"), device
+    )
     module.train()
     return module
 
 
 def _step(
-    spec: RunSpec,
-    module: ModelWithLoss,
-    reducer: FloatReducer,
-    optimizer: Any,
-    rounds: int,
-    step: int,
-    live: LiveBytes,
+    spec: RunSpec, module: ModelWithLoss, reducer: FloatReducer, optimizer: Any, rounds: int, step: int, live: LiveBytes
 ) -> None:
     training = spec.training
     count, length = training.micro_batch_size, training.sequence_length
@@ -179,9 +166,7 @@ def _step(
     reducer.begin(micro_batches=rounds)
     for number in range(1, rounds + 1):
         reducer.before_forward(last=number == rounds)
-        tokens = torch.zeros(count, length, dtype=torch.int64)
-        positions = torch.arange(length).repeat(count, 1)
-        batch = _batch(tokens, positions)
+        batch = _batch(count, length)
         live.moment = "forward and loss"
         loss = loss_sum(module, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
         live.moment = "backward"
@@ -189,17 +174,16 @@ def _step(
         reducer.add_loss(loss)
         del loss, batch
     live.moment = "update"
-    scale = torch.ones(())
-    optimizer.step(step=step, learning_rate=1e-3, scale=scale, skip=torch.zeros(()))
+    optimizer.step(step=step, learning_rate=1e-3, scale=torch.ones(()), skip=torch.zeros(()))
 
 
-def _batch(tokens: Tensor, positions: Tensor) -> Batch:
+def _batch(count: int, length: int) -> Batch:
     """A batch in which every token has a target: fake tensors have no values to look up."""
-    count, length = tokens.shape
+    tokens = torch.zeros(count, length, dtype=torch.int64)
     return Batch(
         input_ids=tokens,
         labels=tokens,
-        position_ids=positions,
+        position_ids=torch.arange(length).repeat(count, 1),
         cu_seqlens=torch.arange(0, (count + 1) * length, length, dtype=torch.int32),
         max_seqlen=length,
         targets=torch.arange(count * length),
@@ -210,8 +194,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the local parts, each storage counted once."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = part.untyped_storage()
+        storage = local(tensor).untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.profiling import memory_bytes
-from muster.train.trackers import Tracker
+from muster.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StepLog:
     rank: int
     device: torch.device
     peak: Peak
-    trackers: list[Tracker] = field(default_factory=list)
+    trackers: Trackers = field(default_factory=Trackers)
     track_every_steps: int = 1
     _since_ns: int = field(default_factory=time.monotonic_ns)
 
@@ -128,18 +128,17 @@ class StepLog:
             for name, value in values.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        for tracker in self.trackers:
-            tracker.log(numbers, step=step)
+        self.trackers.log(numbers, step=step)
 
 
+@dataclass
 class Phases:
     """Reports to the agent what this rank spends its time on, when that changes."""
 
-    def __init__(self, agent: AgentClient) -> None:
-        self._link = agent
-        self.now: str | None = None
+    agent: AgentClient
+    now: str | None = None
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         if phase != self.now:
             self.now = phase
-            self._link.emit("phase.changed", phase=phase, step=step)
+            self.agent.emit("phase.changed", phase=phase, step=step)

@@ -45,9 +45,8 @@ class Profiler:
             self._running = None
         if self.profile.memory_step == step and self.device.type == "cuda":
             self.directory.mkdir(parents=True, exist_ok=True)
-            memory = torch.cuda.memory._snapshot()
             path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
-            path.write_text(json.dumps(memory, default=str))
+            path.write_text(json.dumps(torch.cuda.memory._snapshot(), default=str))
             torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +16,8 @@ from muster.core.errors import UsageError
 class Tracker(Protocol):
     """Records scalars."""
 
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
+    name: str
+    """What messages call it."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Record one step's scalars."""
@@ -56,7 +55,11 @@ class Service:
 
     def __init__(self, name: str, *, run_id: str, project: str, directory: Path, config: Mapping[str, Any]) -> None:
         self.name = name
-        self._module = imported(name)
+        try:
+            self._module: Any = importlib.import_module(name)
+        except ImportError as error:
+            problem = f"output.tracker is {name}, but {name} is not installed"
+            raise UsageError(problem, hint=f"pip install {name}") from error
         if name == "mlflow":
             self._module.set_experiment(project)
             self._module.start_run(run_name=run_id)
@@ -77,38 +80,30 @@ class Service:
             self._module.finish()
 
 
-class Guarded:
-    """Wraps a tracker so that its failure (a full disk, an unreachable service) does not end the training.
+@dataclass
+class Trackers:
+    """All trackers of a run; the failure of one (a full disk, an unreachable service) does not end the training.
 
     A failed tracker gets no more numbers, and ``report`` gets the reason once. TensorBoard raises from its writer's
     thread, at some later call.
     """
 
-    def __init__(self, inner: Tracker, report: Callable[[str], None]) -> None:
-        self.name = inner.name
-        self._inner: Tracker | None = inner
-        self._report = report
+    working: list[Tracker] = field(default_factory=list)
+    report: Callable[[str], None] = print
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        if self._inner is not None:
-            self._try(lambda tracker: tracker.log(values, step=step))
+        self._each(lambda tracker: tracker.log(values, step=step))
 
     def close(self) -> None:
-        if self._inner is not None:
-            self._try(lambda tracker: tracker.close())
+        self._each(lambda tracker: tracker.close())
 
-    def _try(self, call: Callable[[Tracker], None]) -> None:
-        assert self._inner is not None
-        try:
-            call(self._inner)
-        except Exception as error:  # noqa: BLE001 (third-party code that training does not depend on)
-            self._inner = None
-            self._report(f"{self.name} failed and gets no more numbers: {error or type(error).__name__}")
-
-
-def guarded(trackers: list[Tracker], report: Callable[[str], None]) -> list[Tracker]:
-    """The trackers, whose failures no longer end the training."""
-    return [Guarded(tracker, report) for tracker in trackers]
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.working):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 (third-party code that training does not depend on)
+                self.working.remove(tracker)
+                self.report(f"{tracker.name} failed and gets no more numbers: {error or type(error).__name__}")
 
 
 def open_trackers(spec: RunSpec, *, run_id: str, run_dir: Path) -> list[Tracker]:
@@ -124,23 +119,8 @@ def open_trackers(spec: RunSpec, *, run_id: str, run_dir: Path) -> list[Tracker]
     if spec.output.tensorboard is not False and installed:
         trackers.append(TensorBoard(run_dir / "tensorboard"))
     if spec.output.tracker != "none":
+        config = spec.model_dump(mode="json")
         trackers.append(
-            Service(
-                spec.output.tracker,
-                run_id=run_id,
-                project=spec.name,
-                directory=run_dir,
-                config=spec.model_dump(mode="json"),
-            )
+            Service(spec.output.tracker, run_id=run_id, project=spec.name, directory=run_dir, config=config)
         )
     return trackers
-
-
-def imported(name: str) -> Any:
-    """The service's module. Raises UsageError when it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(
-            f"output.tracker is {name}, but {name} is not installed", hint=f"pip install {name}"
-        ) from error

@@ -148,8 +148,7 @@ class TrainingRun:
         if self.snapshots is not None:
             self.snapshots.save_if_newer(self.state.step, self.state.local_tensors())
         self.collector.close()
-        for tracker in self.log.trackers:
-            tracker.close()
+        self.log.trackers.close()
 
     def abandon(self) -> None:
         """Release what belongs to the broken world."""
@@ -157,8 +156,7 @@ class TrainingRun:
         self.reader.close()
         self.collector.close()
         self.saves.saver.abandon()
-        for tracker in self.log.trackers:
-            tracker.close()
+        self.log.trackers.close()
 
     def _emit_pending(self, *, wait_for_hash: bool = True) -> int | None:
         """Emit the last update's event, if that is still to be done; its step."""
@@ -183,13 +181,9 @@ class TrainingRun:
 
         Called once a step, after its micro-batches: that is the time a copy has had.
         """
-        self.consensus.start(
-            save_now=self.wants_save(), copy_is_pending=self.copy_is_pending(), saving=self.saves.saver.busy
-        )
-
-    def copy_is_pending(self) -> bool:
-        """Whether the snapshot whose copy was requested last is not yet on the other host."""
-        return self.snapshots is not None and self.snapshots.copy_is_pending()
+        copy_is_pending = self.snapshots is not None and self.snapshots.copy_is_pending()
+        saving = self.saves.saver.busy
+        self.consensus.start(save_now=self.wants_save(), copy_is_pending=copy_is_pending, saving=saving)
 
     def evaluation_is_due(self, step: int) -> bool:
         every = self.spec.evaluation.every_steps
@@ -237,10 +231,9 @@ class TrainingRun:
         self.reader.close()
         self.collector.close()
         self.agent.progress(for_s=SAVE_LIMIT_S)
-        self.saves.finish()
+        self.saves.saver.finish()
         self.agent.progress()
-        for tracker in self.log.trackers:
-            tracker.close()
+        self.log.trackers.close()
 
     @contextmanager
     def _phase(self, phase: str, step: int) -> Iterator[None]:
@@ -260,13 +253,7 @@ class TrainingRun:
         if math.isfinite(loss) and math.isfinite(norm) and fault == 0.0:
             return loss, norm
         sequences = [part.sequences for part in result.work.rounds]
-        culprit = find_bad_micro_batch(
-            result.losses,
-            sequences,
-            rank=self.world.rank,
-            micro_batch_size=self.spec.training.micro_batch_size,
-            group=self.world.control,
-        )
+        culprit = find_bad_micro_batch(result.losses, sequences, rank=self.world.rank, group=self.world.control)
         error = not_finite_error(
             step=result.work.step,
             loss=loss,

@@ -81,13 +81,6 @@ def unflatten(state: State, tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(plain.keys() - used)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def fill_optimizers(state: State) -> None:
     """Create the moments of new optimizers, which the first step would create, so that they can be restored.
 
@@ -244,6 +237,8 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def copy_tensors(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, step: int) -> None:
     """Copy ``sources`` into ``targets``. Raises CheckpointError if one is missing or has another shape."""
+    from muster.train.distributed.reduce import local
+
     for name, tensor in targets.items():
         part = local(tensor)
         if name not in sources or sources[name].shape != part.shape:

@@ -1,6 +1,6 @@
 """Sessions over sockets, in one selector loop: the only place where bytes meet the network.
 
-``Hub`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
+A ``ConnectionPool`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
 and a peer that does not read is dropped when the buffer passes a limit.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ class Connection:
 
     sock: socket.socket
     session: Session
-    server: bool
     pending: bytearray = field(default_factory=bytearray)
     who: Any = None
     closed: bool = False
@@ -46,8 +46,8 @@ class ConnectionPool:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     peers: set[Connection] = field(default_factory=set)
 
-    def listen(self, address: str, port: int = 0) -> tuple[str, int]:
-        """Accept connections; return the address bound. ``unix:PATH`` listens on a socket file."""
+    def listen(self, address: str) -> tuple[str, int]:
+        """Accept connections on any port; return the address bound. ``unix:PATH`` listens on a socket file."""
         if address.startswith("unix:"):
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             server.bind(address.removeprefix("unix:"))
@@ -56,7 +56,7 @@ class ConnectionPool:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             server = socket.socket(family, socket.SOCK_STREAM)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((address, port))
+            server.bind((address, 0))
             bound = server.getsockname()[:2]
         server.listen(256)
         server.setblocking(False)
@@ -79,15 +79,25 @@ class ConnectionPool:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        peer = Connection(sock=sock, session=Session(self.token, server=server), server=server)
+        peer = Connection(sock=sock, session=Session(self.token, server=server))
         self.peers.add(peer)
         self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
         self._flush(peer)
         return peer
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+    def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Call back when ``fd`` is readable (a pidfd, a pipe)."""
         self.selector.register(fd, selectors.EVENT_READ, lambda _: callback())
+
+    def wake_on_signals(self) -> int:
+        """A signal ends the wait of ``run_once`` from now on; returns the wake-up descriptor that this replaces.
+
+        Raises ValueError outside of the main thread.
+        """
+        wake, self._signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self.watch(wake.fileno(), lambda: wake.recv(256))
+        return signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
 
     def unwatch(self, fd: int) -> None:
         with contextlib.suppress(KeyError, ValueError):

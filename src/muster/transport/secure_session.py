@@ -18,7 +18,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import secrets
+import stat
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -137,11 +139,7 @@ class Session:
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > MAX_FRAME_BYTES:
             raise AccessError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-        whole = (
-            self._take(_LENGTH.size + MAC_BYTES + length)
-            if len(self._buffer) >= _LENGTH.size + MAC_BYTES + length
-            else None
-        )
+        whole = self._take(_LENGTH.size + MAC_BYTES + length)
         if whole is None:
             return None
         mac, payload = whole[_LENGTH.size : _LENGTH.size + MAC_BYTES], whole[_LENGTH.size + MAC_BYTES :]
@@ -160,9 +158,6 @@ def read_token(path: str) -> bytes:
     Raises:
         AccessError: absent, empty, or readable by others.
     """
-    import os
-    import stat
-
     try:
         mode = os.stat(path).st_mode
         with open(path, "rb") as file:

@@ -6,9 +6,9 @@ import pytest
 from fakes.host import RecordingHost
 
 from muster.agent import unsupervised_host
-from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, UnsupervisedHost, newest_complete
+from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, UnsupervisedHost
 from muster.backends.gke.pod import main
-from muster.checkpoint_format.snapshot_ring import Ring, SnapshotInfo, file_name
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
 
 KEY = "r1s2t1p1c1e1"
 
@@ -160,17 +160,3 @@ def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
     host.alone.begin()
     host.answer(files=[{"rank": 0}])
     assert host.exit_reason is None and [order["t"] for order in host.orders] == ["flush"]
-
-
-def held(step, *ranks, attempt=1, layout=KEY, tier="memory"):
-    return [SnapshotInfo(tier=tier, layout=layout, rank=rank, step=step, attempt=attempt) for rank in ranks]
-
-
-def test_versions_never_mix_and_a_replica_substitutes():
-    assert newest_complete([*held(9, 0), *held(9, 1, attempt=2), *held(8, 0, 1)]).step == 8
-    assert newest_complete([*held(9, 0), *held(8, 1)]) is None
-    twins = newest_complete(held(7, 0, 3, layout="r2s2t1p1c1e1"))
-    assert [(each["rank"], each["held_as"]) for each in twins.ranks] == [(0, 0), (1, 3), (2, 0), (3, 3)]
-    assert newest_complete([*held(9, 0, 1), *held(8, 0, 1)], without=[(9, 1)]).step == 8
-    own_first = newest_complete([*held(9, 0, tier="peer"), *held(9, 0, 1)])
-    assert [each["tier"] for each in own_first.ranks] == ["memory", "memory"]

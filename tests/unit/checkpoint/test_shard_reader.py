@@ -13,30 +13,20 @@ from muster.core.errors import CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 
 
-class BufferSource:
-    """Tensors' bytes in memory."""
-
-    def __init__(self, data):
-        self.data = memoryview(data)
-
-    def read(self, start, stop):
-        return self.data[start:stop]
-
-
 def shard_of(tensors, rank=0):
     """(name, whole tensor, offsets, shape) -> an opened shard in memory."""
     chunks = wire.pack(
         [(name, str(t.dtype).removeprefix("torch."), t.shape, offsets, shape) for name, t, offsets, shape in tensors]
     )
     header = wire.ShardHeader(rank=rank, layout=Layout(), tensors=chunks)
-    data = bytearray(header.data_bytes)
+    data = bytearray(max(chunk.byte_offset + chunk.bytes for chunk in chunks))
     for chunk, (_, tensor, offsets, shape) in zip(chunks, tensors, strict=True):
         part = tensor
         for axis, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
             part = part.narrow(axis, offset, length)
         raw = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         data[chunk.byte_offset : chunk.byte_offset + len(raw)] = raw
-    return reader.Shard(tensors=header.tensors, source=BufferSource(bytes(data)), name=f"rank-{rank}")
+    return reader.Shard(header.tensors, lambda start, stop: bytes(data)[start:stop], f"rank-{rank}")
 
 
 @settings(max_examples=60, deadline=None)

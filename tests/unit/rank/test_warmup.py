@@ -134,7 +134,7 @@ def test_cublas_is_opened_as_the_rank_would_open_it(training, on_gpu, monkeypatc
 
 def again(spec, proof, *, restored):
     return models.build_model(
-        spec, layout=Layout(), device=CPU, vocab_size=50, mesh=make_meshes(Layout(), "cpu"), seed=1,
+        spec, device=CPU, vocab_size=50, mesh=make_meshes(Layout(), "cpu"), seed=1,
         whole_below=0, proof=proof, restored=restored,
     )  # fmt: skip
 

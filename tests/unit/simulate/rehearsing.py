@@ -1,12 +1,25 @@
 """Scenarios for tests: the one of the formulas, and one with everything in it."""
 
-from muster.simulate.rehearsal import spec_for
+from muster.config.spec import RunSpec
 from muster.simulate.scenario import FaultKind, Saves, Scenario
 from muster.simulate.stage_times import constant
 
 MTBF_S = 17_280.0  # five a day
 #: Every failure kills one process and is seen at once.
 ONLY_PROCESS = {"process": FaultKind(share=1, slow_s=0, fast_s=0)}
+
+
+def spec_for(**recovery):
+    """A run file with nothing but the supervisor's settings."""
+    return RunSpec.model_validate(
+        {
+            "name": "rehearsal",
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 1000},
+            "recovery": recovery,
+        }
+    )
 
 
 def formula(*, every_s, stall_s, recovery_s, mtbf_s=MTBF_S, hours=400.0, step_s=1.0, drain_s=0.0, **changes):

@@ -5,11 +5,12 @@ from statistics import fmean, stdev
 
 import interval_formulas as formulas
 import pytest
-from rehearsing import MTBF_S, formula
+from rehearsing import MTBF_S, formula, spec_for
 
-from muster.simulate.cluster import Cluster, Stages
-from muster.simulate.rehearsal import Simulation, rehearse, spec_for
+from muster.simulate.cluster import Cluster
+from muster.simulate.rehearsal import Simulation, rehearse
 from muster.simulate.scenario import FaultKind, Saves, Scenario
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 

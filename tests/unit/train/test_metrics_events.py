@@ -11,6 +11,7 @@ from muster.data.schedule import plan_step
 from muster.train.data_feed.batch_reader import StepWork, documents
 from muster.train.evaluation.evaluate import Verdict, summary
 from muster.train.metrics import Peak, Pending, Phases, StepLog, StepTimes
+from muster.train.trackers import Trackers
 
 
 class Recorder:
@@ -49,7 +50,11 @@ WORK = StepWork(
 def written(rank: int, peak: float | None) -> tuple[Recorder, Tracked]:
     agent, tracker = Recorder(), Tracked()
     log = StepLog(  # type: ignore[arg-type,list-item]
-        agent=agent, rank=rank, device=torch.device("cpu"), peak=Peak(flops=peak, ranks=2), trackers=[tracker]
+        agent=agent,
+        rank=rank,
+        device=torch.device("cpu"),
+        peak=Peak(flops=peak, ranks=2),
+        trackers=Trackers([tracker]),
     )
     log._since_ns -= 10**9  # the step took a second
     log.write(WORK, loss=1.5, norm=2.5, learning_rate=1e-3, times=StepTimes(data_wait_ns=5, stall_ns=7))

@@ -25,7 +25,7 @@ class Failing:
 
 def test_it_gets_no_more_numbers_and_somebody_hears_why():
     said, inner = [], Failing()
-    (found,) = trackers.guarded([inner], said.append)
+    found = trackers.Trackers([inner], said.append)
     for step in range(1, 6):
         found.log({"train/loss": 1.0}, step=step)
     found.close()
@@ -35,7 +35,7 @@ def test_it_gets_no_more_numbers_and_somebody_hears_why():
 
 def test_one_that_works_is_closed():
     said, inner = [], Failing()
-    (found,) = trackers.guarded([inner], said.append)
+    found = trackers.Trackers([inner], said.append)
     found.log({"train/loss": 1.0}, step=1)
     found.close()
     assert inner.calls == 2 and not said
@@ -47,7 +47,7 @@ def test_tensorboard_on_a_full_disk(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "tensorboard").write_text("a file in the way: nothing can be written below it")
     said = []
-    (found,) = trackers.guarded([trackers.TensorBoard(tmp_path / "tensorboard")], said.append)
+    found = trackers.Trackers([trackers.TensorBoard(tmp_path / "tensorboard")], said.append)
     for step in (1, 2):
         found.log({"train/loss": 1.0}, step=step)
     found.close()

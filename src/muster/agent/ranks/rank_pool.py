@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import signal
 import time
 from collections.abc import Collection
 from dataclasses import asdict
@@ -16,7 +14,7 @@ from muster.agent.child_processes import ChildProcesses
 from muster.agent.host_state import HostState
 from muster.agent.ranks.hang_detector import find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
-from muster.agent.ranks.rank_process import Worker, open_pidfd, parent_of, standby_for
+from muster.agent.ranks.rank_process import Worker, kill, open_pidfd, parent_of, standby_for
 from muster.agent.ranks.retained_ranks import RetainedRanks
 from muster.checkpoint_format.snapshot_ring import list_snapshots
 from muster.transport.connections import Connection
@@ -123,7 +121,6 @@ class RankPool:
     # ------------------------------------------------------------ ending
 
     def send_command(self, command: dict[str, Any]) -> None:
-        """Forward a command to every rank."""
         for worker in self._host.living():
             if worker.peer is not None:
                 self._host.hub.send(worker.peer, {"t": "order", "order": command})
@@ -151,7 +148,7 @@ class RankPool:
         """SIGKILL for every rank up to ``attempt``; their exits are handled like any other's."""
         for worker in self._host.living():
             if worker.attempt <= attempt and worker not in spared:
-                _kill(worker.pid)
+                kill(worker.pid)
 
     def _on_exit(self, worker: Worker) -> None:
         """The pidfd fired: the process is gone; its exit code comes from the fork server, its parent."""
@@ -187,26 +184,16 @@ class RankPool:
         last = dict(worker.last)
         if last and worker.orphaned:  # a rank that sent its last message was not killed
             worker.exit_code = int(last.get("left", 1))
-        host.log.write(
-            "rank.exited",
-            {
-                "exit_code": worker.exit_code,
-                **({"exception": str(last["exception"])} if last.get("exception") else {}),
-                **({"reason": str(last["message"])[:500]} if last.get("message") else {}),
-                **({"traceback": str(last["traceback"])[-2000:]} if last.get("traceback") else {}),
-            },
-            rank=worker.rank,
-        )
+        words = {
+            "exception": str(last.get("exception") or ""),
+            "reason": str(last.get("message") or "")[:500],
+            "traceback": str(last.get("traceback") or "")[-2000:],
+        }
+        words = {key: text for key, text in words.items() if text}
+        host.log.write("rank.exited", {"exit_code": worker.exit_code, **words}, rank=worker.rank)
         if self._ending is None or worker.attempt > self._ending:
-            report = {
-                "t": "rank_exit",
-                "attempt": worker.attempt,
-                "rank": worker.rank,
-                "pid": worker.pid,
-                "code": worker.exit_code,
-                "step": worker.step,
-                "last": last,
-            }
+            report = {"t": "rank_exit", "attempt": worker.attempt, "rank": worker.rank, "pid": worker.pid}
+            report |= {"code": worker.exit_code, "step": worker.step, "last": last}
             self.exits[worker.rank] = report
             host.send(report)
         self._report_drained()
@@ -244,7 +231,6 @@ class RankPool:
     # ------------------------------------------------------------ messages and hangs
 
     def handle(self, worker: Worker, message: dict[str, Any]) -> None:
-        """Handle one message of a rank."""
         now = time.monotonic()
         worker.seen_s = now
         kind = message.get("t")
@@ -287,7 +273,7 @@ class RankPool:
         host, now_s = self._host, time.monotonic()
         silence_s = host.spec.recovery.heartbeat_timeout_s
         for worker in self._retained.overdue(host.living(), now_s=now_s, silence_s=silence_s):
-            _kill(worker.pid)  # stopped, or busy with something long: it is replaced
+            kill(worker.pid)  # stopped, or busy with something long: it is replaced
         if host.supervisor is None:
             return  # a hang is reported once, and there is no one to receive it
         for worker, evidence in find_hung_ranks(
@@ -298,15 +284,8 @@ class RankPool:
             step_s=self._children.step_timeout_s(),
             start_s=host.spec.recovery.start_timeout_s,
         ):
-            host.send(
-                {
-                    "t": "rank_hang",
-                    "attempt": worker.attempt,
-                    "rank": worker.rank,
-                    "evidence": evidence,
-                    "silent_s": now_s - worker.progress_s,
-                }
-            )
+            report = {"t": "rank_hang", "attempt": worker.attempt, "rank": worker.rank, "evidence": evidence}
+            host.send({**report, "silent_s": now_s - worker.progress_s})
 
     def on_reconnect(self) -> None:
         """A newly connected supervisor has not heard of any hang."""
@@ -319,7 +298,7 @@ class RankPool:
         """A rank of a previous agent reconnects. It is killed if its attempt was ended in the meantime."""
         self._orphans.mark_registered(pid)
         if attempt <= self._ended or attempt < self._host.attempt:
-            _kill(pid)
+            kill(pid)
             return
         self._host.attempt = max(self._host.attempt, attempt)
         self._host.log.open(self._host.attempt)
@@ -330,7 +309,6 @@ class RankPool:
         self._orphans.add(set(pids) - set(self._host.standbys) - set(self._host.workers))
 
     def on_standby(self, pid: int) -> None:
-        """A standby registered."""
         self._orphans.mark_registered(pid)
 
     def on_fork_server_lost(self) -> None:
@@ -339,25 +317,15 @@ class RankPool:
             self._assume_killed(worker)
             self._report_exit(worker)
 
-    def on_standby_unusable(self, peer: Connection) -> None:
-        """A standby could not open a context on its GPU."""
+    def on_standby_lost(self, peer: Connection, *, unusable: bool = False) -> None:
+        """A standby closed its connection, or could not open a context on its GPU."""
         for standby in [standby for standby in self._host.standbys.values() if standby.peer is peer]:
             del self._host.standbys[standby.pid]
-            self._children.on_standby_unusable(standby)
-
-    def on_standby_lost(self, peer: Connection) -> None:
-        """A standby closed its connection."""
-        for standby in [standby for standby in self._host.standbys.values() if standby.peer is peer]:
-            del self._host.standbys[standby.pid]
+            if unusable:
+                self._children.on_standby_unusable(standby)
 
     def shutdown(self) -> None:
-        """End everything."""
         self._kill(self._host.attempt)
         self._orphans.kill()
         for pid in self._host.standbys:
-            _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+            kill(pid)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,20 +75,33 @@ class Worker:
 
 def parent_of(pid: int) -> int:
     """The parent's pid; 0 when the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rsplit(")", 1)[1].split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
+    return int(_stat(pid)[1])
 
 
 def is_stopped(pid: int) -> bool:
     """Whether the kernel holds the process stopped (SIGSTOP, a debugger, a freezer)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
+    return _stat(pid)[0] in ("T", "t")
+
+
+def _stat(pid: int) -> list[str]:
+    """The kernel's words about a process after its name: its state, its parent, and more."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()
+    return ["", "0"]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; gone is success."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def end_child(child: subprocess.Popen[Any] | None) -> None:
+    """Kill it; never waits long."""
+    if child is not None:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1)
 
 
 def on_exit(hub: ConnectionPool, pid: int, callback: Callable[[], None]) -> None:

@@ -33,20 +33,14 @@ from muster.transport.stream import REPLICATOR_SOCKET, Stream
 BUSY_S = 2.0
 
 
-class CheckpointWriter:
-    """Serves the socket; one connection and one writing thread per shard."""
-
-    def __init__(self, *, memory: Path, token: bytes) -> None:
-        self.token = token
-        path = memory / REPLICATOR_SOCKET
-        path.unlink(missing_ok=True)  # a dead predecessor's
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(str(path))
-        self.listener.listen(64)
-
-    def serve(self) -> None:
-        """Never returns."""
-        serve_connections(self.listener, self.token, write_shard_for, peer="a rank")
+def listen_for_ranks(memory: Path) -> socket.socket:
+    """The socket; each of its connections is for ``write_shard_for``."""
+    path = memory / REPLICATOR_SOCKET
+    path.unlink(missing_ok=True)  # a dead predecessor's
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(64)
+    return listener
 
 
 def serve_connections(listener: socket.socket, token: bytes, talk: Callable[[Stream], None], *, peer: str) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.agent.replicator.checkpoint_writer import CheckpointWriter, log_error, serve_connections
+from muster.agent.replicator.checkpoint_writer import listen_for_ranks, log_error, serve_connections, write_shard_for
 from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.replication import SnapshotReceiver, SnapshotSender
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, file_name, refuse
@@ -237,9 +237,9 @@ def main() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, environment.current().nice)
     token = read_token(str(arguments.run_dir / "token"))
     replicator = Replicator(memory=arguments.memory, token=token, bind=arguments.bind, port=arguments.port)
-    writer = CheckpointWriter(memory=arguments.memory, token=token)
+    ranks = listen_for_ranks(arguments.memory)
     replicator.send({"t": "address", "address": replicator.address})
-    for target in (replicator.serve, writer.serve):
+    for target in (replicator.serve, lambda: serve_connections(ranks, token, write_shard_for, peer="a rank")):
         threading.Thread(target=target, daemon=True).start()
     for line in sys.stdin:
         replicator.handle(json.loads(line))

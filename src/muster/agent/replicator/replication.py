@@ -75,18 +75,9 @@ class SnapshotSender:
             if version is None or self._sent == (version.step, version.attempt):
                 return
             stream = self._stream or self._connect()
-            stream.send(
-                {
-                    "t": "push",
-                    "file": self._copy,
-                    "world": self._attempt,
-                    "header": ring.header.decode(),
-                    "slot_bytes": ring.slot_bytes,
-                    "step": version.step,
-                    "attempt": version.attempt,
-                    "keep": ring.agreed(),
-                }
-            )
+            name = {"file": self._copy, "world": self._attempt, "step": version.step, "attempt": version.attempt}
+            shape = {"header": ring.header.decode(), "slot_bytes": ring.slot_bytes}
+            stream.send({"t": "push", **name, **shape, "keep": ring.agreed()})
             answer = stream.receive()
             if answer.get("t") == "refused":
                 self._on_refusal(str(answer["reason"]), no_room=bool(answer["no_room"]))

@@ -10,13 +10,12 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import Any
 
 from muster.agent.host_state import HostState
-from muster.agent.ranks.rank_process import is_stopped, on_exit
+from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
 
 #: The agent's first message to the supervisor names the replicator's address: it waits this long for it, once.
 FIRST_WAIT_S = 20.0
@@ -25,7 +24,7 @@ FIRST_WAIT_S = 20.0
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
 _STATE = "replicator.json"
-_ORDER_OF = {"flushed": "flush", "flush_committed": "flush_commit"}
+_ANSWER_TO = {"flush": "flushed", "flush_commit": "flush_committed"}
 
 
 class ReplicatorProcess:
@@ -74,35 +73,20 @@ class ReplicatorProcess:
             path.with_suffix(".part").rename(path)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        host, log = self._host, self._log()
-        child = subprocess.Popen(
-            [
-                sys.executable, "-m", "muster.agent.replicator.main", "--run-dir", str(host.run_dir),
-                "--memory", str(host.memory), "--bind", host.bind, "--port", str(self._port),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
+        host = self._host
+        child = host.start_program(
+            "replicator", "muster.agent.replicator.main", "--run-dir", str(host.run_dir), "--memory", str(host.memory),
+            "--bind", host.bind, "--port", str(self._port), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        log.close()
         assert child.stdin is not None and child.stdout is not None
         os.set_blocking(child.stdin.fileno(), False)
         os.set_blocking(child.stdout.fileno(), False)
         self._child, self._started_s = child, time.monotonic()
         self._incoming, self._stopped_since = b"", None
         self._outgoing.clear()
-        host.hub.watch(child.stdout.fileno(), lambda: self._on_output(child))
+        host.hub.watch(child.stdout.fileno(), lambda: self._read(child))
         on_exit(host.hub, child.pid, lambda: self._on_exit(child))
         return child
-
-    def _log(self) -> IO[bytes]:
-        path = self._host.run_dir / "logs" / f"replicator-{self._host.host}.log"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "ab")
-        except OSError:  # a full disk must not prevent a restart
-            return open(os.devnull, "ab")
 
     # ------------------------------------------------------------ orders
 
@@ -130,7 +114,6 @@ class ReplicatorProcess:
         self._fetches.clear()
 
     def fetch(self, order: dict[str, Any]) -> None:
-        """Get one version from another host."""
         self._fetches.append(order)
         self._send(order)
 
@@ -158,9 +141,6 @@ class ReplicatorProcess:
                 del self._outgoing[: os.write(self._child.stdin.fileno(), self._outgoing[:4096])]
 
     # ------------------------------------------------------------ answers, and the process itself
-
-    def _on_output(self, child: subprocess.Popen[bytes]) -> None:
-        self._read(child)
 
     def _read(self, child: subprocess.Popen[bytes]) -> bool:
         """Handle its output; False at its end."""
@@ -196,17 +176,16 @@ class ReplicatorProcess:
             self._host.send({"t": "memory", "memory": address})
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
-        answered = (_ORDER_OF[answer["t"]], answer["step"], answer["attempt"])
+        answered = (answer["t"], answer["step"], answer["attempt"])
         for order in self._flushes:
-            if (order["do"], order["step"], order["attempt"]) == answered:
+            if (_ANSWER_TO[order["do"]], order["step"], order["attempt"]) == answered:
                 self._flushes.remove(order)
                 self._on_flush(answer, order)
                 return
 
     def _fail_flushes(self, reason: str) -> None:
         for order in list(self._flushes):
-            kind = next(answer for answer, answered in _ORDER_OF.items() if answered == order["do"])
-            answer = {"t": kind, "step": order["step"], "attempt": order["attempt"]}
+            answer = {"t": _ANSWER_TO[order["do"]], "step": order["step"], "attempt": order["attempt"]}
             self._on_answer({**answer, "ok": False, "reason": reason})
 
     def watch(self) -> None:
@@ -249,8 +228,4 @@ class ReplicatorProcess:
     def shutdown(self) -> None:
         """End it; never waits long."""
         child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1)
+        end_child(child)

@@ -21,11 +21,11 @@ from muster.core import event_log
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.events import Event
 from muster.core.types import Layout
+from muster.protocol.held_snapshots import Choice, Snapshot, newest_complete, replica_peers
 from muster.storage import run_registry, uris
 from muster.storage.paths import memory_dir, memory_prefix
 from muster.storage.run_registry import RunDir
 from muster.storage.store import open_store
-from muster.supervise.recovery.layout import Choice, Snapshot, newest_complete, replica_peers
 
 TIERS = ("memory", "peer", "disk", "bucket")
 #: A supervisor that is there answers at once.

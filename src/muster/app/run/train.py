@@ -17,7 +17,7 @@ from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobHandle
 from muster.storage.run_registry import RunDir
-from muster.supervise.process.server import serve
+from muster.supervise.process.server import Supervisor
 
 #: What agents get to leave after the run has ended, before they are made to.
 LEAVE_S = 15.0
@@ -68,7 +68,7 @@ def supervise(
         launcher.attach(handle, task="supervisor", pid=os.getpid())
         if on_start is not None:
             on_start(intent.run)
-        code = serve(intent.run.path, foreground=True, on_event=on_event)
+        code = Supervisor(run_dir=intent.run.path, on_event=on_event).serve()
     finally:
         _clear(launcher, handle)
     return Ended(run=intent.run, exit_code=code)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.core.incidents import HOST_UNHEALTHY, KINDS
+from muster.protocol.held_snapshots import Snapshot
 from muster.supervise.recovery.state import FromHost, StopRequest
 
 #: What an unusable message raises, here and where its fields are read.
@@ -41,9 +42,7 @@ def _ranks_of(hello: Mapping[str, Any]) -> None:
     dict(hello.get("alive", {}).items())
     [int(rank) for rank in (*hello.get("alive", {}), *hello.get("exited", ()))]
     [int(hello.get(name, 0)) for name in ("attempt", "step")]
-    for held in hello.get("snapshots", ()):
-        [int(held[name]) for name in ("step", "attempt", "rank")]
-        [str(held[name]) for name in ("layout", "tier")]
+    [Snapshot.reported("", held) for held in hello.get("snapshots", ())]
     for name in ("store", "memory"):
         if hello.get(name):
             _, _port = str(hello[name][0]), int(hello[name][1])

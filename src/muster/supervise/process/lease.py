@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muster.core import processes
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Clock, Store
@@ -146,16 +147,7 @@ class LeaseKeeper:
             return expired
         if "expires_mono_ns" in record:
             expired = self.clock.monotonic_ns() >= int(record["expires_mono_ns"])
-        return expired or not alive(int(record.get("pid", 0)))
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        return False
+        return expired or processes.look(int(record.get("pid", 0))) is None
 
 
 def boot_id() -> str:

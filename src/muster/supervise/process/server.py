@@ -47,8 +47,7 @@ from muster.supervise.recovery.state import (
 )
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
-from muster.supervise.replay.event_files import EventReplay
-from muster.supervise.replay.rebuild_state import rebuild_state
+from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import read_token
 
@@ -83,6 +82,7 @@ class Supervisor:
         Raises:
             ConflictError: another supervisor holds the run, or took it from us.
         """
+        self.run_dir = self.run_dir.resolve()
         spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
         job = json.loads((self.run_dir / "job.json").read_text())
         self.run_id = str(job["run_id"])
@@ -372,23 +372,3 @@ class Supervisor:
         if result is not None:
             host, offset = result
             self._append("clock.offset", {"offset_ns": offset.offset_ns, "error_ns": offset.error_ns}, host=host)
-
-
-def serve(
-    run_dir: Path,
-    *,
-    foreground: bool = False,
-    on_event: Callable[[Event], None] | None = None,
-    bind: str = "127.0.0.1",
-    ignore_term: bool = False,
-) -> int:
-    """Supervise the run in ``run_dir`` until it has ended; return its exit code.
-
-    Raises:
-        ConflictError: another supervisor holds the run.
-    """
-    supervisor = Supervisor(run_dir=Path(run_dir).resolve(), on_event=on_event, bind=bind, ignore_term=ignore_term)
-    return supervisor.serve()
-
-
-__all__ = ["ConflictError", "Phase", "Supervisor", "serve"]

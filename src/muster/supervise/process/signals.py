@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
-import socket
 from collections.abc import Callable, Iterator
 
 from muster.transport.connections import ConnectionPool
@@ -14,15 +12,12 @@ from muster.transport.connections import ConnectionPool
 @contextlib.contextmanager
 def caught(pool: ConnectionPool, handle: Callable[[int], None], *, leaving: Callable[[], bool]) -> Iterator[None]:
     """Call ``handle`` with each signal's number. ``leaving``: asked at the end; if true, a late one must not kill."""
-    wake_r, wake_w = socket.socketpair()
-    wake_w.setblocking(False)
-    pool.watch(wake_r.fileno(), functools.partial(_empty, wake_r))
     try:
         before = {
             number: signal.signal(number, lambda number, _frame: handle(number))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
-        old_fd = signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
+        old_fd = pool.wake_on_signals()
     except ValueError:  # not the main thread: a test
         yield
         return
@@ -33,7 +28,3 @@ def caught(pool: ConnectionPool, handle: Callable[[int], None], *, leaving: Call
         for number, handler in before.items():
             if not leaving():
                 signal.signal(number, handler)
-
-
-def _empty(sock: socket.socket) -> None:
-    sock.recv(256)

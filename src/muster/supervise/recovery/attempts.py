@@ -8,10 +8,9 @@ from typing import Any
 from muster.core.batch_schedule import changed
 from muster.core.layout import Layout
 from muster.policy.cluster_state import NextAttempt
+from muster.protocol.held_snapshots import Choice, has_replica_on_other_host
 from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
-from muster.supervise.recovery.held_snapshots import newest_held
-from muster.supervise.recovery.layout import Choice, has_replica_on_other_host
 from muster.supervise.recovery.preemption_cost import expected_loss
 from muster.supervise.recovery.retained_ranks import (
     PAUSE_S,
@@ -68,11 +67,6 @@ def await_answers(ctx: SupervisorContext) -> None:
         state.deadline_ns = min(state.hosts[name].answer_by_ns for name in state.draining)
 
 
-def overdue_hosts(ctx: SupervisorContext) -> list[str]:
-    """Hosts that have not reported the end of their ranks in time."""
-    return sorted(name for name in ctx.state.draining if ctx.state.hosts[name].answer_by_ns <= ctx.now_ns)
-
-
 def resend_end(ctx: SupervisorContext, name: str) -> None:
     """Its agent restarted before it had answered, and does not know the message."""
     if ctx.state.phase is Phase.DRAINING and name in ctx.state.draining:
@@ -117,7 +111,7 @@ def start_attempt(ctx: SupervisorContext) -> None:
         flush_and_finish(ctx, "failed", 3, reason)
         return
     _enter_attempt(ctx, hosts[: layout.world_size // ctx.settings.ranks_per_host], layout)
-    choice = newest_held(ctx, without=state.unreadable_snapshots)
+    choice = ctx.newest_held(without=state.unreadable_snapshots)
     state.resumed = (choice.step, choice.attempt) if choice else None
     retained = rank_mapping(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
     resume_step = choice.step if choice else -1

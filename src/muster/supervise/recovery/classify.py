@@ -31,7 +31,7 @@ _DEVICE = re.compile(
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
 #: A snapshot that could not be read: the name of its ring (``snapshot_ring.file_name``), or the word.
 _SNAPSHOT = re.compile(rf"\b(own|peer|fetched)\.{KEY_PATTERN}|snapshot", re.IGNORECASE)
-#: No memory for a snapshot (``core.ring.NoRoom``): nothing is wrong with the snapshot.
+#: No memory for a snapshot (``snapshot_ring.NoRoom``): nothing is wrong with the snapshot.
 _NO_ROOM = re.compile(r"\bno room for snapshots\b")
 
 #: How the message of a non-finite step begins (``train.optim.nonfinite``).

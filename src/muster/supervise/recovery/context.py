@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from muster.core.layout import Layout, layout_for
 from muster.policy.cluster_state import Policy
+from muster.protocol.held_snapshots import Choice, Snapshot, newest_complete
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
@@ -65,6 +66,22 @@ class SupervisorContext:
         axes, per_host = self.settings.spec.parallelism.axes, self.settings.ranks_per_host
         layouts = (layout_for(axes, hosts * per_host, resize=True) for hosts in range(num_hosts, 0, -1))
         return next((layout for layout in layouts if layout is not None), None)
+
+    def newest_held(
+        self, *, hosts: Collection[str] | None = None, without: Collection[tuple[int, int]] = ()
+    ) -> Choice | None:
+        """The newest complete version in the memory of connected hosts; None: none is newer than what is committed.
+
+        ``hosts``: only these. ``without``: (step, attempt) of versions that must not be used.
+        """
+        held = [
+            Snapshot.reported(name, item)
+            for name, host in self.state.hosts.items()
+            if host.connected and (hosts is None or name in hosts)
+            for item in host.snapshots
+        ]
+        choice = newest_complete([each for each in held if (each.step, each.attempt) not in without])
+        return choice if choice is not None and choice.step >= self.state.committed_step else None
 
     def needed(self) -> int:
         """With fewer hosts the next attempt is not started."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from muster.storage import uris
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.held_snapshots import newest_held
 from muster.supervise.recovery.state import SECOND_NS, End, Ending, Phase
 
 
@@ -52,13 +51,8 @@ def finish_training(ctx: SupervisorContext) -> None:
 def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
     state = ctx.state
-    nothing_newer = state.last_applied_step <= state.committed_step
-    if (
-        not state.attempt
-        or nothing_newer
-        or not ctx.settings.spec.checkpoint.snapshot_every_steps
-        or not _connected(ctx)
-    ):
+    nothing_newer = not state.attempt or state.last_applied_step <= state.committed_step
+    if nothing_newer or not ctx.settings.spec.checkpoint.snapshot_every_steps or not _connected(ctx):
         finish(ctx, outcome, code, reason)
         return
     state.ending = Ending(outcome=outcome, exit_code=code, reason=reason)
@@ -164,16 +158,7 @@ def on_deadline(ctx: SupervisorContext) -> None:
         ending.waiting = {}
         _write(ctx)
         return
-    ending.problem = f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s"
-    _finish_unsaved(ctx)
-
-
-def skip_flush(ctx: SupervisorContext, source: str) -> None:
-    """A second stop request: do not wait for the flush."""
-    ending = ctx.state.ending
-    assert ending is not None
-    ending.problem = source
-    _finish_unsaved(ctx)
+    finish_unsaved(ctx, f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s")
 
 
 def _write(ctx: SupervisorContext) -> None:
@@ -181,21 +166,16 @@ def _write(ctx: SupervisorContext) -> None:
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     ending.files, ending.writers, ending.committing = [], [], False
-    choice = newest_held(ctx, hosts=ending.answered, without=ending.given_up | state.unreadable_snapshots)
+    choice = ctx.newest_held(hosts=ending.answered, without=ending.given_up | state.unreadable_snapshots)
     if choice is None or choice.step <= state.committed_step:
-        _finish_unsaved(ctx)
+        finish_unsaved(ctx, ending.problem)
         return
     ending.choice = choice
     due = ending.waiting
     ending.waiting = {}
     for name in sorted({held.host for held in choice.shards.values()}):
-        shards = [
-            {"rank": rank, "tier": held.tier, "held_as": held.rank}
-            for rank, held in sorted(choice.shards.items())
-            if held.host == name
-        ]
         ending.waiting[name] = due.get(name, 0) + 1
-        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": shards})
+        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": choice.shards_on(name)})
     ctx.state.deadline_ns = ending.until_ns
 
 
@@ -205,8 +185,7 @@ def _commit(ctx: SupervisorContext) -> None:
     assert ending is not None
     writer = next((name for name in ending.writers if ctx.state.hosts[name].connected), None)
     if writer is None:
-        ending.problem = "the hosts that wrote it were lost"
-        _finish_unsaved(ctx)
+        finish_unsaved(ctx, "the hosts that wrote it were lost")
         return
     ending.writers.remove(writer)  # asked once: if it is lost, another one is asked
     ending.committing, ending.waiting = True, {writer: 1}
@@ -221,14 +200,14 @@ def _version(ctx: SupervisorContext) -> dict[str, Any]:
     return {"step": choice.step, "attempt": choice.attempt, "layout": choice.layout.key, "uri": directory}
 
 
-def _finish_unsaved(ctx: SupervisorContext) -> None:
-    """End without it; the reason names what is lost."""
+def finish_unsaved(ctx: SupervisorContext, problem: str) -> None:
+    """End without the flush; the reason names what is lost, and why."""
     state, ending = ctx.state, ctx.state.ending
     assert ending is not None
     reason = ending.reason
-    if ending.problem or ending.choice is not None:
+    if problem or ending.choice is not None:
         step = ending.choice.step if ending.choice is not None else state.last_applied_step
-        problem = ending.problem or "no complete version is left"
+        problem = problem or "no complete version is left"
         reason += f"; step {step} was only in memory and was not written ({problem}): {_newest_checkpoint(ctx)}"
     finish(ctx, *_final_outcome(ctx), reason)
 

@@ -75,29 +75,17 @@ def _advance(ctx: SupervisorContext, step: int) -> None:
     elif state.phase is Phase.RUN:
         lost_ns = incident.stages_ns["first_step"] = ctx.now_ns - incident.detected_ns
         resumed = incident.stages_ns.pop("resume_step", redone_from)
-        ctx.log(
-            "incident.resolved",
-            {
-                "incident_id": incident.incident_id,
-                "lost_ns": lost_ns,
-                "redone_steps": max(0, redone_from - resumed),
-                "stages_ns": dict(incident.stages_ns),
-            },
-            step=step,
-        )
+        cost = {"lost_ns": lost_ns, "redone_steps": max(0, redone_from - resumed)}
+        detail = {"incident_id": incident.incident_id, **cost, "stages_ns": dict(incident.stages_ns)}
+        ctx.log("incident.resolved", detail, step=step)
         state.open = None
 
 
 def _rank_hang(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:
     if message["attempt"] == ctx.state.attempt and ctx.state.phase is Phase.RUN:
-        report_incident(
-            ctx,
-            RANK_HANG,
-            host=host.name,
-            rank=message.get("rank"),
-            evidence=str(message["evidence"]),
-            silent_s=float(message.get("silent_s", 0.0)),
-        )
+        evidence, silent_s = str(message["evidence"]), float(message.get("silent_s", 0.0))
+        rank = message.get("rank")
+        report_incident(ctx, RANK_HANG, host=host.name, rank=rank, evidence=evidence, silent_s=silent_s)
 
 
 def _collected(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:

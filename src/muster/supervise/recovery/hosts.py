@@ -40,15 +40,8 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
     if not host.allocated:
         host.allocated = True
         price = ctx.settings.usd_per_host_hour
-        ctx.log(
-            "host.allocated",
-            {
-                "gpus": ctx.settings.ranks_per_host,
-                "role": "active",
-                **({"usd_per_hour": price} if price is not None else {}),
-            },
-            host=given.host,
-        )
+        priced = {"usd_per_hour": price} if price is not None else {}
+        ctx.log("host.allocated", {"gpus": ctx.settings.ranks_per_host, "role": "active", **priced}, host=given.host)
     if host.attempt < ctx.state.attempt and host.alive:
         ctx.send(given.host, {"t": "end", "attempt": ctx.state.attempt - 1, "why": "of an older attempt"})
     before = ctx.state.phase
@@ -100,12 +93,8 @@ def check_returned_agent(ctx: SupervisorContext, host: Host, exited: set[int]) -
     expected = set(ctx.ranks_on(host.name)) - gone
     if host.attempt == ctx.state.attempt and expected <= set(host.alive):
         return
-    report_incident(
-        ctx,
-        RANK_EXIT,
-        host=host.name,
-        evidence=f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}",
-    )
+    evidence = f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}"
+    report_incident(ctx, RANK_EXIT, host=host.name, evidence=evidence)
 
 
 def host_ready(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:
@@ -174,25 +163,23 @@ def use_new_capacity(ctx: SupervisorContext, host: Host) -> None:
 
 def host_down(ctx: SupervisorContext, given: HostDown) -> None:
     host = ctx.state.hosts.get(given.host)
-    if host is None or not host.connected:
-        if host is not None:
-            host.drain_timed_out = False
+    if host is None:
+        return
+    if not host.connected:
+        host.drain_timed_out = False
         return
     host.connected = host.ready = False
     host.snapshots, host.retained = [], {}
     ctx.log("host.lost", {"evidence": given.reason}, host=given.host)
     phase = ctx.state.phase
     if phase is Phase.STOPPING:
-        for rank, name in ctx.state.ranks.items():
-            if name == given.host:
-                ctx.state.exited.setdefault(rank, -9)
+        for rank in ctx.ranks_on(given.host):
+            ctx.state.exited.setdefault(rank, -9)
         check_ranks_exited(ctx)
     elif phase is Phase.FLUSH:
         final_flush.on_host_lost(ctx, given.host)
-    elif given.host in (ctx.state.active if phase is Phase.RUN else ctx.state.target) and phase in (
-        Phase.RUN,
-        Phase.DRAINING,
-        Phase.WAIT,
+    elif phase in (Phase.RUN, Phase.DRAINING, Phase.WAIT) and given.host in (
+        ctx.state.active if phase is Phase.RUN else ctx.state.target
     ):
         evidence = f"{given.host}: {given.reason}"
         report_incident(ctx, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
@@ -204,31 +191,28 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
 def try_adopt(ctx: SupervisorContext) -> None:
     """After the loss of a supervisor: are all ranks of the logged attempt alive and of that attempt?"""
     state = ctx.state
-    if not all(state.hosts[name].connected for name in state.active if name in state.hosts):
+    if not all(name in state.hosts and state.hosts[name].connected for name in state.active):
         return
-    if any(name not in state.hosts for name in state.active):
-        return
-    fresh = all(not state.hosts[name].attempt and not state.hosts[name].snapshots for name in state.active)
+    members = [state.hosts[name] for name in state.active]
+    fresh = not any(host.attempt or host.snapshots for host in members)
     if state.ending is not None and not fresh:  # it was ending when its supervisor was lost
         final_flush.begin_flush(ctx)
         return
-    alive = {rank for name in state.active for rank in (*state.hosts[name].alive, *state.hosts[name].exited)}
-    if set(state.ranks) <= alive and all(state.hosts[name].attempt == state.attempt for name in state.active):
+    alive = {rank for host in members for rank in (*host.alive, *host.exited)}
+    if set(state.ranks) <= alive and all(host.attempt == state.attempt for host in members):
         state.phase, state.adopted, state.deadline_ns = Phase.RUN, state.attempt, None
         if not state.stepped:
             ctx.await_first_step()
         state.asked = state.asked or state.stop_before  # the ranks may not have received it, and may hang in their save
         ctx.log("run.message", {"text": f"attempt {state.attempt} continues under a new supervisor"})
         return
-    if not alive and all(state.hosts[name].attempt == 0 for name in state.active):
+    if not alive and all(host.attempt == 0 for host in members):
         # New agents: every process of the run was lost (a reboot, a kill of everything), and it is started again.
-        ctx.log(
-            "run.message",
-            {"text": f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"},
-        )
+        text = f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"
+        ctx.log("run.message", {"text": text})
         state.phase, state.active, state.ranks, state.ending = Phase.STARTING, [], {}, None
         ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)
-    elif all(state.hosts[name].ready for name in state.active):
+    elif all(host.ready for host in members):
         adopt_failed(ctx)
 
 

@@ -22,13 +22,9 @@ def on_notice(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> 
         "termination.notice", {"notice": message["notice"], "source": message["source"], "grace_s": grace_s}, host=name
     )
     host.preemption_grace_s = grace_s
-    connected = [host for host in state.hosts.values() if host.connected]
-    if (
-        state.phase is Phase.HELD_AFTER_FAILURE
-        and state.final_result is not None
-        and all(host.preemption_grace_s is not None for host in connected)
-    ):
-        flush_and_finish(ctx, "failed", state.final_result[0], state.final_result[1])  # no host is left to be held
+    all_leave = all(host.preemption_grace_s is not None for host in state.hosts.values() if host.connected)
+    if state.phase is Phase.HELD_AFTER_FAILURE and state.final_result is not None and all_leave:
+        flush_and_finish(ctx, "failed", *state.final_result)  # no host is left to be held
         return
     if state.phase is Phase.RUN and name in members_of(ctx):
         wait_s = min(ctx.settings.gather_notices_s, grace_s / 10)

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from muster.protocol.held_snapshots import Choice, has_replica_on_other_host, needed_shards
 from muster.protocol.ranks import RankContext, Restore
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.layout import Choice, has_replica_on_other_host, needed_shards
 from muster.supervise.recovery.state import SECOND_NS, Host, Phase
 
 
 def start_message(
-    ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int] | None = None
+    ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
 ) -> dict[str, Any]:
-    """The message for one host.
-
-    ``retained``: ranks of this attempt -> the rank of the one before whose process continues.
-    """
+    """For one host. ``retained``: ranks of this attempt -> the rank of the one before whose process continues."""
     message: dict[str, Any] = {
         "t": "start",
         "attempt": ctx.state.attempt,
-        "contexts": [context.to_json() for context in _contexts(ctx, name, choice, retained or {})],
-        "fetch": _fetches(ctx, name, choice, retained or {}) if choice is not None else [],
+        "contexts": [context.to_json() for context in _contexts(ctx, name, choice, retained)],
+        "fetch": _fetches(ctx, name, choice, retained) if choice is not None else [],
         "peer": peer_of(ctx, name),
     }
     return message if choice is None else {**message, "restore_attempt": choice.attempt}
@@ -34,9 +31,7 @@ def _contexts(
     state, local_ranks = ctx.state, ctx.ranks_on(name)
     stores = (store for host in state.active if (store := state.hosts[host].store))
     address, port = next(stores, ("127.0.0.1", 0))
-    restore = None
-    if choice is not None:
-        restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout)
+    restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout) if choice is not None else None
     return [
         RankContext(
             run_id=ctx.settings.run_id,

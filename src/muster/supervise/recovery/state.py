@@ -11,7 +11,7 @@ from typing import Any
 from muster.config.spec import RunSpec
 from muster.core.layout import Layout
 from muster.policy.cluster_state import Policy
-from muster.supervise.recovery.layout import Choice
+from muster.protocol.held_snapshots import Choice
 
 SECOND_NS = 1_000_000_000
 #: Step times that are remembered: the time a rank gets to pause follows from the longest of them.

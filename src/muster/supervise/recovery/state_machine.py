@@ -23,7 +23,7 @@ from typing import Any
 from muster.core.incidents import CAPACITY, RANK_HANG
 from muster.policy.cluster_state import Policy
 from muster.supervise.recovery import error_history, final_flush, host_messages, preemption_notices
-from muster.supervise.recovery.attempts import ask_to_save, await_answers, drain, overdue_hosts, start_attempt
+from muster.supervise.recovery.attempts import ask_to_save, await_answers, drain, start_attempt
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.hosts import adopt_failed, consider_growth, end_quarantine, host_down, host_up
@@ -141,7 +141,7 @@ class RecoveryStateMachine:
         again, state.stop_asked = state.stop_asked or given.force, True
         if state.phase is Phase.FLUSH:
             if again:
-                final_flush.skip_flush(ctx, f"{given.source}: left at once")
+                final_flush.finish_unsaved(ctx, f"{given.source}: left at once")
             return
         if given.force or (again and state.phase is Phase.STOPPING):
             finish(ctx, outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint remains")
@@ -216,7 +216,8 @@ def _run_deadline(ctx: SupervisorContext) -> None:
 
 
 def _drain_deadline(ctx: SupervisorContext) -> None:
-    for name in overdue_hosts(ctx):
+    late = sorted(name for name in ctx.state.draining if ctx.state.hosts[name].answer_by_ns <= ctx.now_ns)
+    for name in late:
         ctx.state.hosts[name].drain_timed_out = ctx.state.hosts[name].ready
         host_down(ctx, HostDown(host=name, reason="did not end its ranks in time"))
     await_answers(ctx)

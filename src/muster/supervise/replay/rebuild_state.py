@@ -1,9 +1,12 @@
-"""From a run's event log to the state in which a new supervisor continues. Pure."""
+"""From a run's event log to the state in which a new supervisor continues."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from muster.core import event_log
 from muster.core.errors import UsageError
 from muster.core.events import Event
 from muster.core.incidents import traits_of
@@ -11,6 +14,25 @@ from muster.core.layout import Layout
 from muster.supervise.recovery import error_history
 from muster.supervise.recovery.hosts import clear_notice
 from muster.supervise.recovery.state import Ending, Host, Phase, State, StopRequest
+
+
+@dataclass
+class EventReplay:
+    """What a run's event files hold: read what is there before the lease is taken (weeks of events take longer than a
+    lease lasts), and afterwards what its former holder still wrote meanwhile."""
+
+    directory: Path
+    _files: dict[str, list[Event]] = field(default_factory=dict)
+
+    def read_new_events(self) -> None:
+        """Read what the files hold beyond what was read before."""
+        known = {name: len(events) for name, events in self._files.items()}
+        for name, event in event_log.read(self.directory, after=known):
+            self._files.setdefault(name, []).append(event)
+
+    def in_order(self) -> list[Event]:
+        """All of it, with wall times by a clock that is never stepped."""
+        return event_log.on_one_clock(self._files)
 
 
 def rebuild_state(events: Iterable[Event]) -> State:
@@ -47,17 +69,11 @@ def rebuild_state(events: Iterable[Event]) -> State:
         elif event.kind == "run.restarted":
             error_history.forget(state)
         elif event.kind == "termination.notice" and "exit_code" in event.detail:
-            state.stop_before = StopRequest(
-                source=str(event.detail["source"]),
-                exit_code=int(event.detail["exit_code"]),
-                save=bool(event.detail.get("save", True)),
-            )
+            source, save = str(event.detail["source"]), bool(event.detail.get("save", True))
+            state.stop_before = StopRequest(source=source, exit_code=int(event.detail["exit_code"]), save=save)
         elif event.kind == "run.ending":
-            state.ending = Ending(
-                outcome=str(event.detail["outcome"]),
-                exit_code=int(event.detail["exit_code"]),
-                reason=str(event.detail["reason"]),
-            )
+            outcome, reason = str(event.detail["outcome"]), str(event.detail["reason"])
+            state.ending = Ending(outcome=outcome, exit_code=int(event.detail["exit_code"]), reason=reason)
         elif event.kind == "run.finished":
             state = State(
                 attempt=state.attempt,

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from muster.data.sequences import SequenceStore
+
 IGNORED = -100
 #: With static shapes, space for one document per this many tokens, so that all bounds have one shape.
 STATIC_TOKENS_PER_DOCUMENT = 16
-
-
-class Sequences(Protocol):
-    """What ``batch_from`` reads, from ``muster.data``."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -48,19 +41,16 @@ class Batch:
 
 
 def batch_from(
-    store: Sequences, sequences: Sequence[int], device: torch.device, *, static_shapes: bool = False
+    store: SequenceStore, sequences: Sequence[int], device: torch.device, *, static_shapes: bool = False
 ) -> Batch:
     """The micro-batch of these sequences of ``store``. ``static_shapes``: for compiled models."""
     rows = [store[index] for index in sequences]
     lengths = [int(length) for row in rows for length in row.document_lengths]
-    return make_batch(
-        torch.stack([torch.as_tensor(row.input_ids, dtype=torch.int64) for row in rows]),
-        torch.stack([torch.as_tensor(row.labels, dtype=torch.int64) for row in rows]),
-        torch.stack([torch.as_tensor(row.position_ids, dtype=torch.int64) for row in rows]),
-        lengths,
-        device,
-        static_shapes=static_shapes,
+    input_ids, labels, position_ids = (
+        torch.stack([torch.as_tensor(getattr(row, name), dtype=torch.int64) for row in rows])
+        for name in ("input_ids", "labels", "position_ids")
     )
+    return make_batch(input_ids, labels, position_ids, lengths, device, static_shapes=static_shapes)
 
 
 def padding_batch(micro_batch_size: int, sequence_length: int, device: torch.device, *, static_shapes: bool) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -55,18 +56,16 @@ def plan_work(
     data_rank: int,
     data_ranks: int,
     device: torch.device,
-    count_flops: Callable[[list[int]], float] | None = None,
-    batch_schedule: BatchSchedule | None = None,
+    count_flops: Callable[[list[int]], float] | None,
+    batch_schedule: BatchSchedule,
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``batch_schedule``: changes of the batch size during the run; None: there are none.
     ``count_flops``: document lengths of the whole step, without padding -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
     """
-    batch_schedule = batch_schedule or BatchSchedule.of(training.global_batch_size)
     plan = plan_step(
         seed=training.seed,
         step=step,
@@ -152,10 +151,8 @@ class ReadAhead:
         self._stop.set()
         if self._thread is not None:
             while self._thread.is_alive():
-                try:
+                with suppress(queue.Empty):
                     self._ready.get(timeout=0.05)
-                except queue.Empty:
-                    pass
             self._thread.join()
 
     def _run(self) -> None:

@@ -5,14 +5,14 @@ joins the replicas (the sum over them, commands, saves) are groups of their own.
 only those are aborted; the model, its shards and its groups stay as they are.
 
 Torch's functions of the same names refuse a group that is not in its registry once something goes wrong, so
-collectives on these groups are the groups' own methods (``all_reduce`` and ``all_gather`` here).
+collectives on these groups are the groups' own methods (``all_reduce`` here, ``checkpoint.exchange.gather``).
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -30,11 +30,6 @@ def all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]  # torch's stub knows only the class
     return group.allreduce([tensor], options)
-
-
-def all_gather(outputs: Sequence[Tensor], local_tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``outputs`` with every rank's ``local_tensor``, in rank order."""
-    group.allgather([list(outputs)], [local_tensor]).wait()
 
 
 def gloo_group(store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -26,7 +26,6 @@ class World:
     """The process groups besides the axes of the layout."""
 
     rank: int
-    size: int
     control: dist.ProcessGroup | None
     """gloo over all ranks, for commands; None at world size 1."""
     checkpoint: dist.ProcessGroup | None
@@ -109,10 +108,8 @@ def open_rendezvous(address: str, port: int, *, serve: bool) -> Store:
 def join_world(context: RankContext, device: torch.device, store: Store) -> World:
     """Create the process groups of this attempt: torch's default one over this rank's replica, the others over all.
 
-    The store's keys contain the attempt, so that a store with keys of an earlier world does no harm.
-
-    Raises:
-        BackendError: the other ranks cannot be reached.
+    The store's keys contain the attempt, so that a store with keys of an earlier world does no harm. Raises as
+    ``join_replicas`` does.
     """
     replica, inner = divmod(context.rank, context.layout.ranks_per_replica)
     with _join_errors(context):
@@ -150,7 +147,6 @@ def join_replicas(context: RankContext, device: torch.device, store: Store) -> W
         # Saves need a gloo group even on GPUs, and one of their own: they overlap with training.
         return World(
             rank=context.rank,
-            size=context.world_size,
             control=aborter.watch(lambda: over_all("control")) if context.world_size > 1 else None,
             checkpoint=aborter.watch(lambda: over_all("checkpoint")),
             replicate=aborter.watch(over_replicas) if layout.dp_replicate > 1 else None,
@@ -173,7 +169,5 @@ def _join_errors(context: RankContext) -> Iterator[None]:
 def leave_world() -> None:
     """Destroy the groups; a peer that has already left is not an error."""
     if dist.is_initialized():
-        try:
+        with suppress(RuntimeError):
             dist.destroy_process_group()
-        except RuntimeError:
-            pass

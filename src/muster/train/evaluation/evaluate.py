@@ -28,6 +28,7 @@ from muster.train.evaluation.generate import generate
 from muster.train.metrics import StepLog
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
+from muster.train.model.sharding import evaluating
 
 #: Result rows shown with a sample.
 SHOWN_ROWS = 5
@@ -53,17 +54,13 @@ class Evaluator:
         """The figures after ``step``; collective. Returns the detail of the ``eval`` event (rank 0: all of it)."""
         began = time.monotonic_ns()
         detail: dict[str, Any] = {}
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             rows = self.spec.evaluation.num_sequences
             if rows and self.prepared.heldout is not None and len(self.prepared.heldout):
                 loss = self.heldout_loss(self.prepared.heldout, rows)
                 if loss is not None:
                     detail["loss"] = loss
             detail.update(self._answer(step, final=final))
-        finally:
-            self.model.train(was_training)
         detail["duration_ns"] = time.monotonic_ns() - began
         if self.world.rank == 0:
             self.agent.emit("eval", step=step, **detail)

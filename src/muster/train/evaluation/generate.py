@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from muster.train.model.model_with_loss import Decoding, ModelWithLoss
-from muster.train.model.sharding import reshard
+from muster.train.model.sharding import evaluating
 
 #: A model up to this size, in its compute dtype, is gathered for generation.
 WHOLE_BYTES = {"cpu": 4 << 30, "cuda": 20 << 30}
@@ -96,29 +96,23 @@ def complete(
 def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
     """Dense attention, no compiled layers, and with ``whole`` gathered units; restored afterwards."""
     model, root = module.model, cast(torch.nn.Module, module)
-    was_training = module.training
     before = model.config._attn_implementation
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    module.eval()
     model.set_attn_implementation(module.generation_attention)
-    try:
-        if whole:
-            for unit in units:
+    with evaluating(module), torch.compiler.set_stance("force_eager"):
+        try:
+            for unit in units if whole else ():
                 unit.set_reshard_after_forward(False, recurse=False)
-        with torch.compiler.set_stance("force_eager"):
             yield whole
-    finally:
-        for unit in units:
-            unit.set_reshard_after_forward(unit is not root and module.reshard_layers, recurse=False)
-        reshard(module)
-        model.set_attn_implementation(before)
-        module.train(was_training)
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(unit is not root and module.reshard_layers, recurse=False)
+            model.set_attn_implementation(before)
 
 
 def fits(module: ModelWithLoss) -> bool:
     """Whether the whole model in its compute dtype is small enough; the same answer on every rank."""
-    wide = 4 if module.compute_dtype == torch.float32 else 2
-    size = sum(parameter.numel() for parameter in module.parameters()) * wide
+    size = sum(parameter.numel() for parameter in module.parameters()) * module.compute_dtype.itemsize
     return size <= WHOLE_BYTES.get(next(module.parameters()).device.type, 0)
 
 

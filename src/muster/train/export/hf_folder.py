@@ -36,7 +36,7 @@ from muster.train.export.sources import (
     reference_model,
     stored,
 )
-from muster.train.model import lora
+from muster.train.model import lora, weights
 from muster.train.model.causal_lm import DTYPES, on_meta
 
 #: Largest safetensors file, as in transformers.
@@ -147,16 +147,12 @@ def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tup
     """Weights, config and generation config; returns (tensors, bytes)."""
     shapes = {name: tuple(parameter.shape) for name, parameter in sources.model.named_parameters()}
     # Buffers that are in the model's files but not trained: only a pretrained folder has them.
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in sources.model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
+    transient = weights.transient_buffers(sources.model)
     buffers = {name: tuple(b.shape) for name, b in sources.model.named_buffers() if name not in transient}
     makers = {name: maker_of(name, sources) for name in shapes} | {name: stored(name, sources) for name in buffers}
-    lora_names = {plain_owner(name) for name in sources.trained if lora.is_adapter_name(name)}
-    used = {name for name in sources.trained if name in shapes} | {name for name in sources.trained if ".lora_" in name}
-    unknown = sorted(sources.trained - used) + sorted(lora_names - set(shapes))
+    adapters = {name for name in sources.trained if lora.is_adapter_name(name)}
+    adapted = {name.partition(".lora_")[0] + ".weight" for name in adapters}  # a.q_proj.lora_A... -> a.q_proj.weight
+    unknown = sorted(sources.trained - adapters - shapes.keys()) + sorted(adapted - shapes.keys())
     if unknown:
         raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(sources.model).__name__} does not")
     itemsize = dtype.itemsize
@@ -308,11 +304,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     print(json.dumps({**asdict(exported), "folder": str(exported.folder), "lines": exported.lines()}), flush=True)
     return 0
-
-
-def plain_owner(name: str) -> str:
-    """``a.q_proj.lora_A.default.weight`` -> ``a.q_proj.weight``."""
-    return name.partition(".lora_")[0] + ".weight"
 
 
 if __name__ == "__main__":

@@ -48,15 +48,9 @@ def verify(folder: Path, reference: Any, *, base: str | None, dtype: str, shell:
     with tempfile.TemporaryDirectory(prefix="muster-verify-") as scratch:
         from safetensors.torch import save_file
 
-        save_file(expected, Path(scratch) / "expected.safetensors")
-        argv = [
-            sys.executable,
-            "-P",
-            "-m",
-            "muster.train.export.verification",
-            str(folder),
-            f"{scratch}/expected.safetensors",
-        ]
+        file = f"{scratch}/expected.safetensors"
+        save_file(expected, file)
+        argv = [sys.executable, "-P", "-m", "muster.train.export.verification", str(folder), file]
         result = shell.run([*argv, *(["--base", base] if base else [])], timeout_s=TIMEOUT_S)
     try:
         report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

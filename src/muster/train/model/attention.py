@@ -29,6 +29,21 @@ IMPLEMENTATIONS = {
     "document": "muster_document",
     "eager": "eager",
 }
+#: What can rule a kernel out (``objection``), in the order in which it is said.
+CONDITIONS = {
+    "flash_attention_3": "cuda installed half head_dim sinks flash dropout hopper",
+    "flash_attention_2": "cuda installed half head_dim sinks flash",
+    "varlen": "cuda half head_dim sinks own_kernels softcap dropout installed",
+    "flex": "cuda flex dropout",
+    "sdpa": "sdpa softcap sinks",
+    "document": "cpu own_kernels window softcap sinks dropout",
+    "eager": "",
+}
+MODULES = {
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_2": "flash_attn",
+    "varlen": "torch.nn.attention.varlen",
+}
 #: Head dimensions up to which flash attention kernels work.
 FLASH_HEAD_DIM = 256
 
@@ -94,54 +109,28 @@ def choose_attention(requested: str, needs: Needs, device: torch.device, dtype: 
 def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this kernel cannot be used; None: it can."""
     half = dtype in (torch.float16, torch.bfloat16)
-    if kernel == "eager":
-        return None
-    if kernel == "sdpa":
-        return _first(
-            (not needs.sdpa, "the model does not support it"),
-            (needs.softcap, "the model caps its attention scores"),
-            (needs.sinks, "the model has attention sinks"),
-        )
-    if kernel == "document":
-        return _first(
-            (device.type != "cpu", "it is for CPU"),
-            (not needs.own_kernels, "the model does not take registered kernels"),
-            (needs.window is not None, f"the model has a sliding window of {needs.window}"),
-            (needs.softcap, "the model caps its attention scores"),
-            (needs.sinks, "the model has attention sinks"),
-            (needs.dropout, "the model has attention dropout"),
-        )
-    if device.type != "cuda":
-        return f"it needs CUDA, the device is {device.type}"
-    if kernel == "flex":
-        return _first(
-            (not needs.flex, "the model does not support it"), (needs.dropout, "the model has attention dropout")
-        )
-    flash = _first(
-        (not half, f"it needs bfloat16, the model computes in {str(dtype).removeprefix('torch.')}"),
-        (needs.head_dim > FLASH_HEAD_DIM, f"heads of {needs.head_dim} are larger than {FLASH_HEAD_DIM}"),
-        (needs.sinks, "the model has attention sinks"),
-    )
-    if kernel == "varlen":
-        return flash or _first(
-            (not needs.own_kernels, "the model does not take registered kernels"),
-            (needs.softcap, "the model caps its attention scores"),
-            (needs.dropout, "the model has attention dropout"),
-            (importlib.util.find_spec("torch.nn.attention.varlen") is None, "this torch has no varlen attention"),
-        )
-    module = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}[kernel]
-    if importlib.util.find_spec(module) is None:
-        return f"{module} is not installed"
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
-    return flash or _first(
-        (not needs.flash, "the model does not support it"),
-        (kernel == "flash_attention_3" and needs.dropout, "the model has attention dropout"),
-        (kernel == "flash_attention_3" and not hopper, "it needs a Hopper GPU"),
-    )
-
-
-def _first(*rules: tuple[bool, str]) -> str | None:
-    return next((reason for applies, reason in rules if applies), None)
+    module = MODULES.get(kernel, "torch")
+    absent = "this torch has no varlen attention" if kernel == "varlen" else f"{module} is not installed"
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
+    reasons = {
+        "cpu": (device.type != "cpu", "it is for CPU"),
+        "cuda": (device.type != "cuda", f"it needs CUDA, the device is {device.type}"),
+        "hopper": (not hopper, "it needs a Hopper GPU"),
+        "installed": (importlib.util.find_spec(module) is None, absent),
+        "half": (not half, f"it needs bfloat16, the model computes in {str(dtype).removeprefix('torch.')}"),
+        "sdpa": (not needs.sdpa, "the model does not support it"),
+        "flash": (not needs.flash, "the model does not support it"),
+        "flex": (not needs.flex, "the model does not support it"),
+        "own_kernels": (not needs.own_kernels, "the model does not take registered kernels"),
+        "window": (needs.window is not None, f"the model has a sliding window of {needs.window}"),
+        "softcap": (needs.softcap, "the model caps its attention scores"),
+        "sinks": (needs.sinks, "the model has attention sinks"),
+        "dropout": (needs.dropout, "the model has attention dropout"),
+        "head_dim": (needs.head_dim > FLASH_HEAD_DIM, f"heads of {needs.head_dim} are larger than {FLASH_HEAD_DIM}"),
+    }
+    conditions = [reasons[name] for name in CONDITIONS[kernel].split()]
+    return next((reason for applies, reason in conditions if applies), None)
 
 
 def needs_of(model: nn.Module, sequence_length: int) -> Needs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from muster.core.errors import RunFailed
 from muster.train.data_feed.batch import Batch, make_batch
 from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import reshard
+from muster.train.model.sharding import evaluating
 
 LENGTHS = (5, 9, 6)
 #: Largest leak, as a share of the control's change. Kernels that separate documents leak exactly 0.
@@ -57,15 +58,9 @@ def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shape
         RunFailed: the kernel mixes documents, or the test is inconclusive.
     """
     batches = probes(module, device, static_shapes)
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            logits = [module(batch, want="logits") for batch in batches]
-            reference = module(batches[0], want="model_logits") if module.own_head else logits[0]
-    finally:
-        reshard(module)
-        module.train(was_training)
+    with evaluating(module), torch.compiler.set_stance("force_eager"):
+        logits = [module(batch, want="logits") for batch in batches]
+        reference = module(batches[0], want="model_logits") if module.own_head else logits[0]
     start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
     base, neighbours, own = (output[0, start:end] for output in logits)
     head_error = (reference - logits[0]).abs().max() / reference.abs().max().clamp(min=1e-30)
@@ -95,12 +90,10 @@ def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Pr
     Either all ranks use it or none. ``module`` is switched to the model's own head if the proof says so.
     """
     proof = None
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         stored = json.loads(file.read_text())
         if stored["of"] == subject(module, device):
             proof = Proof(**stored["proof"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     everywhere = torch.tensor(float(proof is not None), device=device)
     if dist.is_initialized():
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
@@ -138,14 +131,7 @@ def probes(module: ModelWithLoss, device: torch.device, static_shapes: bool) -> 
     own[start : end - 1] = (own[start : end - 1] + 1) % vocabulary
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     return [
-        make_batch(
-            row.unsqueeze(0),
-            row.roll(-1).unsqueeze(0),
-            positions.unsqueeze(0),
-            LENGTHS,
-            device,
-            static_shapes=static_shapes,
-        )
+        make_batch(row[None], row.roll(-1)[None], positions[None], LENGTHS, device, static_shapes=static_shapes)
         for row in (tokens, others, own)
     ]
 

@@ -18,7 +18,6 @@ from torch import nn
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
-from muster.core.types import Layout
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.model import lora, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
@@ -46,11 +45,6 @@ class BuiltModel:
     num_trainable: int
     lora_config: Any | None
     """peft LoraConfig, where adapters are trained."""
-    meshes: Meshes
-    device: torch.device
-    compute_dtype: torch.dtype
-    static_shapes: bool
-    """Batches need ``static_shapes``, because layers are compiled."""
     shape: ModelShape | None
     """For FLOP arithmetic; None: not a dense decoder, and no MFU is reported."""
 
@@ -62,7 +56,6 @@ class BuiltModel:
 def build_model(
     spec: RunSpec,
     *,
-    layout: Layout,
     device: torch.device,
     vocab_size: int,
     mesh: Meshes,
@@ -83,17 +76,10 @@ def build_model(
         BackendError: the hub cannot be reached.
     """
     assert spec.model is not None
-    assert mesh.layout == layout, f"meshes are of {mesh.layout}, the layout is {layout}"
-    compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
     folder = pretrained.open_source(spec.model)
     config = read_config(spec, folder.path if folder else None, vocab_size)
-    # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
-    model = on_meta(copy.deepcopy(config), compute_dtype if spec.model.lora else master_dtype)
-    needs = needs_of(model, spec.training.sequence_length)
-    attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
-    model.set_attn_implementation(attention.implementation)
-    lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
-    module = sharded_module(model, attention, spec, mesh, device, whole_below)
+    module, lora_config = laid_out(spec, config, mesh, device, whole_below)
+    model, attention = module.model, module.attention
     module.to_empty(device=device)
     model.tie_weights()
     isolation = proven_before(module, device, proof) if restored and proof is not None else None
@@ -113,38 +99,41 @@ def build_model(
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
         num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         lora_config=lora_config,
-        meshes=mesh,
-        device=device,
-        compute_dtype=compute_dtype,
-        static_shapes=spec.training.compile,
         shape=shape_of(config),
     )
 
 
-def sharded_module(
-    model: Any, attention: Attention, spec: RunSpec, mesh: Meshes, device: torch.device, whole_below: int
-) -> ModelWithLoss:
-    """``model`` with its loss, in FSDP units over ``mesh``; still on the meta device."""
+def laid_out(
+    spec: RunSpec, config: Any, mesh: Meshes, device: torch.device, whole_below: int = WHOLE_BELOW
+) -> tuple[ModelWithLoss, Any | None]:
+    """The model with its loss, in FSDP units over ``mesh``, still on the meta device; and peft's LoraConfig, if any."""
     assert spec.model is not None
-    compute_dtype, reshard_layers = DTYPES[spec.model.dtype], spec.parallelism.reshard_after_forward
-    layers = prepare_layers(model, spec, mesh, device)
+    compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
+    # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
+    model = on_meta(copy.deepcopy(config), compute_dtype if spec.model.lora else master_dtype)
+    needs = needs_of(model, spec.training.sequence_length)
+    attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
+    model.set_attn_implementation(attention.implementation)
+    lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
+    reshard_layers = spec.parallelism.reshard_after_forward
+    layers = decoder_layers(model)
+    if mesh.layout.tp > 1:
+        tensor_parallel.split(model, layers, mesh.tp)
+    recompute(layers, spec.training.activation_checkpointing)
+    if spec.training.compile:
+        compile_layers(layers, device)
     module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     shard(
         module, model, layers, mesh,
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
     )  # fmt: skip
-    return module
+    return module, lora_config
 
 
 def all_in_state(model: Any) -> bool:
     """Whether a restored state has every value: nothing is frozen, and no buffer comes from files."""
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    stored_buffers = any(
-        buffer is not None and name not in module._non_persistent_buffers_set
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    )
-    return not frozen and not stored_buffers
+    stored_buffers = {name for name, _ in model.named_buffers()} - weights.transient_buffers(model)
+    return all(parameter.requires_grad for parameter in model.parameters()) and not stored_buffers
 
 
 def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path | None) -> Proof:
@@ -153,17 +142,6 @@ def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path
     if file is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         keep_proof(module, device, proof, file)
     return proof
-
-
-def prepare_layers(model: Any, spec: RunSpec, mesh: Meshes, device: torch.device) -> list[nn.Module]:
-    """The decoder layers, with tensor parallel, recomputation and compilation as in the run file, in this order."""
-    layers = decoder_layers(model)
-    if mesh.layout.tp > 1:
-        tensor_parallel.split(model, layers, mesh.tp)
-    recompute(layers, spec.training.activation_checkpointing)
-    if spec.training.compile:
-        compile_layers(layers, device)
-    return layers
 
 
 def shape_of(config: Any) -> ModelShape | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from muster.config.spec import Model
 from muster.core.errors import BackendError, CheckpointError, UsageError
 from muster.train.distributed.reduce import local
-from muster.train.model.weights import fill, local_ranges, plain_name
+from muster.train.model.weights import fill, local_ranges, plain_name, transient_buffers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -120,11 +120,7 @@ def load(model: Any, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
     """
     skipped = set(ignored)
     targets = {name: parameter for name, parameter in model.named_parameters() if name not in skipped}
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
+    transient = transient_buffers(model)
     targets |= {name: buffer for name, buffer in model.named_buffers() if name not in transient}
     prefix = f"{model.base_model_prefix}."
     places = {name: place_of(name, folder, prefix) for name in targets}

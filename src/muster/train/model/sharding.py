@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,10 +56,8 @@ def shard(
 
     One unit for each decoder layer, the rest in the root.
     """
-    if compute_dtype == torch.float32:
-        policy = MixedPrecisionPolicy()
-    else:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    half = compute_dtype != torch.float32
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if half else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh.shard, "mp_policy": policy}
     if mesh.layout.tp > 1:
         options["shard_placement_fn"] = shard_placement(mesh.layout.dp_shard)
@@ -86,6 +86,18 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and what was gathered dropped at the end."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        reshard(module)
+        module.train(was_training)
 
 
 def forget_gradients(module: nn.Module) -> None:

@@ -136,20 +136,34 @@ def derived_seed(seed: int, name: str) -> int:
 
 def own_initialisation(model: Any, module: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
     """Unsharded parameters of one module from the model's own ``_init_weights``, on CPU."""
-    alone = copy.copy(module)
-    alone._modules = {}
-    alone._parameters = {
-        name: nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32))
+    copied = alone(module, "cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(derived_seed(seed, prefix))
+        model._init_weights(copied)
+    return {name: parameter.detach() for name, parameter in copied.named_parameters()}
+
+
+def alone(module: nn.Module, device: str) -> nn.Module:
+    """The module with the same buffers, without submodules, and with zero parameters of their own."""
+    copied = copy.copy(module)
+    copied._modules = {}
+    copied._parameters = {
+        name: nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32, device=device))
         for name, parameter in module.named_parameters(recurse=False)
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, prefix))
-        with torch.no_grad():
-            model._init_weights(alone)
-    return {name: parameter.detach() for name, parameter in alone._parameters.items() if parameter is not None}
+    return copied
 
 
 # ---------------------------------------------------------------- buffers
+
+
+def transient_buffers(model: nn.Module) -> set[str]:
+    """Names of the buffers that no file holds."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def recompute_buffers(model: Any, *, persistent: bool) -> None:
@@ -172,14 +186,8 @@ def recompute_buffers(model: Any, *, persistent: bool) -> None:
             buffer = module._buffers[name]
             if buffer.is_floating_point():
                 buffer.fill_(math.nan)
-        alone = copy.copy(module)  # same buffers, but parameters that initialisation may write to without effect
-        alone._modules = {}
-        alone._parameters = {
-            name: nn.Parameter(torch.empty(parameter.shape, device="meta"))
-            for name, parameter in module.named_parameters(recurse=False)
-        }
         with torch.no_grad():
-            model._init_weights(alone)
+            model._init_weights(alone(module, "meta"))  # its own buffers, but parameters that nothing is written to
         if any(not module._buffers[name].is_floating_point() or module._buffers[name].isnan().any() for name in names):
             _from_constructor(module, names, prefix)
 

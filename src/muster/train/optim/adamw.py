@@ -16,11 +16,6 @@ from muster.train.distributed.reduce import local
 from muster.train.optim.optimizer import decays_weight
 
 
-def make_adamw(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> AdamW:
-    """The optimizer that ``name: adamw`` of the run file means."""
-    return AdamW(named, settings, elementwise=elementwise)
-
-
 class AdamW:
     """AdamW with the moments of the local shards.
 
@@ -63,19 +58,16 @@ class AdamW:
         gradients = [local(gradient) for name in names if (gradient := self.named[name].grad) is not None]
         exp_avg = [self.exp_avg[name] for name in names]
         exp_avg_sq = [self.exp_avg_sq[name] for name in names]
-        beta1, beta2 = self.settings.betas
         if self.elementwise:
             if float(skip):
                 return
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             for tensors in zip(parameters, gradients, exp_avg, exp_avg_sq, strict=True):
-                adamw_elementwise(
-                    *tensors, step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2,
-                    eps=self.settings.eps, decay=decay,
-                )  # fmt: skip
+                adamw_elementwise(*tensors, self.settings, step=step, learning_rate=learning_rate, decay=decay)
             return
         device = parameters[0].device
         counter = self._counters.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
+        beta1, beta2 = self.settings.betas
         torch._fused_adamw_(
             parameters,
             gradients,
@@ -100,17 +92,16 @@ def adamw_elementwise(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    settings: Settings,
     *,
     step: int,
     learning_rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
     decay: float,
 ) -> None:
     """One update in operations that each round once, so that no element depends on its neighbours."""
+    beta1, beta2 = settings.betas
     parameter.mul_(1.0 - learning_rate * decay)
     exp_avg.mul_(beta1).add_(gradient.mul(1.0 - beta1))
     exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1.0 - beta2))
-    denominator = exp_avg_sq.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(eps)
+    denominator = exp_avg_sq.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(settings.eps)
     parameter.sub_(exp_avg.div(denominator).mul_(learning_rate / (1.0 - beta1**step)))

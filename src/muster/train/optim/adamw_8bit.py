@@ -20,20 +20,6 @@ from muster.train.optim.optimizer import decays_weight
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adamw_8bit(named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> AdamW8bit:
-    """The optimizer that ``name: adamw_8bit`` of the run file means.
-
-    Raises:
-        UsageError: torchao is not installed, or the run is exact.
-    """
-    if elementwise:
-        raise UsageError(
-            "training.exact needs whole optimizer state: 8-bit blocks depend on where a shard begins",
-            hint="set training.optimizer.name: adamw",
-        )
-    return AdamW8bit(named, settings)
-
-
 class AdamW8bit:
     """torchao's ``AdamW8bit`` over this rank's shards as plain tensors.
 
@@ -42,10 +28,15 @@ class AdamW8bit:
     is exact only up to quantisation noise.
 
     Raises:
-        UsageError: torchao is not installed.
+        UsageError: torchao is not installed, or the run is exact (``elementwise``).
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], settings: Settings) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], settings: Settings, *, elementwise: bool) -> None:
+        if elementwise:
+            raise UsageError(
+                "training.exact needs whole optimizer state: 8-bit blocks depend on where a shard begins",
+                hint="set training.optimizer.name: adamw",
+            )
         try:
             from torchao.optim import AdamW8bit as Quantised
         except ImportError as error:

@@ -18,8 +18,5 @@ def learning_rate(settings: Optimizer, *, step: int, total_steps: int) -> float:
     if settings.schedule == "constant":
         return settings.learning_rate
     progress = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
-    if settings.schedule == "linear":
-        share = 1.0 - progress
-    else:
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    share = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return settings.learning_rate * (settings.min_lr_fraction + (1.0 - settings.min_lr_fraction) * share)

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.checkpoint.exchange import gather
 from muster.core.errors import RunFailed
-from muster.train.distributed.process_groups import all_gather
 
 
 class NotFinite(RunFailed):
     """The loss or gradient norm was not finite, or beyond the range of exact sums; nothing was applied."""
-
-    not_finite = True
 
     def __init__(self, message: str, *, step: int, rank: int | None, sequences: Sequence[int]) -> None:
         super().__init__(
@@ -49,33 +47,18 @@ def must_skip(loss: Tensor, norm: Tensor, fault: Tensor) -> Tensor:
 
 
 def find_bad_micro_batch(
-    losses: Sequence[Tensor],
-    sequences: Sequence[tuple[int, ...]],
-    *,
-    rank: int,
-    micro_batch_size: int,
-    group: dist.ProcessGroup | None,
+    losses: Sequence[Tensor], sequences: Sequence[tuple[int, ...]], *, rank: int, group: dist.ProcessGroup | None
 ) -> BadMicroBatch | None:
     """The first micro-batch of any rank whose loss is not finite. Collective, on the failing path only."""
-    width = micro_batch_size + 3
-    local = torch.full((width,), -1.0, dtype=torch.float64)
-    for index, (loss, rows) in enumerate(zip(losses, sequences, strict=True)):
-        if not math.isfinite(float(loss)):
-            local[:3] = torch.tensor([float(rank), float(index), float(loss)], dtype=torch.float64)
-            local[3 : 3 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
-            break
-    reports = [local]
-    if group is not None:
-        reports = [torch.empty_like(local) for _ in range(group.size())]
-        all_gather(reports, local, group)
-    for row in reports:
-        if row[0] >= 0:
-            return BadMicroBatch(
-                rank=int(row[0]),
-                micro_batch=int(row[1]),
-                loss=float(row[2]),
-                sequences=tuple(int(value) for value in row[3:] if value >= 0),
-            )
+    own = (
+        (rank, index, float(loss), rows)
+        for index, (loss, rows) in enumerate(zip(losses, sequences, strict=True))
+        if not math.isfinite(float(loss))
+    )
+    for report in gather(next(own, None), group):
+        if report is not None:
+            culprit, index, value, rows = report
+            return BadMicroBatch(culprit, index, value, tuple(rows))
     return None
 
 

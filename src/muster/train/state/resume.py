@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from muster.checkpoint.load import load_into, newest_valid
 from muster.checkpoint_format.manifest import Manifest
 from muster.config.spec import RunSpec
 from muster.core.errors import CheckpointError
 from muster.protocol.ranks import AgentClient, RankContext
-from muster.storage.uris import is_local
+from muster.storage.store import open_store
 from muster.train.distributed.process_setup import World
 from muster.train.state.saving import Saves
-from muster.train.state.snapshot import Snapshots, restored
-from muster.train.state.snapshot_tiers import open_together
+from muster.train.state.snapshot import restored
 from muster.train.state.training_state import TrainingState
 
 
@@ -30,18 +27,19 @@ def restore(
     began = time.monotonic_ns()
     if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
         return  # this process was retained and has it
-    if context.restore is None:
-        saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
     if context.restore is not None:
         tensors = restored(context, context.restore, state.sharded())
         state.load(context.restore.step, tensors)
         tier, uri = context.restore.tier, context.snapshot_dir or ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    elif spec.checkpoint.resume:
+    else:
+        saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
+        if not spec.checkpoint.resume:
+            return
         sharded = state.sharded()
         manifest = newest_valid(
-            saves.store,
-            saves.directory,
+            open_store(),
+            saves.saver.directory,
             lambda uri, reason: agent.emit("checkpoint.rejected", uri=uri, reason=reason),
             state=sharded,
             group=world.checkpoint,
@@ -52,40 +50,9 @@ def restore(
         size = load_into(manifest, sharded)
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
-        tier, uri = "disk" if is_local(manifest.uri) else "bucket", manifest.uri
-    else:
-        return
+        tier, uri = saves.saver.tier, manifest.uri
     agent.emit(
-        "checkpoint.restored",
-        step=state.step,
-        tier=tier,
-        uri=uri,
-        bytes=size,
-        duration_ns=time.monotonic_ns() - began,
-    )
-
-
-def open_snapshots(
-    spec: RunSpec,
-    context: RankContext,
-    state: TrainingState,
-    world: World,
-    agent: AgentClient,
-    *,
-    extra: Mapping[str, Any],
-) -> Snapshots | None:
-    """Where this rank's in-memory snapshots go; None: no snapshots. ``extra``: as in a checkpoint.
-
-    Collective: if one rank's host has too little memory, all continue with fewer tiers, and a message reports it.
-    """
-    if context.snapshot_dir is None or spec.checkpoint.snapshot_every_steps == 0:
-        return None
-    return open_together(
-        context,
-        state.sharded(),
-        extra=extra,
-        group=world.control,
-        report=lambda text: agent.emit("run.message", text=text),
+        "checkpoint.restored", step=state.step, tier=tier, uri=uri, bytes=size, duration_ns=time.monotonic_ns() - began
     )
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from muster.checkpoint.exchange import gather
 from muster.checkpoint.handover import Handover
 from muster.checkpoint.saver import Saver
 from muster.config.spec import CheckpointSpec, RunSpec
 from muster.core import intervals
-from muster.core.protocols import Store
 from muster.protocol.ranks import AgentClient, Command, RankContext
 from muster.storage import uris
 from muster.storage.store import open_store
-from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.process_setup import World
 from muster.train.state.training_state import TrainingState
 
@@ -40,8 +38,6 @@ class Saves:
     state: TrainingState
     extra: Mapping[str, Any]
     """Small values that a later run checks before it resumes."""
-    store: Store
-    directory: str
     rate: intervals.FailureRate
     """Of the whole run, as known when this attempt started."""
     to_disk: float = 1.0
@@ -94,10 +90,8 @@ class Saves:
             return False
         if command.deadline_s is None:
             return True
-        seconds = torch.tensor(self.seconds, dtype=torch.float64)
-        if group is not None:
-            all_reduce(seconds, group, op=dist.ReduceOp.MAX).wait()
-        return float(seconds) * SAFETY < command.deadline_s
+        slowest_s: float = max(gather(self.seconds, group))
+        return slowest_s * SAFETY < command.deadline_s
 
     def save(self, step: int) -> None:
         """Write the state after ``step``; asynchronous saves return when the bytes are staged."""
@@ -128,9 +122,26 @@ class Saves:
         if self.spec.every_steps != 0:
             self.saver.prepare(self.state.sharded())
 
-    def finish(self) -> None:
-        """Wait for the last save and commit it."""
-        self.saver.finish()
+
+def open_saver(
+    context: RankContext, spec: CheckpointSpec, group: dist.ProcessGroup | None, on_event: Callable[..., None]
+) -> Saver:
+    """The run's checkpoint folder, ready to write to. ``group``: gloo over all ranks. Collective."""
+    directory = spec.dir or uris.join(context.run_dir, "checkpoints")
+    return Saver(
+        directory,
+        run_id=context.run_id,
+        attempt=context.attempt,
+        layout=context.layout,
+        keep_last=spec.keep_last,
+        asynchronous=spec.asynchronous,
+        group=group,
+        store=open_store(),
+        on_event=on_event,
+        handover=Handover.on_this_host(
+            run_dir=context.run_dir, run_id=context.run_id, host=context.host, directory_uri=directory
+        ),
+    )
 
 
 def open_saves(
@@ -142,9 +153,7 @@ def open_saves(
     extra: Mapping[str, Any],
     agent: AgentClient,
 ) -> Saves:
-    """The run's checkpoint folder, ready to write to. Collective."""
-    directory = spec.checkpoint.dir or uris.join(context.run_dir, "checkpoints")
-    store = open_store()
+    """The run's checkpoints, and when the next one is due. Collective."""
 
     def on_event(kind: str, *, step: int | None = None, **detail: Any) -> None:
         if kind == "checkpoint.committed" and "duration_ns" in detail:
@@ -154,27 +163,11 @@ def open_saves(
         if world.rank == 0:
             agent.emit(kind, step=step, **detail)
 
-    saver = Saver(
-        directory,
-        run_id=context.run_id,
-        attempt=context.attempt,
-        layout=context.layout,
-        keep_last=spec.checkpoint.keep_last,
-        asynchronous=spec.checkpoint.asynchronous,
-        group=world.checkpoint,
-        store=store,
-        on_event=on_event,
-        handover=Handover.on_this_host(
-            run_dir=context.run_dir, run_id=context.run_id, host=context.host, directory_uri=directory
-        ),
-    )
     saves = Saves(
-        saver=saver,
+        saver=open_saver(context, spec.checkpoint, world.checkpoint, on_event),
         spec=spec.checkpoint,
         state=state,
         extra=extra,
-        store=store,
-        directory=directory,
         rate=intervals.FailureRate.at_scale(context.world_size).observed(
             seconds=context.observed_s, failures=context.failures
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import queue
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muster.checkpoint import shards
 from muster.checkpoint.pinned import pin_soon
+from muster.checkpoint.reader import Shard
 from muster.checkpoint_format.snapshot_checksum import checksum_of, verify_checksum
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refusal
+from muster.checkpoint_format.tensor_index import boxes_of_table
 from muster.core.errors import CheckpointError
 from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS
 from muster.protocol.ranks import RankContext, Restore
+from muster.train.distributed.reduce import local
 
 _ALIGN = 64  # of each tensor in a slot: a cache line, any dtype
 _FETCH_TIMEOUT_S = 60.0
@@ -251,29 +257,29 @@ def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:
     """(one entry per tensor: name, dtype, global_shape, offsets, local_shape, byte_offset; total bytes)."""
     table, at = [], 0
     for name, tensor in sharded.items():
-        local, offsets = _place(tensor)
+        part, offsets = local(tensor), offsets_of(tensor)
         table.append(
             {
                 "name": name,
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "global_shape": list(tensor.shape),
                 "offsets": offsets,
-                "local_shape": list(local.shape),
+                "local_shape": list(part.shape),
                 "byte_offset": at,
             }
         )
-        at += -(-local.numel() * local.element_size() // _ALIGN) * _ALIGN
+        at += -(-part.numel() * part.element_size() // _ALIGN) * _ALIGN
     return table, -(-max(at, 1) // mmap.PAGESIZE) * mmap.PAGESIZE  # slots share no page, because CUDA pins whole pages
 
 
-def _place(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """This rank's part and its offsets in the global tensor."""
+def offsets_of(tensor: Tensor) -> list[int]:
+    """Where this rank's part begins in the global tensor."""
     if not isinstance(tensor, DTensor):
-        return tensor, [0] * tensor.dim()
+        return [0] * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), [int(offset) for offset in offsets]
+    return [int(offset) for offset in offsets]
 
 
 def _views(ring: Ring, slot: int, table: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -282,9 +288,7 @@ def _views(ring: Ring, slot: int, table: list[dict[str, Any]]) -> dict[str, Tens
     tensors = {}
     for entry in table:
         dtype = getattr(torch, entry["dtype"])
-        count = 1
-        for size in entry["local_shape"]:
-            count *= size
+        count = math.prod(entry["local_shape"])
         if count == 0:
             tensors[entry["name"]] = torch.empty(entry["local_shape"], dtype=dtype)
             continue
@@ -320,19 +324,8 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
         time.sleep(0.005)
 
 
-def restore_same_layout(context: RankContext, restore: Restore) -> dict[str, Tensor]:
-    """This rank's parts, for ``TrainingState.load``: views into the ring, not copies."""
-    path = Path(restore.shards[str(context.rank)])
-    ring, table, slot = open_shard(path, restore)
-    if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
-        os.rename(path, own_path(context))
-    return _views(ring, slot, table)
-
-
-def restore_other_layout(
-    restore: Restore, sharded: Mapping[str, Tensor], *, local_rank: int = 0, local_world_size: int = 1
-) -> dict[str, Tensor]:
-    """The parts of ``sharded`` (this rank's state), assembled from the earlier world's shards.
+def restore_other_layout(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of ``sharded`` (this rank's state), filled in place from the earlier world's shards.
 
     Reads only the overlaps, and verifies the checksums of this rank's share of the files on its host, so that each is
     verified once; a wrong one ends the whole attempt.
@@ -340,54 +333,32 @@ def restore_other_layout(
     Raises:
         CheckpointError: a shard is missing, or the shards do not cover a tensor.
     """
-    paths = [Path(path) for _, path in sorted(restore.shards.items(), key=lambda item: int(item[0]))]
-    shards = [
-        open_shard(path, restore, check=number % local_world_size == local_rank) for number, path in enumerate(paths)
-    ]
-    views = [(_views(ring, slot, table), {entry["name"]: entry for entry in table}) for ring, table, slot in shards]
-    restored_parts = {}
-    for name, tensor in sharded.items():
-        part, offsets = _place(tensor)
-        target = torch.empty(part.shape, dtype=part.dtype)
-        filled = 0
-        seen: set[tuple[int, ...]] = set()
-        for tensors, entries in views:
-            entry = entries.get(name)
-            if entry is None or tuple(entry["offsets"]) in seen:
-                continue  # the same rank of another replica has the same bytes
-            count = copy_overlap(target, offsets, tensors[name], entry["offsets"])
-            if count:
-                seen.add(tuple(entry["offsets"]))
-            filled += count
-        if filled != target.numel():
-            raise CheckpointError(
-                f"the snapshots of step {restore.step} hold {filled} of {target.numel()} values of {name}"
-            )
-        restored_parts[name] = target
-    return restored_parts
+    opened = []
+    for number, (_, path) in enumerate(sorted(restore.shards.items(), key=lambda item: int(item[0]))):
+        ring, table, slot = open_shard(
+            Path(path), restore, check=number % context.local_world_size == context.local_rank
+        )
+        opened.append(Shard(tuple(boxes_of_table(table)), partial(_slice, ring.slot(slot)), path))
+    try:
+        shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
+    except CheckpointError as error:
+        raise CheckpointError(f"the snapshots of step {restore.step} do not fit this state: {error}") from error
+    return {name: local(tensor) for name, tensor in sharded.items()}
 
 
-def copy_overlap(target: Tensor, target_at: list[int], source: Tensor, source_at: list[int]) -> int:
-    """Copy the overlap of two boxes of one global tensor; return its number of values."""
-    if target.dim() == 0:
-        target.copy_(source)
-        return 1
-    into, out_of = [], []
-    for axis in range(target.dim()):
-        begin = max(target_at[axis], source_at[axis])
-        end = min(target_at[axis] + target.shape[axis], source_at[axis] + source.shape[axis])
-        if end <= begin:
-            return 0
-        into.append(slice(begin - target_at[axis], end - target_at[axis]))
-        out_of.append(slice(begin - source_at[axis], end - source_at[axis]))
-    target[tuple(into)].copy_(source[tuple(out_of)])
-    return target[tuple(into)].numel()
+def _slice(data: memoryview, start: int, stop: int) -> memoryview:
+    return data[start:stop]
 
 
 def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """This rank's parts of the version that ``restore`` names, from whichever layout took it."""
-    if restore.layout == context.layout and str(context.rank) in restore.shards:
-        return restore_same_layout(context, restore)
-    return restore_other_layout(
-        restore, sharded, local_rank=context.local_rank, local_world_size=context.local_world_size
-    )
+    """This rank's parts of the version that ``restore`` names, from whichever layout took it.
+
+    Where this one did, they are views into the ring, not copies.
+    """
+    if restore.layout != context.layout or str(context.rank) not in restore.shards:
+        return restore_other_layout(context, restore, sharded)
+    path = Path(restore.shards[str(context.rank)])
+    ring, table, slot = open_shard(path, restore)
+    if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
+        os.rename(path, own_path(context))
+    return _views(ring, slot, table)

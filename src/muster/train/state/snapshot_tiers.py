@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint_format.snapshot_ring import NoRoom
-from muster.protocol.ranks import RankContext
+from muster.protocol.ranks import AgentClient, RankContext
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.state.snapshot import Snapshots
 
@@ -25,20 +25,28 @@ _WITHOUT = {
 
 def open_together(
     context: RankContext,
-    sharded: Mapping[str, Tensor],
+    sharded: Callable[[], Mapping[str, Tensor]],
     *,
+    every_steps: int,
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None,
-    report: Callable[[str], None],
+    agent: AgentClient,
 ) -> Snapshots | None:
-    """Every rank's snapshots in the same tiers; None: in no tier. Collective over ``group`` (None: one rank).
+    """Every rank's snapshots of ``sharded`` in the same tiers; None: in no tier, or none are asked for.
 
-    If one rank's host has too little memory, the run continues with fewer tiers: without copies in other hosts' memory,
-    or without snapshots. One such rank reports it.
+    ``extra``: as in a checkpoint. Collective over ``group`` (None: one rank). If one rank's host has too little memory,
+    the run continues with fewer tiers: without copies in other hosts' memory, or without snapshots. One such rank
+    reports it.
     """
+    if context.snapshot_dir is None or every_steps == 0:
+        return None
+
+    def report(text: str) -> None:
+        agent.emit("run.message", text=text)
+
     snapshots, error = None, None
     try:
-        snapshots = Snapshots(context, sharded, extra=extra, report=report)
+        snapshots = Snapshots(context, sharded(), extra=extra, report=report)
         error = snapshots.no_room
     except NoRoom as no_room:
         error = no_room

@@ -72,29 +72,24 @@ class PendingHash:
         return [f"{(total + self.step * PLACE_BY) % (1 << 64):016x}" for total in self.totals.tolist()]
 
 
+@dataclass
 class StateHashes:
     """Hashes the training state every ``every_steps`` steps."""
 
-    def __init__(
-        self,
-        state: TrainingState,
-        *,
-        every_steps: int,
-        replica: int,
-        shard_rank: int,
-        tp_rank: int,
-        group: dist.ProcessGroup | None,
-        replicas: int = 1,
-    ) -> None:
-        """``replica``, ``shard_rank``, ``tp_rank``: this rank's place. ``group``: gloo over all ranks, or None."""
-        self.state = state
-        self.every_steps = every_steps
-        self.group = group
-        self.replica, self.replicas = replica, replicas
-        self._places: dict[str, Place] = {}
-        self._difference_reported = False
-        if every_steps:
-            self._places = places_of(state.sharded(), shard_rank=shard_rank, tp_rank=tp_rank)
+    state: TrainingState
+    every_steps: int
+    replica: int
+    """With ``shard_rank`` and ``tp_rank``: this rank's place."""
+    shard_rank: int
+    tp_rank: int
+    group: dist.ProcessGroup | None
+    """gloo over all ranks; None: one rank only."""
+    replicas: int = 1
+    _difference_reported: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every_steps:
+            self._places = places_of(self.state.sharded(), shard_rank=self.shard_rank, tp_rank=self.tp_rank)
 
     def begin(self, step: int) -> PendingHash | None:
         """Sum this rank's part of the state after ``step`` and start the reduction; None: no hash is due.

@@ -130,7 +130,7 @@ def test_after_one_that_could_not_plain_ones_are_forked(tmp_path: Any, processes
     host = Host(tmp_path)
     peer = host.came(0, processes[0].pid)
     host.came(1, processes[1].pid)
-    host.pool.on_standby_unusable(peer)
+    host.pool.on_standby_lost(peer, unusable=True)
     assert processes[0].wait(5) == -9, "its CUDA state is unknown"
     assert list(host.standbys) == [processes[1].pid] and host.spawns() == [([0], False)]
     host.came(0, processes[2].pid)

@@ -46,7 +46,7 @@ def test_the_incident_says_since_when():
     settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
     machine = RecoveryStateMachine(settings=settings, policy=SHIPPED["default"])
     cluster = Cluster(machine=machine, names=["host-0", "host-1"], total_steps=100)
-    cluster.at(10.0, lambda: cluster._give(HostDown(host="host-1", reason="silent for 1.50 s", silent_s=1.5)))
+    cluster.at(10.0, lambda: cluster.give(HostDown(host="host-1", reason="silent for 1.50 s", silent_s=1.5)))
     cluster.run(until_s=11.0)
     ((at, log),) = [(at, log) for at, log in cluster.log if log.kind == "incident.detected"]
     assert log.detail["since_ns"] == 8_500_000_000 and at == 10.0

@@ -29,7 +29,7 @@ def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():
     told = []
 
     def look():
-        told.append(RankContext.from_json(start_message(found.machine._ctx, "host-0", None)["contexts"][0]))
+        told.append(RankContext.from_json(start_message(found.machine._ctx, "host-0", None, {})["contexts"][0]))
 
     for at_s, act in ((8.0, look), (10.0, lambda: found.kill_rank(1)), (20.0, look), (30.0, lambda: found.kill_rank(0)),
                       (40.0, look)):  # fmt: skip

@@ -5,7 +5,7 @@ from fakes.virtual_run import cluster, events_of, kinds, machine, spec
 
 from muster.core.events import Event, check
 from muster.policy.builtin import SHIPPED, DefaultPolicy
-from muster.simulate.cluster import Stages
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.state import FromHost, Phase, StopRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
 
@@ -21,7 +21,7 @@ def committed(found):
 
 
 def stop(found, **more):
-    found._give(StopRequest(source="SIGINT", exit_code=130, **more))
+    found.give(StopRequest(source="SIGINT", exit_code=130, **more))
 
 
 def test_no_capacity_writes_the_steps_that_only_memory_holds_and_answers_75():
@@ -207,7 +207,7 @@ def test_an_answer_to_an_order_that_was_overtaken_does_not_count():
     state = found.machine.state
     assert state.phase is Phase.FLUSH and state.ending.choice is not None
     answer = {"t": "flushed", "step": state.ending.choice.step, "attempt": 1, "ok": True, "files": [{"rank": 0}]}
-    found._give(FromHost(host="host-0", message=answer))
+    found.give(FromHost(host="host-0", message=answer))
     assert state.ending.files == []
 
 

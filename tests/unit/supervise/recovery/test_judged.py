@@ -229,7 +229,7 @@ def test_a_corrected_run_file_brings_its_policy():
     found = cluster(spec(hosts=1, recovery={"keep_hosts_after_failure_s": 100.0}), policy=SHIPPED["none"], steps=400)
     found.at(10.0, lambda: found.kill_rank(0, code=1, last=OWN))
     request = RestartRequest(settings=found.machine.settings, policy=SHIPPED["default"])
-    found.at(20.0, lambda: found._give(request))
+    found.at(20.0, lambda: found.give(request))
     counts = []
     for second in (15.0, 30.0):
         found.at(second, lambda: counts.append(len(rebuild_state(events_of(found)).error_counts)))
@@ -286,7 +286,7 @@ def test_the_hosts_that_copy_to_a_mover_hear_where_it_is_now():
 
 
 def test_progress_before_the_first_step_renews_the_time_to_it():
-    from muster.simulate.cluster import Stages
+    from muster.simulate.stage_arithmetic import Stages
 
     found = cluster(spec(hosts=1), stages=Stages(start_s=150.0))
     for second in range(10, 150, 30):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.policy.builtin import SHIPPED, DefaultPolicy
-from muster.simulate.cluster import Stages
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.state import Phase, StopRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
 
@@ -146,21 +146,21 @@ def test_two_hosts_that_hold_each_others_copies():
 
 def test_ctrl_c_saves_and_leaves_with_130_and_a_second_one_at_once():
     found = cluster(spec(hosts=2))
-    found.at(10.0, lambda: found._give(StopRequest(source="SIGINT", exit_code=130)))
+    found.at(10.0, lambda: found.give(StopRequest(source="SIGINT", exit_code=130)))
     end = found.run()
     assert (end.exit_code, end.outcome) == (130, "stopped")
     assert "saved and left" in end.reason
 
     found = cluster(spec(hosts=2))
-    found.at(10.0, lambda: found._give(StopRequest(source="SIGINT", exit_code=130)))
-    found.at(10.1, lambda: found._give(StopRequest(source="SIGINT", exit_code=130)))
+    found.at(10.0, lambda: found.give(StopRequest(source="SIGINT", exit_code=130)))
+    found.at(10.1, lambda: found.give(StopRequest(source="SIGINT", exit_code=130)))
     end = found.run()
     assert end.exit_code == 130 and found.now_s == pytest.approx(10.1)
 
 
 def test_sigterm_is_75():
     found = cluster(spec(hosts=1))
-    found.at(10.0, lambda: found._give(StopRequest(source="SIGTERM", exit_code=75)))
+    found.at(10.0, lambda: found.give(StopRequest(source="SIGTERM", exit_code=75)))
     assert found.run().exit_code == 75
 
 

@@ -4,7 +4,7 @@ import pytest
 from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 
 from muster.policy.builtin import SHIPPED
-from muster.simulate.cluster import Stages
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 

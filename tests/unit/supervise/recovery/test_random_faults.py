@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.policy.builtin import SHIPPED
-from muster.simulate import connectivity
+from muster.protocol.held_snapshots import Snapshot, newest_complete
 from muster.simulate import faults as broken
-from muster.simulate.cluster import Stages
-from muster.supervise.recovery.layout import Snapshot, newest_complete
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.state import Phase, StopRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
 
@@ -31,9 +30,7 @@ FAULTS = st.lists(
 
 def replace(found, of, policy, apart_s=0.0):
     if found.machine.state.phase is not Phase.ENDED:
-        connectivity.replace_supervisor(
-            found, machine(of, SHIPPED[policy], rebuild_state(events_of(found))), apart_s=apart_s
-        )
+        found.replace_supervisor(machine(of, SHIPPED[policy], rebuild_state(events_of(found))), apart_s=apart_s)
 
 
 def restart_agent(cluster, name):
@@ -74,9 +71,9 @@ def do(found, of, policy, deed, index):
         "return": lambda: found.return_host(name),
         "notice": lambda: notify(found.hosts[name]),
         "everybody": lambda: notify(*list(found.hosts.values())),
-        "stop": lambda: found._give(StopRequest(source="SIGTERM", exit_code=75)),
+        "stop": lambda: found.give(StopRequest(source="SIGTERM", exit_code=75)),
         "supervisor": lambda: replace(found, of, policy),
-        "gap": lambda: replace_later(lambda: connectivity.lose_supervisor(found)),
+        "gap": lambda: replace_later(lambda: found.lose_supervisor()),
         "midway": lambda: replace_later(lambda: setattr(found, "dies_at_send", True)),
         "agent": lambda: restart_agent(found, name),
         "hang": lambda: broken.hang_rank(found, index, detect_s=0.5),

@@ -5,7 +5,8 @@ from test_survivors import attempts, replicated
 
 from muster.core.events import Event
 from muster.policy.builtin import SHIPPED
-from muster.simulate.cluster import Cluster, Stages
+from muster.simulate.cluster import Cluster
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.retained_ranks import PAUSE_S, pause_s
 from muster.supervise.recovery.state import Settings, State
@@ -35,10 +36,10 @@ class Standing(Cluster):
         if keep:
             self._ending = before
 
-    def _from(self, name, message, *, boots):
+    def receive_from(self, host, message):
         if message.get("t") == "event" and message["event"]["kind"] == "step":
             message["event"]["detail"]["step_ns"] = int(self.step_s * 1e9)
-        super()._from(name, message, boots=boots)
+        super().receive_from(host, message)
 
 
 def two_by_two(stand_s=0.0, *, of=None, step_s=STEP_S, **resources):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from muster.config.spec import RunSpec
 from muster.core.types import Layout
 from muster.policy.builtin import SHIPPED
-from muster.simulate.cluster import Cluster, Stages
-from muster.supervise.recovery.layout import Snapshot, has_replica_on_other_host, newest_complete
+from muster.protocol.held_snapshots import Snapshot, has_replica_on_other_host, newest_complete
+from muster.simulate.cluster import Cluster
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.retained_ranks import prefer_hosts_of_whole_replicas, rank_mapping, whole_replicas
 from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine

@@ -1,7 +1,7 @@
 """What a supervisor reads before it holds the lease, and what its predecessor still writes until then."""
 
 from muster.core.event_log import EventLog, check_directory, heads
-from muster.supervise.replay.event_files import EventReplay
+from muster.supervise.replay.rebuild_state import EventReplay
 
 
 def note(log, text):

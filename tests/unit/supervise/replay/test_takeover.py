@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from fakes.virtual_run import actions, check_invariants, cluster, events_of, kinds, machine, spec
 
-from muster.simulate import connectivity, faults
-from muster.simulate.cluster import Stages
+from muster.simulate import faults
+from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.state import Phase
 from muster.supervise.replay.rebuild_state import rebuild_state
@@ -16,11 +16,11 @@ OWN = {"exception": "ValueError", "message": "bad row 17"}
 
 def replaced(found, of, apart_s=0.5):
     """A new supervisor, which the hosts find one after the other."""
-    connectivity.replace_supervisor(found, machine(of, state=rebuild_state(events_of(found))), apart_s=apart_s)
+    found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))), apart_s=apart_s)
 
 
 def without_supervisor(found, of, at, until):
-    found.at(at, lambda: connectivity.lose_supervisor(found))
+    found.at(at, lambda: found.lose_supervisor())
     found.at(until, lambda: replaced(found, of))
 
 
@@ -28,7 +28,7 @@ def without_supervisor(found, of, at, until):
 def test_a_run_that_ended_while_nobody_supervised_has_succeeded(apart_s):
     of = spec(hosts=3)
     found = cluster(of)
-    found.at(10.0, lambda: connectivity.lose_supervisor(found))
+    found.at(10.0, lambda: found.lose_supervisor())
     found.at(60.0, lambda: replaced(found, of, apart_s))
     end = found.run(until_s=1000.0)
     assert end is not None and (end.exit_code, end.outcome) == (0, "succeeded")
@@ -75,7 +75,7 @@ def test_a_growth_outlives_the_supervisor_that_began_it(gap_s):
     found = cluster(of, steps=400)
     found.at(10.0, lambda: found.kill_host("host-2"))
     found.at(20.0, lambda: found.return_host("host-2"))
-    found.at(25.1, lambda: connectivity.lose_supervisor(found))
+    found.at(25.1, lambda: found.lose_supervisor())
     found.at(25.1 + gap_s, lambda: replaced(found, of, 0.0))
     asked = []
     found.at(25.09, lambda: asked.append(found.machine.state.resizing))
@@ -119,7 +119,7 @@ def test_a_host_that_waits_is_taken_in_by_the_supervisor_that_finds_ranks_steppi
     of = spec(hosts=3, min_hosts=2)
     found = cluster(of, steps=400)
     found.at(10.0, lambda: found.kill_host("host-0"))
-    found.at(21.0, lambda: connectivity.lose_supervisor(found))
+    found.at(21.0, lambda: found.lose_supervisor())
     found.at(22.0, lambda: found.return_host("host-0"))
     found.at(30.0, lambda: replaced(found, of))
     assert found.run(until_s=1000.0).exit_code == 0

@@ -80,10 +80,10 @@ def test_elementwise_does_not_depend_on_where_a_shard_ends() -> None:
                 lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
         else:
+            settings = Optimizer(betas=(0.9, 0.95), eps=1e-8)
             adamw_elementwise(
-                parameter, gradient, exp_avg, exp_avg_sq,
-                step=3, learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1,
-            )  # fmt: skip
+                parameter, gradient, exp_avg, exp_avg_sq, settings, step=3, learning_rate=1e-3, decay=0.1
+            )
         return parameter
 
     whole = updated(slice(0, size), fused=False)

@@ -32,7 +32,7 @@ class Saver:
 @pytest.fixture
 def run():
     saves = Saves(saver=Saver(), spec=CheckpointSpec(every_steps=4), state=SimpleNamespace(sharded=dict), extra={},
-                  store=None, directory="", rate=FailureRate.at_scale(1))  # fmt: skip
+                  rate=FailureRate.at_scale(1))  # fmt: skip
     agreed = SimpleNamespace(saving=False)
     found = SimpleNamespace(
         saves=saves, saver=saves.saver, agreed=agreed, last_step=40, world=SimpleNamespace(rank=0),

@@ -14,8 +14,8 @@ import torch
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, list_snapshots
 from muster.core.snapshot_slots import PEER_SLOTS
 from muster.core.types import Layout
+from muster.protocol.held_snapshots import Snapshot, newest_complete
 from muster.protocol.ranks import RankContext, Restore
-from muster.supervise.recovery.layout import Snapshot, newest_complete
 from muster.train.state import snapshot
 from muster.train.state.snapshot import Snapshots
 

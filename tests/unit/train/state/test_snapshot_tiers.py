@@ -1,5 +1,7 @@
 """No room for snapshots: fewer tiers, one note with numbers and a key, and nothing that lies there is touched."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -37,7 +39,8 @@ def context(folder, **changes):
 
 def opened(folder, **changes):
     notes = []
-    return open_together(context(folder, **changes), STATE, group=None, report=notes.append), notes
+    agent = SimpleNamespace(emit=lambda kind, *, text: notes.append(text))
+    return open_together(context(folder, **changes), lambda: STATE, every_steps=1, group=None, agent=agent), notes
 
 
 def test_where_there_is_room_nothing_is_said(tmp_path, room):

@@ -1,9 +1,10 @@
-"""Which in-memory state the ranks of an attempt can start from. Pure."""
+"""Snapshots that hosts hold in memory, as they report them: the newest version that all shards of are there. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from muster.core.layout import Layout
 
@@ -20,6 +21,13 @@ class Snapshot:
     host: str
     tier: str
     """memory (its own) or peer."""
+
+    @classmethod
+    def reported(cls, host: str, item: Mapping[str, Any]) -> Snapshot:
+        """One of a host's list. Raises LookupError, TypeError or ValueError where it is unusable."""
+        step, attempt, rank = (int(item[name]) for name in ("step", "attempt", "rank"))
+        layout, tier = str(item["layout"]), str(item["tier"])
+        return cls(step=step, attempt=attempt, rank=rank, layout=layout, host=host, tier=tier)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,11 @@ class Choice:
         """Where ``host`` takes a rank's state from: its own memory before any other host's, a peer's copy included."""
         here = (held for held in self.holders.get(rank, ()) if held.host == host)
         return next(here, self.shards[rank])
+
+    def shards_on(self, host: str) -> list[dict[str, Any]]:
+        """The shards for which ``host`` was chosen, as an order to flush them names each."""
+        mine = ((rank, held) for rank, held in sorted(self.shards.items()) if held.host == host)
+        return [{"rank": rank, "tier": held.tier, "held_as": held.rank} for rank, held in mine]
 
 
 def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from muster.config.spec import Parallelism
 from muster.core.layout import Layout, layout_for
-from muster.supervise.recovery.layout import Choice, Snapshot, needed_shards, newest_complete
+from muster.protocol.held_snapshots import Choice, Snapshot, needed_shards, newest_complete
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,15 @@ def test_a_replica_stands_in_for_its_twin():
     found = newest_complete([snap(2, 5, "b", layout="r2s2t1p1c1e1"), snap(3, 5, "b", layout="r2s2t1p1c1e1")])
     assert found.step == 5 and found.layout == Layout(dp_replicate=2, dp_shard=2)
     assert set({rank: held.host for rank, held in found.shards.items()}.values()) == {"b"}
+
+
+def test_an_order_to_flush_names_where_each_shard_is_held_own_snapshots_first():
+    twins = newest_complete([snap(0, 7, "a", layout="r2s2t1p1c1e1"), snap(3, 7, "a", layout="r2s2t1p1c1e1")])
+    assert [(each["rank"], each["held_as"]) for each in twins.shards_on("a")] == [(0, 0), (1, 3), (2, 0), (3, 3)]
+    copies = [snap(0, 9, "a", tier="peer"), snap(1, 9, "a", tier="peer")]
+    own = newest_complete([*copies, snap(0, 9, "a"), snap(1, 9, "b")])
+    assert own.shards_on("a") == [{"rank": 0, "tier": "memory", "held_as": 0}]
+    assert own.shards_on("b") == [{"rank": 1, "tier": "memory", "held_as": 1}]
 
 
 def test_nothing_is_none():

@@ -21,7 +21,6 @@ from muster.simulate.host_time import CATEGORIES
 from muster.simulate.scenario import Saves, Scenario
 from muster.simulate.stage_times import Profile, Recovery
 
-#: Below these a rehearsal at another scale says so.
 MODELLED = (
     "Faults, hosts and clock are virtual: stage times come from the profile, only the supervisor and the policy are "
     "the real ones. No contention, no network, no GPU."

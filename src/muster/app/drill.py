@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import random
 import signal
 import threading
@@ -76,18 +77,13 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         return {
             "fault": self.fault.name,
-            "what": self.fault.what,
+            "what": self.fault.text,
             "seed": self.seed,
             "run_id": self.run.run_id,
             "run_dir": str(self.run.path),
             "overrides": list(self.overrides),
             "at_step": self.at_step,
-            "expected": {
-                "noticed": list(self.fault.noticed),
-                "done": [list(each) for each in self.fault.done],
-                "redone_steps": self.fault.redone,
-                "exit_code": self.fault.exit_code,
-            },
+            "expected": expected(self.fault),
             "seen": {
                 "noticed": self.noticed,
                 "done": self.done,
@@ -101,6 +97,16 @@ class Outcome:
             "failures": self.failures,
             "as_expected": self.as_expected,
         }
+
+
+def expected(fault: Fault) -> dict[str, Any]:
+    """What has to happen, for programs."""
+    return {
+        "noticed": list(fault.noticed),
+        "done": [list(kinds) for kinds in fault.done],
+        "redone_steps": fault.redone,
+        "exit_code": fault.exit_code,
+    }
 
 
 def drill(
@@ -121,8 +127,8 @@ def drill(
     chosen = catalog.find(fault)
     spec = load.load(run_file, [*overrides, *OWN]).spec
     needed = chosen.overrides(spec)
-    for each in needed:
-        tell(f"this drill sets {each}")
+    for module in needed:
+        tell(f"this drill sets {module}")
     loaded = load.load(run_file, [*overrides, *OWN, *needed])
     if chosen.own_loop and loaded.spec.command is not None:
         raise UsageError(
@@ -170,7 +176,7 @@ def _ready(target: RunTarget, fault: Fault, at_step: int, tell: Callable[[str], 
 
 
 def _play(target: RunTarget, fault: Fault, outcome: Outcome, tell: Callable[[str], None]) -> None:
-    tell(f"step {target.step()}: {fault.what}")
+    tell(f"step {target.step()}: {fault.text}")
     began_ns = time.time_ns()
     fault.inject(target)
     injected_ns = target.injected_ns
@@ -211,7 +217,7 @@ def _settled(fault: Fault, done: list[str]) -> bool:
 
 def _measure(target: RunTarget, outcome: Outcome) -> None:
     """L and the steps redone. Where a new attempt began, a step that the old one still finished is before the fault."""
-    steps = sorted(target.events("step"), key=_wall)
+    steps = sorted(target.events("step"), key=operator.attrgetter("wall_ns"))
     begun = [event.attempt for event in target.events("attempt.started") if event.wall_ns > target.injected_ns]
     newest = min(begun, default=0)
     if begun:
@@ -236,17 +242,13 @@ def _stepping_beyond(target: RunTarget, goal: int) -> bool:
 
 
 def _actions(target: RunTarget, since_ns: int) -> list[str]:
-    decisions = sorted(target.events("incident.decided"), key=_wall)
+    decisions = sorted(target.events("incident.decided"), key=operator.attrgetter("wall_ns"))
     actions = [str(event.detail["action"]) for event in decisions if event.wall_ns > since_ns]
     return [action for action in actions if action != "ignore"]
 
 
 def _ended(target: RunTarget, since_ns: int) -> list[Event]:
     return [event for event in target.events("run.finished") if event.wall_ns > since_ns]
-
-
-def _wall(event: Event) -> int:
-    return event.wall_ns
 
 
 def _end(target: RunTarget, tell: Callable[[str], None]) -> None:
@@ -280,15 +282,15 @@ def _judge(target: RunTarget, outcome: Outcome) -> None:
     fault = outcome.fault
     outcome.reached_step = target.step()
     incidents = report(str(target.run.path)).to_json()["incidents"]
-    outcome.sentences = [str(each["sentence"]) for each in incidents]
+    outcome.sentences = [str(incident["sentence"]) for incident in incidents]
     outcome.invariants = broken(check(target.run.path, bound_s=target.spec.recovery.start_timeout_s))
     if fault.noticed and (not outcome.noticed or outcome.noticed[0] not in fault.noticed):
         outcome.failures.append(f"noticed {outcome.noticed or 'nothing'}, expected {' or '.join(fault.noticed)}")
     if tuple(outcome.done) not in fault.done:
-        expected = " or ".join(", ".join(each) or "nothing" for each in fault.done)
+        expected = " or ".join(", ".join(kinds) or "nothing" for kinds in fault.done)
         outcome.failures.append(f"done: {', '.join(outcome.done) or 'nothing'}; expected {expected}")
     if fault.redone is not None and (outcome.redone or 0) > fault.redone:
         outcome.failures.append(f"{outcome.redone} steps were taken again, expected {fault.redone}")
     if fault.exit_code != outcome.exit_code:
         outcome.failures.append(f"exit code {outcome.exit_code}, expected {fault.exit_code}")
-    outcome.failures += [f"invariant {each}" for each in outcome.invariants]
+    outcome.failures += [f"invariant {invariant}" for invariant in outcome.invariants]

@@ -85,7 +85,10 @@ def environment_reference() -> str:
         "",
         "| variable | meaning | set by | default |",
         "|---|---|---|---|",
-        *(f"| `{each.name}` | {each.meaning} | {each.set_by} | {each.default} |" for each in environment.VARIABLES),
+        *(
+            f"| `{variable.name}` | {variable.meaning} | {variable.set_by} | {variable.default} |"
+            for variable in environment.VARIABLES
+        ),
     ]
     return "\n".join(parts) + "\n"
 
@@ -136,14 +139,14 @@ def _kind(model: type[BaseModel], info: FieldInfo) -> str:
 
 
 def _row(path: str, info: FieldInfo) -> str:
-    wanted = schema_keys.expected(info.annotation, info.metadata)
+    expected = schema_keys.expected(info.annotation, info.metadata)
     if schema_keys.sections(info.annotation):
-        wanted = (
-            "section" if len(schema_keys.leaves(info.annotation)) == 1 else f"{wanted.split(' or ')[0]} or a section"
+        expected = (
+            "section" if len(schema_keys.leaves(info.annotation)) == 1 else f"{expected.split(' or ')[0]} or a section"
         )
-        wanted = wanted.replace("a section with the keys", "section:")
-    words = " ".join((info.description or "").split()).replace("|", "\\|")
-    return f"| `{path}` | {wanted.replace('|', chr(92) + '|')} | {_default(info)} | {words} |"
+        expected = expected.replace("a section with the keys", "section:")
+    description = " ".join((info.description or "").split()).replace("|", "\\|")
+    return f"| `{path}` | {expected.replace('|', chr(92) + '|')} | {_default(info)} | {description} |"
 
 
 def _default(info: FieldInfo) -> str:

@@ -42,7 +42,7 @@ class Changed:
 
     key: str
     step: Step
-    words: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ class Fault:
     """One entry of the menu."""
 
     name: str
-    what: str
+    text: str
     """One sentence."""
     numbers: tuple[int, ...] = ()
     """Of the fault list in docs/recovery.md."""

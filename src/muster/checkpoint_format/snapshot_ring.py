@@ -9,8 +9,8 @@ A version gets a checksum of its bytes shortly after it is complete; a restore v
 Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four int64 each), the shard header (JSON: what
 the bytes are, see ``checkpoint_format.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt,
 checksum and step of the checksum (step -1: no version, no checksum). The marks are versions too: the one to copy to the
-peer next (``request_copy``), the one that the peer last confirmed (``note_copied``), and the step that every rank's peer
-holds (``note_agreed``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
+peer next (``request_copy``), the one that the peer last confirmed (``note_copied``), and the step that every rank's
+peer holds (``note_agreed``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES
 
@@ -24,18 +27,16 @@ def drill(
 ) -> None:
     """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
-    from muster.app.api import UsageError
-    from muster.app.drill import MENU
-    from muster.cli import output
 
+    menu = use_case.MENU
     if listed:
-        _print_menu(json)
+        _print_menu(menu, json)
         return
     if run_file is None:
-        raise UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(MENU))}")
+        raise api.UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(menu))}")
     if fault is None:
-        raise UsageError(
-            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
+        raise api.UsageError(
+            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(menu))}; --list has the others"
         )
     outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
     if json:
@@ -46,38 +47,34 @@ def drill(
         raise typer.Exit(1)
 
 
-def _print_menu(json: bool) -> None:
-    from muster.app.drill import MENU
-    from muster.cli import output
-
+def _print_menu(menu: Mapping[str, Fault], json: bool) -> None:
     if json:
-        output.as_json([_entry(each) for each in MENU.values()])
+        output.as_json([_entry(fault) for fault in menu.values()])
         return
-    for each in MENU.values():
-        mark = " (needs root)" if each.needs_root else " (not for command:)" if each.own_loop else ""
-        output.result(f"{each.name:<22} {each.what}{mark}")
-        expected = _entry(each)
-        ends = f", then exit code {each.exit_code}" if each.exit_code is not None else ""
-        output.result(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(each.redone)}")
+    for fault in menu.values():
+        mark = " (needs root)" if fault.needs_root else " (not for command:)" if fault.own_loop else ""
+        output.result(f"{fault.name:<22} {fault.text}{mark}")
+        expected = _entry(fault)
+        ends = f", then exit code {fault.exit_code}" if fault.exit_code is not None else ""
+        output.result(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(fault.redone)}")
 
 
 def _entry(fault: Fault) -> dict[str, Any]:
+    from muster.app.drill import expected
+
     return {
         "name": fault.name,
-        "what": fault.what,
+        "what": fault.text,
         "numbers": list(fault.numbers),
-        "noticed": list(fault.noticed),
-        "done": [list(each) for each in fault.done],
-        "redone_steps": fault.redone,
-        "exit_code": fault.exit_code,
+        **expected(fault),
         "needs_root": fault.needs_root,
         "own_loop_only": fault.own_loop,
     }
 
 
 def _either(ways: list[list[str]]) -> str:
-    words = [", ".join(each) or "nothing" for each in ways]
-    return " or ".join(words) if len(words) < 4 else f"{words[0]} to {words[-1]}"
+    ways_text = [", ".join(kinds) or "nothing" for kinds in ways]
+    return " or ".join(ways_text) if len(ways_text) < 4 else f"{ways_text[0]} to {ways_text[-1]}"
 
 
 def _again(limit: int | None) -> str:
@@ -85,11 +82,9 @@ def _again(limit: int | None) -> str:
 
 
 def _print(outcome: Outcome) -> None:
-    from muster.cli import output
-
     result = outcome.to_json()
     expected, seen = result["expected"], result["seen"]
-    output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")
+    output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.text}")
     output.result(f"{'':<12}{'expected':<44}seen")
     rows = [
         ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
@@ -99,8 +94,8 @@ def _print(outcome: Outcome) -> None:
         ("exit code", _none(expected["exit_code"]), _none(seen["exit_code"])),
         ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
     ]
-    for name, wanted, was in rows:
-        output.result(f"{name:<12}{wanted!s:<44}{was}")
+    for name, promised, was in rows:
+        output.result(f"{name:<12}{promised!s:<44}{was}")
     for text in outcome.sentences:
         output.result(f"  {text}")
     for text in outcome.failures:

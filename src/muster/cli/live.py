@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from muster.app.api import Event, RunDir, RunSpec
-from muster.app.inspect.event_format import line
-from muster.app.inspect.run_summary import Summary
+from muster.app.api import Event, RunDir, RunSpec, RunView
+from muster.app.inspect.event_format import line, step_figures
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ class Display:
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
-        self.summary = Summary()
+        self.summary = RunView()
 
     def started(self, run: RunDir) -> None:
         """The run has a folder and is about to start."""
@@ -91,10 +90,10 @@ class LiveDisplay(Display):
                 description="training",
                 total=self.total(),
                 completed=event.step,
-                numbers=_numbers(event.detail),
+                numbers="  ".join(step_figures(event.detail)),
             )
             return
-        words = {
+        sentence = {
             "host.allocated": "preparing data, importing torch",
             "attempt.started": "starting ranks",
             "model.ready": "first step",
@@ -102,8 +101,8 @@ class LiveDisplay(Display):
             "phase.changed": "held; Ctrl-C ends it" if event.phase == "hold" else None,
             "termination.notice": "saving",
         }.get(event.kind)
-        if words is not None:
-            self.progress.update(self.task, description=words)
+        if sentence is not None:
+            self.progress.update(self.task, description=sentence)
         self.scroll(event)
 
     def print(self, text: str) -> None:
@@ -143,10 +142,10 @@ def preparing() -> Iterator[Callable[[str, int, int], None]]:
     if not sys.stderr.isatty():
         said: set[str] = set()
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in said:
-                said.add(what)
-                output.info(what)
+        def tell(source: str, done: int, total: int) -> None:
+            if source not in said:
+                said.add(source)
+                output.info(source)
 
         yield tell
         return
@@ -156,19 +155,9 @@ def preparing() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         tasks: dict[str, Any] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total or None)
-            progress.update(tasks[what], completed=done, total=total or None)
+        def show(source: str, done: int, total: int) -> None:
+            if source not in tasks:
+                tasks[source] = progress.add_task(source, total=total or None)
+            progress.update(tasks[source], completed=done, total=total or None)
 
         yield show
-
-
-def _numbers(detail: Any) -> str:
-    seconds = detail["step_ns"] / 1e9
-    words = [] if detail["loss"] is None else [f"loss {detail['loss']:.4f}"]
-    if seconds > 0 and detail["tokens"] is not None:
-        words.append(f"{detail['tokens'] / seconds:,.0f} tokens/s")
-    if detail.get("mfu") is not None:
-        words.append(f"MFU {detail['mfu']:.1%}")
-    return "  ".join(words)

@@ -19,14 +19,14 @@ def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     yield from _memory(chosen)
     yield ""
     yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
-    for each in result.plan.frontier:
-        yield _row(each)
+    for row in result.plan.frontier:
+        yield _row(row)
     shown = result.plan.rejected if every else _telling(result.plan.rejected)
     if shown:
         yield ""
         yield "not taken:"
-    for each in shown:
-        yield f"  {each['machine']:<20} {each['mode']:<11} {each['location']:<16} {each['reason']}"
+    for row in shown:
+        yield f"  {row['machine']:<20} {row['mode']:<11} {row['location']:<16} {row['reason']}"
     left = len(result.plan.rejected) - len(shown)
     if left:
         yield f"  and {left} more (--all)"
@@ -68,9 +68,9 @@ def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
     if price:
         origin = f"{price['reliability']}, {price['date']}: {price['source']}"
         yield f"  price    ${price['usd_per_gpu_hour']:g} a GPU-hour ({origin})"
-    for key, what in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
+    for key, label in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
         if key in chosen:
-            yield f"  chance   {chosen[key]:.0%} {what}"
+            yield f"  chance   {chosen[key]:.0%} {label}"
 
 
 def _memory(chosen: Mapping[str, Any]) -> Iterator[str]:
@@ -93,11 +93,11 @@ def _host_memory(chosen: Mapping[str, Any]) -> Iterator[str]:
         yield f"    warning: {chosen['host_memory_warning']}"
 
 
-def _row(each: Mapping[str, Any]) -> str:
-    mfu = f"{each['mfu']:.1%}" if each["mfu"] is not None else "-"
-    usd, hours = each["usd"], each["hours"]
+def _row(row: Mapping[str, Any]) -> str:
+    mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
+    usd, hours = row["usd"], row["hours"]
     return (
-        f"{each['title']:<52} {each['gpus']:>5} {each['step_s']:>8.3g} {mfu:>6} {format.duration(hours['p50']):>9} "
+        f"{row['title']:<52} {row['gpus']:>5} {row['step_s']:>8.3g} {mfu:>6} {format.duration(hours['p50']):>9} "
         f"{format.duration(hours['p90']):>9} {format.dollars(usd['p50']):>10} {format.dollars(usd['p90']):>10}"
     )
 
@@ -105,7 +105,7 @@ def _row(each: Mapping[str, Any]) -> str:
 def _telling(rejected: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
     """One example of each kind of reason, those with numbers first."""
     result: dict[str, Mapping[str, Any]] = {}
-    for each in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r["reason"])):
-        kind = "".join(c for c in each["reason"] if not c.isdigit() and c not in ".,")[:18]
-        result.setdefault(kind, each)
+    for rejection in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r["reason"])):
+        kind = "".join(c for c in rejection["reason"] if not c.isdigit() and c not in ".,")[:18]
+        result.setdefault(kind, rejection)
     return list(result.values())[:REJECTED_SHOWN]

@@ -25,7 +25,7 @@ def test_an_entry_speaks_the_words_of_incidents_and_actions(fault):
     assert set(fault.noticed) <= set(KINDS.names())
     assert {action for way in fault.done for action in way} <= {action.value for action in Action}
     assert fault.done, "some way must be the right one"
-    assert fault.what and fault.what[0] != " "
+    assert fault.text and fault.text[0] != " "
 
 
 #: Of the reference list: what the menu must be able to do to a run of one's own.

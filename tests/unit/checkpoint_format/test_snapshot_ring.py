@@ -70,14 +70,14 @@ def test_no_room_is_said_before_the_first_write(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_seal_belongs_to_one_version_of_a_slot(tmp_path):
+def test_a_checksum_belongs_to_one_version_of_a_slot(tmp_path):
     path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 1, 1, 1)
     first = ring.find(1, 1)
     assert ring.checksum(first) is None
     ring.set_checksum(first, -(1 << 63))
-    assert Ring.open(path).sealed(first) == -(1 << 63)
+    assert Ring.open(path).checksum(first) == -(1 << 63)
     for step in (2, 3, 4):  # the slot is taken again
         write(ring, step, 1, step)
     fourth = ring.find(4, 1)
@@ -124,7 +124,7 @@ def test_marks_outlive_the_one_who_set_them(tmp_path):
     ring.note_copied(version, world=3)
     ring.note_agreed(5)
     other = Ring.open(path)
-    assert other.ordered() == other.copied() == other.copied(world=3) == (5, 1) and other.agreed() == 5
+    assert other.requested_copy() == other.copied() == other.copied(world=3) == (5, 1) and other.agreed() == 5
     assert other.copied(world=4) == (-1, -1), "another attempt's peer may be another host"
     ring.request_copy(None)
-    assert other.ordered() == (-1, -1)
+    assert other.requested_copy() == (-1, -1)

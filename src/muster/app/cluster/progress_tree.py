@@ -2,7 +2,7 @@
 
 ::
 
-    engine --(Began, Changed, Said)--> Tree.take      Tree.rows(now) -> [Row(key, parent, state, words, seconds)]
+    engine --(Began, Changed, Said)--> Tree.take      Tree.rows(now) -> [Row(key, parent, state, text, seconds)]
 
 The picture is the real graph of resources: each is below the deepest of those it needs, and names the others it
 waits for. Making goes from the roots down, removing from the leaves up.
@@ -44,7 +44,7 @@ class Row:
     key: str
     parent: str | None
     state: State
-    words: str
+    text: str
     seconds: float | None
     """In its present step, or for a finished one since it was begun; None: nothing was done, or not yet."""
 
@@ -53,7 +53,7 @@ class Row:
 class _Node:
     planned: Planned
     step: Step | None = None
-    words: str = ""
+    text: str = ""
     since_s: float = 0.0
     begun_s: float | None = None
     """When work on it began that takes time: a mere look is none."""
@@ -74,7 +74,7 @@ class Tree:
         """Fold one event; an unknown key and a sentence change nothing."""
         if isinstance(event, Began):
             self.title, self.making, self.began_s = event.title, event.making, at_s
-            self._nodes = {one.key: _Node(planned=one) for one in event.nodes}
+            self._nodes = {node.key: _Node(planned=node) for node in event.nodes}
             self._parents = parents(event.nodes)
         elif isinstance(event, Changed) and (node := self._nodes.get(event.key)) is not None:
             self._change(node, event, at_s)
@@ -105,20 +105,20 @@ class Tree:
             node.existed = True
         elif event.step in ("gone", "absent"):
             node.existed = False
-        node.step, node.words = event.step, event.words
+        node.step, node.text = event.step, event.text
 
     def _row(self, key: str, now_s: float) -> Row:
         node = self._nodes[key]
-        state, words = STATES[node.step] if node.step else ("pending", "")
+        state, text = STATES[node.step] if node.step else ("pending", "")
         seconds: float | None = None
         if state == "pending":
-            words = self._waits_for(node)
+            text = self._waits_for(node)
         elif state == "active":
             seconds = now_s - node.since_s
         elif node.begun_s is not None:
             seconds = node.since_s - node.begun_s
-        words = f"{words}: {node.words}" if node.words else words
-        return Row(key=key, parent=self._parents[key], state=state, words=words, seconds=seconds)
+        text = f"{text}: {node.text}" if node.text else text
+        return Row(key=key, parent=self._parents[key], state=state, text=text, seconds=seconds)
 
     def _waits_for(self, node: _Node) -> str:
         names = self._before(node.planned)
@@ -137,7 +137,7 @@ class Tree:
 
 def parents(nodes: Sequence[Planned]) -> dict[str, str | None]:
     """The parent of each:  the deepest of its needs, of equals the last."""
-    known = {one.key: one for one in nodes}
+    known = {node.key: node for node in nodes}
     depths: dict[str, int] = {}
 
     def depth(key: str) -> int:
@@ -146,7 +146,7 @@ def parents(nodes: Sequence[Planned]) -> dict[str, str | None]:
         return depths[key]
 
     result: dict[str, str | None] = {}
-    for one in nodes:
-        needs = [need for need in one.needs if need in known]
-        result[one.key] = max(reversed(needs), key=depth, default=None)
+    for node in nodes:
+        needs = [need for need in node.needs if need in known]
+        result[node.key] = max(reversed(needs), key=depth, default=None)
     return result

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster import backends
-from muster.app.inspect.status import spec_of
-from muster.app.inspect.supervisor_client import request
+from muster.app.inspect.status import spec_of, supervisor_status
 from muster.checkpoint_format import manifest, snapshot_ring
 from muster.checkpoint_format.manifest import Manifest
 from muster.core import event_log
@@ -76,13 +75,13 @@ class Catalogue:
     """(URI, reason)."""
     unseen: tuple[str, ...] = ()
     """Hosts of the run whose memory is not on this machine."""
-    told: tuple[tuple[str, int], ...] = ()
+    reported: tuple[tuple[str, int], ...] = ()
     """(tier, newest step there) as the run's last step said it."""
     now_ns: int = 0
 
     @property
     def used(self) -> Version | None:
-        return next((each for each in self.versions if each.used), None)
+        return next((version for version in self.versions if version.used), None)
 
     def age_s(self, version: Version) -> float | None:
         """Seconds since it was written."""
@@ -93,16 +92,17 @@ class Catalogue:
             "run_id": self.run.run_id,
             "directory": self.directory,
             "versions": [
-                {**asdict(each), "complete": each.complete, "age_s": self.age_s(each)} for each in self.versions
+                {**asdict(version), "complete": version.complete, "age_s": self.age_s(version)}
+                for version in self.versions
             ],
             "would_use": None if self.used is None else {"step": self.used.step, "tier": self.used.tier},
             "committed": [
-                {"step": each.step, "uri": each.uri, "attempt": each.attempt, "bytes": each.bytes}
-                for each in self.committed
+                {"step": record.step, "uri": record.uri, "attempt": record.attempt, "bytes": record.bytes}
+                for record in self.committed
             ],
             "skipped": [{"uri": uri, "reason": reason} for uri, reason in self.skipped],
             "unseen_hosts": list(self.unseen),
-            "told": dict(self.told),
+            "told": dict(self.reported),
         }
 
 
@@ -119,19 +119,18 @@ def checkpoints(reference: str) -> Catalogue:
     steps = {(event.step, event.attempt): event for event in event_log.merged(run.events) if event.kind == "step"}
     connected, active = _hosts(run)
     lying = memories(run)
-    result = [
-        *in_memory(lying, connected=connected, steps=steps.values()),
-        *(_on_disk(each) for each in committed),
-    ]
+    result = [*in_memory(lying, connected=connected, steps=steps.values()), *(_on_disk(record) for record in committed)]
     last = max(steps.values(), key=lambda event: event.wall_ns, default=None)
     return Catalogue(
         run=run,
         directory=directory,
-        versions=tuple(sorted(_chosen(result), key=lambda each: (-each.step, -each.attempt, TIERS.index(each.tier)))),
+        versions=tuple(
+            sorted(_chosen(result), key=lambda version: (-version.step, -version.attempt, TIERS.index(version.tier)))
+        ),
         committed=tuple(committed),
         skipped=tuple(skipped),
         unseen=tuple(sorted(set(active) - set(lying))),
-        told=_told(last) if set(active) - set(lying) else (),
+        reported=_reported(last) if set(active) - set(lying) else (),
         now_ns=time.time_ns(),
     )
 
@@ -218,20 +217,22 @@ def _chosen(result: Sequence[Version]) -> list[Version]:
     """Mark what a restart would take: the newest version that is whole, the hosts' memories together as one."""
     memory = newest_complete(
         [
-            Snapshot(step=each.step, attempt=each.attempt, rank=rank, layout=each.layout, host="", tier=each.tier)
-            for each in result
-            if each.tier in ("memory", "peer") and each.problem is None
-            for rank in each.ranks
+            Snapshot(
+                step=version.step, attempt=version.attempt, rank=rank, layout=version.layout, host="", tier=version.tier
+            )
+            for version in result
+            if version.tier in ("memory", "peer") and version.problem is None
+            for rank in version.ranks
         ]
     )
     saved = max(
-        (each for each in result if each.tier in ("disk", "bucket") and each.complete),
-        key=lambda each: (each.step, each.attempt),
+        (version for version in result if version.tier in ("disk", "bucket") and version.complete),
+        key=lambda version: (version.step, version.attempt),
         default=None,
     )
     if memory is not None and (saved is None or memory.step >= saved.step):
-        return [replace(each, used=_is_of(each, memory)) for each in result]
-    return [replace(each, used=each is saved) for each in result]
+        return [replace(version, used=_is_of(version, memory)) for version in result]
+    return [replace(version, used=version is saved) for version in result]
 
 
 def _is_of(version: Version, choice: Choice) -> bool:
@@ -244,15 +245,14 @@ def _hosts(run: RunDir) -> tuple[set[str] | None, set[str]]:
     """(hosts the supervisor is connected to, those that run ranks); (None, nothing) where none answers."""
     if not run.lease.exists() and backends.load(spec_of(run).backend).remote is None:
         return None, set()
-    try:
-        hosts = request(run, {"t": "status"}, timeout_s=ASK_TIMEOUT_S)["hosts"]
-    except (MusterError, KeyError):
+    hosts = supervisor_status(run, timeout_s=ASK_TIMEOUT_S).get("hosts")
+    if hosts is None:
         return None, set()
-    connected = {str(name) for name, each in hosts.items() if each["connected"]}
+    connected = {str(name) for name, host in hosts.items() if host["connected"]}
     return connected, {name for name in connected if hosts[name]["active"]}
 
 
-def _told(last: Event | None) -> tuple[tuple[str, int], ...]:
+def _reported(last: Event | None) -> tuple[tuple[str, int], ...]:
     said = dict(last.detail) if last is not None else {}
     names = {"memory": said.get("snapshot_step"), "peer": said.get("peer_step")}
     return tuple((tier, int(step)) for tier, step in names.items() if step is not None)

@@ -17,27 +17,39 @@ def line(event: Event) -> str | None:
 def step_line(step: int | None, detail: Mapping[str, Any]) -> str:
     """``step 12  loss 2.3451  time 0.18 s  ...``; what is unknown is left out."""
     seconds = detail["step_ns"] / 1e9
-    words = [f"step {step}"]
+    parts = [f"step {step}"]
     if detail["loss"] is not None:
-        words.append(f"loss {detail['loss']:.4f}")
+        parts.append(f"loss {detail['loss']:.4f}")
     if detail.get("skipped"):
-        words.append("left out")
-    words.append(f"time {seconds:.3f} s")
+        parts.append("left out")
+    parts.append(f"time {seconds:.3f} s")
     if "tflops_per_rank" in detail:
-        words.append(f"{detail['tflops_per_rank']:.4g} TFLOP/s/GPU")
+        parts.append(f"{detail['tflops_per_rank']:.4g} TFLOP/s/GPU")
     if seconds > 0 and detail["tokens"] is not None:
-        words.append(f"{detail['tokens'] / seconds:,.0f} tokens/s")
+        parts.append(f"{detail['tokens'] / seconds:,.0f} tokens/s")
     if detail["grad_norm"] is not None:
-        words.append(f"grad_norm {detail['grad_norm']:.3f}")
+        parts.append(f"grad_norm {detail['grad_norm']:.3f}")
     if detail["learning_rate"] is not None:
-        words.append(f"lr {detail['learning_rate']:.2e}")
+        parts.append(f"lr {detail['learning_rate']:.2e}")
     if "memory_bytes" in detail:
-        words.append(f"memory {detail['memory_bytes'] / 2**30:.2f} GiB")
+        parts.append(f"memory {detail['memory_bytes'] / 2**30:.2f} GiB")
     if detail.get("mfu") is not None:
-        words.append(f"MFU {detail['mfu']:.1%}")
+        parts.append(f"MFU {detail['mfu']:.1%}")
     if detail["tokens"] is not None:
-        words.append(token_split(detail))
-    return "  ".join(words)
+        parts.append(token_split(detail))
+    return "  ".join(parts)
+
+
+def step_figures(detail: Mapping[str, Any]) -> list[str]:
+    """Loss, tokens/s and MFU of a step, where they are known: for a line that is redrawn."""
+    parts = []
+    if detail.get("loss") is not None:
+        parts.append(f"loss {detail['loss']:.4f}")
+    if detail.get("tokens") and detail.get("step_ns"):
+        parts.append(f"{detail['tokens'] / detail['step_ns'] * 1e9:,.0f} tokens/s")
+    if detail.get("mfu") is not None:
+        parts.append(f"MFU {detail['mfu']:.1%}")
+    return parts
 
 
 def token_split(detail: Mapping[str, Any]) -> str:
@@ -50,16 +62,16 @@ def token_split(detail: Mapping[str, Any]) -> str:
 
 def eval_line(step: int | None, detail: Mapping[str, Any]) -> str:
     """Held-out figures in one line."""
-    words = [f"eval after step {step}"]
+    parts = [f"eval after step {step}"]
     if detail.get("loss") is not None:
-        words.append(f"held-out loss {detail['loss']:.4f}")
+        parts.append(f"held-out loss {detail['loss']:.4f}")
     if detail.get("execution_accuracy") is not None:
-        words.append(f"execution accuracy {detail['execution_accuracy']:.3f} of {detail.get('questions', '?')}")
+        parts.append(f"execution accuracy {detail['execution_accuracy']:.3f} of {detail.get('questions', '?')}")
     if detail.get("query_match") is not None:
-        words.append(f"query match {detail['query_match']:.3f}")
+        parts.append(f"query match {detail['query_match']:.3f}")
     if detail.get("baseline_accuracy") is not None:
-        words.append(f"majority baseline {detail['baseline_accuracy']:.3f}")
-    return "  ".join(words)
+        parts.append(f"majority baseline {detail['baseline_accuracy']:.3f}")
+    return "  ".join(parts)
 
 
 def one_line(text: object, width: int = 100) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
+from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S, new_events
 from muster.app.inspect.report import report
-from muster.app.inspect.status import job, mirror, spec_of
-from muster.app.inspect.supervisor_client import request
+from muster.app.inspect.status import job, mirror, spec_of, supervisor_status
 from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
-from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.events import Event
@@ -94,10 +91,7 @@ class Watcher:
         mirror(self.launcher, self.run)
         view = self.view
         view.state, view.ended, view.sentence = status.state.value, status.state.ended, status.reason
-        found = list(event_log.read(self.run.events, after=self._counts))
-        for name, _ in found:
-            self._counts[name] = self._counts.get(name, 0) + 1
-        view.news = [event for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq))]
+        view.news = new_events(self.run, self._counts)
         for event in view.news:
             view.add(event)
         self._ask()
@@ -110,18 +104,15 @@ class Watcher:
     def _ask(self) -> None:
         """The supervisor's own word, where one answers; without one the back end's stands."""
         self.view.phase = None
-        if self.view.ended:
-            return
-        try:
-            live = request(self.run, {"t": "status"}, timeout_s=1.0)
-        except MusterError:
-            return
-        self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
+        live = {} if self.view.ended else supervisor_status(self.run)
+        if live:
+            self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
 
     def _tiers(self, now_ns: int) -> Iterator[TierView]:
-        held = [each for name in self.view.hosts for each in list_snapshots(self._memory(name))]
+        folders = [memory_dir(self.run.path, self.run.run_id, name) for name in self.view.hosts]
+        held = [snapshot for folder in folders for snapshot in list_snapshots(folder)]
         for tier in ("memory", "peer"):
-            step = _complete([each for each in held if each.tier == tier], self.view.world_size)
+            step = _complete([snapshot for snapshot in held if snapshot.tier == tier], self.view.world_size)
             at = self.view.applied_ns(step)
             yield TierView(tier=tier, step=step, age_s=None if at is None else (now_ns - at) / 1e9)
         newest, committed_ns = max(self.view.committed.values(), default=(None, 0))
@@ -131,9 +122,6 @@ class Watcher:
             age_s=None if newest is None else (now_ns - committed_ns) / 1e9,
         )
 
-    def _memory(self, host: str) -> Path:
-        return memory_dir(self.run.path, self.run.run_id, host)
-
     def _account(self, now_ns: int) -> None:
         """Figures and sentences come from the whole log: now and then, and when something has changed about them."""
         kinds = {"incident.detected", "incident.decided", "incident.resolved", "run.finished"}
@@ -141,18 +129,20 @@ class Watcher:
             return
         began_ns = self.clock.monotonic_ns()
         try:
-            found = report(str(self.run.path)).to_json()
+            document = report(str(self.run.path)).to_json()
         except MusterError:
             return
         took_ns = self.clock.monotonic_ns() - began_ns
         self._account_due_ns = now_ns + max(int(ACCOUNT_EVERY_S * 1e9), ACCOUNT_SHARE * took_ns)
-        self.view.incidents = tuple(str(each["sentence"]) for each in found["incidents"][-SHOWN_INCIDENTS:])
-        shares = {name: each["share"] or 0.0 for name, each in found["categories"].items() if name != "productive"}
+        self.view.incidents = tuple(str(incident["sentence"]) for incident in document["incidents"][-SHOWN_INCIDENTS:])
+        shares = {
+            name: category["share"] or 0.0 for name, category in document["categories"].items() if name != "productive"
+        }
         losses = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN_LOSSES]
         self.view.account = Account(
-            goodput_active=found["goodput"]["active"],
-            goodput_purchased=found["goodput"]["purchased"],
-            usd=found["cost"]["usd"],
+            goodput_active=document["goodput"]["active"],
+            goodput_purchased=document["goodput"]["purchased"],
+            usd=document["cost"]["usd"],
             losses=tuple((name, share) for name, share in losses if share > 0.001),
         )
 
@@ -178,6 +168,6 @@ def watch(reference: str, *, every_s: float = LOOK_EVERY_S, clock: Clock | None 
 def _complete(held: list[SnapshotInfo], world_size: int) -> int | None:
     """The newest step that every rank has in this tier."""
     ranks: dict[tuple[int, int, str], set[int]] = {}
-    for each in held:
-        ranks.setdefault((each.step, each.attempt, each.layout), set()).add(each.rank)
+    for snapshot in held:
+        ranks.setdefault((snapshot.step, snapshot.attempt, snapshot.layout), set()).add(snapshot.rank)
     return max((step for (step, _, _), here in ranks.items() if len(here) >= world_size > 0), default=None)

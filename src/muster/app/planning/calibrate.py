@@ -89,11 +89,9 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         **asdict(result),
         "off": result.off,
     }
-    kept = [each for each in _read(file) if each["run_id"] != run_id]
+    kept = [row for row in _read(file) if row["run_id"] != run_id]
     home.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps([*kept, entry], indent=1) + "\n")
-    part.replace(file)
+    run_registry.replace_text(file, json.dumps([*kept, entry], indent=1) + "\n")
     return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=result)
 
 
@@ -102,23 +100,21 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     CPU runs do not speak for GPUs.
     """
-    entries = [
-        each for each in _read((home or run_registry.home()) / FILE) if each["accelerator"] in rows.accelerators()
-    ]
+    entries = [row for row in _read((home or run_registry.home()) / FILE) if row["accelerator"] in rows.accelerators()]
     if not entries:
         return DEFAULT, STEP_SIGMA
-    wanted = (spec.resources.accelerator or "").lower()
+    accelerator = (spec.resources.accelerator or "").lower()
 
     def distance(entry: dict[str, Any]) -> tuple[bool, bool, float]:
         ratio = entry["parameters"] / work.shape.parameters
         return (
-            entry["accelerator"].lower() != wanted,
+            entry["accelerator"].lower() != accelerator,
             entry["lora"] != (work.lora_rank > 0),
             max(ratio, 1 / ratio),
         )
 
     best = min(entries, key=distance)
-    sigma = CALIBRATED_SIGMA if best["accelerator"].lower() == wanted else OTHER_CHIP_SIGMA
+    sigma = CALIBRATED_SIGMA if best["accelerator"].lower() == accelerator else OTHER_CHIP_SIGMA
     return replace(DEFAULT, efficiency=best["efficiency"]), sigma
 
 
@@ -147,19 +143,13 @@ def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelSha
 def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     """The hardware that ran, as something to plan with: a catalogue chip, or this CPU at its measured matmul rate."""
     name = spec.resources.accelerator or ""
-    chip = next((each for each in rows.accelerators().values() if each.name.lower() == name.lower()), None)
+    chip = next((chip_row for chip_row in rows.accelerators().values() if chip_row.name.lower() == name.lower()), None)
     mode = rows.modes()["owned"]
     machine = rows.machines().get(spec.resources.machine or "")
     if chip is not None and machine is not None:
         return offers.option(machine, mode, "here", None)
-    peak = next(
-        (
-            event.detail["peak_flops"]
-            for event in events
-            if event.kind == "model.ready" and "peak_flops" in event.detail
-        ),
-        None,
-    )
+    ready = (event.detail for event in events if event.kind == "model.ready")
+    peak = next((detail["peak_flops"] for detail in ready if "peak_flops" in detail), None)
     if chip is None and not isinstance(peak, int | float):
         raise UsageError(
             "the run does not say what it ran on, nor a measured matmul rate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ _LEFT_OUT = ("run_text", "spec", "spec_digest", "settings")
 def render(result: Planned) -> str:
     """The page. It loads nothing from anywhere."""
     plan = {key: value for key, value in result.plan.to_json().items() if key not in _LEFT_OUT}
-    taken = {each["title"] for each in plan["frontier"]}
+    taken = {candidate["title"] for candidate in plan["frontier"]}
     others = [point for point in _points(result) if point["title"] not in taken]
     data = {"plan": plan, "others": others, "limits": result.limits}
     return page.fill(data, title=f"{plan['job']} · Muster plan", script="plan.js", plain="muster plan RUN.yaml")
@@ -29,18 +28,18 @@ def write(result: Planned, target: str) -> Path:
     Raises:
         UsageError: the file cannot be written.
     """
-    return page.write(render(result), Path(os.path.expanduser(target)), hint="choose another place with --html")
+    return page.write(render(result), target, hint="choose another place with --html")
 
 
 def _points(result: Planned) -> list[Mapping[str, Any]]:
     """Everything else that fits, at its best setting."""
     return [
         {
-            "title": each.title,
-            "accelerator": each.option.offer.accelerator,
-            "gpus": each.gpus,
-            "hours": {"p50": each.cost.hours_p50, "p90": each.cost.hours_p90},
-            "usd": {"p50": each.cost.usd_p50, "p90": each.cost.usd_p90},
+            "title": candidate.title,
+            "accelerator": candidate.option.offer.accelerator,
+            "gpus": candidate.gpus,
+            "hours": {"p50": candidate.cost.hours_p50, "p90": candidate.cost.hours_p90},
+            "usd": {"p50": candidate.cost.usd_p50, "p90": candidate.cost.usd_p90},
         }
-        for each in result.outcome.candidates
+        for candidate in result.outcome.candidates
     ]

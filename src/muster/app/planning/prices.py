@@ -76,9 +76,7 @@ def update(home: Path | None = None, *, api_key: str | None = None, fetch: Fetch
         raise BackendError(f"the billing catalogue's {len(result)} SKUs hold no price that is understood")
     path = home / FETCHED
     home.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(billing.as_csv(prices), encoding="utf-8")
-    part.replace(path)
+    run_registry.replace_text(path, billing.as_csv(prices))
     return Updated(path=path, prices=tuple(prices), skus=len(result), missing=tuple(missing))
 
 
@@ -118,12 +116,12 @@ def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
     machine, mode = rows.machines().get(resources.machine), resources.provisioning_model.removesuffix("_queued")
     if machine is None:
         return spec
-    known = [each for each in all_prices(home) if (each.machine, each.mode) == (machine.name, mode)]
-    here = [each for each in known if any(_within(place, each.region) for place in resources.locations)]
+    known = [price for price in all_prices(home) if (price.machine, price.mode) == (machine.name, mode)]
+    here = [price for price in known if any(_within(place, price.region) for place in resources.locations)]
     if not here and (resources.locations or not known):
         return spec
     # Which of several places it will be is decided later: the dearest keeps the limit.
-    usd = max(each.usd_per_gpu_hour for each in here or known) * machine.count
+    usd = max(price.usd_per_gpu_hour for price in here or known) * machine.count
     return spec.model_copy(update={"resources": resources.model_copy(update={"usd_per_host_hour": usd})})
 
 
@@ -146,5 +144,5 @@ def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
 
 def all_prices(home: Path | None = None) -> list[Price]:
     """Every price a plan uses, overrides applied, in the catalogue's order."""
-    held = {(each.machine, each.mode, each.region): each for each in (*rows.shipped_prices(), *own_prices(home))}
+    held = {(price.machine, price.mode, price.region): price for price in (*rows.shipped_prices(), *own_prices(home))}
     return list(held.values())

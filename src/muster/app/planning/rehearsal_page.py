@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ def write_page(study: Study, target: str) -> Path:
     Raises:
         UsageError: the file cannot be written.
     """
-    ordered = sorted(study.outcomes, key=lambda one: one.goodput_active)
+    ordered = sorted(study.outcomes, key=lambda outcome: outcome.goodput_active)
     seed = ordered[len(ordered) // 2].seed
     ledger = ledger_of(study.scenario, seed)
     result = document(ledger, {})
     result["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
-    return page.write(page.render(ledger, result), Path(os.path.expanduser(target)))
+    return page.write(page.render(ledger, result), target)
 
 
 def ledger_of(scenario: Scenario, seed: int) -> Ledger:
@@ -62,7 +61,7 @@ def _ranks(play: Simulation, tokens: int) -> Iterator[Event]:
     cluster, seq = play.cluster, 0
     worlds = {
         number + 1: (at_s, dict(log.detail["hosts"]))
-        for number, (at_s, log) in enumerate(each for each in cluster.log if each[1].kind == "attempt.started")
+        for number, (at_s, log) in enumerate(entry for entry in cluster.log if entry[1].kind == "attempt.started")
     }
     segments = {attempt: (last, run) for attempt, last, run in cluster.history}
     for attempt, (at_s, hosts) in worlds.items():

@@ -21,7 +21,6 @@ from muster.simulate.host_time import CATEGORIES
 from muster.simulate.scenario import Saves, Scenario
 from muster.simulate.stage_times import Profile, Recovery
 
-#: Below these a rehearsal at another scale says so.
 MODELLED = (
     "Faults, hosts and clock are virtual: stage times come from the profile, only the supervisor and the policy are "
     "the real ones. No contention, no network, no GPU."
@@ -52,6 +51,13 @@ class Asked:
     usd_per_host_hour: float | None = None
 
 
+#: Of what was asked, as it is.
+TAKEN = (
+    "repair_h", "weibull_shape", "correlated_per_day", "correlated_hosts", "maintenance_per_day",
+    "false_alarms_per_day", "slow_per_day", "usd_per_host_hour",
+)  # fmt: skip
+
+
 def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) -> Scenario:
     """The run file's world with what was asked on top.
 
@@ -78,13 +84,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         hours=asked.hours or (held.hours if held else 40.0),
         failures_per_day=0.0 if held else asked.failures_per_day,
         fast_detection=asked.detection == "fast",
-        repair_h=asked.repair_h,
-        weibull_shape=asked.weibull_shape,
-        correlated_per_day=asked.correlated_per_day,
-        correlated_hosts=asked.correlated_hosts,
-        maintenance_per_day=asked.maintenance_per_day,
-        false_alarms_per_day=asked.false_alarms_per_day,
-        slow_per_day=asked.slow_per_day,
+        **{name: getattr(asked, name) for name in TAKEN},
         trace=held,
         profile=profile,
         policy=asked.policy or spec.recovery.policy,
@@ -96,7 +96,6 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         saves=_saves(spec, profile),
         micro_batches=math.ceil(batch * hosts / spec.resources.hosts),
         data_ranks_per_host=per_host,
-        usd_per_host_hour=asked.usd_per_host_hour,
     )
     from muster.policy.load import load_policy
 
@@ -113,13 +112,7 @@ def _check(asked: Asked) -> None:
         value = getattr(asked, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
-    for name in (
-        "failures_per_day",
-        "correlated_per_day",
-        "maintenance_per_day",
-        "false_alarms_per_day",
-        "slow_per_day",
-    ):
+    for name in (field for field in Asked.__dataclass_fields__ if field.endswith("_per_day")):
         if not 0 <= getattr(asked, name) <= 100_000:
             raise UsageError(f"--{name.replace('_', '-')} must be from 0 to 100000, got {getattr(asked, name):g}")
 
@@ -174,12 +167,13 @@ def measure(run_dir: Path) -> Profile:
     recoveries = [
         Recovery(
             kind=fault,
-            detect_s=each["detect_s"],
-            started_s=each["stages_s"]["started"],
-            first_step_s=each["stages_s"]["first_step"],
+            detect_s=incident["detect_s"],
+            started_s=incident["stages_s"]["started"],
+            first_step_s=incident["stages_s"]["first_step"],
         )
-        for each in document["incidents"]
-        if (fault := simulated_as.get(each["kind"])) and {"collected", "started", "first_step"} <= set(each["stages_s"])
+        for incident in document["incidents"]
+        if (fault := simulated_as.get(incident["kind"]))
+        and {"collected", "started", "first_step"} <= set(incident["stages_s"])
     ]
     events = event_log.merged(run_dir / "events" if (run_dir / "events").is_dir() else run_dir)
     taken = [event for event in events if event.kind == "step"]
@@ -223,7 +217,7 @@ def simulate(
 def to_json(study: Study) -> dict[str, Any]:
     """The answer for programs. Shares are of purchased host-time; ``change`` is against the scenario as given."""
     scenario = study.scenario
-    host_s, purchased = study.host_s, sum(one.purchased_host_s for one in study.outcomes) / len(study.outcomes)
+    host_s, purchased = study.host_s, sum(outcome.purchased_host_s for outcome in study.outcomes) / len(study.outcomes)
     return {
         "scenario": {
             "hosts": scenario.hosts, "gpus": scenario.hosts * scenario.gpus_per_host, "spares": scenario.spares,
@@ -246,23 +240,19 @@ def to_json(study: Study) -> dict[str, Any]:
             for name, value in host_s.items()
         },
         "purchased_host_s": purchased,
-        "identity_error": max(one.identity_error for one in study.outcomes),
+        "identity_error": max(outcome.identity_error for outcome in study.outcomes),
         "lost_s": {
-            kind: {
-                "count": len(values),
-                "p50": ensembles.percentile(values, 0.5),
-                "p95": ensembles.percentile(values, 0.95),
-            }
+            kind: {"count": len(values), **{f"p{n}": ensembles.percentile(values, n / 100) for n in (50, 95)}}
             for kind, values in study.lost_s.items()
         },
-        "redone_steps": sum(one.redone_steps for one in study.outcomes) / len(study.outcomes),
-        "gave_up": sum(one.gave_up for one in study.outcomes) / len(study.outcomes),
-        "mean_hosts_out": sum(one.mean_out for one in study.outcomes) / len(study.outcomes),
+        "redone_steps": sum(outcome.redone_steps for outcome in study.outcomes) / len(study.outcomes),
+        "gave_up": sum(outcome.gave_up for outcome in study.outcomes) / len(study.outcomes),
+        "mean_hosts_out": sum(outcome.mean_out for outcome in study.outcomes) / len(study.outcomes),
         "usd": None if scenario.usd_per_host_hour is None else purchased / 3600 * scenario.usd_per_host_hour,
-        "contributions": [_choice(each, scenario) for each in study.contributions],
-        "spares": [_choice(each, scenario) for each in study.spares],
-        "intervals": [_choice(each, scenario) for each in study.intervals],
-        "policies": [_choice(each, scenario) for each in study.policies],
+        "contributions": [_choice(choice, scenario) for choice in study.contributions],
+        "spares": [_choice(choice, scenario) for choice in study.spares],
+        "intervals": [_choice(choice, scenario) for choice in study.intervals],
+        "policies": [_choice(choice, scenario) for choice in study.policies],
         "best": {
             name: result.name if (result := ensembles.best(group)) else None
             for name, group in (("spares", study.spares), ("interval", study.intervals), ("policy", study.policies))
@@ -271,8 +261,8 @@ def to_json(study: Study) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _choice(each: Choice, scenario: Scenario) -> dict[str, Any]:
-    result = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(each).items()}
+def _choice(choice: Choice, scenario: Scenario) -> dict[str, Any]:
+    result = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(choice).items()}
     price, ratio = scenario.usd_per_host_hour, result["cost_ratio"]
     return {**result, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
 

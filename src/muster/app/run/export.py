@@ -22,7 +22,6 @@ class Exported:
     folder: Path
     lines: tuple[str, ...]
     """Messages about it."""
-    found: dict[str, Any]
 
 
 def export(reference: str, *, out: Path | None = None, step: int | None = None, merge: bool = True) -> Exported:
@@ -43,15 +42,15 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
     if not merge:
         argv.append("--adapter")
     code, printed = run_visibly(argv)
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for line in reversed(printed.splitlines()):
         try:
-            found = json.loads(line)
+            record = json.loads(line)
             break
         except ValueError:
             continue
-    if code != 0 or "folder" not in found:
-        error = MusterError(str(found.get("error", f"the export ended with code {code}")), hint=found.get("hint"))
-        error.exit_code = int(found.get("exit_code", 1)) or 1
+    if code != 0 or "folder" not in record:
+        error = MusterError(str(record.get("error", f"the export ended with code {code}")), hint=record.get("hint"))
+        error.exit_code = int(record.get("exit_code", 1)) or 1
         raise error
-    return Exported(folder=Path(found["folder"]), lines=tuple(found.get("lines", ())), found=found)
+    return Exported(folder=Path(record["folder"]), lines=tuple(record.get("lines", ())))

@@ -25,7 +25,7 @@ def begun(making=True):
 
 
 def words(tree, now_s=100.0):
-    return {row.key: row.words for row in tree.rows(now_s)}
+    return {row.key: row.text for row in tree.rows(now_s)}
 
 
 def test_each_stands_below_the_deepest_of_its_needs():
@@ -69,9 +69,9 @@ def test_seconds_are_those_of_the_work():
 
 def test_trouble_is_said_where_it_is():
     tree = begun()
-    tree.take(Changed(key="pool", step="failed", words="GCE_STOCKOUT: none"), 101.0)
+    tree.take(Changed(key="pool", step="failed", text="GCE_STOCKOUT: none"), 101.0)
     row = next(row for row in tree.rows(101.0) if row.key == "pool")
-    assert (row.state, row.words) == ("trouble", "failed: GCE_STOCKOUT: none")
+    assert (row.state, row.text) == ("trouble", "failed: GCE_STOCKOUT: none")
 
 
 def test_what_bills_is_what_exists():
@@ -113,7 +113,7 @@ def test_up_and_down_tell_of_every_resource(name, workers):
     google = cloud()
     tree, seen, go = events_of(lambda take: up(SITES[name], session(google), INSTALLED, workers=workers, progress=take))
     go()
-    assert {row.words for row in tree.rows(1e6)} == {"there"}
+    assert {row.text for row in tree.rows(1e6)} == {"there"}
     began = [event for event in seen if isinstance(event, Began)]
     assert len(began) == 1 and began[0].nodes == planned(resources(SITES[name], INSTALLED))
     made = [event.key for event in seen if isinstance(event, Changed) and event.step == "making"]
@@ -130,8 +130,8 @@ def test_up_and_down_tell_of_every_resource(name, workers):
 
     tree, _, go = events_of(lambda take: down([SITES[name]], session(google), workers=workers, progress=take))
     go()
-    assert {row.words for row in tree.rows(1e6)} == {"gone", "kept"}
-    assert [row.key for row in tree.rows(1e6) if row.words == "kept"] == ["services"] and tree.bills() == []
+    assert {row.text for row in tree.rows(1e6)} == {"gone", "kept"}
+    assert [row.key for row in tree.rows(1e6) if row.text == "kept"] == ["services"] and tree.bills() == []
 
 
 def test_again_tells_that_everything_is_there_and_took_no_time():
@@ -139,7 +139,7 @@ def test_again_tells_that_everything_is_there_and_took_no_time():
     up(SITES["a4"], session(google), INSTALLED)
     tree, _, go = events_of(lambda take: up(SITES["a4"], session(google), INSTALLED, workers=1, progress=take))
     go()
-    assert {(row.words, row.seconds) for row in tree.rows(1e6)} == {("there", None)}
+    assert {(row.text, row.seconds) for row in tree.rows(1e6)} == {("there", None)}
 
 
 def test_a_failure_is_on_its_resource_and_the_rest_waits():
@@ -148,7 +148,7 @@ def test_a_failure_is_on_its_resource_and_the_rest_waits():
     with pytest.raises(CapacityError):
         go()
     (trouble,) = [row for row in tree.rows(1e6) if row.state == "trouble"]
-    assert trouble.key == f"nodePools/{SITES['a4'].pool}" and "no room for it" in trouble.words
+    assert trouble.key == f"nodePools/{SITES['a4'].pool}" and "no room for it" in trouble.text
 
 
 def test_a_difference_is_on_its_resource_before_anything_is_made():
@@ -160,4 +160,4 @@ def test_a_difference_is_on_its_resource_before_anything_is_made():
     with pytest.raises(ConflictError):
         go()
     (trouble,) = [row for row in tree.rows(1e6) if row.state == "trouble"]
-    assert trouble.words.startswith("differs: ") and "a3-ultragpu-8g" in trouble.words
+    assert trouble.text.startswith("differs: ") and "a3-ultragpu-8g" in trouble.text

@@ -47,21 +47,21 @@ def taken(found, *wanted):
 def copied(tmp_path, world=1):
     """The replicator says: the peer holds what was ordered."""
     made = ring(tmp_path)
-    made.note_copied(made.find(*made.ordered()), world=world)
-    return made.ordered()[0]
+    made.note_copied(made.find(*made.requested_copy()), world=world)
+    return made.requested_copy()[0]
 
 
 def test_every_step_is_taken_and_the_next_copy_is_ordered_when_the_last_one_is_there(tmp_path, now):
     found = snapshots(tmp_path)
     assert not found.copy_is_pending(), "nothing was ordered yet"
     taken(found, 1, 2, 3, 4, 5)
-    assert found.copy_is_pending() and ring(tmp_path).ordered()[0] == 1
+    assert found.copy_is_pending() and ring(tmp_path).requested_copy()[0] == 1
     assert found.newest_steps() == {"snapshot_step": 5}
     assert steps(tmp_path) == [1, 4, 5], "what is being copied is protected"
     assert copied(tmp_path) == 1
     assert not found.copy_is_pending()
     taken(found, 6)
-    assert ring(tmp_path).ordered()[0] == 6 and ring(tmp_path).agreed() == 1
+    assert ring(tmp_path).requested_copy()[0] == 6 and ring(tmp_path).agreed() == 1
     assert found.newest_steps() == {"snapshot_step": 6, "peer_step": 1}
 
 
@@ -92,10 +92,10 @@ def test_where_the_fourth_slot_finds_no_room_the_newest_is_written_over(tmp_path
 def test_an_agreement_that_was_begun_before_an_order_is_not_about_it(tmp_path, now):
     found = snapshots(tmp_path)
     found.save(1, STATE, copies_arrived=True)
-    assert ring(tmp_path).ordered()[0] == -1, "nobody had been asked"
+    assert ring(tmp_path).requested_copy()[0] == -1, "nobody had been asked"
     taken(found, 2)
     found.save(3, STATE, copies_arrived=True)
-    assert ring(tmp_path).ordered()[0] == 2 and ring(tmp_path).agreed() == -1
+    assert ring(tmp_path).requested_copy()[0] == 2 and ring(tmp_path).agreed() == -1
 
 
 def test_what_another_worlds_peer_held_is_no_copy_in_this_one(tmp_path, now):

@@ -46,7 +46,7 @@ def survey(
     """
     absent = set()
     for resource in resources:
-        with _told(resource, progress) as tell:
+        with _reporting(resource, progress) as tell:
             result = resource.look(session)
             if result.state == "absent":
                 absent.add(resource.key)
@@ -87,11 +87,11 @@ def remove(
 
 
 @contextlib.contextmanager
-def _told(resource: Resource, progress: Progress, conflict: Step = "differs") -> Iterator[Callable[[Step], None]]:
+def _reporting(resource: Resource, progress: Progress, conflict: Step = "differs") -> Iterator[Callable[[Step], None]]:
     """Tells the steps of work on one resource, and how it fails."""
 
     def tell(step: Step, text: str = "") -> None:
-        progress(Changed(key=resource.key, step=step, words=text))
+        progress(Changed(key=resource.key, step=step, text=text))
 
     tell("looking")
     try:
@@ -102,7 +102,7 @@ def _told(resource: Resource, progress: Progress, conflict: Step = "differs") ->
 
 
 def _ensure_one(resource: Resource, session: Session, *, adopt: bool, progress: Progress) -> None:
-    with _told(resource, progress) as tell:
+    with _reporting(resource, progress) as tell:
         result = resource.look(session)
         if result.state in ("there", "changing"):
             refuse_foreign(resource, result, adopt=adopt)
@@ -133,7 +133,7 @@ def _whole_or_gone(act: Callable[[Session], None], resource: Resource, session: 
 
 
 def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resource], bool], progress: Progress) -> None:
-    with _told(resource, progress, conflict="failed") as tell:
+    with _reporting(resource, progress, conflict="failed") as tell:
         result = resource.look(session)
         if result.state == "absent":
             return tell("gone")

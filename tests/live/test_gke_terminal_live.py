@@ -83,4 +83,4 @@ def test_ctrl_c_leaves_a_clean_terminal_and_says_how_to_go_on(terminal):
 def test_down_on_a_terminal(terminal):
     down = terminal("quick", "down", "run.yaml")
     down.read()
-    assert down.code() == 0 and "nothing of ours is left in example-project" in down.text()
+    assert down.code() == 0 and "no resource of Muster is left in example-project" in down.text()

@@ -79,7 +79,7 @@ def check(store: Store, directory: str, *, run_id: str, attempt: int) -> None:
     """Raise ConflictError unless this run and attempt hold the sealed fence."""
     held = read(store, directory)
     if held is None or (held.run_id, held.attempt) != (run_id, attempt) or held.inherited is None:
-        holder = f"run {held.run_id} attempt {held.attempt}" if held else "nobody"
+        holder = f"run {held.run_id} attempt {held.attempt}" if held else "no run"
         raise ConflictError(f"{directory} is held by {holder}, not by run {run_id} attempt {attempt}")
 
 

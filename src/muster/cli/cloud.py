@@ -95,7 +95,9 @@ def give_back(
         output.info(f"together about ${total:.2f} per day, where prices are known")
     if not result.clean:
         raise typer.Exit(6)
-    output.info(f"nothing of ours is left in {cluster.project}" + (" except what was kept" if result.leftovers else ""))
+    output.info(
+        f"no resource of Muster is left in {cluster.project}" + (" except what was kept" if result.leftovers else "")
+    )
 
 
 def _dry_run(cluster: api.Cluster, manifests: Path | None, as_json: bool) -> None:

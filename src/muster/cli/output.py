@@ -34,7 +34,7 @@ def looking() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        info("stopped looking; the run itself is left as it is")
+        info("stopped looking; the run is unchanged")
         raise typer.Exit(130) from None
 
 

@@ -161,7 +161,7 @@ def policies_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Ways to meet missing hosts, other than the scenario's own."""
     least = scenario.quantum_hosts or 1
     rows = (
-        ("default, min_hosts low", f"goes on with as few as {least}", "default", least),
+        ("default, min_hosts low", f"continues with as few as {least}", "default", least),
         ("default, all hosts", "waits an hour, then leaves and is queued", "default", scenario.hosts),
         ("conservative", "the same with swaps only", "conservative", scenario.hosts),
     )

@@ -78,7 +78,7 @@ class Stream:
         if not data or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            raise ConnectionError("no file came")
+            raise ConnectionError("no file arrived")
         return fds[0]
 
     def close(self) -> None:

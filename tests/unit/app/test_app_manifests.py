@@ -83,7 +83,7 @@ def test_a_folder_with_other_bytes_is_refused_until_it_is_pinned_again(tmp_path)
 def test_a_file_of_pins_that_is_none(home):
     home.mkdir()
     (home / "manifests.json").write_text("[]")
-    with pytest.raises(UsageError, match=r"manifests\.json is no file of pins"):
+    with pytest.raises(UsageError, match=r"manifests\.json is not a file of pinned manifests"):
         pinned_manifests.pins()
 
 

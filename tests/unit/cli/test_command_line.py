@@ -233,7 +233,7 @@ def test_leaving_a_look_does_not_sound_as_if_the_run_were_stopped(
     for verb, place in (("watch", "watch.watch"), ("logs", "logs.logs"), ("events", "logs.events")):
         monkeypatch.setattr(f"muster.app.inspect.{place}", interrupted)
         code, out, err = run(capsys, verb, "x")
-        assert (code, out) == (130, "") and "the run itself is left as it is" in err, verb
+        assert (code, out) == (130, "") and "the run is unchanged" in err, verb
 
 
 def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot_work(

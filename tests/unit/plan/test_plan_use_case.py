@@ -85,7 +85,7 @@ def test_an_edited_plan_and_a_changed_one_are_refused(run_file, home, tmp_path):
     with pytest.raises(UsageError, match="not a plan of this version"):
         use_case.open_plan(path)
     path.write_text(json.dumps(planned(run_file, home).plan.to_json()))
-    with pytest.raises(UsageError, match="taken as it is"):
+    with pytest.raises(UsageError, match="used unchanged"):
         use_case.open_plan(path, ["training.steps=3"])
 
 

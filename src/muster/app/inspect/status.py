@@ -114,7 +114,9 @@ def spec_of(run: RunDir) -> RunSpec:
     except OSError as error:
         raise MusterError(f"{run.path} holds no resolved.json", hint="was the submit interrupted?") from error
     except ValueError as error:
-        raise MusterError(f"{run.resolved} is not of this version of Muster: {first_problem(error)}") from error
+        raise MusterError(
+            f"{run.resolved} was not written by this version of Muster: {first_problem(error)}"
+        ) from error
 
 
 def first_problem(error: ValueError) -> str:

@@ -116,7 +116,7 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     result = plan_file.read(text, source=source)
     if overrides:
         raise UsageError(
-            f"a plan is taken as it is, and {overrides[0]!r} would change it",
+            f"a plan is used unchanged, and {overrides[0]!r} would change it",
             hint=f"muster plan {result['run_file']} {' '.join(overrides)} --out {source}",
         )
     given = result["overrides"]

@@ -59,7 +59,7 @@ def open_together(
         all_reduce(minima, group, op=dist.ReduceOp.MIN).wait()
     tiers, reporter, replicated_step = (int(value) for value in minima)
     if error is not None and reporter == context.rank:
-        report(f"{error}: the run goes on without {_WITHOUT[tiers]}")
+        report(f"{error}: the run continues without {_WITHOUT[tiers]}")
     if snapshots is None or tiers == 0:
         if snapshots is not None:
             snapshots.release_if_empty()

@@ -62,7 +62,7 @@ class Session:
                 raise BackendError(f"an operation without an address: {operation}")
             if waited_s > limit_s:
                 raise NotOver(
-                    f"not finished after {waited_s:.0f} s: {poll}", hint="run the same again to continue waiting"
+                    f"not finished after {waited_s:.0f} s: {poll}", hint="run the same command again to keep waiting"
                 )
             self.clock.sleep(pause_s)
             waited_s += pause_s
@@ -122,7 +122,7 @@ def with_retries(send: Callable[[], Reply], method: str, url: str, clock: Clock,
                 return reply
             failed += not busy
             if failed == TRIES or waited_s > longest_s:
-                hint = "the service is failing, or busy; run the same again"
+                hint = "the service is failing, or busy; run the same command again"
                 raise BackendError(f"{method} {url}: {reply.message}", hint=hint)
         clock.sleep(pause_s)
         waited_s += pause_s

@@ -67,7 +67,7 @@ def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: 
     if at_most and number_of(there) >= at_most:
         raise CapacityError(
             f"the run has had {at_most} allocations, all that limits.max_hours allows",
-            hint="muster submit RUN.yaml limits.max_hours=... goes on",
+            hint="muster submit RUN.yaml limits.max_hours=... continues it",
         )
     following = continuation(there)
     cluster.apply(following)

@@ -162,4 +162,6 @@ def run_dir_of(pod: Mapping[str, Any]) -> str:
         argv = list(container.get("command", []))
         if RUN_DIR in argv[:-1]:
             return str(argv[argv.index(RUN_DIR) + 1])
-    raise BackendError(f"pod {pod['metadata']['name']} names no run folder", hint="it is no pod of this version")
+    raise BackendError(
+        f"pod {pod['metadata']['name']} names no run folder", hint="the pod was started by another version of Muster"
+    )

@@ -127,7 +127,9 @@ def _when_it_answers(call: Call, session: Session) -> Reply:
     waited_s, pause_s = 0.0, 5.0
     while NOT_SWITCHED_ON & (reply := session.send(call)).reasons:
         if waited_s > ANSWERS_WITHIN_S:
-            raise BackendError(f"{call.url}: {reply.message}", hint="it was switched on; run the same again later")
+            raise BackendError(
+                f"{call.url}: {reply.message}", hint="it was switched on; run the same command again later"
+            )
         session.clock.sleep(pause_s)
         waited_s += pause_s
         pause_s = min(30.0, pause_s * 1.5)

@@ -60,7 +60,7 @@ class Objects(Resource):
     def make(self, session: Session) -> None:
         cluster = connect(self.site, session)
         if cluster is None:
-            raise BackendError(f"cluster {self.site.cluster} has no endpoint yet", hint="run the same again")
+            raise BackendError(f"cluster {self.site.cluster} has no endpoint yet", hint="run the same command again")
         for manifest in sorted(self.manifests, key=lambda manifest: manifest["kind"] not in CLUSTER_SCOPED_FIRST):
             cluster.apply(manifest)
 

@@ -69,7 +69,9 @@ def pins() -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{_pins_file()} is no file of pins: {error}", hint="remove it, and pin again") from error
+        raise UsageError(
+            f"{_pins_file()} is not a file of pinned manifests: {error}", hint="remove it, and pin again"
+        ) from error
 
 
 def pin(hashes: Mapping[str, str], *, day: str) -> Path:

@@ -121,7 +121,7 @@ class RestResource(Resource):
                 return self.settle(session)
             if reply.status == 404:
                 message = f"{self.key}: something that it needs is gone: {reply.message}"
-                raise NeedGone(message, hint="run the same again")
+                raise NeedGone(message, hint="run the same command again")
             if reply.status >= 300:
                 raise refusal(self.create, reply)
             if _is_operation(reply.body):
@@ -130,7 +130,7 @@ class RestResource(Resource):
                 except NotOver as late:
                     self._take_back(session, late)
             return self.settle(session)
-        raise BackendError(f"no answer when making {self.key}", hint="run the same again")
+        raise BackendError(f"no answer when making {self.key}", hint="run the same command again")
 
     def remove(self, session: Session) -> None:
         reply = session.delete(self.url)
@@ -146,7 +146,7 @@ class RestResource(Resource):
         limit_s = session.operation_timeout_s if self.patience_s is None else self.patience_s
         while (result := self.look(session)).state == "changing":
             if waited_s > limit_s:
-                late = NotOver(f"{self.key} is still {result.body.get('status')}", hint="run the same again")
+                late = NotOver(f"{self.key} is still {result.body.get('status')}", hint="run the same command again")
                 self._take_back(session, late) if result.body.get("status") == "PROVISIONING" else None
                 raise late
             session.clock.sleep(pause_s)
@@ -165,7 +165,7 @@ class RestResource(Resource):
         if self.patience_s is None:
             raise late
         if trouble := self.give_up(session):
-            raise NotOver(f"{late}; {trouble}", hint="muster down, or the same again to go on waiting") from late
+            raise NotOver(f"{late}; {trouble}", hint="run muster down, or the same command to keep waiting") from late
         self.remove(session)
         raise CapacityError(
             f"{self.key}: no machines within {self.patience_s / 60:.0f} minutes",
@@ -221,7 +221,7 @@ def refuse_foreign(resource: Resource, result: Found, *, adopt: bool) -> None:
     if not result.ours and resource.foreign == "refuse" and not adopt:
         raise ConflictError(
             f"{resource.key} exists and was not made by muster",
-            hint="choose another name, or --adopt to use it as it is",
+            hint="choose another name, or --adopt to use it unchanged",
         )
     if result.differences and result.ours:
         raise ConflictError(

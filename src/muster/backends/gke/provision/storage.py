@@ -163,7 +163,7 @@ class Binding(Resource):
                 return
             if answer.status != 412:
                 raise refusal(call, answer)
-        raise BackendError(f"the policy of bucket {self.bucket} keeps changing", hint="run the same again")
+        raise BackendError(f"the policy of bucket {self.bucket} keeps changing", hint="run the same command again")
 
     def _member(self, session: Session) -> str:
         url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{self.site.project}"

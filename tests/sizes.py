@@ -42,10 +42,10 @@ CORE = {
     "training: resume bit for bit": ("test_train_resume_live.py::test_a_stop_saves_at_one_step_and_leaves_130",),
     "checkpoints: any number of ranks": ("test_checkpoint_live.py::test_four_ranks_to_any_number",),
     "checkpoints: copies in another host's memory": (
-        "test_mover_live.py::test_each_step_is_copied_to_the_peer_and_acknowledged",
+        "test_replicator_live.py::test_each_step_is_copied_to_the_peer_and_acknowledged",
     ),
     "checkpoints: memory is written out at the end": ("test_flush_live.py",),
-    "checkpoints: damage is noticed": ("test_train_seals_live.py",),
+    "checkpoints: damage is noticed": ("test_snapshot_checksums_live.py",),
     # A killed rank is in "own loops" and "drills", a stop in "training: resume bit for bit".
     "recovery: host, supervisor": (
         "test_recovery_live.py::test_a_lost_host_is_replaced_by_the_spare",
@@ -90,7 +90,7 @@ NIGHTLY = {
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
     "test_chaos_hosts_live.py::test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing": (
-        "test_copies_live.py::test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did"
+        "test_snapshot_copies_live.py::test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did"
     ),
     "test_chaos_hosts_live.py::test_a_host_is_lost_while_the_ranks_are_being_replaced": (
         "test_recovery_live.py::test_a_lost_host_is_replaced_by_the_spare"
@@ -104,12 +104,12 @@ NIGHTLY = {
     "test_chaos_live.py::test_what_goes_wrong_inside_a_step_leaves_no_trace": (
         "test_chaos_live.py::test_whatever_a_rank_does_once_is_a_restart"
     ),
-    "test_copies_live.py::test_a_lost_rank_costs_no_step_however_far_copies_lag": (
+    "test_snapshot_copies_live.py::test_a_lost_rank_costs_no_step_however_far_copies_lag": (
         "test_own_loop_live.py::test_a_lost_host_costs_no_step_whose_copy_was_there"
     ),
     "test_export_live.py::test_many_files_and_half_precision": "test_export_live.py::test_a_whole_model",
-    "test_mover_live.py::test_a_run_loses_its_replicators_and_trains_on_and_copying_continues": (
-        "test_mover_live.py::test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next"
+    "test_replicator_live.py::test_a_run_loses_its_replicators_and_trains_on_and_copying_continues": (
+        "test_replicator_live.py::test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next"
     ),
     "test_own_loop_live.py::test_a_ranks_own_state_comes_back_from_memory_and_disk_and_all_ranks_take_one_checkpoint": (
         "test_own_loop_live.py::test_a_stop_saves_and_a_second_start_goes_on"

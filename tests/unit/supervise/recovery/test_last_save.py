@@ -2,7 +2,7 @@
 
 import pytest
 from fakes.virtual_run import cluster, events_of, kinds, machine, spec
-from test_flush import committed, ended
+from test_final_flush import committed, ended
 
 from muster.core.events import Event
 from muster.supervise.replay.rebuild_state import rebuild_state

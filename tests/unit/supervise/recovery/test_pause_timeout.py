@@ -1,7 +1,7 @@
 """How long kept ranks may take to stand still: it follows the steps. Through the machine in virtual time."""
 
 import pytest
-from test_survivors import attempts, replicated
+from test_surviving_ranks import attempts, replicated
 
 from muster.core.events import Event
 from muster.policy.builtin import SHIPPED

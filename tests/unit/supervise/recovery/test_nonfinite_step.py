@@ -2,7 +2,7 @@
 
 import pytest
 from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
-from test_judged import fails_at
+from test_classified_failures import fails_at
 
 from muster.config.spec import RunSpec
 from muster.core.types import Action, Incident

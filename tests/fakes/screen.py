@@ -2,7 +2,7 @@
 
 
 class Screen:
-    """Just enough of a terminal: text, CR, LF, cursor up, clear to the end. It scrolls and it folds."""
+    """Just enough of a terminal: text, CR, LF, cursor up, erase a line. It scrolls and it folds."""
 
     def __init__(self, columns, lines):
         self.columns, self.lines = columns, lines
@@ -42,10 +42,21 @@ class Screen:
     def _control(self, argument, letter):
         if letter == "A":
             self.row = max(self.top(), self.row - int(argument))
-        elif letter == "J":
-            self.rows = [*self.rows[: self.row], self.rows[self.row][: self.column]]
+        elif letter == "K":
+            assert argument == "2", "the whole line"
+            self.rows[self.row] = ""
         else:
             assert letter == "m", f"this terminal does not know {argument}{letter}"
+
+    def narrow(self, columns):
+        """Lines that are too long now are folded, and the cursor stays with its letter."""
+        folded, before = [], 0
+        for index, row in enumerate(self.rows):
+            pieces = [row[at : at + columns] for at in range(0, len(row), columns)] or [""]
+            if index == self.row:
+                before, self.column = len(folded) + len(pieces) - 1, len(pieces[-1])
+            folded += pieces
+        self.columns, self.rows, self.row = columns, folded, before
 
     def _letter(self, letter):
         if letter == "\r":

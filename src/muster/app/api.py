@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from muster.core.errors import UsageError as UsageError
     from muster.core.events import Event as Event
     from muster.core.redact import redact as redact
+    from muster.report.run_view import RunView as RunView
     from muster.storage.run_registry import RunDir as RunDir
 
 #: Module -> names.
@@ -68,6 +69,7 @@ _EXPORTS = {
     "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
     "muster.core.events": ("Event",),
     "muster.core.redact": ("redact",),
+    "muster.report.run_view": ("RunView",),
     "muster.storage.run_registry": ("RunDir", "find_run"),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}

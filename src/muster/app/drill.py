@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import random
 import signal
 import threading
@@ -82,12 +83,7 @@ class Outcome:
             "run_dir": str(self.run.path),
             "overrides": list(self.overrides),
             "at_step": self.at_step,
-            "expected": {
-                "noticed": list(self.fault.noticed),
-                "done": [list(each) for each in self.fault.done],
-                "redone_steps": self.fault.redone,
-                "exit_code": self.fault.exit_code,
-            },
+            "expected": expected(self.fault),
             "seen": {
                 "noticed": self.noticed,
                 "done": self.done,
@@ -101,6 +97,16 @@ class Outcome:
             "failures": self.failures,
             "as_expected": self.as_expected,
         }
+
+
+def expected(fault: Fault) -> dict[str, Any]:
+    """What has to happen, for programs."""
+    return {
+        "noticed": list(fault.noticed),
+        "done": [list(each) for each in fault.done],
+        "redone_steps": fault.redone,
+        "exit_code": fault.exit_code,
+    }
 
 
 def drill(
@@ -211,7 +217,7 @@ def _settled(fault: Fault, done: list[str]) -> bool:
 
 def _measure(target: RunTarget, outcome: Outcome) -> None:
     """L and the steps redone. Where a new attempt began, a step that the old one still finished is before the fault."""
-    steps = sorted(target.events("step"), key=_wall)
+    steps = sorted(target.events("step"), key=operator.attrgetter("wall_ns"))
     begun = [event.attempt for event in target.events("attempt.started") if event.wall_ns > target.injected_ns]
     newest = min(begun, default=0)
     if begun:
@@ -236,17 +242,13 @@ def _stepping_beyond(target: RunTarget, goal: int) -> bool:
 
 
 def _actions(target: RunTarget, since_ns: int) -> list[str]:
-    decisions = sorted(target.events("incident.decided"), key=_wall)
+    decisions = sorted(target.events("incident.decided"), key=operator.attrgetter("wall_ns"))
     actions = [str(event.detail["action"]) for event in decisions if event.wall_ns > since_ns]
     return [action for action in actions if action != "ignore"]
 
 
 def _ended(target: RunTarget, since_ns: int) -> list[Event]:
     return [event for event in target.events("run.finished") if event.wall_ns > since_ns]
-
-
-def _wall(event: Event) -> int:
-    return event.wall_ns
 
 
 def _end(target: RunTarget, tell: Callable[[str], None]) -> None:

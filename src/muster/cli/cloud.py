@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from muster.app.api import Cluster
+from muster.app import api
+from muster.cli import output
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
@@ -36,12 +35,10 @@ def up(
 
     Networks, cluster, node pools, queue and bucket; after an interruption, the same command resumes.
     """
-    from muster.app.api import load
     from muster.app.cluster import up_down
-    from muster.cli import output
     from muster.cli.tree import watched
 
-    loaded = load(run_file, overrides or [], environment=False)
+    loaded = api.load(run_file, overrides or [], environment=False)
     cluster = up_down.cluster_of(loaded.spec, zone=zone, adopt=adopt)
     if dry_run:
         _dry_run(cluster, manifests, as_json)
@@ -75,12 +72,10 @@ def give_back(
     as_json: bool = JSON,
 ) -> None:
     """Remove what `up` created and list what still exists; fails while anything of ours is billed."""
-    from muster.app.api import load
     from muster.app.cluster import up_down
-    from muster.cli import output
     from muster.cli.tree import watched
 
-    spec = load(run_file, overrides or [], environment=False).spec
+    spec = api.load(run_file, overrides or [], environment=False).spec
     cluster = up_down.cluster_of(spec, zone=zone)
     result = watched(
         lambda progress: cluster.down(keep_data=keep_data, progress=progress),
@@ -103,9 +98,7 @@ def give_back(
     output.info(f"nothing of ours is left in {cluster.project}" + (" except what was kept" if result.leftovers else ""))
 
 
-def _dry_run(cluster: Cluster, manifests: Path | None, as_json: bool) -> None:
-    from muster.cli import output
-
+def _dry_run(cluster: api.Cluster, manifests: Path | None, as_json: bool) -> None:
     calls, doubts = cluster.dry_run(manifests)
     if as_json:
         output.as_json([call.to_json() for call in calls])

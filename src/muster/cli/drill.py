@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES
 
@@ -24,18 +27,16 @@ def drill(
 ) -> None:
     """Break a run on purpose, here, and compare the outcome."""
     from muster.app import drill as use_case
-    from muster.app.api import UsageError
-    from muster.app.drill import MENU
-    from muster.cli import output
 
+    menu = use_case.MENU
     if listed:
-        _print_menu(json)
+        _print_menu(menu, json)
         return
     if run_file is None:
-        raise UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(MENU))}")
+        raise api.UsageError("no run file given", hint=f"muster drill RUN.yaml --fault {fault or next(iter(menu))}")
     if fault is None:
-        raise UsageError(
-            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(MENU))}; --list has the others"
+        raise api.UsageError(
+            "no fault given", hint=f"muster drill {run_file} --fault {next(iter(menu))}; --list has the others"
         )
     outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
     if json:
@@ -46,14 +47,11 @@ def drill(
         raise typer.Exit(1)
 
 
-def _print_menu(json: bool) -> None:
-    from muster.app.drill import MENU
-    from muster.cli import output
-
+def _print_menu(menu: Mapping[str, Fault], json: bool) -> None:
     if json:
-        output.as_json([_entry(each) for each in MENU.values()])
+        output.as_json([_entry(each) for each in menu.values()])
         return
-    for each in MENU.values():
+    for each in menu.values():
         mark = " (needs root)" if each.needs_root else " (not for command:)" if each.own_loop else ""
         output.result(f"{each.name:<22} {each.what}{mark}")
         expected = _entry(each)
@@ -62,14 +60,13 @@ def _print_menu(json: bool) -> None:
 
 
 def _entry(fault: Fault) -> dict[str, Any]:
+    from muster.app.drill import expected
+
     return {
         "name": fault.name,
         "what": fault.what,
         "numbers": list(fault.numbers),
-        "noticed": list(fault.noticed),
-        "done": [list(each) for each in fault.done],
-        "redone_steps": fault.redone,
-        "exit_code": fault.exit_code,
+        **expected(fault),
         "needs_root": fault.needs_root,
         "own_loop_only": fault.own_loop,
     }
@@ -85,8 +82,6 @@ def _again(limit: int | None) -> str:
 
 
 def _print(outcome: Outcome) -> None:
-    from muster.cli import output
-
     result = outcome.to_json()
     expected, seen = result["expected"], result["seen"]
     output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.what}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import typer
 
+from muster.app import api
 from muster.cli.run_commands import RUN
 
 COMMAND = typer.Argument(None, metavar="-- CMD [ARG]...", help="The command and its arguments; default: bash.")
@@ -20,12 +21,9 @@ def exec_(run: str = RUN, command: list[str] = COMMAND, host: int | None = HOST)
 
     Exits with the command's exit code.
     """
-    from muster.app.api import Terminal
-    from muster.app.run.exec import execute
-
     tty = sys.stdin.isatty() and sys.stdout.isatty()
     piped = not sys.stdin.isatty() and not sys.stdin.closed
-    terminal = Terminal(
+    terminal = api.Terminal(
         out=_writer(1),
         err=_writer(2),
         typed=_typed() if tty or piped else None,
@@ -33,7 +31,7 @@ def exec_(run: str = RUN, command: list[str] = COMMAND, host: int | None = HOST)
         size=(os.get_terminal_size().columns, os.get_terminal_size().lines) if tty else None,
     )
     with _raw() if tty else contextlib.nullcontext():
-        code = execute(run, command or ["bash"], terminal, host=host)
+        code = api.execute(run, command or ["bash"], terminal, host=host)
     if code:
         raise typer.Exit(code)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 
@@ -20,11 +22,9 @@ def image(
 
     Prints its name; needs no docker here; the same parts are built once.
     """
-    from muster.app.api import load
     from muster.app.cluster.up_down import cluster_of
-    from muster.cli import output
 
-    spec = load(run_file, overrides or [], environment=False).spec
+    spec = api.load(run_file, overrides or [], environment=False).spec
     result = cluster_of(spec, zone=zone).image(base=base, torch=torch, torch_index=torch_index)
     for doubt in result.doubts:
         output.info(f"warning: {doubt}")

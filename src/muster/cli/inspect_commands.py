@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
 
 if TYPE_CHECKING:
-    from muster.app.api import Event
     from muster.app.inspect.status import RunStatus
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
@@ -23,7 +24,6 @@ def status(
 ) -> None:
     """Show where a run is and why, or list this machine's runs."""
     from muster.app.inspect import status as use_case
-    from muster.cli import output
 
     if run is not None:
         result = use_case.status(run)
@@ -47,8 +47,6 @@ def status(
 
 
 def _print_status(result: RunStatus) -> None:
-    from muster.cli import output
-
     shown = result.to_json()
     output.result(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
     for key in ("now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
@@ -66,13 +64,10 @@ def logs(
     task: str | None = typer.Option(None, "--task", help="Only this process: supervisor, agent, prepare..."),
 ) -> None:
     """Print the output of the run's processes. Ctrl-C does not stop the run."""
-    from muster.app.inspect.logs import logs as use_case
-    from muster.cli import output
-
     rest: dict[str, str] = {}
     alone = rank is not None or task is not None
     with output.looking():
-        for chunk in use_case(run, follow=follow, rank=rank, task=task):
+        for chunk in api.logs(run, follow=follow, rank=rank, task=task):
             *lines, rest[chunk.task] = (rest.get(chunk.task, "") + chunk.text).split("\n")
             for line in lines:
                 output.result(line if alone else f"{chunk.task} | {line}")
@@ -90,15 +85,12 @@ def events(
     """Print the run's events, oldest first, times in UTC. Ctrl-C does not stop the run."""
     import json as writer
 
-    from muster.app.inspect.logs import events as use_case
-    from muster.cli import output
-
     with output.looking():
-        for event in use_case(run, follow=follow, kinds=tuple(kind)):
+        for event in api.events(run, follow=follow, kinds=tuple(kind)):
             output.result(writer.dumps(event.to_json(), ensure_ascii=False) if json else _event_line(event))
 
 
-def _event_line(event: Event) -> str:
+def _event_line(event: api.Event) -> str:
     """``12:00:01.250 a1 host-0/1     step  ...``."""
     import json
     import time
@@ -126,7 +118,6 @@ def report(
 ) -> None:
     """Account for the run: time by category, figures, dollars. Needs the run's folder alone."""
     from muster.app.inspect import report as use_case
-    from muster.cli import output
 
     _refuse_idle_options(runs, form, step_time_s, html, target)
     if form is not None:
@@ -137,38 +128,31 @@ def report(
     if html:
         for run, each in zip(runs, result, strict=True):
             output.result(str(use_case.write_page(each, run, target)))
-    elif len(result) > 1:
-        side_by_side = use_case.compare(result)
-        output.as_json(side_by_side) if json else output.result(use_case.comparison_table(side_by_side))
     elif json:
-        output.as_json(result[0].to_json())
+        output.as_json(use_case.to_json(result))
     else:
-        output.result(use_case.table(result[0]))
+        output.result(use_case.table(result))
 
 
 def _refuse_idle_options(
     runs: list[str], form: str | None, step_time_s: float | None, html: bool, target: str | None
 ) -> None:
     """Refuse an option that would have no effect."""
-    from muster.app.api import UsageError
-
     if form is not None and len(runs) > 1:
-        raise UsageError("--from reads one log at a time", hint=f"muster report {runs[0]} --from {form}")
+        raise api.UsageError("--from reads one log at a time", hint=f"muster report {runs[0]} --from {form}")
     if form is None and step_time_s is not None:
-        raise UsageError("--step-time goes with --from", hint="a run's own log holds its step times")
+        raise api.UsageError("--step-time goes with --from", hint="a run's own log holds its step times")
     if target is not None and not html:
-        raise UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
+        raise api.UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
     if target is not None and len(runs) > 1:
-        raise UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
+        raise api.UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
 
 
 def checkpoints(run: str = RUN, json: bool = JSON) -> None:
     """List checkpoints in every tier, and which one a restart uses."""
-    from muster.app.inspect.checkpoints import checkpoints as use_case
-    from muster.cli import output
     from muster.cli.tables import catalogue
 
-    result = use_case(run)
+    result = api.checkpoints(run)
     if json:
         output.as_json(result.to_json())
         return
@@ -195,16 +179,14 @@ def show(
 ) -> None:
     """Print the run file with every default filled in."""
     from muster.app import reference_docs
-    from muster.app.api import UsageError, load
     from muster.app.inspect.show import resolved_json, resolved_yaml
-    from muster.cli import output
 
     if schema:
         output.result(reference_docs.run_file_schema().rstrip("\n"))
         return
     if run_file is None:
-        raise UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")
-    loaded = load(run_file, overrides or [])
+        raise api.UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")
+    loaded = api.load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     if json:
         output.as_json(resolved_json(loaded.spec))
@@ -224,12 +206,10 @@ def data(
     """
     import sys
 
-    from muster.app.api import load
     from muster.app.run.data import prepare_and_preview
-    from muster.cli import output
     from muster.cli.live import preparing
 
-    loaded = load(run_file, overrides or [])
+    loaded = api.load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     with preparing() as progress:
         result = prepare_and_preview(loaded, examples=examples, progress=progress)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from muster.app.api import Event, RunDir, RunSpec
-from muster.app.inspect.event_format import line
-from muster.app.inspect.run_summary import Summary
+from muster.app.api import Event, RunDir, RunSpec, RunView
+from muster.app.inspect.event_format import line, step_figures
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ class Display:
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
-        self.summary = Summary()
+        self.summary = RunView()
 
     def started(self, run: RunDir) -> None:
         """The run has a folder and is about to start."""
@@ -91,7 +90,7 @@ class LiveDisplay(Display):
                 description="training",
                 total=self.total(),
                 completed=event.step,
-                numbers=_numbers(event.detail),
+                numbers="  ".join(step_figures(event.detail)),
             )
             return
         words = {
@@ -162,13 +161,3 @@ def preparing() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[what], completed=done, total=total or None)
 
         yield show
-
-
-def _numbers(detail: Any) -> str:
-    seconds = detail["step_ns"] / 1e9
-    words = [] if detail["loss"] is None else [f"loss {detail['loss']:.4f}"]
-    if seconds > 0 and detail["tokens"] is not None:
-        words.append(f"{detail['tokens'] / seconds:,.0f} tokens/s")
-    if detail.get("mfu") is not None:
-        words.append(f"MFU {detail['mfu']:.1%}")
-    return "  ".join(words)

@@ -14,6 +14,7 @@ import typer
 import typer.core
 
 from muster import __version__
+from muster.app import api
 from muster.cli import cloud, drill, image, inspect_commands, plan, preflight, render, run_commands, simulate, watch
 from muster.cli import exec as exec_
 
@@ -94,13 +95,12 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line; return the exit code. Every error has been printed."""
-    from muster.app.api import MusterError
     from muster.cli import output
 
     try:
         result: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except MusterError as error:
+    except api.MusterError as error:
         output.error(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -133,16 +133,15 @@ def _unexpected(error: Exception) -> int:
     import tempfile
     import traceback
 
-    from muster.app.api import redact
     from muster.cli import output
 
     if type(error).__name__ == "Abort":
         output.info("stopped")
         return 130
     with tempfile.NamedTemporaryFile("w", prefix="muster-crash-", suffix=".txt", delete=False) as file:
-        file.write(redact("".join(traceback.format_exception(error))))
+        file.write(api.redact("".join(traceback.format_exception(error))))
     first = (str(error).splitlines() or [""])[0]
-    output.info(redact(f"error: unexpected {type(error).__name__}: {first}"))
+    output.info(api.redact(f"error: unexpected {type(error).__name__}: {first}"))
     output.info(f"hint: this is a bug in Muster; the traceback is in {file.name}")
     return 1
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from muster.app.api import MusterError, Problem, RunFileError
+from muster.app import api
 
 
 def result(text: str) -> None:
@@ -38,9 +38,9 @@ def looking() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def error(problem: MusterError) -> None:
+def error(problem: api.MusterError) -> None:
     """Print an error: what was wrong, and the next command."""
-    if isinstance(problem, RunFileError):
+    if isinstance(problem, api.RunFileError):
         count = len(problem.problems)
         for detail in problem.problems:
             info(f"error: {detail.render()}")
@@ -52,7 +52,17 @@ def error(problem: MusterError) -> None:
         info(f"hint: {problem.hint}")
 
 
-def warnings(problems: Iterable[Problem]) -> None:
+def warnings(problems: Iterable[api.Problem]) -> None:
     """Settings without effect."""
     for problem in problems:
         info(f"warning: {problem.render()}")
+
+
+def age(seconds: float | None) -> str:
+    """``0.4 s``, ``3 min``, ``2.1 h``, ``2.5 d``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    for unit, size, digits in (("d", 86_400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{max(0.0, seconds):.1f} s"  # a writer's clock may be ahead of ours

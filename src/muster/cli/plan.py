@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
@@ -31,12 +33,11 @@ def plan(
 
     And how likely, where, and what would be cheaper.
     """
-    from muster.app.api import UsageError
     from muster.app.planning import plan as use_case
-    from muster.cli import output, plan_table
+    from muster.cli import plan_table
 
     if out is not None and not out.endswith(".json"):
-        raise UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
+        raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
     result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
     answer: dict[str, Any] = result.plan.to_json()
     if trace:
@@ -69,12 +70,10 @@ def calibrate(
 
     Prints how far the model was off.
     """
-    from muster.app.api import find_run
     from muster.app.planning.calibrate import calibrate_run
-    from muster.cli import output
 
     path = Path(run_dir)
-    result = calibrate_run(path if path.is_dir() else find_run(run_dir).path)
+    result = calibrate_run(path if path.is_dir() else api.find_run(run_dir).path)
     if json:
         output.as_json(result.to_json())
         return
@@ -91,7 +90,6 @@ def calibrate(
 def update(json: bool = JSON) -> None:
     """Fetch Google's list prices with your credentials; without them nothing changes."""
     from muster.app.planning.prices import update as use_case
-    from muster.cli import output
 
     result = use_case(api_key=os.environ.get("MUSTER_BILLING_API_KEY"))
     if json:
@@ -110,7 +108,6 @@ def list_prices(json: bool = JSON) -> None:
     from dataclasses import asdict
 
     from muster.app.planning.prices import all_prices
-    from muster.cli import output
 
     result = all_prices()
     if json:
@@ -127,9 +124,7 @@ def list_prices(json: bool = JSON) -> None:
 def _write(path: str, answer: Any) -> None:
     import json as writer
 
-    from muster.app.api import UsageError
-
     try:
         Path(path).write_text(writer.dumps(answer, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        raise api.UsageError(f"cannot write {path}: {error.strerror}") from error

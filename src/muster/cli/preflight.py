@@ -6,6 +6,8 @@ import sys
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
 
@@ -20,14 +22,10 @@ def preflight(
 
     Same image, mounts, secrets and data.
     """
-    from muster.app.api import load
     from muster.app.cluster import preflight as use_case
-    from muster.cli import output
 
-    loaded = load(run_file, overrides or [], environment=False)
+    loaded = api.load(run_file, overrides or [], environment=False)
     argv = ["muster", *sys.argv[1:]]
-    result = use_case.preflight(
-        loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=lambda word: output.info(word)
-    )
-    output.result(f"preflight passed: {result.status.reason}")
+    result = use_case.preflight(loaded, machine=machine, mode=mode, argv=argv, timeout_s=timeout_s, on_word=output.info)
+    output.result(f"preflight passed: {result.reason}")
     output.info("not tested: GPU memory, NCCL, speed")

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from muster.app import api
+
 
 class Format(StrEnum):
     YAML = "yaml"
@@ -42,15 +44,14 @@ def render(
 
     Needs no project and no credentials.
     """
-    from muster.app.api import UsageError, load
     from muster.app.cluster import render as use_case
 
     if format is Format.HELM and output is None:
-        raise UsageError("a chart is a folder of files", hint="--output FOLDER")
+        raise api.UsageError("a chart is a folder of files", hint="--output FOLDER")
     options = {
         "namespace": namespace, "network": network.value, "nccl": nccl.value, "kueue": kueue, "run_claim": run_claim,
     }  # fmt: skip
-    spec = load(run_file, overrides or [], environment=False).spec
+    spec = api.load(run_file, overrides or [], environment=False).spec
     rendered = use_case.render(spec, format=format.value, options=options)
     for warning in rendered.warnings:
         print(f"warning: {warning.key}: {warning.message}", file=sys.stderr)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from muster.app.api import Loaded
+from muster.app import api
+from muster.cli import output
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
@@ -19,12 +18,11 @@ RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), it
 
 def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
     """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once."""
-    from muster.app.run.train import train as train_here
     from muster.cli.live import watching
 
     loaded = _load(run_file, overrides)
     with watching(loaded.spec) as display:
-        ended = train_here(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, on_event=display.event)
+        ended = api.train(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, on_event=display.event)
     _leave(display.finish(ended.run), ended.exit_code)
 
 
@@ -36,7 +34,6 @@ def submit(
 ) -> None:
     """Start a run in the background and print its id. The terminal may be closed."""
     from muster.app.run import submit as use_case
-    from muster.cli import output
 
     loaded = _load(run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])])
     if dry_run:
@@ -64,7 +61,6 @@ def recover(
     Agents that still run are adopted.
     """
     from muster.app.run import recover as use_case
-    from muster.cli import output
 
     argv = ["muster", *sys.argv[1:]]
     if not watch:
@@ -72,11 +68,10 @@ def recover(
         output.result(result.run.run_id)
         output.info(f"hint: muster logs -f {result.run.run_id}")
         return
-    from muster.app.api import find_run
     from muster.app.inspect.status import spec_of
     from muster.cli.live import watching
 
-    with watching(spec_of(find_run(run))) as display:
+    with watching(spec_of(api.find_run(run))) as display:
         ended = use_case.recover_here(run, overrides or [], argv=argv, on_start=display.started, on_event=display.event)
     _leave(display.finish(ended.run), ended.exit_code)
 
@@ -86,10 +81,7 @@ def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
 
     They are held for recovery.keep_hosts_after_failure_s.
     """
-    from muster.app.run.stop import restart as use_case
-    from muster.cli import output
-
-    run_id = use_case(run, overrides or []).run_id
+    run_id = api.restart(run, overrides or []).run_id
     output.result(run_id)
     output.info(f"hint: muster watch {run_id}, muster logs -f {run_id}")
 
@@ -100,10 +92,7 @@ def stop(
     wait: bool = typer.Option(True, "--wait/--no-wait", help="Return when the run has ended."),
 ) -> None:
     """Save a checkpoint and end the run."""
-    from muster.app.run.stop import stop as use_case
-    from muster.cli import output
-
-    result = use_case(run, force=force, wait=wait)
+    result = api.stop(run, force=force, wait=wait)
     if not result.was_running:
         output.info(f"{result.run.run_id} had already ended: {result.status.state} ({result.status.reason})")
     elif wait:
@@ -126,21 +115,17 @@ def down(
 
     With a run file: remove the cluster that `muster up` created.
     """
-    from muster.app.api import UsageError
-    from muster.app.run.stop import down as use_case
-    from muster.cli import output
-
     if run.endswith((".yaml", ".yml")):
         from muster.cli.cloud import give_back
 
         give_back(run, overrides, zone, keep_data, as_json)
         return
     if extra := [*(overrides or []), *(["--zone"] if zone else []), *(["--keep-data"] if keep_data else [])]:
-        raise UsageError(
+        raise api.UsageError(
             f"muster down ends one run at a time: {extra[0]!r} needs a run file",
             hint=f"muster down {run}, then the next one",
         )
-    result = use_case(run)
+    result = api.down(run)
     if as_json:
         usd = result.usd_per_hour
         output.as_json(
@@ -158,33 +143,25 @@ def export(
     adapter: bool = typer.Option(False, "--adapter", help="LoRA: write the adapter alone instead of merging it."),
 ) -> None:
     """Write a Hugging Face folder, then reload and compare it."""
-    from muster.app.run.export import export as use_case
-    from muster.cli import output
-
-    result = use_case(run, out=out, step=step, merge=not adapter)
+    result = api.export(run, out=out, step=step, merge=not adapter)
     output.result(str(result.folder))
     for line in result.lines:
         output.info(line)
 
 
-def _load(run_file: str, overrides: list[str] | None) -> Loaded:
-    from muster.app.api import load
-    from muster.cli import output
-
+def _load(run_file: str, overrides: list[str] | None) -> api.Loaded:
     if run_file.endswith(".json"):  # what `muster plan --out` wrote
         from muster.app.planning.plan import open_plan
 
         loaded = open_plan(run_file, overrides or [])
     else:
-        loaded = load(run_file, overrides or [])
+        loaded = api.load(run_file, overrides or [])
     output.warnings(loaded.warnings)
     return loaded
 
 
 def _leave(problem: str | None, code: int) -> None:
     """Exit with the run's code, its verdict said."""
-    from muster.cli import output
-
     if problem:
         output.info(problem)
     if code:

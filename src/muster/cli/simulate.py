@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from muster.cli import output
 from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
@@ -49,7 +50,6 @@ def simulate(
     Shows goodput, where the time goes, and what would improve it.
     """
     from muster.app.planning import simulate as use_case
-    from muster.cli import output
     from muster.cli.live import preparing
 
     asked = use_case.Asked(
@@ -75,8 +75,6 @@ def simulate(
 
 
 def _print(result: dict[str, Any]) -> None:
-    from muster.cli import output
-
     world = result["scenario"]
     rate = f"{world['failures_per_day']:g} failures a day" if world["trace"] is None else f"trace {world['trace']}"
     every = world["checkpoint_every_s"]
@@ -111,8 +109,6 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _choices(title: str, rows: list[dict[str, Any]], best: str | None) -> None:
-    from muster.cli import output
-
     if not rows:
         return
     output.result(f"{title:<24}{'active':>9}{'purchased':>11}{'points':>9}{'±':>7}")

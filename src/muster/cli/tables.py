@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from muster.app.api import RunView
 from muster.app.inspect.checkpoints import Catalogue, Version
 from muster.app.inspect.event_format import one_line
-from muster.app.inspect.run_summary import Summary
+from muster.cli import output
 
 SHOWN_SAMPLES = 5
 #: Key of an ``eval`` event -> its label and format.
@@ -19,7 +20,7 @@ FIGURES = {
 }
 
 
-def before_and_after(result: Summary) -> Iterator[str]:
+def before_and_after(result: RunView) -> Iterator[str]:
     """First and last evaluation side by side, then a few questions and what was written for them."""
     steps = sorted(result.evals)
     if steps:
@@ -53,8 +54,7 @@ def catalogue(result: Catalogue) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "step", "attempt", "tier", "age", "size", "layout", "whole", "where")]
     for each in result.versions:
         where = ", ".join(each.hosts) or each.uri
-        age = result.age_s(each)
-        rest = ("-" if age is None else _age(age), f"{each.bytes / 2**20:.1f} MiB", each.layout, _whole(each), where)
+        rest = (output.age(result.age_s(each)), f"{each.bytes / 2**20:.1f} MiB", each.layout, _whole(each), where)
         rows.append((">" if each.used else "", str(each.step), f"a{each.attempt}", each.tier, *rest))
     if len(rows) == 1:
         return
@@ -76,10 +76,3 @@ def _whole(version: Version) -> str:
     ranks = ", ".join(str(rank) for rank in version.missing[:6]) + (" ..." if len(version.missing) > 6 else "")
     lacking = f"without {'rank' if len(version.missing) == 1 else 'ranks'} {ranks}"
     return f"with the other memory tier; {lacking}" if version.used else f"no: {lacking}"
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.1f} s"  # a writer's clock may be ahead of ours

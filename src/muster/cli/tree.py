@@ -1,32 +1,36 @@
 """The live tree of ``muster up`` and ``muster down``: redrawn in place on a terminal, a line for each change elsewhere.
 
-The work runs in a thread of its own, and this one draws: Ctrl-C is handled at once, even while the work waits.
+The work runs in a thread of its own, rich draws in another: Ctrl-C is handled at once, even while the work waits.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import typer
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType, Segment, SegmentLines
+from rich.text import Text
+from rich.tree import Tree as Drawn
 
-from muster.cli.live_region import Growing, cut, grows, plain
+from muster.app.cluster.progress_tree import Began, Changed, Event, Progress, Row, Said, Tree
+from muster.cli import output
 
-if TYPE_CHECKING:
-    from muster.app.cluster.progress_tree import Event, Progress, Row, Tree
-
-REDRAWN_EVERY_S = 0.5
-COLOURS = {"active": "33", "trouble": "31", "done": "32", "pending": "2"}
-MARKS = {"active": "*", "trouble": "!", "done": "+", "pending": "."}
+STATES = {"trouble": ("!", "red"), "active": ("*", "yellow"), "pending": (".", "dim"), "done": ("+", "green")}
+"""Mark and style of each state; the first stay in sight longest on a small terminal."""
 Result = TypeVar("Result")
 QUIET = ("looking", "absent")
 """Steps that are not logged."""
+INDENT = 4
+"""Cells of one level of rich's tree."""
 
 
 def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None = None, live: bool = True) -> Result:
@@ -43,15 +47,12 @@ def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None 
         except BaseException as error:  # noqa: BLE001 (a thread's edge: raised again where the person is)
             events.put(("error", error))
 
-    display = LiveTree(sys.stderr) if live and grows(sys.stderr) else PlainTree()
+    console = Terminal(stderr=True)
+    display = LiveTree(console) if live and sys.stderr.isatty() and console.is_interactive else PlainTree()
     threading.Thread(target=run, daemon=True).start()
     try:
         while True:
-            try:
-                kind, item = events.get(timeout=REDRAWN_EVERY_S)
-            except Empty:
-                display.tick()
-                continue
+            kind, item = events.get()
             if kind == "event":
                 display.take(item)
                 continue
@@ -65,27 +66,39 @@ def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None 
         raise typer.Exit(130) from None
 
 
+class Terminal(Console):
+    """Never hides the cursor, so that a killed command leaves a usable terminal."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
 class PlainTree:
     """Prints a line for each change that is news."""
 
     def __init__(self) -> None:
-        from muster.app.cluster.progress_tree import Tree
-
-        self.tree: Tree = Tree()
+        self.tree = Tree()
         self.started_s = time.monotonic()
         self._said: dict[str, str] = {}
 
     def take(self, event: Event) -> None:
         """Fold one event, and show it."""
-        from muster.app.cluster.progress_tree import Began, Changed, Said
-
         self.tree.take(event, time.monotonic())
         if isinstance(event, Said):
             self.say(event.text)
         elif isinstance(event, Began):
-            self._said = {}
-            self.say(f"{event.title}: {len(event.nodes)} resources")
-        elif isinstance(event, Changed) and event.step not in QUIET and self._said.get(event.key) != event.step:
+            self.begin(event)
+        else:
+            self.change(event)
+
+    def begin(self, event: Began) -> None:
+        """Another graph of resources is worked on."""
+        self._said = {}
+        self.say(f"{event.title}: {len(event.nodes)} resources")
+
+    def change(self, event: Changed) -> None:
+        """One resource is in another step."""
+        if event.step not in QUIET and self._said.get(event.key) != event.step:
             self._said[event.key] = event.step
             row = next(row for row in self.tree.rows(time.monotonic()) if row.key == event.key)
             took = f" ({_length(row.seconds)})" if row.state == "done" and row.seconds is not None else ""
@@ -93,11 +106,7 @@ class PlainTree:
 
     def say(self, text: str) -> None:
         """One line."""
-        since = time.monotonic() - self.started_s
-        print(f"{since:6.0f} s  {plain(text)}", file=sys.stderr, flush=True)
-
-    def tick(self) -> None:
-        """Nothing happened for a while."""
+        output.info(f"{time.monotonic() - self.started_s:6.0f} s  {plain(text)}")
 
     def close(self) -> None:
         """Nothing is shown any more."""
@@ -106,121 +115,98 @@ class PlainTree:
 class LiveTree(PlainTree):
     """Draws the whole tree again and again, in place."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, console: Console) -> None:
         super().__init__()
-        self.stream, self.growing = stream, Growing(stream)
-        self._drawn_s = float("-inf")
+        self.console = console
+        self.live: Live | None = None
+        self._whole = False
+        self._widths: list[int] = []
+        """Cells of each line of the picture on the screen."""
 
     def take(self, event: Event) -> None:
-        from muster.app.cluster.progress_tree import Began, Said
-
         if isinstance(event, Began):
             self.close()  # the last picture stays as it ended
-        self.tree.take(event, time.monotonic())
-        if isinstance(event, Said):
-            for line in textwrap.wrap(plain(event.text), self.growing.size()[0], subsequent_indent="  "):
-                self.growing.above(line)
-        # Looks come many a second; ten pictures a second are enough for anybody.
-        if time.monotonic() - self._drawn_s > 0.1 or isinstance(event, (Began, Said)):
-            self.tick()
+        super().take(event)
 
-    def tick(self) -> None:
-        self._drawn_s = time.monotonic()
-        if self.tree.title:
-            self.growing.show(self._lines(self.growing.size()))
+    def begin(self, event: Began) -> None:
+        self._whole, self._widths = False, []
+        self.live = Live(console=self.console, get_renderable=self._picture, redirect_stdout=False)
+        self.live.start(refresh=True)
+
+    def change(self, event: Changed) -> None:
+        """The next picture has it."""
+
+    def say(self, text: str) -> None:
+        self.console.print(plain(text), markup=False, highlight=False)
 
     def close(self) -> None:
-        if self.tree.title:
-            self.growing.leave(self._lines((self.growing.size()[0], None)))
-            self.tree.title = ""
+        self._whole = True
+        if self.live is not None:
+            self.live.stop()
 
-    def _lines(self, size: tuple[int, int | None]) -> list[str]:
-        now_s = time.monotonic()
-        encoding = getattr(self.stream, "encoding", None) or "ascii"
-        return picture(
-            self.tree,
-            now_s,
-            width=size[0],
-            height=size[1],
-            ascii_only=not _can(encoding, "├─└│…"),
-            colours="NO_COLOR" not in os.environ,
-        )
+    def _picture(self) -> RenderableType:
+        height = None if self._whole else self.console.height - 1
+        drawn = picture(self.tree, time.monotonic(), self.console.options, height)
+        lines = self.console.render_lines(drawn, pad=False)
+        # A terminal that became narrower has folded the lines of the last picture: rich erases one row for each.
+        folded = sum((width - 1) // self.console.width for width in self._widths if width)
+        erase = (ControlType.ERASE_IN_LINE, 2)
+        if folded:
+            self.console.control(Control(ControlType.CARRIAGE_RETURN, *[erase, (ControlType.CURSOR_UP, 1)] * folded))
+        self._widths = [Segment.get_line_length(line) for line in lines]
+        return SegmentLines(lines, new_lines=True)
 
 
-def picture(
-    tree: Tree, now_s: float, *, width: int, height: int | None, ascii_only: bool = False, colours: bool = False
-) -> list[str]:
-    """The tree as lines of at most ``width`` cells, at most ``height`` of them: what is at work stays longest."""
+def picture(tree: Tree, now_s: float, options: ConsoleOptions, height: int | None = None) -> Group:
+    """The tree, one line a row, in at most ``height`` lines: what is at work stays longest."""
     rows = tree.rows(now_s)
-    shown = rows if height is None or len(rows) + 1 <= height else _most_important(rows, max(1, height - 2))
-    head = f"{tree.title}  {_length(now_s - tree.began_s)}"
-    lines = [cut(plain(head), width)]
-    branches = _branches(shown, rows)
-    widest = max((len(branch) + len(row.key) for branch, row in zip(branches, shown, strict=True)), default=0)
-    room = min(widest, max(16, width - 24))
-    for branch, row in zip(branches, shown, strict=True):
-        lines.append(_line(row, branch, room, width, colours))
-    if len(shown) < len(rows):
-        counts = ", ".join(f"{count} {words}" for words, count in _counts([r for r in rows if r not in shown]).items())
-        lines.append(cut(f"{len(rows) - len(shown)} more: {counts}", width))
-    return [line.translate(_ASCII) for line in lines] if ascii_only else lines
+    shown = rows if height is None or len(rows) < height else _most_important(rows, max(1, height - 2))
+    parents = {row.key: row.parent for row in rows}
+    depths: dict[str | None, int] = {None: 0}
+    for row in shown:
+        # A row whose parent is not shown hangs below the nearest ancestor that is.
+        while parents[row.key] not in depths:
+            parents[row.key] = parents[str(parents[row.key])]
+        depths[row.key] = depths[parents[row.key]] + INDENT
+    widest = max((depths[row.key] + len(row.key) for row in shown), default=0)
+    room = min(widest, max(16, options.max_width - 24))
+    drawn: dict[str | None, Drawn] = {
+        None: Drawn(_line(f"{plain(tree.title)}  {_length(now_s - tree.began_s)}", options))
+    }
+    for row in shown:
+        label = _label(row, room - depths[row.key], options.max_width - room, options)
+        drawn[row.key] = drawn[parents[row.key]].add(label)
+    if len(shown) == len(rows):
+        return Group(drawn[None])
+    left = [row for row in rows if row not in shown]
+    counts = Counter("waiting" if row.state == "pending" else row.words.partition(":")[0] for row in left)
+    more = ", ".join(f"{count} {words}" for words, count in counts.items())
+    return Group(drawn[None], _line(f"{len(left)} more: {more}", options))
 
 
-def _line(row: Row, branch: str, room: int, width: int, colours: bool) -> str:
-    from rich.cells import cell_len
-
-    name = cut(branch + row.key, room)
+def _label(row: Row, room: int, rest: int, options: ConsoleOptions) -> Text:
+    """``* name      creating  3 s``: the name in ``room`` cells, the words in what ``rest`` leaves."""
+    mark, style = STATES[row.state]
+    name, words = _line(row.key, options), _line(plain(row.words), options, style)
     seconds = "" if row.seconds is None else f"  {_length(row.seconds)}"
-    words = cut(plain(row.words), max(4, width - room - 4 - len(seconds)))
-    start = f"{MARKS[row.state]} {name:<{room}}  "
-    if not colours or not words or cell_len(start + words + seconds) > width:
-        return cut(start + words + seconds, width)
-    return f"{start}\x1b[{COLOURS[row.state]}m{words}\x1b[0m{seconds}"
+    name.truncate(max(1, room), pad=True)
+    words.truncate(max(4, rest - 4 - len(seconds)))
+    return _line("", options).append(f"{mark} ").append(name).append("  ").append(words).append(seconds)
+
+
+def _line(text: str, options: ConsoleOptions, style: str = "") -> Text:
+    """Text that is cut where the terminal ends."""
+    return Text(text, style, no_wrap=True, overflow="crop" if options.ascii_only else "ellipsis")
 
 
 def _most_important(rows: Sequence[Row], room: int) -> list[Row]:
     """Trouble, then what is at work, then what waits, then what is done; in the tree's order."""
-    rank = {"trouble": 0, "active": 1, "pending": 2, "done": 3}
-    chosen = sorted(range(len(rows)), key=lambda index: (rank[rows[index].state], index))[:room]
-    return [rows[index] for index in sorted(chosen)]
-
-
-def _branches(shown: Sequence[Row], rows: Sequence[Row]) -> list[str]:
-    """The prefix of each name; a row whose parent is not shown hangs below the nearest ancestor that is."""
-    parents = {row.key: row.parent for row in rows}
-    visible = {row.key for row in shown}
-
-    def parent(key: str) -> str | None:
-        above = parents[key]
-        while above is not None and above not in visible:
-            above = parents[above]
-        return above
-
-    above = {row.key: parent(row.key) for row in shown}
-    last = {above[row.key]: row.key for row in shown}  # the last child of each
-    found = []
-    for row in shown:
-        text, key = "", row.key
-        while above[key] is not None:
-            is_last = last[above[key]] == key
-            ends = ("└─ " if is_last else "├─ ") if key == row.key else ("   " if is_last else "│  ")
-            text, key = ends + text, str(above[key])
-        found.append(text)
-    return found
-
-
-def _counts(rows: Sequence[Row]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for row in rows:
-        words = "waiting" if row.state == "pending" else row.words.partition(":")[0]
-        found[words] = found.get(words, 0) + 1
-    return found
+    chosen = sorted(rows, key=lambda row: list(STATES).index(row.state))[:room]
+    return [row for row in rows if row in chosen]
 
 
 def _interrupted(display: PlainTree, again: str, undo: str | None) -> None:
     """Print what exists, and how to resume."""
-    from muster.cli import output
-
     bills, making = display.tree.bills(), display.tree.making
     display.close()
     output.info("stopped by you; operations that have begun continue")
@@ -241,12 +227,6 @@ def _length(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _can(encoding: str, text: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-_ASCII = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "~"})
+def plain(text: str) -> str:
+    """Without anything that would move the cursor: text from a service goes to the terminal through this."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from muster.app import api
+from muster.cli import output
 from muster.cli.run_commands import RUN
 
 if TYPE_CHECKING:
@@ -30,11 +32,8 @@ def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, h
 
     Ctrl-C does not stop the run.
     """
-    from muster.app.inspect.watch import watch as use_case
-    from muster.cli import output
-
     with output.looking():
-        (_live if sys.stdout.isatty() else _lines)(use_case(run, every_s=every))
+        (_live if sys.stdout.isatty() else _lines)(api.watch(run, every_s=every))
 
 
 def _live(views: Any) -> None:
@@ -48,7 +47,6 @@ def _live(views: Any) -> None:
 def _lines(views: Any) -> None:
     """Events, and the run's progress at intervals."""
     from muster.app.inspect.event_format import line
-    from muster.cli import output
 
     said, since_s = "", LINE_EVERY_S
     before_ns = None
@@ -85,12 +83,15 @@ def _render(view: View) -> Group:
     from rich.console import Group
     from rich.text import Text
 
+    from muster.app.inspect.event_format import step_figures
+
     axes = " x ".join(f"{axis} {size}" for axis, size in view.layout.items() if size != 1) or "one rank"
     head = Text(f"{view.run.run_id}  ", style="bold")
     head.append(f"{view.state}: {view.sentence}", style="red" if view.state == "failed" else "")
     step = Text(f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else ""), style="bold green")
     step.append(f"  attempt {view.attempt}  {_counted(view.world_size, 'rank')} ({axes})", style="")
-    step.append(f"  {_numbers(view)}", style="")
+    ago = [] if view.step_age_s is None or view.ended else [f"{output.age(view.step_age_s)} ago"]
+    step.append("  ".join(["", *step_figures(view.numbers), *ago]), style="")
     parts: list[Any] = [head, step, *([Text(text)] if (text := account(view)) else []), _hosts(view), _tiers(view)]
     if view.incidents:
         parts.append(Text("last incidents", style="bold"))
@@ -114,19 +115,6 @@ def account(view: View) -> str:
     return "  ".join(words)
 
 
-def _numbers(view: View) -> str:
-    detail, words = view.numbers, []
-    if detail.get("loss") is not None:
-        words.append(f"loss {detail['loss']:.4f}")
-    if detail.get("tokens") and detail.get("step_ns"):
-        words.append(f"{detail['tokens'] / detail['step_ns'] * 1e9:,.0f} tokens/s")
-    if detail.get("mfu") is not None:
-        words.append(f"MFU {detail['mfu']:.1%}")
-    if view.step_age_s is not None and not view.ended:
-        words.append(f"{age(view.step_age_s)} ago")
-    return "  ".join(words)
-
-
 def _hosts(view: View) -> Table:
     table = _table("host", "state", "ranks")
     for host in sorted(view.hosts.values(), key=lambda host: (len(host.name), host.name)):
@@ -142,7 +130,7 @@ def _ranks(host: HostView) -> str:
 def _tiers(view: View) -> Table:
     table = _table("tier", "newest whole step", "age")
     for tier in view.tiers:
-        table.add_row(tier.tier, "none" if tier.step is None else str(tier.step), age(tier.age_s))
+        table.add_row(tier.tier, "none" if tier.step is None else str(tier.step), output.age(tier.age_s))
     return table
 
 
@@ -154,13 +142,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column)
     return table
-
-
-def age(seconds: float | None) -> str:
-    """``0.4 s``, ``3 min``, ``2.1 h``; ``-`` for None."""
-    if seconds is None:
-        return "-"
-    seconds = max(0.0, seconds)  # of a host whose clock is ahead of ours
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

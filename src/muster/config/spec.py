@@ -225,7 +225,7 @@ class Resources(Section):
 
     hosts: Positive = 1
     min_hosts: Positive | None = None
-    """Go on with as few as this; default: ``hosts``."""
+    """Continue with as few as this; default: ``hosts``."""
     spare_hosts: NotNegative = 0
     ranks_per_host: Positive | None = None
     """Default: the GPUs of a host; on CPU 1."""

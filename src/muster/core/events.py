@@ -154,7 +154,7 @@ KINDS: Mapping[str, Kind] = {
             "tier": "where from",
             "resume_attempt": "the attempt that took the snapshots",
             "cause": "incident id",
-            "kept": "ranks whose processes go on from the attempt before",
+            "kept": "ranks whose processes continue from the previous attempt",
             "skip_steps": "steps whose update is left out: their batch is never finite",
             "batch_schedule": "changes of batch and learning rate since step 1, by the policy",
         },
@@ -223,7 +223,10 @@ KINDS: Mapping[str, Kind] = {
         optional={"duration_ns": "begun to committed", "stall_ns": "training held up"},
     ),
     "checkpoint.failed": Kind("Not written; training continues.", {"tier": "which", "uri": "where", "reason": "why"}),
-    "checkpoint.rejected": Kind("Found, not usable.", {"uri": "where", "reason": "torn, truncated, foreign..."}),
+    "checkpoint.rejected": Kind(
+        "A checkpoint that exists but is not usable.",
+        {"uri": "where", "reason": "incomplete, truncated, foreign..."},
+    ),
     "checkpoint.restored": Kind(
         "Training state was read.",
         {"tier": "which", "uri": "where"},
@@ -252,7 +255,7 @@ KINDS: Mapping[str, Kind] = {
         optional={"redone_steps": "applied steps taken again", "stages_ns": "stage -> time"},
     ),
     "termination.notice": Kind(
-        "Told in advance: preemption, maintenance, a time limit, a user's stop.",
+        "Announced in advance: preemption, maintenance, a time limit, a user's stop.",
         {"notice": "preemption, maintenance, time_limit, stop", "source": "signal, endpoint..."},
         optional={
             "grace_s": "time given",

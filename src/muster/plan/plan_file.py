@@ -18,7 +18,7 @@ from muster.plan.search import Candidate, Outcome
 from muster.plan.step_time import achieved_tflops, tokens_per_second_per_gpu
 from muster.plan.workload import Workload
 
-FORMAT = "muster-plan-1"
+FORMAT = "muster-plan-2"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,6 @@ from muster.report.render import compare as comparing
 from muster.report.render import page, table
 from muster.report.render.document import document
 
-__all__ = ["Report", "compare", "import_google", "load", "render_comparison", "render_html", "render_table", "report"]
-
 
 @dataclass(frozen=True)
 class Report:
@@ -67,9 +65,6 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
     for name, lines in unreadable.items():
         result.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is line {lines[0]}")
     return Report(ledger=result, verdicts=verdicts)
-
-
-report = load
 
 
 def render_table(result: Report, *, width: int = 100, color: bool = False) -> str:

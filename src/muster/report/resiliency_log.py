@@ -152,13 +152,7 @@ def _segments(entries: Sequence[Entry]) -> list[_Segment]:
         following = [e for e in entries[position:after] if e.kind == "checkpoint_saved"]
         restart = next((e.at_s for e in entries[position:after] if e.kind == "job_started"), end)
         result.append(
-            _Segment(
-                nodes=len(nodes),
-                start_s=last,
-                loaded=entries[position],
-                saves=following,
-                until_s=restart,
-            )
+            _Segment(nodes=len(nodes), start_s=last, loaded=entries[position], saves=following, until_s=restart)
         )
     return result
 

@@ -106,10 +106,11 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
     try:
         if path.is_dir() and existing_id(path) is None and any(path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run", hint="choose another run_dir")
-        _readable(path, run_id)
+        if existing_id(path) is not None:
+            check_format(path)
         path.mkdir(parents=True, exist_ok=True)
+        replace_text(path / "format", f"{FORMAT}\n")  # before the id: a folder with an id and no format is of 0.1.0
         replace_text(path / "run_id", run_id + "\n")
-        replace_text(path / "format", f"{FORMAT}\n")
         replace_text(run.run_file, run_file)
         replace_text(run.resolved, resolved)
         run.logs.mkdir(exist_ok=True)
@@ -166,19 +167,22 @@ def registry() -> Iterator[tuple[str, Path]]:
                 yield entry.name, target
 
 
-def _readable(path: Path, run_id: str) -> RunDir:
-    """The run in ``path``. Raises UsageError where it was written in a format that this version does not read."""
+def check_format(path: Path) -> None:
+    """Raise UsageError where the run in ``path`` was written in a format that this version does not read."""
     try:
         written = int((path / "format").read_text())
-    except (OSError, ValueError):  # 0.1.0 wrote no such file; every run file that it resolved has this key
-        resolved = path / "resolved.json"
-        written = 1 if resolved.is_file() and '"hold_s":' in resolved.read_text(errors="replace") else FORMAT
+    except (OSError, ValueError):
+        written = 1  # 0.1.0 wrote no such file
     if written != FORMAT:
         reader = f"muster {_READ_BY[written]}" if written in _READ_BY else "a newer muster"
         raise UsageError(
             f"{path} holds a run of format {written}; this version reads format {FORMAT}",
             hint=f"read it with {reader}, or start a new run in another folder",
         )
+
+
+def _readable(path: Path, run_id: str) -> RunDir:
+    check_format(path)
     return RunDir(path=path, run_id=run_id)
 
 

@@ -37,6 +37,7 @@ TYPES = [
     "RunDir",
     "RunFileError",
     "RunSpec",
+    "RunView",
     "Terminal",
     "UsageError",
     "redact",

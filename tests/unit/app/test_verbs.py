@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from muster.app.inspect import event_format, logs, status, supervisor_client
-from muster.app.inspect.run_summary import summarise
 from muster.app.run import recover, stop, submit
 from muster.backends.local.resolve import resolve
 from muster.config import load
@@ -20,6 +19,7 @@ from muster.core import event_log
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.event_log import EventLog
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.report.run_view import run_view
 from muster.storage import run_registry
 
 RUN_FILE = """\
@@ -221,7 +221,7 @@ def test_a_summary_counts_a_step_taken_again_once(paper: Paper):
     start = {"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"h": [0, 1]}}
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 9.0 - n}) for n in (1, 2, 3)])
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 8.0 - n}) for n in (3, 4)], attempt=2)
-    found = summarise(event_log.merged(run.events))
+    found = run_view(event_log.merged(run.events))
     assert (found.last_step, found.final_loss, found.tokens, found.attempt) == (4, 4.0, 400, 2)
     assert found.tokens_per_s == pytest.approx(200.0)
     assert found.mfu == 0.25

@@ -3,7 +3,8 @@
 import pytest
 
 from muster.app.inspect.watch import Watcher, watch
-from muster.cli.watch import _render, account, age, summary
+from muster.cli.output import age
+from muster.cli.watch import _render, account, summary
 from muster.config.spec import RunSpec
 from muster.core.event_log import EventLog
 from muster.storage import run_registry

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from muster import __version__
-from muster.app.inspect.run_summary import Summary
+from muster.app.api import RunView
 from muster.cli import main, tables
 from muster.core.errors import BackendError, CapacityError, MusterError, NoPlanError, UsageError
 
@@ -165,7 +165,7 @@ def test_a_closed_pipe_is_no_traceback():
 
 
 def test_before_and_after():
-    found = Summary(
+    found = RunView(
         evals={0: {"loss": 5.0, "execution_accuracy": 0.0}, 9: {"loss": 1.0, "execution_accuracy": 0.5}},
         samples={
             9: [
@@ -180,7 +180,7 @@ def test_before_and_after():
     assert ["execution", "accuracy", "0.000", "0.500"] in flat
     assert "prompt   how many?" in text and "SELECT 1  wrong" in text and "expected SELECT 2" in text
     assert "SELECT 3  right" in text
-    assert list(tables.before_and_after(Summary())) == []
+    assert list(tables.before_and_after(RunView())) == []
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,7 @@ def test_a_run_that_cannot_be_read_is_not_left_out_silently(capsys: pytest.Captu
     folder = tmp_path / "home" / "runs" / "broken-1"
     folder.mkdir(parents=True)
     (folder / "run_id").write_text("broken-1\n")
+    (folder / "format").write_text("2\n")
     (folder / "resolved.json").write_text('{"name": "x", "model": {"con')
     code, out, err = run(capsys, "status")
     assert (code, out) == (0, "") and err.startswith("broken-1 cannot be read: ") and err.count("\n") == 1

@@ -1,7 +1,5 @@
 """Run folders say which format they are in; another one is refused with the version that reads it."""
 
-import json
-
 import pytest
 
 from muster.core.errors import UsageError
@@ -21,7 +19,6 @@ def test_a_run_of_this_format_is_found(made):
 
 def test_a_folder_of_0_1_0_is_refused_with_the_version_that_reads_it(made):
     (made.path / "format").unlink()
-    made.resolved.write_text(json.dumps({"recovery": {"hold_s": 0.0}}))
     with pytest.raises(UsageError, match="format 1; this version reads format 2") as refused:
         run_registry.find("a-run")
     assert "muster 0.1.0" in str(refused.value.hint)

@@ -18,14 +18,6 @@ from muster.storage.run_registry import RunDir
 LOOK_EVERY_S = 5.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """How it ended."""
-
-    run: RunDir
-    status: JobStatus
-
-
 def preflight(
     loaded: Loaded,
     *,
@@ -35,8 +27,8 @@ def preflight(
     timeout_s: float = 1800.0,
     on_word: Callable[[str], None] | None = None,
     clock: Clock | None = None,
-) -> Preflight:
-    """Run the rehearsal to its end, and remove it from the cluster in every case.
+) -> JobStatus:
+    """Run the rehearsal to its end, remove it from the cluster in every case, and say how it ended.
 
     Raises:
         UsageError: the back end has no preflight.
@@ -57,7 +49,7 @@ def preflight(
         launcher.cancel(handle)
     if status.state is not JobState.SUCCEEDED:
         raise MusterError(f"the preflight ended as {status.state}: {status.reason}", hint=f"muster logs {run.run_id}")
-    return Preflight(run=run, status=status)
+    return status
 
 
 def _wait(run: RunDir, clock: Clock, timeout_s: float, on_word: Callable[[str], None] | None) -> JobStatus:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster import backends
-from muster.app.inspect.status import spec_of
-from muster.app.inspect.supervisor_client import request
+from muster.app.inspect.status import spec_of, supervisor_status
 from muster.checkpoint_format import manifest, snapshot_ring
 from muster.checkpoint_format.manifest import Manifest
 from muster.core import event_log
@@ -119,10 +118,7 @@ def checkpoints(reference: str) -> Catalogue:
     steps = {(event.step, event.attempt): event for event in event_log.merged(run.events) if event.kind == "step"}
     connected, active = _hosts(run)
     lying = memories(run)
-    result = [
-        *in_memory(lying, connected=connected, steps=steps.values()),
-        *(_on_disk(each) for each in committed),
-    ]
+    result = [*in_memory(lying, connected=connected, steps=steps.values()), *(_on_disk(each) for each in committed)]
     last = max(steps.values(), key=lambda event: event.wall_ns, default=None)
     return Catalogue(
         run=run,
@@ -244,9 +240,8 @@ def _hosts(run: RunDir) -> tuple[set[str] | None, set[str]]:
     """(hosts the supervisor is connected to, those that run ranks); (None, nothing) where none answers."""
     if not run.lease.exists() and backends.load(spec_of(run).backend).remote is None:
         return None, set()
-    try:
-        hosts = request(run, {"t": "status"}, timeout_s=ASK_TIMEOUT_S)["hosts"]
-    except (MusterError, KeyError):
+    hosts = supervisor_status(run, timeout_s=ASK_TIMEOUT_S).get("hosts")
+    if hosts is None:
         return None, set()
     connected = {str(name) for name, each in hosts.items() if each["connected"]}
     return connected, {name for name in connected if hosts[name]["active"]}

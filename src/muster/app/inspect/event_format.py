@@ -40,6 +40,18 @@ def step_line(step: int | None, detail: Mapping[str, Any]) -> str:
     return "  ".join(words)
 
 
+def step_figures(detail: Mapping[str, Any]) -> list[str]:
+    """Loss, tokens/s and MFU of a step, where they are known: for a line that is redrawn."""
+    words = []
+    if detail.get("loss") is not None:
+        words.append(f"loss {detail['loss']:.4f}")
+    if detail.get("tokens") and detail.get("step_ns"):
+        words.append(f"{detail['tokens'] / detail['step_ns'] * 1e9:,.0f} tokens/s")
+    if detail.get("mfu") is not None:
+        words.append(f"MFU {detail['mfu']:.1%}")
+    return words
+
+
 def token_split(detail: Mapping[str, Any]) -> str:
     """Shares of the step's positions: supervised / context / padding."""
     tokens, supervised, padding = detail["tokens"], detail["supervised_tokens"], detail["padding_tokens"]

@@ -14,6 +14,7 @@ from muster.core.events import KINDS, Event
 from muster.core.protocols import Clock
 from muster.core.types import JobHandle, LogChunk
 from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 
 LOOK_EVERY_S = 0.3
 REMOTE_LOOK_EVERY_S = 2.0
@@ -72,15 +73,18 @@ def events(
     while True:
         ended = launcher.poll(handle).state.ended
         mirror(launcher, run)
-        result = list(event_log.read(run.events, after=counts))
-        for name, _ in result:
-            counts[name] = counts.get(name, 0) + 1
-        for _, event in sorted(result, key=lambda item: (item[1].wall_ns, item[0], item[1].seq)):
-            if not kinds or event.kind in kinds:
-                yield event
+        yield from (event for event in new_events(run, counts) if not kinds or event.kind in kinds)
         if not follow or ended:
             return
         clock.sleep(every_s)
+
+
+def new_events(run: RunDir, counts: dict[str, int]) -> list[Event]:
+    """Events beyond ``counts`` (file -> how many were taken), oldest first; ``counts`` moves on."""
+    result = list(event_log.read(run.events, after=counts))
+    for name, _ in result:
+        counts[name] = counts.get(name, 0) + 1
+    return [event for _, event in sorted(result, key=lambda item: (item[1].wall_ns, item[0], item[1].seq))]
 
 
 def _looked_at(launcher: Launcher, handle: JobHandle, follow: bool, clock: Clock) -> Iterator[LogChunk]:

@@ -40,9 +40,17 @@ def _place(reference: str) -> Path:
         return place
 
 
-def table(result: Report) -> str:
-    """The report for a terminal."""
-    return api.render_table(result, width=_width())
+def table(result: list[Report]) -> str:
+    """The report for a terminal; of several runs side by side, each against the first."""
+    width = max(60, min(160, shutil.get_terminal_size((100, 24)).columns))
+    if len(result) == 1:
+        return api.render_table(result[0], width=width)
+    return api.render_comparison(api.compare(*result), width=width)
+
+
+def to_json(result: list[Report]) -> dict[str, Any]:
+    """The same for programs."""
+    return result[0].to_json() if len(result) == 1 else api.compare(*result)
 
 
 def write_page(result: Report, reference: str, target: str | None) -> Path:
@@ -52,18 +60,8 @@ def write_page(result: Report, reference: str, target: str | None) -> Path:
         UsageError: the file cannot be written.
     """
     place = _place(reference)
-    path = Path(os.path.expanduser(target)) if target else (place if place.is_dir() else place.parent) / "report.html"
+    path = target or (place if place.is_dir() else place.parent) / "report.html"
     return page.write(api.render_html(result), path, hint="choose another place with --output")
-
-
-def compare(result: list[Report]) -> dict[str, Any]:
-    """Runs side by side, each against the first."""
-    return api.compare(*result)
-
-
-def comparison_table(result: dict[str, Any]) -> str:
-    """The comparison for a terminal."""
-    return api.render_comparison(result, width=_width())
 
 
 def foreign(log: str, *, form: str, step_time_s: float | None) -> dict[str, Any]:
@@ -92,7 +90,3 @@ def foreign_table(result: dict[str, Any]) -> str:
     if ours["step_s"] is not None:
         lines.append(f"goodput by ours: {ours['active']:.2%} of {ours['nodes']} nodes")
     return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in result["differences"])])
-
-
-def _width() -> int:
-    return max(60, min(160, shutil.get_terminal_size((100, 24)).columns))

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster import backends
-from muster.app.inspect.run_summary import Summary, summarise
-from muster.app.inspect.supervisor_client import SupervisorUnreachable, request
+from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import MusterError
 from muster.core.types import JobHandle, JobStatus
+from muster.report.run_view import RunView, run_view
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
@@ -26,7 +26,7 @@ class RunStatus:
     run: RunDir
     backend: str
     status: JobStatus
-    summary: Summary
+    summary: RunView
     live: dict[str, Any] = field(default_factory=dict)
     """The supervisor's own status, where one answers."""
 
@@ -61,19 +61,10 @@ def status(reference: str) -> RunStatus:
     run = run_registry.find(reference)
     launcher, handle = job(run)
     result = launcher.poll(handle)
-    live: dict[str, Any] = {}
     mirror(launcher, run)
-    if not result.state.ended:
-        try:
-            live = request(run, {"t": "status"}, timeout_s=1.0)
-        except MusterError:
-            live = {}
+    live = {} if result.state.ended else supervisor_status(run)
     return RunStatus(
-        run=run,
-        backend=launcher.name,
-        status=result,
-        summary=summarise(event_log.merged(run.events)),
-        live=live,
+        run=run, backend=launcher.name, status=result, summary=run_view(event_log.merged(run.events)), live=live
     )
 
 
@@ -86,6 +77,14 @@ def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, why: 
         except MusterError as error:
             on_unreadable(run_id, str(error))
     return result
+
+
+def supervisor_status(run: RunDir, *, timeout_s: float = 1.0) -> dict[str, Any]:
+    """What the run's supervisor says of it; empty where none answers in time."""
+    try:
+        return request(run, {"t": "status"}, timeout_s=timeout_s)
+    except MusterError:
+        return {}
 
 
 def job(run: RunDir) -> tuple[Launcher, JobHandle]:
@@ -127,6 +126,3 @@ def first_problem(error: ValueError) -> str:
     result = error.errors(include_url=False, include_context=False, include_input=False)[0]
     key = ".".join(str(part) for part in result["loc"])
     return f"{key}: {result['msg']}" if key else result["msg"]
-
-
-__all__ = ["RunStatus", "SupervisorUnreachable", "all_runs", "job", "spec_of", "status"]

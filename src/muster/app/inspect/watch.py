@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S
+from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S, new_events
 from muster.app.inspect.report import report
-from muster.app.inspect.status import job, mirror, spec_of
-from muster.app.inspect.supervisor_client import request
+from muster.app.inspect.status import job, mirror, spec_of, supervisor_status
 from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
-from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.events import Event
@@ -94,10 +91,7 @@ class Watcher:
         mirror(self.launcher, self.run)
         view = self.view
         view.state, view.ended, view.sentence = status.state.value, status.state.ended, status.reason
-        found = list(event_log.read(self.run.events, after=self._counts))
-        for name, _ in found:
-            self._counts[name] = self._counts.get(name, 0) + 1
-        view.news = [event for _, event in sorted(found, key=lambda item: (item[1].wall_ns, item[0], item[1].seq))]
+        view.news = new_events(self.run, self._counts)
         for event in view.news:
             view.add(event)
         self._ask()
@@ -110,16 +104,13 @@ class Watcher:
     def _ask(self) -> None:
         """The supervisor's own word, where one answers; without one the back end's stands."""
         self.view.phase = None
-        if self.view.ended:
-            return
-        try:
-            live = request(self.run, {"t": "status"}, timeout_s=1.0)
-        except MusterError:
-            return
-        self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
+        live = {} if self.view.ended else supervisor_status(self.run)
+        if live:
+            self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
 
     def _tiers(self, now_ns: int) -> Iterator[TierView]:
-        held = [each for name in self.view.hosts for each in list_snapshots(self._memory(name))]
+        folders = [memory_dir(self.run.path, self.run.run_id, name) for name in self.view.hosts]
+        held = [each for folder in folders for each in list_snapshots(folder)]
         for tier in ("memory", "peer"):
             step = _complete([each for each in held if each.tier == tier], self.view.world_size)
             at = self.view.applied_ns(step)
@@ -130,9 +121,6 @@ class Watcher:
             step=newest,
             age_s=None if newest is None else (now_ns - committed_ns) / 1e9,
         )
-
-    def _memory(self, host: str) -> Path:
-        return memory_dir(self.run.path, self.run.run_id, host)
 
     def _account(self, now_ns: int) -> None:
         """Figures and sentences come from the whole log: now and then, and when something has changed about them."""

@@ -91,9 +91,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     }
     kept = [each for each in _read(file) if each["run_id"] != run_id]
     home.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps([*kept, entry], indent=1) + "\n")
-    part.replace(file)
+    run_registry.replace_text(file, json.dumps([*kept, entry], indent=1) + "\n")
     return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=result)
 
 
@@ -111,11 +109,7 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     def distance(entry: dict[str, Any]) -> tuple[bool, bool, float]:
         ratio = entry["parameters"] / work.shape.parameters
-        return (
-            entry["accelerator"].lower() != wanted,
-            entry["lora"] != (work.lora_rank > 0),
-            max(ratio, 1 / ratio),
-        )
+        return (entry["accelerator"].lower() != wanted, entry["lora"] != (work.lora_rank > 0), max(ratio, 1 / ratio))
 
     best = min(entries, key=distance)
     sigma = CALIBRATED_SIGMA if best["accelerator"].lower() == wanted else OTHER_CHIP_SIGMA
@@ -152,14 +146,8 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     machine = rows.machines().get(spec.resources.machine or "")
     if chip is not None and machine is not None:
         return offers.option(machine, mode, "here", None)
-    peak = next(
-        (
-            event.detail["peak_flops"]
-            for event in events
-            if event.kind == "model.ready" and "peak_flops" in event.detail
-        ),
-        None,
-    )
+    ready = (event.detail for event in events if event.kind == "model.ready")
+    peak = next((detail["peak_flops"] for detail in ready if "peak_flops" in detail), None)
     if chip is None and not isinstance(peak, int | float):
         raise UsageError(
             "the run does not say what it ran on, nor a measured matmul rate",

@@ -132,7 +132,7 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants
-    result = [
+    return [
         f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling"
         + (" (calibrated here)" if constants != DEFAULT else " (fitted to published FSDP2 runs, see docs/plan.md)"),
         "every token has a target and documents fill their sequences"
@@ -141,7 +141,6 @@ def assumptions(problem: Problem) -> list[str]:
         "queueing time for machines is not known and not counted",
         f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts",
     ]
-    return result
 
 
 def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str | None]:
@@ -165,11 +164,10 @@ def _works(candidate: Candidate) -> str:
 
 def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None) -> Problem:
     spec = loaded.spec
-    options = offers.catalogue(own_prices(home))
     constants, sigma = calibration_for(home, spec, work)
     return Problem(
         work=work,
-        options=options,
+        options=offers.catalogue(own_prices(home)),
         pins=pins_of(loaded),
         limits=limits_of(spec, now),
         reservation=spec.resources.reservation is not None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def write(result: Planned, target: str) -> Path:
     Raises:
         UsageError: the file cannot be written.
     """
-    return page.write(render(result), Path(os.path.expanduser(target)), hint="choose another place with --html")
+    return page.write(render(result), target, hint="choose another place with --html")
 
 
 def _points(result: Planned) -> list[Mapping[str, Any]]:

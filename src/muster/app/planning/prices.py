@@ -76,9 +76,7 @@ def update(home: Path | None = None, *, api_key: str | None = None, fetch: Fetch
         raise BackendError(f"the billing catalogue's {len(result)} SKUs hold no price that is understood")
     path = home / FETCHED
     home.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(billing.as_csv(prices), encoding="utf-8")
-    part.replace(path)
+    run_registry.replace_text(path, billing.as_csv(prices))
     return Updated(path=path, prices=tuple(prices), skus=len(result), missing=tuple(missing))
 
 

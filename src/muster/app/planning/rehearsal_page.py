@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def write_page(study: Study, target: str) -> Path:
     ledger = ledger_of(study.scenario, seed)
     result = document(ledger, {})
     result["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
-    return page.write(page.render(ledger, result), Path(os.path.expanduser(target)))
+    return page.write(page.render(ledger, result), target)
 
 
 def ledger_of(scenario: Scenario, seed: int) -> Ledger:

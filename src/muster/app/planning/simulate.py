@@ -21,7 +21,6 @@ from muster.simulate.host_time import CATEGORIES
 from muster.simulate.scenario import Saves, Scenario
 from muster.simulate.stage_times import Profile, Recovery
 
-#: Below these a rehearsal at another scale says so.
 MODELLED = (
     "Faults, hosts and clock are virtual: stage times come from the profile, only the supervisor and the policy are "
     "the real ones. No contention, no network, no GPU."
@@ -52,6 +51,13 @@ class Asked:
     usd_per_host_hour: float | None = None
 
 
+#: Of what was asked, as it is.
+TAKEN = (
+    "repair_h", "weibull_shape", "correlated_per_day", "correlated_hosts", "maintenance_per_day",
+    "false_alarms_per_day", "slow_per_day", "usd_per_host_hour",
+)  # fmt: skip
+
+
 def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) -> Scenario:
     """The run file's world with what was asked on top.
 
@@ -78,13 +84,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         hours=asked.hours or (held.hours if held else 40.0),
         failures_per_day=0.0 if held else asked.failures_per_day,
         fast_detection=asked.detection == "fast",
-        repair_h=asked.repair_h,
-        weibull_shape=asked.weibull_shape,
-        correlated_per_day=asked.correlated_per_day,
-        correlated_hosts=asked.correlated_hosts,
-        maintenance_per_day=asked.maintenance_per_day,
-        false_alarms_per_day=asked.false_alarms_per_day,
-        slow_per_day=asked.slow_per_day,
+        **{name: getattr(asked, name) for name in TAKEN},
         trace=held,
         profile=profile,
         policy=asked.policy or spec.recovery.policy,
@@ -96,7 +96,6 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         saves=_saves(spec, profile),
         micro_batches=math.ceil(batch * hosts / spec.resources.hosts),
         data_ranks_per_host=per_host,
-        usd_per_host_hour=asked.usd_per_host_hour,
     )
     from muster.policy.load import load_policy
 
@@ -113,13 +112,7 @@ def _check(asked: Asked) -> None:
         value = getattr(asked, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
-    for name in (
-        "failures_per_day",
-        "correlated_per_day",
-        "maintenance_per_day",
-        "false_alarms_per_day",
-        "slow_per_day",
-    ):
+    for name in (each for each in Asked.__dataclass_fields__ if each.endswith("_per_day")):
         if not 0 <= getattr(asked, name) <= 100_000:
             raise UsageError(f"--{name.replace('_', '-')} must be from 0 to 100000, got {getattr(asked, name):g}")
 
@@ -248,11 +241,7 @@ def to_json(study: Study) -> dict[str, Any]:
         "purchased_host_s": purchased,
         "identity_error": max(one.identity_error for one in study.outcomes),
         "lost_s": {
-            kind: {
-                "count": len(values),
-                "p50": ensembles.percentile(values, 0.5),
-                "p95": ensembles.percentile(values, 0.95),
-            }
+            kind: {"count": len(values), **{f"p{n}": ensembles.percentile(values, n / 100) for n in (50, 95)}}
             for kind, values in study.lost_s.items()
         },
         "redone_steps": sum(one.redone_steps for one in study.outcomes) / len(study.outcomes),

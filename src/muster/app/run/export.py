@@ -22,7 +22,6 @@ class Exported:
     folder: Path
     lines: tuple[str, ...]
     """Messages about it."""
-    found: dict[str, Any]
 
 
 def export(reference: str, *, out: Path | None = None, step: int | None = None, merge: bool = True) -> Exported:
@@ -54,4 +53,4 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
         error = MusterError(str(found.get("error", f"the export ended with code {code}")), hint=found.get("hint"))
         error.exit_code = int(found.get("exit_code", 1)) or 1
         raise error
-    return Exported(folder=Path(found["folder"]), lines=tuple(found.get("lines", ())), found=found)
+    return Exported(folder=Path(found["folder"]), lines=tuple(found.get("lines", ())))

@@ -16,7 +16,6 @@ from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
-from muster.core.event_log import EventLog
 from muster.core.protocols import Clock
 from muster.core.types import JobStatus
 from muster.policy.load import load_policy
@@ -132,7 +131,9 @@ def down(reference: str) -> Down:
     launcher.cancel(handle)
     left = tuple(launcher.remaining(handle))
     if not before.state.ended and not _finished_since(run, before_wall_ns):
-        _finish(run, "muster down ended it; the newest checkpoint remains")
+        # The supervisor was ended before it could write the end.
+        reason = "muster down ended it; the newest checkpoint remains"
+        submit.log_event(run, "run.finished", {"outcome": "stopped", "exit_code": 130, "reason": reason})
     if left:
         raise BackendError(f"left of {run.run_id}: {'; '.join(left[:5])}", hint="run muster down again")
     return Down(run=run, left=left)
@@ -140,16 +141,6 @@ def down(reference: str) -> Down:
 
 def _finished_since(run: RunDir, wall_ns: int) -> bool:
     return any(event.kind == "run.finished" and event.wall_ns >= wall_ns for _, event in event_log.read(run.events))
-
-
-def _finish(run: RunDir, reason: str) -> None:
-    """The supervisor was ended before it could write the end."""
-    log = EventLog(run.run_id, run.events, "client", 0)
-    try:
-        log.append("run.finished", detail={"outcome": "stopped", "exit_code": 130, "reason": reason})
-        log.sync()
-    finally:
-        log.close()
 
 
 def _request_until_ready(run: RunDir, message: dict[str, object], clock: Clock) -> None:

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from muster import __version__, backends
 from muster.app.planning.prices import priced
@@ -146,21 +147,21 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
 
 def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -> None:
     """Write ``run.submitted``, to the disk, before anything is done about it."""
-    log = EventLog(run.run_id, run.events, "client", 0)
-    try:
-        log.append(
-            "run.submitted",
-            detail={
-                "spec_digest": run_registry.spec_digest(resolved),
-                "backend": spec.backend,
-                "version": __version__,
-                "argv": redact_argv(argv),
-                "name": spec.name,
-            },
-        )
+    detail = {
+        "spec_digest": run_registry.spec_digest(resolved),
+        "backend": spec.backend,
+        "version": __version__,
+        "argv": redact_argv(argv),
+        "name": spec.name,
+    }
+    log_event(run, "run.submitted", detail)
+
+
+def log_event(run: RunDir, kind: str, detail: Mapping[str, Any]) -> None:
+    """Write one event of this command, to the disk."""
+    with contextlib.closing(EventLog(run.run_id, run.events, "client", 0)) as log:
+        log.append(kind, detail=detail)
         log.sync()
-    finally:
-        log.close()
 
 
 def submission(run: RunDir) -> int:

@@ -57,10 +57,7 @@ def train(
 
 
 def supervise(
-    intent: Intent,
-    *,
-    on_start: Callable[[RunDir], None] | None = None,
-    on_event: Callable[[Event], None] | None = None,
+    intent: Intent, *, on_start: Callable[[RunDir], None] | None = None, on_event: Callable[[Event], None] | None = None
 ) -> Ended:
     """Start everything of ``intent`` but the supervisor, be the supervisor, and leave nothing behind."""
     launcher = intent.launcher

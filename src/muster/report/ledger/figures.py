@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ from muster.report.ledger.fold import Ledger
 from muster.report.ledger.reference_rate import fault_tolerance_overhead, typical_steps
 from muster.report.ledger.restorable_versions import Version, versions
 
+_PRICED = ("usd_per_hour_now", "usd_per_step", "usd_per_million_tokens", "usd_per_goodput_point", "usd_lost")
 _HOUR_NS = 3_600_000_000_000
 
 
@@ -62,27 +64,18 @@ def goodput(ledger: Ledger) -> dict[str, Any]:
     """Token goodput G = tokens in the final lineage / (R* x T), on each denominator, and the share of host-time."""
     total = tokens(ledger)["final_lineage"]
     reference = ledger.reference
-    held = [span for lane in ledger.lanes.values() for span in lane.held]
     purchased = ledger.purchased_ns
     result: dict[str, Any] = {
-        "active": None,
-        "purchased": None,
-        "wall": None,
+        **dict.fromkeys(("active", "purchased", "wall")),
         "time": ledger.categories_ns["productive"] / purchased if purchased else None,
         "fault_tolerance_overhead": fault_tolerance_overhead(ledger.events, ledger.lineage.steps),
         "reference": None,
     }
     if reference is None:
         return result
-    result["reference"] = {
-        "tokens_per_s": reference.tokens_per_s,
-        "world_size": reference.world_size,
-        "source": reference.source,
-        "steps": reference.steps,
-        "spread": reference.spread,
-    }
-    if held:
-        active_ns = max(end for _, end in held) - min(begin for begin, _ in held)
+    result["reference"] = {name: value for name, value in asdict(reference).items() if name != "slow_beyond"}
+    if ledger.held_span is not None:
+        active_ns = ledger.held_span[1] - ledger.held_span[0]
         rank_ns = sum(lane.held_ns * lane.gpus for lane in ledger.lanes.values())
         wall_ns = active_ns + ledger.queue_ns
         for name, capacity in (
@@ -98,14 +91,9 @@ def cost(ledger: Ledger) -> dict[str, Any]:
     """Dollars; null wherever a host's price is unknown, since a part is not the whole."""
     unknown = sorted(host for host, lane in ledger.lanes.items() if lane.usd_per_hour is None)
     result: dict[str, Any] = {
-        "usd": None,
-        "usd_known": None,
+        **dict.fromkeys(("usd", "usd_known")),
         "hosts_without_price": unknown,
-        "usd_per_hour_now": None,
-        "usd_per_step": None,
-        "usd_per_million_tokens": None,
-        "usd_per_goodput_point": None,
-        "usd_lost": None,
+        **dict.fromkeys(_PRICED),
     }
     if not ledger.lanes:
         return result

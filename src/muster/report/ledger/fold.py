@@ -44,6 +44,12 @@ class Ledger:
         return self.aligned.events
 
     @property
+    def held_span(self) -> tuple[int, int] | None:
+        """From the first purchase to the last release; None: no host was held."""
+        held = [span for lane in self.lanes.values() for span in lane.held]
+        return (min(begin for begin, _ in held), max(end for _, end in held)) if held else None
+
+    @property
     def purchased_ns(self) -> int:
         return sum(lane.held_ns for lane in self.lanes.values())
 
@@ -116,13 +122,11 @@ def _spent(lane: HostLane, coverage: Mapping[int, Coverage], result: Mapping[str
     total: dict[str, int] = defaultdict(int)
     for segment in lane.segments:
         spent = _segment(segment, coverage)
+        incident = result.get(segment.incident_id or "")
         for name, ns in spent.items():
             total[name] += ns
-        incident = result.get(segment.incident_id or "")
-        if incident is not None:
-            for name, ns in spent.items():
-                if name in RECOVERY or name == "start":
-                    incident.host_ns[name] = incident.host_ns.get(name, 0) + ns
+            if incident is not None and name in (*RECOVERY, "start"):
+                incident.host_ns[name] = incident.host_ns.get(name, 0) + ns
     return dict(total)
 
 
@@ -149,10 +153,7 @@ def _charge_redone(lineage: Lineage, result: Mapping[str, IncidentRecord]) -> No
 
 def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:
     """Wall time in which hosts were requested and none was held."""
-    requested = next(
-        (timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")),
-        None,
-    )
+    requested = next((timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")), None)
     if requested is None:
         return 0
     begins = [begin for lane in lanes.values() for begin, _ in lane.held]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from muster.report.ledger.coverage import Coverage
 from muster.report.ledger.incident_record import IncidentRecord, ended_by
@@ -107,8 +107,7 @@ def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
         if event.kind == "host.allocated":
             lane = lanes.setdefault(event.host, HostLane(host=event.host))
             detail = event.detail
-            if event.host not in since:
-                since[event.host] = timed.t_ns
+            since.setdefault(event.host, timed.t_ns)
             lane.gpus = max(1, int(detail["gpus"]))
             lane.role = str(detail["role"])
             lane.usd_per_hour = detail.get("usd_per_hour", lane.usd_per_hour)
@@ -118,9 +117,7 @@ def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
             lanes[event.host].held.append((since.pop(event.host), timed.t_ns))
     for host, begin in since.items():
         lanes[host].held.append((begin, max(begin, end_ns)))
-    for host, lane in _without_purchase(events, lanes, end_ns).items():
-        lanes[host] = lane
-    return dict(sorted(lanes.items()))
+    return dict(sorted({**lanes, **_without_purchase(events, lanes, end_ns)}.items()))
 
 
 def _without_purchase(events: Sequence[Timed], known: Mapping[str, HostLane], end_ns: int) -> dict[str, HostLane]:
@@ -149,23 +146,11 @@ def build_segments(lane: HostLane, index: EventIndex) -> None:
         for segment in _timeline(lane, index, begin, end):
             if segment.end_ns <= segment.begin_ns:
                 continue
-            if result and _joins(result[-1], segment):
-                last = result.pop()
-                segment = Segment(
-                    last.begin_ns, segment.end_ns, last.state, last.attempt, last.incident_id, last.warming
-                )
+            before = result[-1] if segment.begin_ns > begin else None  # what an earlier purchase ended with stays apart
+            if before and replace(before, begin_ns=before.end_ns, end_ns=segment.end_ns) == segment:
+                segment = replace(segment, begin_ns=result.pop().begin_ns)
             result.append(segment)
     lane.segments = result
-
-
-def _joins(left: Segment, right: Segment) -> bool:
-    return (left.end_ns, left.state, left.attempt, left.incident_id, left.warming) == (
-        right.begin_ns,
-        right.state,
-        right.attempt,
-        right.incident_id,
-        right.warming,
-    )
 
 
 def _timeline(lane: HostLane, index: EventIndex, begin: int, end: int) -> Iterator[Segment]:
@@ -202,11 +187,10 @@ def _between(
         return
     incident = ended_by(before, after, index.incident_records)
     name = incident.incident_id if incident else None
-    used = lane.host in before.hosts or (after is not None and lane.host in after.hosts and not _is_new(lane, after))
-    cuts = sorted(
-        {begin, end, *(t for t, _ in index.run_states if begin <= t < end), *_own_losses(lane, index, begin, end)}
-    )
-    for lower, upper in itertools.pairwise(cuts):
+    was_spare = lane.role == "spare"
+    used = lane.host in before.hosts or (after is not None and lane.host in after.hosts and not was_spare)
+    cuts = [*(t for t, _ in index.run_states), *_own_losses(lane, index)]
+    for lower, upper in _cut(begin, end, cuts):
         if _lost_before(lane, index, lower):
             state = "out"
         elif not used:
@@ -218,25 +202,19 @@ def _between(
         yield Segment(lower, upper, state, None, name if state in ("restart", "wait") else None)
 
 
-def _is_new(lane: HostLane, attempt: Attempt) -> bool:
-    """Whether the host was a spare before."""
-    return lane.role == "spare"
-
-
 def _run_state(index: EventIndex, at: int, since: int) -> str | None:
     return next((phase for t, phase in reversed(index.run_states) if since <= t <= at), None)
 
 
-def _own_losses(lane: HostLane, index: EventIndex, begin: int, end: int) -> list[int]:
-    return [t for t, _ in index.host_changes.get(lane.host, ()) if begin < t < end]
+def _own_losses(lane: HostLane, index: EventIndex) -> list[int]:
+    return [t for t, _ in index.host_changes.get(lane.host, ())]
 
 
 def _lost_before(lane: HostLane, index: EventIndex, at: int) -> bool:
     """Lost, quarantined or back again, and not used since."""
     state = False
-    host_changes = index.host_changes.get(lane.host, ())
     used = [attempt.start_ns for attempt in index.attempts if lane.host in attempt.hosts]
-    for t, kind in host_changes:
+    for t, kind in index.host_changes.get(lane.host, ()):
         if t <= at:
             state = kind != "host.allocated" and not any(t < start <= at for start in used)
     return state
@@ -249,31 +227,22 @@ def _inside(
     lane: HostLane, index: EventIndex, attempt: Attempt, following: Attempt | None, begin: int, end: int
 ) -> Iterator[Segment]:
     if lane.host not in attempt.hosts:
-        cuts = [begin, *_own_losses(lane, index, begin, end), end]
-        ready = _ready(lane, index, begin)
-        if ready is not None and begin < ready < end:
-            cuts = sorted({*cuts, ready})
-        for lower, upper in itertools.pairwise(cuts):
-            unborn = ready is not None and upper <= ready
-            yield Segment(
-                lower, upper, "out" if _lost_before(lane, index, lower) else "provision" if unborn else "spare"
-            )
+        ready = _ready(lane, index, begin) or begin
+        for lower, upper in _cut(begin, end, [*_own_losses(lane, index), ready]):
+            unborn = "provision" if upper <= ready else "spare"
+            yield Segment(lower, upper, "out" if _lost_before(lane, index, lower) else unborn)
         return
     incident = ended_by(attempt, following, index.incident_records)
     first = attempt is index.attempts[0]
     coverage = index.coverage[attempt.number]
     for lower, upper, phase in _phases(lane, index, attempt, begin, end):
-        for a, b in _around(incident, lower, upper):
+        for a, b in _cut(lower, upper, [incident.fault_ns, incident.detected_ns] if incident else []):
             yield from _classified(index, attempt, incident, coverage, a, b, phase, first)
 
 
-def _around(incident: IncidentRecord | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The span, cut at the fault and at its detection."""
-    cuts = [begin, end]
-    if incident is not None:
-        cuts += [t for t in (incident.fault_ns, incident.detected_ns) if begin < t < end]
-    ordered = sorted(set(cuts))
-    yield from itertools.pairwise(ordered)
+def _cut(begin: int, end: int, moments: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The span, cut at the moments that are inside it."""
+    return itertools.pairwise(sorted({begin, end, *(t for t in moments if begin < t < end)}))
 
 
 def _classified(
@@ -368,10 +337,7 @@ def _phases(
 def _phases_by_steps(index: EventIndex, attempt: Attempt, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
     """Ranks that log no phases: what steps cover is training, the time before them the start."""
     first = index.coverage[attempt.number].first_begin_ns
-    if first is None:
-        yield begin, end, "start"
-        return
-    moment = min(max(first, begin), end)
+    moment = end if first is None else min(max(first, begin), end)
     if begin < moment:
         yield begin, moment, "start"
     if moment < end:
@@ -397,11 +363,5 @@ def _worst(states: Iterable[str]) -> str:
 def _ready(lane: HostLane, index: EventIndex, at: int) -> int | None:
     """When the agent was up in the purchase that holds ``at``; its event may precede the purchase's."""
     since = max((end for _, end in lane.held if end <= at), default=None)
-    return next(
-        (
-            timed.t_ns
-            for timed in index.by_host.get(lane.host, ())
-            if timed.event.kind == "agent.started" and (since is None or timed.t_ns > since)
-        ),
-        None,
-    )
+    ready = (timed.t_ns for timed in index.by_host.get(lane.host, ()) if timed.event.kind == "agent.started")
+    return next((t for t in ready if since is None or t > since), None)

@@ -10,8 +10,6 @@ from typing import Any
 from muster.report.ledger.lineage import Attempt, Lineage
 from muster.report.ledger.time_axis import Timed
 
-_HARMLESS = ("ignore",)
-
 
 @dataclass
 class IncidentRecord:
@@ -47,7 +45,7 @@ class IncidentRecord:
 
     @property
     def stopped_training(self) -> bool:
-        return self.action is not None and self.action not in _HARMLESS
+        return self.action not in (None, "ignore")
 
     @property
     def lost_ns(self) -> int | None:
@@ -146,12 +144,6 @@ def ended_by(
     for name in (attempt.end_reason, following.cause if following else None):
         if name is not None and name in records:
             return records[name]
-    until = following.start_ns if following else None
-    inside = [
-        incident
-        for incident in records.values()
-        if incident.stopped_training
-        and incident.detected_ns >= attempt.start_ns
-        and (until is None or incident.detected_ns < until)
-    ]
+    stopping = (each for each in records.values() if each.stopped_training and each.detected_ns >= attempt.start_ns)
+    inside = (each for each in stopping if following is None or each.detected_ns < following.start_ns)
     return min(inside, key=lambda incident: incident.detected_ns, default=None)

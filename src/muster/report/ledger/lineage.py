@@ -173,8 +173,7 @@ def _attempts_of_ranks(events: Sequence[Timed], end_ns: int, result: dict[int, A
         if event.rank is None:
             continue
         attempt = result.setdefault(
-            event.attempt,
-            Attempt(number=event.attempt, start_ns=timed.t_ns, end_ns=end_ns, hosts={}, world_size=0),
+            event.attempt, Attempt(number=event.attempt, start_ns=timed.t_ns, end_ns=end_ns, hosts={}, world_size=0)
         )
         ranks = attempt.hosts.setdefault(event.host, [])
         if event.rank not in ranks:
@@ -195,14 +194,8 @@ def _durable_limit(events: Sequence[Timed], outcome: str | None) -> int | None:
     """Newest restorable step of a run that failed or was stopped; None: no limit."""
     if outcome in (None, "succeeded"):
         return None
-    return max(
-        (
-            timed.event.step or 0
-            for timed in events
-            if timed.event.kind == "checkpoint.committed" and timed.event.detail.get("tier") in ("disk", "bucket")
-        ),
-        default=0,
-    )
+    committed = (timed.event for timed in events if timed.event.kind == "checkpoint.committed")
+    return max((event.step or 0 for event in committed if event.detail.get("tier") in ("disk", "bucket")), default=0)
 
 
 def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored: dict[int, int]) -> list[ResumedRange]:
@@ -242,11 +235,5 @@ def _mark_final(resumed_ranges: Sequence[ResumedRange], attempts: dict[int, Atte
     for position, resumed in enumerate(resumed_ranges):
         for step in resumed.steps:
             if not step.final:
-                step.lost_to = next(
-                    (
-                        attempts[later.attempt].cause
-                        for later in resumed_ranges[position + 1 :]
-                        if later.resume_step < step.step and later.attempt in attempts
-                    ),
-                    None,
-                )
+                discarding = (later for later in resumed_ranges[position + 1 :] if later.resume_step < step.step)
+                step.lost_to = next((attempts[each.attempt].cause for each in discarding), None)

@@ -81,14 +81,8 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
     slow = 1 + max(_SLOW_AT_LEAST, _SLOW_DEVIATIONS * spread if spread is not None else _SLOW_AT_LEAST)
     measured = [timed.event.detail for timed in events if timed.event.kind == "baseline_rate"]
     if given is not None:
-        return Reference(
-            tokens_per_s=given,
-            world_size=world or max((step.world_size for step in steps), default=1),
-            source="given",
-            steps=0,
-            spread=None,
-            slow_beyond=slow,
-        )
+        world = world or max((step.world_size for step in steps), default=1)
+        return Reference(tokens_per_s=given, world_size=world, source="given", steps=0, spread=None, slow_beyond=slow)
     if measured:
         detail = measured[-1]
         return Reference(

@@ -88,11 +88,7 @@ def _host_time(ledger: Ledger) -> dict[str, Any]:
         "queue_s": ledger.queue_ns / 1e9,
         "hosts": {
             host: {
-                "role": lane.role,
-                "gpus": lane.gpus,
-                "machine": lane.machine,
-                "location": lane.location,
-                "usd_per_hour": lane.usd_per_hour,
+                **{key: getattr(lane, key) for key in ("role", "gpus", "machine", "location", "usd_per_hour")},
                 "held_s": lane.held_ns / 1e9,
                 "purchase_logged": lane.purchase_logged,
                 "categories_s": {name: ns / 1e9 for name, ns in ledger.host_ns[host].items() if ns},

@@ -7,6 +7,7 @@ from anywhere: its content security policy forbids it.
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ def fill(data: dict[str, Any], *, title: str, script: str = "page.js", plain: st
     return page
 
 
-def write(text: str, path: Path, *, hint: str | None = None) -> Path:
+def write(text: str, target: str | Path, *, hint: str | None = None) -> Path:
     """Write a page; return its absolute path. Raises UsageError where that fails, with ``hint``."""
+    path = Path(os.path.expanduser(target))
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

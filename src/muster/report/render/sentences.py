@@ -7,6 +7,9 @@ from typing import Any
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.incident_record import IncidentRecord
 
+#: Of an incident's record, as it stands there.
+_ORIGIN = ("incident_id", "kind", "host", "rank", "step", "attempt")
+_REMEDY = ("action", "reason", "replacement", "tier", "resume_step")
 _ACTIONS = {
     "restart": "the ranks were restarted",
     "reset": "the hardware was reset and the ranks restarted",
@@ -77,21 +80,12 @@ def incidents(ledger: Ledger) -> list[dict[str, Any]]:
         usd = None if mean is None else host_s / 3600 * mean
         result.append(
             {
-                "incident_id": incident.incident_id,
-                "kind": incident.kind,
-                "host": incident.host,
-                "rank": incident.rank,
-                "step": incident.step,
-                "attempt": incident.attempt,
+                **{key: getattr(incident, key) for key in _ORIGIN},
                 "at_s": (incident.fault_ns - ledger.begin_ns) / 1e9,
                 "detected_s": (incident.detected_ns - ledger.begin_ns) / 1e9,
                 "detect_s": (incident.detected_ns - incident.fault_ns) / 1e9,
                 "resumed_s": None if incident.resumed_ns is None else (incident.resumed_ns - ledger.begin_ns) / 1e9,
-                "action": incident.action,
-                "reason": incident.reason,
-                "replacement": incident.replacement,
-                "tier": incident.tier,
-                "resume_step": incident.resume_step,
+                **{key: getattr(incident, key) for key in _REMEDY},
                 "redone_steps": incident.redone_steps if incident.stopped_training else 0,
                 "stopped_training": incident.stopped_training,
                 "lost_s": None if incident.lost_ns is None else incident.lost_ns / 1e9,

@@ -41,8 +41,7 @@ def _at(ledger: Ledger, t_ns: int) -> float:
 
 
 def _lane(ledger: Ledger, lane: HostLane) -> dict[str, Any]:
-    ids = list(ledger.incident_records)
-    known = {name: position for position, name in enumerate(ids)}
+    known = {name: position for position, name in enumerate(ledger.incident_records)}
     return {
         "host": lane.host,
         "segments": [
@@ -112,20 +111,13 @@ def _evals(ledger: Ledger) -> dict[str, list[Any]]:
     return result
 
 
-def _span(ledger: Ledger) -> tuple[int, int] | None:
-    held = [span for lane in ledger.lanes.values() for span in lane.held]
-    if not held:
-        return None
-    return min(begin for begin, _ in held), max(end for _, end in held)
-
-
 def _moments(begin: int, end: int) -> list[int]:
     return [begin + (end - begin) * n // _SAMPLES for n in range(1, _SAMPLES + 1)]
 
 
 def _goodput(ledger: Ledger) -> dict[str, list[Any]] | None:
     """Token goodput since the first purchase, on active and purchased hosts, and over the last twentieth."""
-    span = _span(ledger)
+    span = ledger.held_span
     if span is None or ledger.reference is None or span[1] <= span[0]:
         return None
     begin, end = span
@@ -148,17 +140,13 @@ def _goodput(ledger: Ledger) -> dict[str, list[Any]] | None:
         rank_ns = sum(_held_until(lane, t) * lane.gpus for lane in ledger.lanes.values())
         since = max(begin, t - window)
         result["t"].append(_at(ledger, t))
-        result["active"].append(_round(tokens(t) / (reference.tokens_per_s * (t - begin) / 1e9)))
+        result["active"].append(round(tokens(t) / (reference.tokens_per_s * (t - begin) / 1e9), 5))
         result["purchased"].append(
-            _round(tokens(t) / (reference.tokens_per_rank_s * rank_ns / 1e9)) if rank_ns else None
+            round(tokens(t) / (reference.tokens_per_rank_s * rank_ns / 1e9), 5) if rank_ns else None
         )
         lately = (tokens(t) - tokens(since)) / (reference.tokens_per_s * (t - since) / 1e9)
-        result["lately"].append(_round(lately))
+        result["lately"].append(round(lately, 5))
     return result
-
-
-def _round(value: float) -> float:
-    return round(value, 5)
 
 
 def _held_until(lane: HostLane, t: int) -> int:
@@ -195,7 +183,7 @@ def _sawtooth(ledger: Ledger, held: list[Version], until: int) -> dict[str, list
 
 def _cost(ledger: Ledger) -> dict[str, list[Any]] | None:
     """Dollars spent so far. None: a price is unknown."""
-    span = _span(ledger)
+    span = ledger.held_span
     lanes = list(ledger.lanes.values())
     if span is None or span[1] <= span[0] or any(lane.usd_per_hour is None for lane in lanes):
         return None

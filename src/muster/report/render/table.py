@@ -58,10 +58,9 @@ def figure(value: float | int | None, form: str = "{:,.0f}") -> str:
 def _figures(document: dict[str, Any]) -> Table:
     goodput, cost, reference = document["goodput"], document["cost"], document["goodput"]["reference"]
     table = Table.grid(padding=(0, 2))
-    table.add_column(style=_DIM)
-    table.add_column(justify="right")
-    table.add_column(style=_DIM)
-    table.add_column(justify="right")
+    for _ in range(2):
+        table.add_column(style=_DIM)
+        table.add_column(justify="right")
     accuracy, baseline = document["execution_accuracy"], document["baseline_accuracy"]
     overhead, usd_per_million = goodput["fault_tolerance_overhead"], cost["usd_per_million_tokens"]
     rows = [
@@ -145,12 +144,6 @@ def _exposure(document: dict[str, Any]) -> Table:
     for name in ("tier", "versions", "newest step", "mean", "greatest", "at the end"):
         table.add_column(name, justify="left" if name == "tier" else "right")
     for tier, ages in document["checkpoint_exposure"].items():
-        table.add_row(
-            tier,
-            str(ages["versions"]),
-            str(ages["newest_step"]),
-            format_duration(ages["mean_age_s"]),
-            format_duration(ages["greatest_age_s"]),
-            format_duration(ages["last_age_s"]),
-        )
+        durations = (format_duration(ages[key]) for key in ("mean_age_s", "greatest_age_s", "last_age_s"))
+        table.add_row(tier, str(ages["versions"]), str(ages["newest_step"]), *durations)
     return table

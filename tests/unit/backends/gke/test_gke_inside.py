@@ -63,6 +63,7 @@ def run(google, monkeypatch, tmp_path):
     inside.logs.mkdir(parents=True)
     inside.events.mkdir()
     (inside.path / "run_id").write_text(run_id)
+    (inside.path / "format").write_text("2\n")
     google.commands = answers(inside)
     return run, inside
 

@@ -11,9 +11,10 @@ from cases import spec
 from muster.backends import code_bundle
 from muster.backends.gke.manifests.pods import SOURCE_AND_RUN
 from muster.backends.gke.pod.init_container import place
+from muster.core.errors import UsageError
 from muster.storage import run_registry
 
-EVERYTHING = ["run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
+EVERYTHING = ["format", "run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
 
 
 @pytest.fixture
@@ -35,6 +36,15 @@ def test_places_once(placed):
     (run / "resolved.json").write_text("what a restart made of it")
     assert again() == []
     assert (run / "resolved.json").read_text() == "what a restart made of it"
+
+
+def test_a_folder_of_another_format_is_left_alone(placed):
+    run, again = placed
+    again()
+    (run / "format").unlink()
+    with pytest.raises(UsageError, match="format 1; this version reads format 2"):
+        again()
+    assert not (run / "format").exists()
 
 
 def test_another_submission_brings_its_own_run_file(placed, tmp_path):

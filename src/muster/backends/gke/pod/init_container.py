@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 from muster.backends import code_bundle
+from muster.core.errors import UsageError
+from muster.storage import run_registry
 
 RUN_FILES = Path("/etc/muster/run")
 TOKEN = Path("/etc/muster/token/token")
@@ -24,9 +26,16 @@ SUBMISSION = "submission"
 
 
 def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Path = TOKEN) -> list[str]:
-    """Create what is missing in ``run_dir`` and bring the run file up to date; return the names written."""
+    """Create what is missing in ``run_dir`` and bring the run file up to date; return the names written.
+
+    Raises:
+        UsageError: a run is there, in a format that this version does not read.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    files = {name: (run_files / name).read_bytes() for name in ("run.yaml", "resolved.json")}
+    if run_registry.existing_id(run_dir) is not None:
+        run_registry.check_format(run_dir)
+    files = {"format": f"{run_registry.FORMAT}\n".encode()}
+    files |= {name: (run_files / name).read_bytes() for name in ("run.yaml", "resolved.json")}
     files["token"] = token.read_bytes().strip()
     files["run_id"] = f"{run_id}\n".encode()
     files["job.json"] = (json.dumps({"version": 1, "run_id": run_id, "backend": "gke"}) + "\n").encode()
@@ -44,7 +53,11 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--run-id", required=True)
     arguments = parser.parse_args()
-    written = place(arguments.run_dir, run_id=arguments.run_id)
+    try:
+        written = place(arguments.run_dir, run_id=arguments.run_id)
+    except UsageError as error:
+        print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+        return error.exit_code
     print("placed " + (", ".join(written) or "nothing: all there"), file=sys.stderr)
     return 0
 

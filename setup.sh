@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up Muster in .venv and runs it:
 #   ./setup.sh run [RUN.yaml [key.path=value ...]]   trains; default examples/text2sql-cpu.yaml
-#   ./setup.sh check [pytest arguments]              lint, types, floors and unit tests: 2 minutes on two cores
+#   ./setup.sh check [pytest arguments]              lint, types, floors, figures and unit tests: 2 minutes on two cores
 #   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
@@ -126,6 +126,7 @@ check() {
   types=$(mktemp)
   "$VENV/bin/python" -m mypy >"$types" 2>&1 &
   "$VENV/bin/python" -m ruff check --quiet . || code=1
+  "$VENV/bin/python" tools/house.py --check || code=1
   tests "not slow and not soak" -q tests/unit "$@" || code=1
   wait $! || code=1
   cat "$types"

@@ -325,7 +325,7 @@ FIGURES = {
         "import circles of packages, every kind of import", lambda tree: tree.circles(lambda each: each.package), 0
     ),
     "circles-folders": Figure(
-        "import circles of folders at any depth, every kind", lambda tree: tree.circles(lambda each: each.folder)
+        "import circles of folders at any depth, every kind", lambda tree: tree.circles(lambda each: each.folder), 0
     ),
     "lazy-imports": Figure(
         "imports inside functions",

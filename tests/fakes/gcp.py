@@ -21,8 +21,8 @@ from fakes.gcp_services import error as _error
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakePodStream
 
+from muster.backends.gke.google.api_server_transport import ServerTransport
 from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.kubernetes.transport import ServerTransport
 from muster.backends.gke.provision.access import PERMISSIONS
 
 HOST = "10.0.0.2"

@@ -22,9 +22,9 @@ import httpx2
 from fakes.clock import VirtualClock
 from lightkube.config.kubeconfig import KubeConfig
 
+from muster.backends.gke.google.api_server_transport import ServerTransport
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.connection import Connection
-from muster.backends.gke.kubernetes.transport import ServerTransport
 
 KINDS = {
     "api/v1": {

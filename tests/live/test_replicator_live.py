@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from muster.agent.replicator import checkpoint_writer  # noqa: E402
 from muster.agent.replicator.main import Replicator  # noqa: E402
-from muster.agent.replicator.replicator_process import ReplicatorProcess  # noqa: E402
+from muster.agent.replicator_process import ReplicatorProcess  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402

@@ -25,7 +25,7 @@ from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit  # noqa: E402
 from muster.backends.gke.google.http import Unreachable  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
-from muster.backends.gke.operate.continuation import queue_continuation  # noqa: E402
+from muster.backends.gke.pod.continuation import queue_continuation  # noqa: E402
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402

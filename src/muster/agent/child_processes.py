@@ -20,7 +20,7 @@ from muster.agent.host_state import HostState
 from muster.agent.ranks import rank_environment
 from muster.agent.ranks.rank_process import Standby, Worker, end_child, kill, on_exit
 from muster.agent.replicator import snapshot_cleanup
-from muster.agent.replicator.replicator_process import ReplicatorProcess
+from muster.agent.replicator_process import ReplicatorProcess
 from muster.checkpoint_format.snapshot_ring import file_name, forget_refusal
 from muster.config.spec import Recovery
 from muster.core.types import Layout

@@ -21,7 +21,7 @@ from muster.agent.child_processes import ADOPTION_S, ChildEvents, ChildProcesses
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_state import METADATA_URL, HostState
-from muster.agent.ranks.rank_pool import RankPool
+from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
 from muster.agent.unsupervised_host import UnsupervisedHost
 from muster.agent.watchdog import parse_arguments

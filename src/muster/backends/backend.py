@@ -66,6 +66,8 @@ class Backend:
     """What is missing on the machine that submits. Looks, changes nothing."""
     unused_settings: Callable[[RunSpec], Iterable[tuple[str, str]]] = _no_keys
     """(key, reason) of settings that have no effect here."""
+    fixed_keys: tuple[str, ...] = ()
+    """Keys of its own that a correction on held hosts cannot change: the hosts were started with them."""
     formats: Mapping[str, Render] = field(default_factory=dict)
     """Formats of ``muster render``, the default one first."""
     cluster: OpenCluster | None = None

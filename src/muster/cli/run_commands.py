@@ -30,7 +30,7 @@ def submit(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be sent; change nothing."),
-    backend: str | None = typer.Option(None, "--backend", help="Instead of the file's: local, slurm, gke."),
+    backend: str | None = typer.Option(None, "--backend", help="Instead of the file's."),
 ) -> None:
     """Start a run in the background and print its id. The terminal may be closed."""
     from muster.app.run import submit as use_case

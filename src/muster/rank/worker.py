@@ -36,7 +36,7 @@ from muster.train.distributed.process_setup import (
     set_numerics,
 )
 from muster.train.loop import train
-from muster.train.metrics import Phases
+from muster.train.measurement.metrics import Phases
 from muster.train.training_run import Paused, TrainingRun
 
 

@@ -30,17 +30,17 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, GradientReducer, ReduceGroups
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
-from muster.train.metrics import Peak, Phases, StepLog
+from muster.train.measurement.metrics import Peak, Phases, StepLog
+from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
+from muster.train.measurement.trackers import Trackers, open_trackers
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
-from muster.train.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.state.resume import restore
 from muster.train.state.saving import open_saves
 from muster.train.state.snapshot_tiers import open_together
 from muster.train.state.state_hash import StateHashes
 from muster.train.state.training_state import TrainingState, named_without_wrappers
-from muster.train.trackers import Trackers, open_trackers
 from muster.train.training_run import TrainingRun
 
 #: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share

@@ -22,10 +22,10 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import GradientReducer
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
-from muster.train.metrics import Pending, Phases, StepLog, StepTimes
+from muster.train.measurement.metrics import Pending, Phases, StepLog, StepTimes
+from muster.train.measurement.profiling import Collector, Profiler
 from muster.train.optim.nonfinite import find_bad_micro_batch, not_finite_error
 from muster.train.optim.optimizer import ShardOptimizer
-from muster.train.profiling import Collector, Profiler
 from muster.train.state.saving import Saves
 from muster.train.state.snapshot import Snapshots
 from muster.train.state.state_hash import PendingHash, StateHashes

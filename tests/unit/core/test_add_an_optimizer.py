@@ -33,7 +33,7 @@ class Momentum:
         return {"velocity": self.velocity}
 
     def load_moments(self, moments):
-        pass
+        """Nothing to do: `moments` are the moments themselves."""
 
     def step(self, *, step, learning_rate, scale, skip):
         if float(skip):
@@ -88,3 +88,17 @@ def test_an_optimizer_from_another_package(tmp_path, monkeypatch):
         optimizer.step(step=step, learning_rate=0.1, scale=torch.tensor(0.5), skip=torch.tensor(0.0))
     assert torch.allclose(weight, torch.full((3,), 1.0 - 0.1 - 0.15))
     assert torch.allclose(optimizer.moments["velocity"]["weight"], torch.full((3,), 1.5))
+
+    # Its state is in snapshots and checkpoints, and comes back to the bit.
+    from muster.train.state.training_state import TrainingState
+
+    saved = {name: part.clone() for name, part in TrainingState({"weight": weight}, optimizer).local_tensors().items()}
+    assert sorted(saved) == ["model.weight", "optimizer.velocity.weight"]
+    optimizer.step(step=3, learning_rate=0.1, scale=torch.tensor(0.5), skip=torch.tensor(0.0))
+
+    restored = torch.nn.Parameter(torch.zeros(3))
+    restored.grad = weight.grad
+    resumed = make_optimizer({"weight": restored}, spec.training.optimizer, elementwise=False)
+    TrainingState({"weight": restored}, resumed).load(2, saved)
+    resumed.step(step=3, learning_rate=0.1, scale=torch.tensor(0.5), skip=torch.tensor(0.0))
+    assert torch.equal(restored, weight)

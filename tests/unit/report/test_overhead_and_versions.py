@@ -4,7 +4,7 @@ import pytest
 from faulty_run import SECOND
 from test_lineage import Run
 
-from muster.report import figures
+from muster.report.ledger import figures
 from muster.report.ledger.fold import fold
 from muster.report.ledger.restorable_versions import versions
 from muster.report.render.series import series

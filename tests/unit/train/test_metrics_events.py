@@ -10,8 +10,8 @@ from muster.core.events import KINDS
 from muster.data.schedule import plan_step
 from muster.train.data_feed.batch_reader import StepWork, documents
 from muster.train.evaluation.evaluate import Verdict, summary
-from muster.train.metrics import Peak, Pending, Phases, StepLog, StepTimes
-from muster.train.trackers import Trackers
+from muster.train.measurement.metrics import Peak, Pending, Phases, StepLog, StepTimes
+from muster.train.measurement.trackers import Trackers
 
 
 class Recorder:

@@ -14,7 +14,7 @@ from muster.train import loop
 from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import Round, StepWork
 from muster.train.distributed.reduce import FloatReducer, ReduceGroups
-from muster.train.metrics import Peak, Phases, StepLog
+from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.optim.adamw import AdamW
 from muster.train.optim.nonfinite import NotFinite
 from muster.train.state.state_hash import StateHashes

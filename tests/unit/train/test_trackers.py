@@ -9,7 +9,7 @@ import pytest
 
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
-from muster.train import trackers
+from muster.train.measurement import trackers
 
 
 def spec(**output: Any) -> RunSpec:

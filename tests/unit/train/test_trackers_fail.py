@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from muster.train import trackers
+from muster.train.measurement import trackers
 
 
 class Failing:

@@ -86,7 +86,7 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
 
 #: What a held host was started with; another value needs other processes, or other machines.
 _STARTED_WITH = (
-    "backend", "run_dir", "slurm", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
+    "backend", "run_dir", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
     "resources.machine", "resources.accelerator", "resources.provisioning_model", "resources.locations",
     "resources.reservation",
     "resources.project", "resources.cluster", "resources.image", "resources.queue",
@@ -96,7 +96,7 @@ _STARTED_WITH = (
 def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mapping[str, Any]) -> None:
     """Refuse now what the held hosts cannot do; otherwise the run would wait indefinitely."""
     hint = f"muster stop {run.run_id}, then muster recover {run.run_id} KEY=VALUE starts new hosts"
-    for key in _STARTED_WITH:
+    for key in (*_STARTED_WITH, *backends.get(before.backend).fixed_keys):
         if operator.attrgetter(key)(before) != operator.attrgetter(key)(after):
             raise ConflictError(f"{key} cannot change while hosts are held: they were started with it", hint=hint)
     hosts = [host for host in held.get("hosts", {}).values() if host.get("connected")]

@@ -23,12 +23,12 @@ from muster.backends.gke.manifests.placement import place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec
 from muster.backends.gke.operate.cluster_snapshot import exit_code, label, take_snapshot, tasks
-from muster.backends.gke.operate.continuation import API as JOBSET_API
-from muster.backends.gke.operate.continuation import newest
 from muster.backends.gke.operate.exec_stream import attach
 from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.operate.status_reason import condition, explain
+from muster.backends.gke.pod.continuation import API as JOBSET_API
+from muster.backends.gke.pod.continuation import newest
 from muster.backends.gke.pod.init_container import CODE
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue

@@ -33,4 +33,6 @@ def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapp
     return RenderedFiles(files=blueprint(spec))
 
 
-BACKEND = Backend(name="slurm", launcher=_launcher, formats={"yaml": _script, "toolkit": _blueprint})
+BACKEND = Backend(
+    name="slurm", launcher=_launcher, fixed_keys=("slurm",), formats={"yaml": _script, "toolkit": _blueprint}
+)

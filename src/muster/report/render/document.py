@@ -8,7 +8,7 @@ from typing import Any
 
 from muster.core.event_log import Verdict
 from muster.core.events import Event
-from muster.report import figures
+from muster.report.ledger import figures
 from muster.report.ledger.fold import Ledger
 from muster.report.render.sentences import incidents
 

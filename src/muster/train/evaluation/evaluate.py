@@ -25,7 +25,7 @@ from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.generate import generate
-from muster.train.metrics import StepLog
+from muster.train.measurement.metrics import StepLog
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import evaluating

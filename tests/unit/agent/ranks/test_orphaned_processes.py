@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from fakes.host import RecordingHost
 
+from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.hang_detector import find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
-from muster.agent.ranks.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Worker
 from muster.transport.connections import ConnectionPool
 
@@ -77,7 +77,7 @@ def test_one_that_is_gone_already_delays_nothing(host, stopped):
 
 
 def test_a_host_has_ended_its_ranks_once_the_orphaned_ones_are_gone_too(host, stopped, monkeypatch):
-    monkeypatch.setattr("muster.agent.ranks.rank_pool.list_snapshots", lambda memory: [])
+    monkeypatch.setattr("muster.agent.rank_pool.list_snapshots", lambda memory: [])
     pool = pool_of(host)
     pool.on_children([child.pid for child in stopped])
     pool.end(4, keep=set(), pause_s=0.0, reset=[])
@@ -89,7 +89,7 @@ def test_a_host_has_ended_its_ranks_once_the_orphaned_ones_are_gone_too(host, st
 
 @pytest.mark.parametrize(("attempt", "killed"), [(3, True), (4, True), (5, False)])
 def test_a_rank_that_wakes_up_after_its_attempt_was_ended_is(host, stopped, monkeypatch, attempt, killed):
-    monkeypatch.setattr("muster.agent.ranks.rank_pool.list_snapshots", lambda memory: [])
+    monkeypatch.setattr("muster.agent.rank_pool.list_snapshots", lambda memory: [])
     pool = pool_of(host)
     pool.end(4, keep=set(), pause_s=0.0, reset=[])
     child = stopped[0]
@@ -117,7 +117,7 @@ def test_a_rank_in_its_first_step_is_given_as_long_as_a_start(host):
 
 
 def test_a_hang_is_reported_once_to_each_supervisor_and_not_in_between(host, monkeypatch):
-    monkeypatch.setattr("muster.agent.ranks.rank_pool.time.monotonic", lambda: 1000.0)
+    monkeypatch.setattr("muster.agent.rank_pool.time.monotonic", lambda: 1000.0)
     pool = pool_of(host)
     host.workers[1] = worker(first_step=1, stepped=True)
     pool.watch()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fakes.host import RecordingHost
 
-from muster.agent.ranks.rank_pool import RankPool
+from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Worker
 
 CASES = {
@@ -19,7 +19,7 @@ CASES = {
 
 @pytest.mark.parametrize(("parent", "last", "code"), CASES.values(), ids=list(CASES))
 def test_the_code_of_an_orphan(monkeypatch, parent, last, code):
-    monkeypatch.setattr("muster.agent.ranks.rank_pool.os.close", lambda fd: None)
+    monkeypatch.setattr("muster.agent.rank_pool.os.close", lambda fd: None)
     host = RecordingHost()
     host.fork_server, host.fork_server_pid = object(), 7
     pool = RankPool(host=host, children=SimpleNamespace())

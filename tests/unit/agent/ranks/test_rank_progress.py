@@ -5,8 +5,8 @@ from typing import Any, cast
 from fakes.host import RecordingHost
 
 from muster.agent.child_processes import ChildProcesses
+from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.hang_detector import find_hung_ranks
-from muster.agent.ranks.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Worker
 
 
@@ -21,7 +21,7 @@ def stuck(worker: Worker, now_s: float, limit_s: float = 1.0) -> bool:
 
 
 def at(monkeypatch: Any, now_s: float) -> None:
-    monkeypatch.setattr("muster.agent.ranks.rank_pool.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("muster.agent.rank_pool.time.monotonic", lambda: now_s)
 
 
 def test_progress_resets_the_step_watchdog_and_a_beat_does_not(monkeypatch: Any) -> None:

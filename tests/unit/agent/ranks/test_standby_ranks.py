@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from fakes.host import RecordingHost, events
 
+from muster.agent import rank_pool
 from muster.agent.child_processes import ChildProcesses
-from muster.agent.ranks import rank_environment, rank_pool
+from muster.agent.rank_pool import RankPool
+from muster.agent.ranks import rank_environment
 from muster.agent.ranks.rank_environment import opens_contexts
-from muster.agent.ranks.rank_pool import RankPool
 from muster.agent.ranks.rank_process import Standby, standby_for
 from muster.config.spec import RunSpec
 

@@ -10,7 +10,7 @@ from fakes.kubernetes import FakeKubernetes, in_memory
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, mode_of
 from muster.backends.gke.manifests.pods import supervisor_template
-from muster.backends.gke.operate.continuation import continuation, newest, number_of, queue_continuation
+from muster.backends.gke.pod.continuation import continuation, newest, number_of, queue_continuation
 from muster.core.errors import BackendError, CapacityError
 
 WHERE = placement(spec("a4-highgpu-8g", "flex_start_queued"))

@@ -9,8 +9,8 @@ import tarfile
 import pytest
 from cases import spec
 
-from muster.backends.gke.image import Parts, context, doubts, parts, requirements, tag
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
+from muster.backends.gke.provision.image import Parts, context, doubts, parts, requirements, tag
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, UsageError
 
@@ -142,7 +142,7 @@ def test_without_a_bucket_there_is_nowhere_to_put_it():
 
 
 def test_the_dockerfile_takes_what_is_given():
-    from muster.backends.gke.image import build_arguments
+    from muster.backends.gke.provision.image import build_arguments
 
     text = context(parts())
     with tarfile.open(fileobj=io.BytesIO(text)) as archive:

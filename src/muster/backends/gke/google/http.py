@@ -121,7 +121,7 @@ class GoogleHttp:
         return exchange(call, self._headers(call), self._timeout_s)
 
     def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
-        from muster.backends.gke.kubernetes.transport import network
+        from muster.backends.gke.google.api_server_transport import network
 
         trust = ssl.create_default_context(cadata=ca_pem)
         return network(endpoint, trust, lambda: {"authorization": f"Bearer {self._token()}"})

@@ -8,9 +8,9 @@ from typing import Any
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.placement import SUPERVISOR, object_name
 from muster.backends.gke.operate import locate
-from muster.backends.gke.operate.continuation import API as JOBSET_API
-from muster.backends.gke.operate.continuation import newest, number_of
 from muster.backends.gke.operate.status_reason import ClusterSnapshot, condition
+from muster.backends.gke.pod.continuation import API as JOBSET_API
+from muster.backends.gke.pod.continuation import newest, number_of
 from muster.core.types import JobState
 
 KUEUE_API = "kueue.x-k8s.io/v1beta2"

@@ -18,7 +18,7 @@ from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.gke.operate import locate
-from muster.backends.gke.operate.continuation import API as JOBSET_API
+from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError

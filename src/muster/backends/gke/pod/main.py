@@ -192,7 +192,7 @@ def main() -> int:
 
 def _requeue(which: str, at_most: int) -> str:
     from muster.backends.gke.kubernetes.config import own_cluster
-    from muster.backends.gke.operate.continuation import queue_continuation
+    from muster.backends.gke.pod.continuation import queue_continuation
 
     namespace, _, name = which.partition("/")
     cluster = own_cluster(SystemClock(), environment.inherited())

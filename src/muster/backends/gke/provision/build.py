@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.backends.gke.google.http import Call, Unreachable
 from muster.backends.gke.google.session import Session, refusal
-from muster.backends.gke.image import Parts, build_arguments
+from muster.backends.gke.provision.image import Parts, build_arguments
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import MARK
 from muster.core.errors import BackendError, UsageError

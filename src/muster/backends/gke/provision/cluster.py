@@ -9,13 +9,13 @@ from pathlib import Path
 from muster.backends.cluster import Down, Image, Progress, Said, silent
 from muster.backends.gke.google.http import Call, GoogleHttp, Http
 from muster.backends.gke.google.session import Session
-from muster.backends.gke.image import context, doubts, parts, tag
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.provision import pinned_manifests
 from muster.backends.gke.provision.access import preflight
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.build import Build
+from muster.backends.gke.provision.image import context, doubts, parts, tag
 from muster.backends.gke.provision.quota import quota
 from muster.backends.gke.provision.resource_names import Site, site, today
 from muster.backends.gke.provision.software import hashes, parsed, software, unpinned

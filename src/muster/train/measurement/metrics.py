@@ -12,8 +12,8 @@ from torch import Tensor
 
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
-from muster.train.profiling import memory_bytes
-from muster.train.trackers import Trackers
+from muster.train.measurement.profiling import memory_bytes
+from muster.train.measurement.trackers import Trackers
 
 
 @dataclass(frozen=True)

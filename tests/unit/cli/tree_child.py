@@ -21,7 +21,7 @@ def work(progress):
         for node in nodes:
             if sys.argv[1] == "stuck" and step not in ("looking", "making"):
                 threading.Event().wait()
-            progress(Changed(key=node.key, step=step, words="w" * 100 if sys.argv[1] == "stuck" else ""))
+            progress(Changed(key=node.key, step=step, text="w" * 100 if sys.argv[1] == "stuck" else ""))
         time.sleep(0.1)
         progress(Said(text="said in between"))
     return 7

@@ -93,7 +93,7 @@ def test_a_rank_that_wakes_up_after_its_attempt_was_ended_is(host, stopped, monk
     pool = pool_of(host)
     pool.end(4, keep=set(), pause_s=0.0, reset=[])
     child = stopped[0]
-    pool.adopt(child.pid, 0, attempt, SimpleNamespace(who=None))
+    pool.adopt(child.pid, 0, attempt, SimpleNamespace(identity=None))
     assert bool(host.workers) != killed
     if killed:
         assert child.wait(10) == -signal.SIGKILL

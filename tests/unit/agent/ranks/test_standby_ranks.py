@@ -50,7 +50,7 @@ class Host(RecordingHost):
 
     def came(self, local_rank: int, pid: int) -> Any:
         """A forked standby says hello."""
-        peer = SimpleNamespace(who=None)
+        peer = SimpleNamespace(identity=None)
         standby = Standby(pid=pid, peer=peer, local_rank=local_rank, bound=self.children.opens_contexts)  # type: ignore[arg-type]
         self.standbys[pid] = standby
         self.children.on_standby_ready(standby)

@@ -47,7 +47,7 @@ def supervisor(tmp_path):
 
 
 def say(supervisor, *messages):
-    peer = SimpleNamespace(who=None, closed=False)
+    peer = SimpleNamespace(identity=None, closed=False)
     for message in messages:
         supervisor._message(peer, message)
     return peer

@@ -320,10 +320,10 @@ def test_a_shard_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
     """The writing is as slow as the test wants it, and ends when the connection does."""
     begun, dropped, go_on = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(uri, parts, *, wanted):
+    def slow(uri, parts, *, still_needed):
         begun.set()
         go_on.wait(20)
-        while wanted():
+        while still_needed():
             time.sleep(0.01)
         dropped.set()
         raise CheckpointError("nobody waits for it any more")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 _FLAGS = [
     "--headless=new",
@@ -36,9 +36,7 @@ class Browser:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         if driver is None or chromium is None:
             pytest.skip("no chromium and chromedriver on PATH: apt-get install chromium chromium-driver")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._base = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
             [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainranks import free_port, prepared_run, run_attempt, small
+from ports import free_port
+from trainranks import prepared_run, run_attempt, small
 
 from muster.core import event_log
 

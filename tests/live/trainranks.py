@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,8 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 from muster.config.spec import RunSpec
 from muster.core import event_log
@@ -322,11 +323,6 @@ def server() -> Any:
         else:
             os.environ[name] = value
     return context
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 Reference = Callable[[Path], dict[int, float]]

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+
+from ports import free_port
 
 HERE = Path(__file__).parent
 
@@ -31,12 +32,6 @@ def programs():
     if asked.returncode != 0:
         return None, said
     return Path(said.removeprefix("a control plane is in ")) / "bin", None
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class Plane:

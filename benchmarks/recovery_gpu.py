@@ -25,11 +25,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "tests" / "live")]
-from cluster import RUN_ID, LiveRun, spec_of  # noqa: E402
+from cluster import LiveRun, spec_of  # noqa: E402
 from loops.job import machine  # noqa: E402
 
 from muster.checkpoint_format.snapshot_ring import Ring  # noqa: E402
-from muster.storage.paths import memory_dir  # noqa: E402
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
 #: State in memory is 12 bytes a parameter; a ring holds it more than once.
@@ -177,7 +176,7 @@ def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 def snapshot_figures(run: LiveRun) -> dict[str, Any]:
     """What a snapshot held the loop for: the first one of the run (memory not registered yet), and the later ones."""
-    rings = sorted(memory_dir(run.dir, RUN_ID, run.names[0]).glob("own.*.ring"))
+    rings = sorted(run.memory().glob("own.*.ring"))
     ring = Ring.open(rings[0])
     size = ring.slot_bytes
     ring.close()

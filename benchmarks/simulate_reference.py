@@ -120,9 +120,7 @@ def figures(scenarios: dict[str, Scenario], seeds: int) -> dict[str, dict[str, f
             "lost": fmean(
                 sum(one.host_s[n] for n in ("redone", "unfinished")) / w for one, w in zip(own, whole, strict=True)
             ),
-            "down": fmean(
-                sum(one.host_s[n] for n in RECOVERY) / w for one, w in zip(own, whole, strict=True)
-            ),
+            "down": fmean(sum(one.host_s[n] for n in RECOVERY) / w for one, w in zip(own, whole, strict=True)),
             "saves": fmean(one.host_s["checkpoint"] / w for one, w in zip(own, whole, strict=True)),
         }
     return table

@@ -342,8 +342,8 @@ FIGURES = {
         0,
     ),
     "seams": Figure("getattr and hasattr on our own seams", lambda tree: nodes(tree, looks_up_a_seam), 0),
-    "any": Figure("Any", lambda tree: nodes(tree, is_any)),
-    "untyped-mappings": Figure("mappings of Any or object", lambda tree: nodes(tree, is_untyped_mapping)),
+    "any": Figure("Any", lambda tree: nodes(tree, is_any), 250),
+    "untyped-mappings": Figure("mappings of Any or object", lambda tree: nodes(tree, is_untyped_mapping), 120),
     "environment": Figure("reads of os.environ", lambda tree: nodes(tree, reads_environment)),
 }
 

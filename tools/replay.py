@@ -151,7 +151,7 @@ def _prepare(wanted: Replay, folder: Path) -> None:
         check=False,
     )
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        _, found = json.loads(done.stdout.splitlines()[-1])  # a message: its kind and its fields
     except (ValueError, IndexError):
         raise CannotReplay(f"its data cannot be prepared: {_last_line(done.stderr)}") from None
     if "error" in found:

@@ -130,6 +130,7 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
         _rank.agent.emit("phase.changed", phase="train", step=step)
     if _rank.context.rank == 0:
         step_ns = now - _rank.step_ns if _rank.step_ns is not None else 0
+        tokens = None if tokens is None else int(tokens)  # a script may count in floats; events hold whole tokens
         detail: dict[str, Any] = {"tokens_per_s": tokens / step_ns * 1e9} if tokens and step_ns else {}
         if _rank.snapshots is not None:
             detail |= _rank.snapshots.newest_steps()
@@ -221,7 +222,7 @@ def restore(state: State) -> int:
     tensors = flatten(state)
     saver = _saver(_rank)  # from now on older attempts cannot write to the folder
     if _rank.context.restore is not None:
-        step, tier, uri = _from_memory(_rank.context, _rank.context.restore, tensors)
+        step, tier, uri = _from_memory(_rank, _rank.context.restore, tensors)
     else:
         saver.claimed()
         step, tier, uri = _from_disk(_rank, saver, tensors)
@@ -245,12 +246,16 @@ def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: local(tensor) for name, tensor in tensors.items()}
 
 
-def _from_memory(context: RankContext, restore: Restore, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+def _from_memory(rank: _Rank, restore: Restore, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
+    """Collective: what one rank has read another may find damaged, so none goes on before all have what they need."""
+    from muster.checkpoint import exchange
     from muster.train.state.snapshot import restored
 
+    context = rank.context
     world_size = restore.layout.world_size
     held = {name: tensor for name, tensor in tensors.items() if (owner_of(name) or 0) < world_size}
     copy_tensors(restored(context, restore, held), held, step=restore.step)
+    exchange.gather(None, rank.saving_group)
     return restore.step, restore.tier, context.snapshot_dir or ""
 
 

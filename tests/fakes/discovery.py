@@ -66,7 +66,7 @@ class Discovery:
     def __init__(self, documents: Path) -> None:
         self._schemas: dict[str, dict[str, Any]] = {}
         self._common: dict[str, dict[str, Any]] = {}
-        self._routes: dict[tuple[str, str, int], list[tuple[re.Pattern[str], str, dict[str, Any]]]] = {}
+        self._routes: dict[tuple[str, str, int], list[tuple[str, str, dict[str, Any]]]] = {}
         for api in APIS:
             document = json.loads((documents / f"{api}.json").read_text())
             self._schemas[api] = document["schemas"]
@@ -74,12 +74,12 @@ class Discovery:
             host = urllib.parse.urlsplit(document["rootUrl"]).netloc
             for method in _methods(document):
                 template = document["servicePath"] + method.get("flatPath", method["path"])
-                pattern = re.compile(re.sub(r"\\\{\\?\+?(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(template)))
+                pattern = re.sub(r"\\\{\\?\+?(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(template))
                 key = (host, method["httpMethod"], template.count("/"))
                 self._routes.setdefault(key, []).append((pattern, api, method))
                 if upload := method.get("mediaUpload", {}).get("protocols", {}).get("simple", {}).get("path"):
                     upload = upload.lstrip("/")
-                    at = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(upload)))
+                    at = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(upload))
                     row = (at, api, {**method, "id": method["id"] + ".upload"})
                     self._routes.setdefault((host, method["httpMethod"], upload.count("/")), []).append(row)
         self.match = functools.lru_cache(maxsize=None)(self._match)
@@ -87,7 +87,7 @@ class Discovery:
     def _match(self, method: str, host: str, path: str) -> Match | None:
         path = path.lstrip("/")
         for pattern, api, found in self._routes.get((host, method, path.count("/")), []):
-            if hit := pattern.fullmatch(path):
+            if hit := re.fullmatch(pattern, path):  # most of the thousands of patterns are never needed
                 return Match(api, found, hit.groupdict())
         return None
 

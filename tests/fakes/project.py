@@ -14,7 +14,7 @@ if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
 from fakes.clock import VirtualClock  # noqa: E402
-from fakes.gcp import FakeGoogleCloud, Killed  # noqa: E402
+from fakes.gcp import HOST, FakeGoogleCloud, Killed  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
 NAMED = {"name": "kueue", "namespace": "default"}
@@ -25,10 +25,19 @@ TEXTS = {
     for name in ("kueue.yaml", "jobset.yaml", "nccl-rdma-installer.yaml")
 }
 DAY = "2026-08-22"
+CLUSTER = "v1/projects/example-project/locations/us-central1/clusters/muster"
 
 
 def cloud(**faults):
     return FakeGoogleCloud(DOCUMENTS, **faults)
+
+
+def cloud_with_cluster():
+    """The project where the run file's cluster runs, with a queue for its machine."""
+    found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
+    found.store[CLUSTER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
+    found.kubernetes.queues.add("muster-b200-flex-start-queued")
+    return found
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from muster.core.events import Event
 from muster.policy.builtin import SHIPPED
 from muster.simulate.cluster import Cluster
 from muster.simulate.stage_arithmetic import Stages
-from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
@@ -60,7 +60,7 @@ def events_of(found):
         (at, log.host or "supervisor", number_of_attempt(found, index), vars(log))
         for index, (at, log) in enumerate(found.log)
     ]
-    theirs = [(at, host, event["attempt"], event) for at, host, event in found.written]
+    theirs = [(event.mono_ns / 1e9, host, event.attempt, vars(event)) for host, event in found.written]
     return [
         Event(
             run_id="r",

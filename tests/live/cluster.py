@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import psutil
 from watched import Watched
 
 from muster.config.spec import RunSpec
-from muster.storage.paths import memory_dir
+from muster.storage.memory_dir import MemoryDir, left_over
 
 RUN_ID = "live"
 
@@ -90,8 +91,8 @@ class LiveRun(Watched):
             if str(self.dir) in " ".join(process.info["cmdline"] or []):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        for name in self.names:
-            subprocess.run(["rm", "-rf", str(memory_dir(self.dir, RUN_ID, name))], check=False)
+        for folder in left_over(self.dir, RUN_ID)[0]:
+            shutil.rmtree(folder, ignore_errors=True)
         if self.network:
             self.network.down()
 
@@ -181,12 +182,12 @@ class LiveRun(Watched):
 
     def host_pids(self, name):
         """Every process of a host: its watchdog's tree and the sessions its agent started."""
-        mark = str(memory_dir(self.dir, RUN_ID, name))
+        memory = MemoryDir.of_run(self.dir).get(name)
         found = set()
         for process in psutil.process_iter(["pid", "cmdline"]):
             command = " ".join(process.info["cmdline"] or [])
             mine = f"--host {name}" in command and str(self.dir) in command
-            if mine or mark in command:
+            if mine or (memory is not None and str(memory.folder) in command):
                 found.add(process.info["pid"])
         for pid in list(found):
             with contextlib.suppress(psutil.Error):
@@ -203,27 +204,21 @@ class LiveRun(Watched):
 
     def fork_servers(self):
         """Pids of the fork servers that ever logged a start on these hosts."""
-        return [
-            int(path.read_text()) for name in self.names for path in memory_dir(self.dir, RUN_ID, name).glob("*.pid")
-        ]
+        memories = MemoryDir.of_run(self.dir)
+        return [int(memories[name].read("forkserver.pid").split()[0]) for name in self.names if name in memories]
+
+    def memory(self, name="host-0"):
+        """The host's folder in memory, which its agent has made."""
+        return MemoryDir.of_run(self.dir)[name].folder
 
     def tell(self, message):
         """Send the supervisor a message as a client; returns its answer."""
-        import socket
+        from muster.protocol.lease import read_lease
+        from muster.transport.client import ask_supervisor
+        from muster.transport.secure_session import read_token
 
-        from muster.transport.secure_session import Session, read_token
-
-        address = json.loads((self.dir / "lease.json").read_text())["address"]
-        with socket.create_connection((address[0], address[1]), timeout=5) as sock:
-            session = Session(read_token(str(self.dir / "token")), server=False)
-            session.send({"t": "hello", "role": "client"})
-            session.send(message)
-            found = []
-            while not found:
-                sock.sendall(session.outgoing())
-                found = session.receive(sock.recv(1 << 16))
-                sock.sendall(session.outgoing())
-            return found[-1]
+        address = read_lease((self.dir / "lease.json").read_bytes(), me="the test").address
+        return ask_supervisor(address, read_token(str(self.dir / "token")), message)
 
     def final_hash(self):
         """SHA-256 over every tensor of the newest checkpoint, whatever its layout."""
@@ -234,8 +229,8 @@ def checkpoint_hash(directory):
     import hashlib
 
     from muster.checkpoint.load import newest_valid
-    from muster.checkpoint.reader import open_checkpoint
     from muster.checkpoint.shards import ShardReader, read_tensor
+    from muster.checkpoint_format.reader import open_checkpoint
     from muster.storage.store import open_store
 
     manifest = newest_valid(open_store(), str(directory))

@@ -1,6 +1,7 @@
 """Live tests import their harness by name; what several files need is made once."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,20 @@ def reference(tmp_path_factory):
     from chaos import References
 
     return References(tmp_path_factory)
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """In a folder with a run file; its runs are taken down."""
+    from verbs import MUSTER, RUN_FILE, Shell
+
+    (tmp_path / "run.yaml").write_text(RUN_FILE)
+    found = Shell(tmp_path)
+    yield found
+    for folder in tmp_path.glob("**/run_id"):
+        subprocess.run(
+            [*MUSTER, "down", str(folder.parent)], cwd=tmp_path, env=found.env, capture_output=True, check=False
+        )
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import pytest
 from chaos import Judged
 from cluster import namespaces_work, spec_of
 
+from muster.protocol.client import HealthReport, StopRun
+
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 #: Two hosts of one rank each, and one more that waits. 60 steps: faults come after ten.
 SPARED = {"resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1}
@@ -63,16 +65,14 @@ def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp
         run.start_agent("host-1")
         monkeypatch.undo()
         run.start_agent("host-2")
-        run.wait_until(
-            lambda: "cannot start" in str([e.detail for e in run.events("run.message")]), "the bad spare's note"
-        )
+        run.wait_until(lambda: run.events("host.set_aside"), "the bad spare's note")
         run.wait_for_spare()
         assert run.events("incident.detected") == [], run.story()
         run.signal_host("host-0")
         run.wait_until(lambda: run.events("incident.resolved") or len(run.events("attempt.started")) > 1, "the swap")
         assert {host for _, host in run.ranks().values()} <= {"host-0", "host-2"}
         assert run.actions() == ["swap"], run.story()
-        run.tell({"t": "stop", "force": True})
+        run.tell(StopRun(force=True))
         run.wait()
 
 
@@ -82,7 +82,7 @@ def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_
     with Judged(tmp_path, spec_of(**{**SPARED, "resources.spare_hosts": 2, "training.steps": 200})) as run:
         run.under_way()
         accused = run.ranks()[1][1]
-        run.tell({"t": "health", "host": accused, "evidence": "a detector that errs", "resettable": []})
+        run.tell(HealthReport(host=accused, evidence="a detector that errs"))
         run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery from the false alarm")
         bad = run.ranks()[0][1]
         for blow in range(3):

@@ -13,6 +13,8 @@ import pytest
 from chaos import Judged
 from cluster import ip, namespaces_work, spec_of
 
+from muster.protocol.client import StopRun
+
 pytestmark = [pytest.mark.soak]
 needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2 for network namespaces")
 
@@ -86,7 +88,7 @@ def test_a_split_network_heals_after_30_seconds(tmp_path):
         at = run.step()
         run.wait_until(lambda: run.step() > at + 10, "steps of the whole")
         assert len(run.events("supervisor.started")) == 1, "no two leaders"
-        run.tell({"t": "stop", "force": True})
+        run.tell(StopRun(force=True))
         run.wait()
 
 
@@ -123,7 +125,7 @@ def test_punisher(tmp_path, seed, every_s):
         share = 1 - lost_s / spent_s
         print(f"{blows} kills in {spent_s:.0f} s: {steps} steps, {share:.1%} of the time stood")
         assert steps > 0 and share >= (0.70 if every_s == 15 else 0.95)
-        run.tell({"t": "stop", "force": True})
+        run.tell(StopRun(force=True))
         run.wait()
 
 

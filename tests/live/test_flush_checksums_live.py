@@ -5,10 +5,9 @@ import signal
 import time
 
 import pytest
-from cluster import RUN_ID, LiveRun, spec_of
+from cluster import LiveRun, spec_of
 
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
-from muster.storage.paths import memory_dir
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
@@ -47,7 +46,7 @@ def stopped_with_two_versions(run):
 
 def sealed(run):
     """(rank 1's ring, the newest version that both ranks hold, whether they hold an older one); None: no seal yet."""
-    folder = memory_dir(run.dir, RUN_ID, "host-0")
+    folder = run.memory()
     other, ring = (Ring.open(folder / file_name("own", "r1s2t1p1c1e1", rank), writable=True) for rank in (0, 1))
     both = [each for each in ring.versions() if other.find(each.step, each.attempt)]
     return (ring, both[0], len(both) > 1) if both and ring.checksum(both[0]) is not None else None

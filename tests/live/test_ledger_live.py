@@ -95,14 +95,15 @@ def test_the_reference_was_measured_with_fault_tolerance_off(run, found):
     assert reference["tokens_per_s"] == event.detail["tokens_per_s"] > 0
     assert -0.5 < found["goodput"]["fault_tolerance_overhead"] < 0.9, "on a busy machine little more can be said"
     held = {event.step: event.detail.get("snapshot_step") for event in run.events("step") if event.attempt == 1}
-    assert {held[step] for step in range(10, 31)} == {10}, "no snapshot within it"
-    assert held[31] == 31
+    # A version counts once its checksum is there, which a thread makes: a step's own event may be earlier.
+    assert {held[step] for step in range(11, 31)} == {10}, "no snapshot within it"
+    assert held[32] in (31, 32)
 
 
 def test_the_memory_tiers_are_in_the_exposure(found):
     ages = found["checkpoint_exposure"]
     step_s = found["speed"]["step_s"]
-    assert ages["memory"]["newest_step"] == 110
+    assert ages["memory"]["newest_step"] in (109, 110), "the last step's event may come before the version's checksum"
     assert 100 < ages["peer"]["newest_step"] < 110, "a peer holds what was taken before"
     assert ages["memory"]["greatest_age_s"] > 20 * step_s / 2, "twenty steps without a snapshot"
     assert ages["memory"]["mean_age_s"] < ages["peer"]["mean_age_s"]

@@ -9,7 +9,7 @@ from cluster import RUN_ID, LiveRun, checkpoint_hash
 
 from muster.checkpoint_format.snapshot_ring import Ring
 from muster.config.spec import RunSpec
-from muster.storage.paths import memory_dir
+from muster.storage.memory_dir import left_over
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(180)]
 
@@ -184,7 +184,7 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
         run.wait_until(
             lambda: len({e.host for e in run.events("phase.changed") if e.phase == "spare"}) == 2, "two spares"
         )
-        rings = [memory_dir(run.dir, RUN_ID, run.ranks()[rank][1]) / f"own.r1s2t1p1c1e1.{rank}.ring" for rank in (0, 1)]
+        rings = [run.memory(run.ranks()[rank][1]) / f"own.r1s2t1p1c1e1.{rank}.ring" for rank in (0, 1)]
         run.wait_until(lambda: all(Ring.open(ring).copied() == (30, 1) for ring in rings), "both copies of step 30")
         run.signal_host(run.ranks()[1][1])
         (tmp_path / "go").touch()
@@ -218,7 +218,7 @@ def test_without_a_supervisor_a_host_writes_what_only_its_memory_holds_before_it
         assert run.agents["host-0"].wait(60) == 0, run.story()
         committed = run.events("checkpoint.committed")[-1]
         assert committed.step >= run.step() > alone_from + 70, run.story()
-        assert not memory_dir(run.dir, RUN_ID, "host-0").exists()
+        assert left_over(run.dir, RUN_ID) == ([], [])
         monkeypatch.undo()
         run.start()
         run.wait_until(lambda: run.step() > committed.step + 5, "steps beyond", 60)

@@ -1,5 +1,6 @@
 """A plan's page in a real headless Chromium, opened from a file: it draws, answers keys and mouse, stays offline."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -53,14 +54,14 @@ def test_it_draws_the_chart_and_every_plan_without_an_error(opened, found):
     assert opened.run("return performance.getEntriesByType('resource').length") == 0
     assert opened.run(VIVID) > 800
     assert opened.run(f"return {ROWS}.length") == len(plan.frontier)
-    assert plan.chosen["title"] in opened.run("return document.getElementById('head').textContent")
+    assert plan.chosen.title in opened.run("return document.getElementById('head').textContent")
     text = opened.run("return document.body.innerText")
     assert "In time" in text and "Within the budget" in text and "Not taken" in text
     assert "undefined" not in text and "NaN" not in text
 
 
 def test_keys_go_from_plan_to_plan(opened, found):
-    titles = [each["title"] for each in found[0].plan.frontier]
+    titles = [each.title for each in found[0].plan.frontier]
     marked = f"return {ROWS}.filter(row => row.classList.contains('at')).map(row => row.dataset.title)"
     assert opened.run(marked) == titles[:1]
     opened.keys("#charts [tabindex='0']", "\ue014")  # arrow right
@@ -99,8 +100,8 @@ def test_a_narrow_screen_and_the_other_theme(browser, found):
 
 def test_offers_without_a_price_are_said_and_not_drawn(browser, found, tmp_path):
     planned, _ = found
-    for each in planned.plan.frontier:
-        each["usd"]["p50"] = None
+    unpriced = tuple(replace(each, usd=replace(each.usd, p50=None)) for each in planned.plan.frontier)
+    planned = replace(planned, plan=replace(planned.plan, frontier=unpriced))
     target = tmp_path / "unpriced.html"
     target.write_text(plan_page.render(planned), encoding="utf-8")
     browser.open(target)

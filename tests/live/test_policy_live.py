@@ -8,6 +8,8 @@ from chaos import Judged
 from cluster import spec_of
 from fakes.metadata import change, metadata
 
+from muster.protocol.client import HealthReport
+
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 #: Stands in for NVIDIA's tool, which needs a GPU: notes what it was asked, and answers as told.
@@ -36,7 +38,7 @@ def test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap(tmp_path, mon
         run.wait_for_spare()
         run.wait_for_step(10)
         sick = run.ranks()[1][1]
-        run.tell({"t": "health", "host": sick, "evidence": "Xid 79 on GPU 0", "resettable": [0]})
+        run.tell(HealthReport(host=sick, evidence="Xid 79 on GPU 0", resettable=(0,)))
         run.ended()
         assert run.actions() == expected, run.story()
         assert note.read_text() == "--gpu-reset -i 0\n"

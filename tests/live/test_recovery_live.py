@@ -7,6 +7,8 @@ import time
 import pytest
 from cluster import LiveRun, namespaces_work, spec_of
 
+from muster.protocol.client import RestartRun
+
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
 
@@ -162,7 +164,7 @@ def test_a_users_own_failure_holds_the_hosts_and_restart_costs_no_import(tmp_pat
         servers = run.fork_servers()
         (tmp_path / "resolved.json").write_text(spec_of(**{**broken, "model.config.head_dim": 16}).model_dump_json())
         began = time.time_ns()
-        run.tell({"t": "restart"})
+        run.tell(RestartRun())
         run.wait_for_step(1)
         assert run.fork_servers() == servers, "the same fork server"
         assert run.wait() == 0, run.story()

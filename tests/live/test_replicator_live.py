@@ -1,6 +1,5 @@
 """Replicators over real sockets: copies arrive whole or not at all, and only from those who know the token."""
 
-import json
 import os
 import signal
 import socket
@@ -19,13 +18,29 @@ torch = pytest.importorskip("torch")
 
 from muster.agent.replicator import checkpoint_writer  # noqa: E402
 from muster.agent.replicator.main import Replicator  # noqa: E402
-from muster.agent.replicator_process import ReplicatorProcess  # noqa: E402
+from muster.agent.replicator.replication import connect  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
+from muster.checkpoint_format.shards import ShardHeader, encode_header, pack  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # noqa: E402
 from muster.core.errors import AccessError, CheckpointError  # noqa: E402
-from muster.core.types import Layout  # noqa: E402
+from muster.core.snapshots import SnapshotCopy  # noqa: E402
+from muster.core.types import Checksum, Layout  # noqa: E402
+from muster.protocol.codec import reader_of  # noqa: E402
+from muster.protocol.handover import FROM_WRITER, Busy, WriteShard  # noqa: E402
+from muster.protocol.replicator_orders import CopyNext, CopyTo, FetchVersion  # noqa: E402
+from muster.protocol.replicator_peers import (  # noqa: E402
+    Go,
+    NotIntact,
+    PushVersion,
+    ReadVersion,
+    Torn,
+    Whole,
+)
+from muster.protocol.to_agent import CommitFlushed, FlushShard, FlushSnapshots  # noqa: E402
+from muster.protocol.to_supervisor import ReplicatorAddress  # noqa: E402
+from muster.storage.memory_dir import MemoryDir  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 from muster.transport.connections import ConnectionPool  # noqa: E402
 from muster.transport.stream import REPLICATOR_SOCKET, Stream  # noqa: E402
@@ -51,8 +66,26 @@ def write(replicator, rank, step, byte, size=3_000_000):
     ring = Ring.create(replicator.memory / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=size)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * size
-    ring.request_copy(ring.commit(slot, step=step, attempt=1))
+    ring.request_copy(ring.commit(slot, step=step, attempt=1, rank=rank))
     return ring
+
+
+def peers(address, ranks, attempt):
+    return CopyTo(attempt=attempt, peer=address, layout=KEY, ranks=tuple(ranks))
+
+
+def copy_of(rank, step, attempt=1):
+    return SnapshotCopy(step=step, attempt=attempt, rank=rank, layout=KEY, host="", tier="memory")
+
+
+def fetched(address, step=9):
+    return FetchVersion(
+        address=address, file=file_name("own", KEY, 1), target=file_name("fetched", KEY, 1), copy=copy_of(1, step)
+    )
+
+
+def copies_to(address, *ranks):
+    return CopyTo(attempt=1, peer=tuple(address), layout=KEY, ranks=ranks or (0,))
 
 
 def versions(path):
@@ -65,43 +98,57 @@ def versions(path):
 def test_each_step_is_copied_to_the_peer_and_acknowledged(replicators):
     a, b = replicators
     ring = write(a, 0, 5, 7)
-    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
-    a.handle({"do": "copy", "step": 5})
+    a.handle(peers(b.address, [0], 1))
+    a.handle(CopyNext())
     copy = b.memory / file_name("peer", KEY, 0)
     eventually(lambda: versions(copy) == [(5, 1)])
     eventually(lambda: ring.copied() == (5, 1))
     held = Ring.open(copy)
     assert bytes(held.slot(held.versions()[0].slot)[:3]) == b"\x07\x07\x07"
     write(a, 0, 6, 8)
-    a.handle({"do": "copy", "step": 6})
+    a.handle(CopyNext())
     eventually(lambda: versions(copy) == [(6, 1), (5, 1)])
 
 
 def test_a_fetched_version_appears_under_its_name_when_it_is_whole(replicators):
     a, b = replicators
     write(a, 1, 9, 3)
-    order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1),
-             "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
+    order = fetched(a.address)
     b.fetch(order)
-    assert versions(b.memory / order["target"]) == [(9, 1)]
+    assert versions(b.memory / order.target) == [(9, 1)]
     with pytest.raises(CheckpointError, match="no longer there"):
-        b.fetch({**order, "step": 10})
+        b.fetch(fetched(a.address, step=10))
 
 
-@pytest.mark.parametrize(("said", "wrong"), [("torn", 0), ("whole", 1)], ids=["overwritten", "damaged"])
-def test_a_copy_that_is_not_whole_is_not_committed(replicators, said, wrong):
+@pytest.mark.parametrize("end", [Torn(), Whole(checksum=Checksum(value="0" * 16))], ids=["overwritten", "damaged"])
+def test_a_copy_that_is_not_whole_is_not_committed(replicators, end):
     a, b = replicators
     ring = write(a, 0, 5, 7)
-    sock = socket.create_connection(tuple(b.address))
-    stream = Stream(sock, TOKEN, server=False)
-    stream.send({"t": "push", "file": file_name("peer", KEY, 0), "header": "{}", "slot_bytes": ring.slot_bytes,
-                 "step": 5, "attempt": 1, "world": 1})  # fmt: skip
-    assert stream.receive()["t"] == "go"
-    crc = stream.send_bytes(ring.slot(ring.versions()[0].slot))
+    stream = connect(b.address, TOKEN)
+    stream.send(
+        PushVersion(
+            file=file_name("peer", KEY, 0), header="{}", slot_bytes=ring.slot_bytes, attempt=1, copy=copy_of(0, 5)
+        )
+    )
+    assert isinstance(stream.receive(), Go)
+    stream.send_bytes(ring.slot(ring.versions()[0].slot))
     stream.receive()
-    stream.send({"t": said, "crc": crc ^ wrong})
+    stream.send(end)
+    if isinstance(end, Whole):
+        assert isinstance(stream.receive(), NotIntact)
     time.sleep(0.2)
     assert versions(b.memory / file_name("peer", KEY, 0)) == []
+
+
+def test_what_rotted_before_it_is_copied_is_dropped_and_said(replicators, capfd):
+    a, b = replicators
+    ring = write(a, 0, 5, 7)
+    ring.slot(ring.find(5, 1).slot)[1000] ^= 8
+    a.handle(peers(b.address, [0], 1))
+    a.handle(CopyNext())
+    eventually(lambda: versions(ring.path) == [])
+    eventually(lambda: "step 5 of attempt 1 of rank 0 does not match its checksum" in capfd.readouterr().out)
+    assert versions(b.memory / file_name("peer", KEY, 0)) == [] and ring.copied() == (-1, -1)
 
 
 def test_strangers_and_paths_are_refused(replicators, tmp_path):
@@ -109,19 +156,18 @@ def test_strangers_and_paths_are_refused(replicators, tmp_path):
     with pytest.raises((AccessError, ConnectionError)):
         Stream(socket.create_connection(tuple(a.address)), b"x" * 64, server=False)
     (tmp_path / "secret").write_text("not yours")
-    stream = Stream(socket.create_connection(tuple(a.address)), TOKEN, server=False)
-    stream.send({"t": "read", "file": "../secret", "step": 0, "attempt": 0})
+    stream = connect(a.address, TOKEN)
+    stream.send(ReadVersion(file="../secret", copy=copy_of(0, 0)))
     with pytest.raises(ConnectionError):
         stream.receive()
 
 
 def test_what_cannot_be_fetched_is_said_at_once(replicators):
     a, b = replicators
-    order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1),
-             "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
+    order = fetched(a.address)
     b.handle(order)
-    eventually(lambda: refusal(b.memory / order["target"]) is not None)
-    assert not (b.memory / order["target"]).exists()
+    eventually(lambda: refusal(b.memory / order.target) is not None)
+    assert not (b.memory / order.target).exists()
 
 
 def test_a_fetch_outlives_the_others_replicator(replicators):
@@ -129,15 +175,14 @@ def test_a_fetch_outlives_the_others_replicator(replicators):
     a, b = replicators
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    order = {"do": "fetch", "address": ["127.0.0.1", port], "file": file_name("own", KEY, 1),
-             "target": file_name("fetched", KEY, 1), "step": 9, "attempt": 1}  # fmt: skip
+    order = fetched(("127.0.0.1", port))
     write(a, 1, 9, 3)
     b.handle(order)
     time.sleep(0.2)  # it is refused a few times
     again = Replicator(memory=a.memory, token=TOKEN, bind="127.0.0.1", port=port)
     threading.Thread(target=again.serve, daemon=True).start()
-    eventually(lambda: versions(b.memory / order["target"]) == [(9, 1)])
-    assert refusal(b.memory / order["target"]) is None
+    eventually(lambda: versions(b.memory / order.target) == [(9, 1)])
+    assert refusal(b.memory / order.target) is None
 
 
 # ---------------------------------------------------------------- shares: what ranks hand over
@@ -148,20 +193,15 @@ class Host(RecordingHost):
 
     def __init__(self, tmp_path):
         memory = tmp_path / "memory"
-        memory.mkdir()
+        memory.mkdir(mode=0o700)
         (tmp_path / "token").write_bytes(TOKEN)
         (tmp_path / "token").chmod(0o600)
         spec = SimpleNamespace(
             checkpoint=SimpleNamespace(snapshot_every_steps=1), recovery=SimpleNamespace(heartbeat_timeout_s=0.5)
         )
-        super().__init__(memory, spec=spec)
-        self.run_dir = tmp_path
-        self.hub = ConnectionPool(token=TOKEN, on_message=lambda *_: None, on_gone=lambda *_: None)
-        self.answers = []
-        self.replicator_process = self.new_replicator()
-
-    def new_replicator(self):
-        return ReplicatorProcess(host=self, on_flush=lambda answer, order: self.answers.append(answer))
+        hub = ConnectionPool(token=TOKEN, on_gone=lambda *_: None)
+        super().__init__(memory, run_dir=tmp_path, spec=spec, hub=hub)
+        self.replicator_process = self.replicator()
 
     def until(self, condition):
         until = time.monotonic() + 30
@@ -207,7 +247,7 @@ def test_the_replicator_writes_what_a_rank_hands_over(agent, tmp_path):
     saves.finish()
     assert kinds(seen) == [("committed", 1)], seen
     found = newest_valid(open_store(), str(tmp_path / "checkpoints"))
-    assert [item.name for item in found.files] == ["rank-00000.shard", "index.json"]  # not written by the rank itself
+    assert [item.name for item in found.files] == ["rank-00000.shard"]  # not written by the rank itself
     restored = state_of(0)
     load_into(found, restored)
     assert bool((restored["w"] == 1).all())
@@ -236,7 +276,7 @@ def test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next(agen
     saves.save(2, state_of(2), {})
     # A stopped one is killed first.
     agent.until(lambda: agent.replicator_process._child is not None and agent.pid != before)
-    agent.until(lambda: {"t": "memory", "memory": agent.replicator_process.address} in agent.sent)
+    agent.until(lambda: ReplicatorAddress(memory=agent.replicator_process.address) in agent.sent)
     saves.finish()
     saves.save(3, state_of(3), {})
     saves.finish()
@@ -250,12 +290,12 @@ def test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next(agen
 
 def test_a_new_replicator_knows_where_copies_go(agent, replicators):
     a, _ = replicators
-    agent.replicator_process.set_peer(peer=a.address, layout=KEY, ranks=[0], attempt=1)
+    agent.replicator_process.copy_to(peers(a.address, [0], 1))
     before = agent.pid
     os.kill(before, signal.SIGKILL)
     agent.until(lambda: bool(agent.sent))
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.replicator_process.copy(5)
+    agent.replicator_process.copy()
     copy = a.memory / file_name("peer", KEY, 0)
     eventually(lambda: versions(copy) == [(5, 1)])
 
@@ -264,27 +304,27 @@ def test_a_stopped_replicator_does_not_block_the_agent(agent, replicators):
     a, b = replicators
     os.kill(agent.pid, signal.SIGSTOP)
     for number in range(3000):  # more than a pipe holds
-        agent.replicator_process.set_peer(peer=b.address, layout=KEY, ranks=[0, number], attempt=1)
-        agent.replicator_process.copy(number)
-    agent.replicator_process.set_peer(peer=a.address, layout=KEY, ranks=[0], attempt=1)
+        agent.replicator_process.copy_to(peers(b.address, [0, number], 1))
+        agent.replicator_process.copy()
+    agent.replicator_process.copy_to(peers(a.address, [0], 1))
     os.kill(agent.pid, signal.SIGCONT)
     agent.until(lambda: not agent.replicator_process._outgoing)
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.replicator_process.copy(5)
+    agent.replicator_process.copy()
     eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
 
 
 def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, replicators):
     """The agent died, its ranks train on: the supervisor does not tell its successor's replicator."""
     a, _ = replicators
-    agent.replicator_process.set_peer(peer=a.address, layout=KEY, ranks=[0], attempt=1)
+    agent.replicator_process.copy_to(peers(a.address, [0], 1))
     address = agent.replicator_process.address
     agent.replicator_process.shutdown()  # as its stdin's end would
-    agent.replicator_process = agent.new_replicator()
+    agent.replicator_process = agent.replicator()
     agent.replicator_process.start()
     assert agent.replicator_process.address == address
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.replicator_process.copy(5)
+    agent.replicator_process.copy()
     eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
 
 
@@ -297,9 +337,9 @@ def test_a_replicator_that_dies_over_a_shard_leaves_it_to_the_rank(tmp_path):
 
     def die_over_it():
         sock, _ = listener.accept()
-        stream = Stream(sock, TOKEN, server=True)
+        stream = Stream(sock, TOKEN, server=True, decode=checkpoint_writer.decode_request)
         stream.receive()
-        stream.send({"t": "go"})
+        stream.send(Go())
         os.close(stream.receive_file())
         sock.close()
 
@@ -330,44 +370,46 @@ def test_a_shard_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_writer, "write_shard", slow)
     monkeypatch.setattr(checkpoint_writer, "BUSY_S", 0.05)
-    words = (checkpoint_writer.listen_for_ranks(tmp_path), TOKEN, checkpoint_writer.write_shard_for)
+    words = (checkpoint_writer.listen_for_ranks(MemoryDir.open(tmp_path)), TOKEN, checkpoint_writer.write_shard_for)
     threading.Thread(
-        target=checkpoint_writer.serve_connections, args=words, kwargs={"peer": "a rank"}, daemon=True
+        target=checkpoint_writer.serve_connections,
+        args=words,
+        kwargs={"decode": checkpoint_writer.decode_request, "peer": "a rank"},
+        daemon=True,
     ).start()
     fd = os.memfd_create("share")
     os.pwrite(fd, b"x" * 4096, 0)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(tmp_path / REPLICATOR_SOCKET))
-        stream = Stream(sock, TOKEN, server=False)
-        stream.send({"t": "write", "uri": str(tmp_path / "out"), "bytes": 4096, "preamble_bytes": 2})
-        assert stream.receive()["t"] == "go"
+        stream = Stream(sock, TOKEN, server=False, decode=reader_of(FROM_WRITER))
+        stream.send(WriteShard(uri=str(tmp_path / "out"), bytes=4096, preamble_bytes=2))
+        assert isinstance(stream.receive(), Go)
         stream.send_file(fd)
         stream.send_bytes(memoryview(b"ab"))
         assert begun.wait(20)
-        assert stream.receive()["t"] == "busy"  # it is told that somebody is at it
+        assert isinstance(stream.receive(), Busy)  # it is told that somebody is at it
         go_on.set()
     assert dropped.wait(20)
     os.close(fd)
 
 
 def test_a_flush_needs_no_rank_and_is_answered_even_by_a_replicator_that_died(agent, tmp_path):
-    header = {"rank": 0, "layout": "r1s1t1p1c1e1", "extra": {}, "tensors": [{"name": "w", "dtype": "uint8",
-              "global_shape": [4096], "offsets": [0], "local_shape": [4096], "byte_offset": 0}]}  # fmt: skip
-    ring = Ring.create(
-        agent.memory / file_name("own", "r1s1t1p1c1e1", 0), header=json.dumps(header).encode(), slot_bytes=4096
-    )
+    tensors = pack([("w", "uint8", (4096,), (0,), (4096,))])
+    header = encode_header(ShardHeader(run_id="run", rank=-1, layout=Layout(), tensors=tensors))
+    ring = Ring.create(agent.memory / file_name("own", Layout().key, 0), header=header, slot_bytes=4096)
     ring.slot(ring.begin())[:] = b"y" * 4096
-    ring.commit(0, step=7, attempt=2)
-    order = {"t": "flush", "step": 7, "attempt": 2, "layout": "r1s1t1p1c1e1", "uri": str(tmp_path / "checkpoints"),
-             "ranks": [{"rank": 0, "tier": "memory", "held_as": 0}]}  # fmt: skip
-    agent.replicator_process.flush(order, 3)
-    agent.replicator_process.flush(order, 3)  # asked again, as when another host was lost meanwhile: answered again
+    ring.commit(0, step=7, attempt=2, rank=0)
+    held = SnapshotCopy(step=7, attempt=2, rank=0, layout="r1s1t1p1c1e1", host="host-0", tier="memory")
+    version = {"step": 7, "attempt": 2, "layout": held.layout, "uri": str(tmp_path / "checkpoints")}
+    order = FlushSnapshots(**version, ranks=(FlushShard(rank=0, copy=held),))
+    agent.replicator_process.flush(order, fence=3)
+    agent.replicator_process.flush(order, fence=3)  # asked again, as when another host was lost meanwhile
     agent.until(lambda: len(agent.answers) == 2)
-    assert agent.answers[0]["ok"] and agent.answers[0] == agent.answers.pop(), agent.answers
-    agent.replicator_process.flush({**order, "t": "flush_commit", "files": agent.answers[0]["files"]}, 3)
+    assert agent.answers[0].failure is None and agent.answers[0] == agent.answers.pop(), agent.answers
+    agent.replicator_process.flush(CommitFlushed(**version, files=agent.answers[0].files), fence=3)
     os.kill(agent.pid, signal.SIGKILL)  # whether it had committed or not: the order is given to its successor
     agent.until(lambda: len(agent.answers) == 2)
-    assert agent.answers[1]["ok"] and agent.answers[1]["bytes"] > 4096, agent.answers
+    assert agent.answers[1].failure is None and agent.answers[1].bytes > 4096, agent.answers
     assert newest_valid(open_store(), str(tmp_path / "checkpoints")).step == 7
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import threading
@@ -15,10 +14,12 @@ from waiting import eventually
 pytest.importorskip("torch")
 
 from muster.agent.replicator.main import Replicator
+from muster.agent.replicator.replication import connect
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
-from muster.core.snapshot_slots import PEER_SLOTS
-from muster.transport.stream import Stream
+from muster.core.snapshots import PEER_SLOTS, SnapshotCopy
+from muster.protocol.replicator_orders import CopyNext, CopyTo, FetchVersion
+from muster.protocol.replicator_peers import Go, Held, PushRefused, PushVersion, Whole
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
@@ -101,8 +102,16 @@ def take(folder, rank, step, byte):
     ring = Ring.create(folder / file_name("own", KEY, rank), header=b'{"tensors":[]}', slot_bytes=SIZE)
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * SIZE
-    ring.request_copy(ring.commit(slot, step=step, attempt=1))
+    ring.request_copy(ring.commit(slot, step=step, attempt=1, rank=rank))
     return ring
+
+
+def peers(address, ranks, attempt):
+    return CopyTo(attempt=attempt, peer=address, layout=KEY, ranks=tuple(ranks))
+
+
+def copy_of(rank, step, attempt=1):
+    return SnapshotCopy(step=step, attempt=attempt, rank=rank, layout=KEY, host="", tier="memory")
 
 
 def versions(path):
@@ -111,16 +120,25 @@ def versions(path):
 
 def push(to, step, world):
     """A sender's first message; the answer."""
-    stream = Stream(socket.create_connection(tuple(to.address)), TOKEN, server=False)
-    stream.send({"t": "push", "file": file_name("peer", KEY, 0), "header": '{"tensors":[]}', "slot_bytes": SIZE,
-                 "step": step, "attempt": 1, "world": world, "keep": -1})  # fmt: skip
+    stream = connect(to.address, TOKEN)
+    stream.send(
+        PushVersion(
+            file=file_name("peer", KEY, 0), header='{"tensors":[]}', slot_bytes=SIZE, attempt=world,
+            copy=copy_of(0, step),
+        )
+    )  # fmt: skip
     return stream, stream.receive()
 
 
-def finish(stream, byte):
-    crc = stream.send_bytes(memoryview(bytes([byte]) * SIZE))
+def finish(stream, step, byte, folder):
+    """Send the bytes and their checksum; the answer."""
+    other = Ring.create(folder / "other", header=b'{"tensors":[]}', slot_bytes=SIZE)
+    slot = other.begin()
+    other.slot(slot)[:] = bytes([byte]) * SIZE
+    checksum = other.checksum(other.commit(slot, step=step, attempt=1, rank=0))
+    stream.send_bytes(other.slot(slot))
     stream.receive()
-    stream.send({"t": "whole", "crc": crc, "seal": None})
+    stream.send(Whole(checksum=checksum))
     return stream.receive()
 
 
@@ -128,16 +146,16 @@ def test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did(tmp_
     here = replicator(tmp_path / "c")
     path = here.memory / file_name("peer", KEY, 0)
     late, answer = push(here, 5, world=1)
-    assert answer["t"] == "go"
+    assert isinstance(answer, Go)
     late.sock.sendall(b"\x01" * (SIZE // 2))  # and here its host stood still
     new, answer = push(here, 6, world=2)
-    assert answer["t"] == "go"
-    assert finish(new, 2)["t"] == "held"
+    assert isinstance(answer, Go)
+    assert isinstance(finish(new, 6, 2, tmp_path), Held)
     with pytest.raises(OSError):  # it wakes up: its connection is gone
         for _ in range(100):
             late.sock.sendall(b"\x01" * SIZE)
     _, answer = push(here, 7, world=1)
-    assert answer["t"] == "refused" and "attempt 2" in answer["reason"]
+    assert isinstance(answer, PushRefused) and "attempt 2" in answer.reason
     assert versions(path) == {6: b"\x02"}
     ring = Ring.open(path)
     assert bytes(ring.slot(ring.find(6, 1).slot)) == b"\x02" * SIZE
@@ -145,8 +163,8 @@ def test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did(tmp_
 
 def test_what_this_hosts_own_attempt_left_behind_is_refused(tmp_path):
     here = replicator(tmp_path / "c")
-    here.handle({"do": "peers", "peer": None, "layout": KEY, "ranks": [0], "world": 3})
-    assert push(here, 5, world=2)[1]["t"] == "refused" and push(here, 5, world=4)[1]["t"] == "go"
+    here.handle(peers(None, [0], 3))
+    assert isinstance(push(here, 5, world=2)[1], PushRefused) and isinstance(push(here, 5, world=4)[1], Go)
 
 
 def test_one_slow_rank_does_not_hold_up_the_others_copies(tmp_path):
@@ -154,9 +172,9 @@ def test_one_slow_rank_does_not_hold_up_the_others_copies(tmp_path):
     for rank in range(4):
         take(a.memory, rank, 5, rank + 1)
     stuck, answer = push(b, 5, world=9)  # somebody newer writes to rank 0's ring, and stands still
-    assert answer["t"] == "go"
-    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0, 1, 2, 3], "world": 1})
-    a.handle({"do": "copy", "step": 5})
+    assert isinstance(answer, Go)
+    a.handle(peers(b.address, [0, 1, 2, 3], 1))
+    a.handle(CopyNext())
     for rank in (1, 2, 3):
         eventually(lambda rank=rank: Ring.open(a.memory / file_name("own", KEY, rank)).copied(world=1) == (5, 1))
     assert Ring.open(a.memory / file_name("own", KEY, 0)).copied() == (-1, -1)
@@ -167,9 +185,9 @@ def test_the_copied_version_is_the_ordered_one_not_the_newest(tmp_path):
     a, b = replicator(tmp_path / "a"), replicator(tmp_path / "b")
     ring = take(a.memory, 0, 5, 1)
     slot = ring.begin(spare=(5,))
-    ring.commit(slot, step=6, attempt=1)
-    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
-    a.handle({"do": "copy", "step": 6})
+    ring.commit(slot, step=6, attempt=1, rank=0)
+    a.handle(peers(b.address, [0], 1))
+    a.handle(CopyNext())
     eventually(lambda: ring.copied(world=1) == (5, 1))
     held = Ring.open(b.memory / file_name("peer", KEY, 0))
     assert versions(held.path) == {5: b"\x01"} and held.slots == PEER_SLOTS
@@ -192,9 +210,9 @@ def small():
 def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_path, small, capfd):
     a, b = replicator(tmp_path / "a"), replicator(small)
     ring = take(a.memory, 0, 5, 1)
-    a.handle({"do": "peers", "peer": b.address, "layout": KEY, "ranks": [0], "world": 1})
+    a.handle(peers(b.address, [0], 1))
     for _ in range(3):
-        a.handle({"do": "copy", "step": 5})
+        a.handle(CopyNext())
     said = []
     eventually(lambda: said.extend(capfd.readouterr().out.splitlines()) or said)
     (note,) = [json.loads(line)["text"] for line in said]
@@ -207,9 +225,7 @@ def test_a_fetch_without_room_is_refused_at_once_and_leaves_nothing(tmp_path, sm
     take(a.memory, 1, 9, 3)
     ring = Ring.create(small / file_name("peer", KEY, 0), header=b"{}", slot_bytes=1_500_000, slots=1)
     target = file_name("fetched", KEY, 1)
-    order = {"do": "fetch", "address": a.address, "file": file_name("own", KEY, 1), "target": target, "step": 9,
-             "attempt": 1}  # fmt: skip
-    b.handle(order)
+    b.handle(FetchVersion(address=a.address, file=file_name("own", KEY, 1), target=target, copy=copy_of(1, 9)))
     eventually(lambda: (small / f"{target}.failed").exists())
     assert "no room" in (small / f"{target}.failed").read_text()
     assert sorted(path.name for path in small.iterdir()) == [f"{target}.failed", ring.path.name]

@@ -141,8 +141,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
 def test_resume_from_a_snapshot_in_memory(tmp_path: Path) -> None:
     """The tier that outlives a rank: same layout, to the bit; the checkpoint folder is not looked at."""
     from muster.checkpoint_format.snapshot_ring import file_name
+    from muster.core.snapshots import SnapshotCopy
     from muster.core.types import Layout
-    from muster.protocol.ranks import Restore
+    from muster.protocol.ranks import Restore, ShardSource
 
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -152,8 +153,14 @@ def test_resume_from_a_snapshot_in_memory(tmp_path: Path) -> None:
     broken = run_attempt(tmp_path / "broken", spec, ranks=2, script=Script(kill_step=6, snapshot_dir=str(memory)))
     assert broken.codes[0] == -9
     layout = Layout(dp_shard=2)
-    shards = {str(rank): str(memory / file_name("own", layout.key, rank)) for rank in range(2)}
-    restore = Restore(step=5, attempt=1, shards=shards, layout=layout)
+    sources = {
+        rank: ShardSource(
+            path=str(memory / file_name("own", layout.key, rank)),
+            copy=SnapshotCopy(step=5, attempt=1, rank=rank, layout=layout.key, host="host-0", tier="memory"),
+        )
+        for rank in range(2)
+    }
+    restore = Restore(step=5, attempt=1, sources=sources, layout=layout)
     resumed = run_attempt(
         tmp_path / "broken", spec, ranks=2, attempt=2, script=Script(snapshot_dir=str(memory), restore=restore)
     )

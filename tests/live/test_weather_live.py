@@ -18,6 +18,7 @@ from weather import HOUR_S, Weather, build
 
 from muster.chaos.network import Disk
 from muster.core.errors import ConflictError, UsageError
+from muster.protocol.client import AskStatus
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LeaseKeeper
 
@@ -73,18 +74,18 @@ def test_a_full_disk_costs_saves_and_nothing_else(tmp_path, unfailed):
         with Judged(disk.folder / "run", a_spec()) as run:
             run.start()
             run.wait_until(lambda: run.events("checkpoint.committed"), "a checkpoint")
-            ranks, asked = run.ranks(), lambda: run.tell({"t": "status"})
+            ranks, asked = run.ranks(), lambda: run.tell(AskStatus())
             while not disk.fill():
                 pass
-            run.wait_until(lambda: disk.fill() and "the last save failed" in asked()["reason"], "the alarm")
+            run.wait_until(lambda: disk.fill() and "the last save failed" in asked().reason, "the alarm")
             before = asked()
-            run.wait_until(lambda: asked()["step"] >= before["step"] + 2 * EVERY, "steps without a checkpoint")
+            run.wait_until(lambda: asked().step >= before.step + 2 * EVERY, "steps without a checkpoint")
             os.kill(ranks[1][0], 9)
-            run.wait_until(lambda: asked()["attempt"] == 2 and "training" in asked()["reason"], "recovery")
-            again = asked()["step"]
-            run.wait_until(lambda: asked()["step"] >= again + EVERY, "steps of the second attempt")
+            run.wait_until(lambda: asked().attempt == 2 and "training" in asked().reason, "recovery")
+            again = asked().step
+            run.wait_until(lambda: asked().step >= again + EVERY, "steps of the second attempt")
             disk.free()
-            room = asked()["step"]
+            room = asked().step
             run.wait_until(lambda: max(s for k, s in saves(run) if k == "committed") > room, "a checkpoint")
             run.ended()
             assert run.actions() == ["restart"], run.story()

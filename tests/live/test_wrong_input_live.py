@@ -66,10 +66,10 @@ def train(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
 
 
 def _of(folder: Path, name: str) -> bool:
-    from muster.storage.paths import memory_prefix
+    from muster.storage.memory_dir import prefix
 
     runs = [path.parent for path in folder.rglob("run_id")]
-    return any(name.startswith(memory_prefix(run, (run / "run_id").read_text().strip())) for run in runs)
+    return any(name.startswith(prefix(run, (run / "run_id").read_text().strip())) for run in runs)
 
 
 def copy_model(folder: Path) -> Path:

@@ -6,53 +6,32 @@ is injected, and only the answer is tested.
 
 import pytest
 from fakes import incident_kinds
+from fakes.virtual_run import actions
+from fakes.virtual_run import cluster as cluster_in_virtual_time
+from fakes.virtual_run import machine as machine_of
+from fakes.virtual_run import spec as spec_of
 
-from muster.config.spec import RunSpec
 from muster.core.incidents import HOST_UNHEALTHY
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.policy.load import complete
+from muster.protocol.client import HealthReport
+from muster.protocol.hello import AgentHello
+from muster.protocol.to_supervisor import RankExit, StartFailed
+from muster.protocol.values import LastWords
+from muster.protocol.version import MINE
 from muster.simulate.cluster import Cluster
-from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.incidents import report_incident
-from muster.supervise.recovery.state import FromHost, HostUp, Phase, Settings, StopRequest
-from muster.supervise.recovery.state_machine import RecoveryStateMachine
+from muster.supervise.recovery.inputs import FromHost, HostUp, StopRequest
+from muster.supervise.recovery.phases import Adopting, Running
 
 
-def spec_of(**resources):
-    return RunSpec.model_validate(
-        {
-            "name": "virtual",
-            "model": {"config": {}},
-            "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 200},
-            "resources": {"ranks_per_host": 1, **resources},
-            "recovery": {"start_timeout_s": 60.0},
-        }
-    )
-
-
-def machine_of(spec, policy=None):
-    settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=spec.resources.ranks_per_host)
-    return RecoveryStateMachine(settings=settings, policy=complete(policy or SHIPPED["default"]))
-
-
-def cluster_of(spec, *, policy=None, steps=200, stages=None):
-    count = spec.resources.hosts + spec.resources.spare_hosts
-    return Cluster(
-        machine=machine_of(spec, policy),
-        names=[f"host-{number}" for number in range(count)],
-        total_steps=steps,
-        stages=stages or Stages(),
-    )
+def cluster_of(of, *, steps=200, **more):
+    return cluster_in_virtual_time(of, steps=steps, **more)
 
 
 def logged(cluster, kind):
     return [log for _, log in cluster.log if log.kind == kind]
-
-
-def actions(cluster):
-    return [log.detail["action"] for log in logged(cluster, "incident.decided")]
 
 
 def verdict(cluster, kind, host, evidence):
@@ -118,12 +97,12 @@ def test_a_false_alarm_costs_one_recovery_and_no_more():
 
 
 def unhealthy(cluster, gpus):
-    from_host(cluster, "host-1", {"t": "health", "evidence": "Xid 79 on GPU 2", "resettable": gpus})
+    from_host(cluster, "host-1", HealthReport(host="host-1", evidence="Xid 79 on GPU 2", resettable=gpus))
 
 
 def test_a_gpu_that_a_reset_may_heal_is_reset_before_a_spare_is_taken():
     cluster = cluster_of(spec_of(hosts=2, spare_hosts=1))
-    cluster.at(10.0, lambda: unhealthy(cluster, [2]))
+    cluster.at(10.0, lambda: unhealthy(cluster, (2,)))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["reset"]
     assert list(logged(cluster, "attempt.started")[-1].detail["hosts"]) == ["host-0", "host-1"]
@@ -133,7 +112,7 @@ def test_a_gpu_that_a_reset_may_heal_is_reset_before_a_spare_is_taken():
 def test_a_reset_that_fails_is_followed_by_the_swap():
     cluster = cluster_of(spec_of(hosts=2, spare_hosts=1))
     cluster.reset_works = False
-    cluster.at(10.0, lambda: unhealthy(cluster, [2]))
+    cluster.at(10.0, lambda: unhealthy(cluster, (2,)))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["reset", "swap"]
     assert "could not be reset" in logged(cluster, "incident.detected")[-1].detail["evidence"]
@@ -142,8 +121,8 @@ def test_a_reset_that_fails_is_followed_by_the_swap():
 
 def test_a_fault_that_comes_back_after_its_reset_is_judged_anew_and_without_one_it_is_swapped():
     cluster = cluster_of(spec_of(hosts=2, spare_hosts=1), steps=400)
-    cluster.at(10.0, lambda: unhealthy(cluster, [2]))
-    cluster.at(60.0, lambda: unhealthy(cluster, []))
+    cluster.at(10.0, lambda: unhealthy(cluster, (2,)))
+    cluster.at(60.0, lambda: unhealthy(cluster, ()))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["reset", "swap"]
 
@@ -168,7 +147,7 @@ class Adjusting:
 
 def test_a_policy_may_change_batch_and_rate_with_the_world():
     policy = Adjusting()
-    cluster = cluster_of(spec_of(hosts=4, min_hosts=2), policy=policy, steps=400)
+    cluster = cluster_of(spec_of(hosts=4, min_hosts=2), policy=complete(policy), steps=400)
     batch = cluster.machine.settings.spec.training.global_batch_size
     cluster.at(10.0, lambda: cluster.kill_host("host-3"))
     cluster.at(80.0, lambda: cluster.return_host("host-3"))
@@ -189,7 +168,7 @@ def test_a_policy_may_change_batch_and_rate_with_the_world():
 def test_a_policy_that_wants_nonsense_ends_the_run_with_its_word():
     policy = Adjusting()
     policy.adjust = lambda world: {"global_batch_size": 0}
-    end = cluster_of(spec_of(hosts=2), policy=policy).run()
+    end = cluster_of(spec_of(hosts=2), policy=complete(policy)).run()
     assert end.exit_code == 2 and "global batch of 0" in end.reason
 
 
@@ -199,14 +178,14 @@ def test_a_policy_that_wants_nonsense_ends_the_run_with_its_word():
 def test_a_cause_that_arrives_after_its_consequence_is_the_one_that_is_judged():
     """7: rank 0 reports the broken connection first; the exception of rank 1 comes a moment later."""
     cluster = cluster_of(spec_of(hosts=2))
-    gloo = {"exception": "RuntimeError", "message": "Connection reset by peer"}
-    own = {"exception": "ValueError", "message": "bad row 17"}
+    gloo = LastWords(exception="RuntimeError", message="Connection reset by peer")
+    own = LastWords(exception="ValueError", message="bad row 17")
 
     def fail():
         host = cluster.machine.state.ranks[1]
         attempt = cluster.machine.state.attempt
         cluster.kill_rank(0, code=1, last=gloo)
-        message = {"t": "rank_exit", "attempt": attempt, "rank": 1, "pid": 2, "code": 1, "step": -1, "last": own}
+        message = RankExit(attempt=attempt, rank=1, pid=2, code=1, step=-1, last=own)
         cluster.after(cluster.stages.detect_exit_s + 0.001, lambda: from_host(cluster, host, message))
 
     cluster.at(10.0, fail)
@@ -220,7 +199,7 @@ def test_a_cause_that_arrives_after_its_consequence_is_the_one_that_is_judged():
 def test_an_error_at_once_after_the_restart_counts_as_the_same_step():
     """7: the rank dies before it has told its step."""
     cluster = cluster_of(spec_of(hosts=1))
-    last = {"exception": "ValueError", "message": "bad row 17"}
+    last = LastWords(exception="ValueError", message="bad row 17")
     cluster.at(10.0, lambda: cluster.kill_rank(0, code=1, last=last))
 
     def again():
@@ -237,9 +216,9 @@ def test_an_error_at_once_after_the_restart_counts_as_the_same_step():
 @pytest.mark.parametrize(
     "words",
     [
-        {"exception": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2 GiB"},
-        {"exception": "RuntimeError", "message": "DefaultCPUAllocator: can't allocate memory: you tried ..."},
-        {"exception": "MemoryError", "message": ""},
+        LastWords(exception="OutOfMemoryError", message="CUDA out of memory. Tried to allocate 2 GiB"),
+        LastWords(exception="RuntimeError", message="DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        LastWords(exception="MemoryError", message=""),
     ],
 )
 def test_out_of_memory_is_not_held_against_the_host(words):
@@ -259,7 +238,7 @@ def test_35_crash_loops_of_one_host_end_with_its_quarantine():
 
     def crash():
         rank = next((rank for rank, host in cluster.machine.state.ranks.items() if host == "host-1"), None)
-        if rank is not None and cluster.machine.state.phase is Phase.RUN:
+        if rank is not None and isinstance(cluster.machine.state.phase, Running):
             cluster.kill_rank(rank)
 
     for number in range(35):
@@ -277,14 +256,14 @@ def test_a_spare_that_cannot_start_is_set_aside():
 
     def fail():
         cluster.machine.state.hosts["host-2"].ready = False
-        from_host(cluster, "host-2", {"t": "failed", "reason": "no torch here"})
+        from_host(cluster, "host-2", StartFailed(reason="no torch here"))
 
     cluster.at(10.0, fail)
     cluster.at(20.0, lambda: cluster.kill_host("host-1"))
     cluster.at(40.0, lambda: cluster.return_host("host-1"))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["wait"], "the bad spare was not asked"
-    assert any("set aside" in log.detail["text"] for log in logged(cluster, "run.message"))
+    assert [log.host for log in logged(cluster, "host.set_aside")] == ["host-2"]
 
 
 def test_a_bad_spare_at_the_start_does_not_stop_the_run_and_bad_data_does():
@@ -293,19 +272,19 @@ def test_a_bad_spare_at_the_start_does_not_stop_the_run_and_bad_data_does():
     cluster = Cluster(machine=machine, names=["host-0", "host-1", "host-2"], total_steps=50)
 
     def join_unready(name):
-        cluster.give(HostUp(host=name, hello={"attempt": 0, "alive": {}, "ready": False, "snapshots": [], "step": 0}))
+        cluster.give(HostUp(host=name, hello=AgentHello(version=MINE, host=name, pid=1)))
 
     cluster.at(4.9, lambda: join_unready("host-2"))
     cluster.at(4.95, lambda: join_unready("host-0"))
     cluster.at(4.96, lambda: join_unready("host-1"))
-    cluster.at(4.97, lambda: from_host(cluster, "host-2", {"t": "failed", "reason": "no torch here"}))
+    cluster.at(4.97, lambda: from_host(cluster, "host-2", StartFailed(reason="no torch here")))
     assert cluster.run(until_s=100).exit_code == 0
     assert actions(cluster) == []
 
     cluster = Cluster(machine=machine_of(spec), names=["host-0", "host-1", "host-2"], total_steps=50)
     for name in ("host-0", "host-1", "host-2"):
         cluster.at(4.9, lambda name=name: join_unready(name))
-        message = {"t": "failed", "reason": "no file rows.jsonl", "exit_code": 2}
+        message = StartFailed(reason="no file rows.jsonl", exit_code=2)
         cluster.at(4.95, lambda name=name, message=message: from_host(cluster, name, message))
     end = cluster.run(until_s=100)
     assert end.exit_code == 2 and "rows.jsonl" in end.reason
@@ -367,8 +346,8 @@ def test_a_stop_that_comes_before_the_hosts_have_answered_reaches_them():
     def replace():
         successor = machine_of(spec)
         old = cluster.machine.state
-        successor.state.phase = Phase.ADOPT
-        for name in ("attempt", "active", "ranks", "layout", "last_applied_step"):
+        successor.state.phase = Adopting()
+        for name in ("attempt", "current", "last_applied_step"):
             setattr(successor.state, name, getattr(old, name))
         cluster.machine = successor
         cluster._effects(successor.start(cluster.now_ns))
@@ -390,7 +369,7 @@ def test_a_policy_of_ones_own_decides():
                 incident_id=found.incident_id, action=action, reason="I wait", host=found.host, detail={"hosts": 2}
             )
 
-    cluster = cluster_of(spec_of(hosts=2, min_hosts=1, spare_hosts=1), policy=Patient())
+    cluster = cluster_of(spec_of(hosts=2, min_hosts=1, spare_hosts=1), policy=complete(Patient()))
     cluster.at(10.0, lambda: cluster.kill_host("host-1"))
     cluster.at(30.0, lambda: cluster.return_host("host-1"))
     assert cluster.run().exit_code == 0

@@ -16,6 +16,7 @@ if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
 from cases import spec  # noqa: E402
+from fakes import supervisor_words  # noqa: E402
 from fakes.clock import VirtualClock  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
@@ -30,6 +31,7 @@ from muster.backends.gke.provision.cluster import GkeCluster, open_cluster  # no
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
 from muster.core.types import JobState  # noqa: E402
+from muster.protocol.codec import encode  # noqa: E402
 from muster.storage import run_registry  # noqa: E402
 from muster.storage.store import MemoryStore  # noqa: E402
 
@@ -102,12 +104,12 @@ def world(tmp_path, monkeypatch):
     world = World()
     launcher = GkeLauncher(http=world.google, clock=world.clock, store=MemoryStore())
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
-    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: {"phase": world.phase, "step": 7})
+    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: supervisor_words.status(world.phase, step=7))
     run = run_registry.RunDir(path=tmp_path / "in-pod", run_id="r")
     run.events.mkdir(parents=True)
 
     def command(_pod, _argv, line):
-        return 0, json.dumps(pod_side.answer(run, json.loads(line))).encode() + b"\n", b""
+        return 0, encode(pod_side.reply(run, line.strip())) + b"\n", b""
 
     world.google.commands = command
     return world
@@ -156,7 +158,7 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
     clock.sleep(6 * 3600)
     world.start(jobset, run.run_id)
     found = look()
-    assert found.live["step"] == 7 and found.status.state is JobState.RUNNING
+    assert found.live.step == 7 and found.status.state is JobState.RUNNING
     gone = [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}]
     world.pod(jobset, run.run_id, role["host"], 1, "Failed", conditions=gone)
     look()

@@ -12,8 +12,9 @@ from muster.checkpoint_format.manifest import committed  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.config.spec import RunSpec  # noqa: E402
 from muster.core.errors import ConflictError, UsageError  # noqa: E402
+from muster.core.snapshots import SnapshotCopy  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
-from muster.protocol.ranks import Command, RankContext, Restore  # noqa: E402
+from muster.protocol.ranks import Command, RankContext, Restore, ShardSource  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 
 
@@ -130,17 +131,18 @@ def test_a_restore_from_disk_takes_the_folder_first(place):
 def test_in_a_world_of_another_size_a_rank_takes_its_own_or_keeps_what_it_has(place, tmp_path):
     from muster.train.state.snapshot import Snapshots
 
-    before, shards = Layout(dp_shard=2), {}
+    before, sources = Layout(dp_shard=2), {}
     for rank in (0, 1):
         place(rank=rank, world_size=2, layout=before)
         tensors = muster.flatten({"w": torch.full((2,), 7.0), f"rank{rank}.own": torch.full((2,), 1.0 + rank)})
         Snapshots(muster._rank.context, tensors).save(7, tensors)
-        shards[str(rank)] = str(tmp_path / file_name("own", before.key, rank))
-    restore = Restore(step=7, attempt=1, layout=before, shards=shards)
+        copy = SnapshotCopy(step=7, attempt=1, rank=rank, layout=before.key, host="host-0", tier="memory")
+        sources[rank] = ShardSource(path=str(tmp_path / file_name("own", before.key, rank)), copy=copy)
+    restore = Restore(step=7, attempt=1, layout=before, sources=sources)
     for rank, own in ((0, 1.0), (1, 2.0), (2, -1.0)):
         place(rank=rank, world_size=3, layout=Layout(dp_shard=3), restore=restore, attempt=2)
         state = {"w": torch.zeros(2), f"rank{rank}.own": torch.full((2,), -1.0)}
-        assert muster._from_memory(muster._rank.context, muster._rank.context.restore, muster.flatten(state))[0] == 7
+        assert muster._from_memory(muster._rank, muster._rank.context.restore, muster.flatten(state))[0] == 7
         assert state["w"].eq(7).all() and state[f"rank{rank}.own"].eq(own).all()
 
 

@@ -7,7 +7,7 @@ from muster.chaos.catalog import MENU
 from muster.config.spec import RunSpec
 from muster.policy.load import load_policy
 from muster.simulate.cluster import Cluster
-from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable, Sequence
 
 from muster.agent.ranks.rank_process import on_exit
 from muster.transport.connections import ConnectionPool
+
+
+class GpuReset:
+    """At most one, once the ranks are gone. ``on_done(gpus, ok, evidence)`` is called from the hub's loop."""
+
+    def __init__(self, *, hub: ConnectionPool, on_done: Callable[[Sequence[int], bool, str], None]) -> None:
+        self._hub, self._on_done = hub, on_done
+        self._ordered: Sequence[int] = ()
+        self._running = False
+
+    def order(self, gpus: Sequence[int]) -> None:
+        self._ordered = gpus
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to reset; begins what was ordered."""
+        if self._ordered:
+            gpus, self._ordered = self._ordered, ()
+            self._running = True
+            start(self._hub, gpus, functools.partial(self._done, gpus))
+        return not self._running
+
+    def _done(self, gpus: Sequence[int], ok: bool, evidence: str) -> None:
+        self._running = False
+        self._on_done(gpus, ok, evidence)
 
 
 def command(gpus: Sequence[int]) -> list[str]:

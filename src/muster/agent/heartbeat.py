@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from muster.core.errors import AccessError
+from muster.core.typed_json import Record, Unreadable
+from muster.protocol.codec import encode
+from muster.protocol.hello import BeatHello
+from muster.protocol.lease import read_lease
+from muster.protocol.to_supervisor import Beat
+from muster.protocol.values import Address
+from muster.protocol.version import MINE, OtherVersion
 from muster.transport.secure_session import Session
 
 
-def supervisor_address(run_dir: Path) -> tuple[str, int] | None:
-    """Where the supervisor listens, from its lease; None while there is none."""
+def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
+    """Where the supervisor listens, from its lease; None while there is none. ``me``: who reads it.
+
+    Raises OtherVersion: that supervisor is of another version.
+    """
     try:
-        host, port = json.loads((run_dir / "lease.json").read_text())["address"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_lease((run_dir / "lease.json").read_bytes(), me=me).address
+    except (OSError, Unreadable):
         return None
-    return str(host), int(port)
 
 
 @dataclass
@@ -46,7 +53,7 @@ class HeartbeatSender:
             if now >= next_beat:
                 self._beat()
                 next_beat = now + self.every_s
-            watched: list[Any] = [fd] + ([self._sock] if self._sock else [])
+            watched: list[int | socket.socket] = [fd, self._sock] if self._sock else [fd]
             ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - time.monotonic()))
             if fd in ready:
                 return  # the connection stays open: the host lives, only its agent died
@@ -54,7 +61,10 @@ class HeartbeatSender:
                 self._read()
 
     def _connect(self) -> None:
-        address = supervisor_address(self.run_dir)
+        try:
+            address = supervisor_address(self.run_dir, me=self.host)
+        except OtherVersion:
+            return  # the agent says so, and ends
         if address is None:
             return
         try:
@@ -66,20 +76,22 @@ class HeartbeatSender:
             limit_ms = max(1000, int(self.every_s * 6000))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             self._session = Session(self.token, server=False)
-            self._session.send(
-                {"t": "hello", "role": "beat", "host": self.host, "pid": os.getpid(), "every_s": self.every_s}
-            )
+            self._send(BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.every_s))
         except OSError:
             self._drop()
 
     def _beat(self) -> None:
-        if self._sock is None or self._session is None:
+        if self._sock is None:
             return
         try:
-            self._session.send({"t": "beat"})
-            self._sock.sendall(self._session.outgoing())
+            self._send(Beat())
         except OSError:
             self._drop()
+
+    def _send(self, message: Record) -> None:
+        assert self._sock is not None and self._session is not None
+        self._session.send(encode(message))
+        self._sock.sendall(self._session.outgoing())
 
     def _read(self) -> None:
         assert self._sock is not None and self._session is not None
@@ -87,7 +99,8 @@ class HeartbeatSender:
             data = self._sock.recv(1 << 16)
             if not data:
                 raise ConnectionError("closed")
-            self._session.receive(data)
+            if self._session.frames(data):
+                raise ConnectionError("refused")  # nothing else is said to a watchdog
             self._sock.sendall(self._session.outgoing())
         except (OSError, AccessError, ValueError):
             self._drop()

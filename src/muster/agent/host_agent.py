@@ -7,77 +7,182 @@ still in memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-from muster.agent.child_processes import ADOPTION_S, ChildEvents, ChildProcesses
+from muster.agent.fork_server_process import ForkServer
 from muster.agent.heartbeat import supervisor_address
-from muster.agent.host_event_log import HostLog
-from muster.agent.host_state import METADATA_URL, HostState
+from muster.agent.host_event_log import HostLog, committed_event
+from muster.agent.host_identity import METADATA_URL, SOCKET, HostIdentity
+from muster.agent.preemption import Preemption
+from muster.agent.programs import Programs
 from muster.agent.rank_pool import RankPool
-from muster.agent.ranks.rank_process import Standby, Worker, open_pidfd
+from muster.agent.ranks.pool_calls import Forks, Snapshots
+from muster.agent.ranks.rank_process import Worker, open_pidfd
+from muster.agent.readiness import Readiness
+from muster.agent.replicator_process import FlushAnswer, ReplicatorProcess
+from muster.agent.snapshot_store import SnapshotStore
+from muster.agent.supervisor_link import SupervisorLink
 from muster.agent.unsupervised_host import UnsupervisedHost
 from muster.agent.watchdog import parse_arguments
-from muster.checkpoint_format.snapshot_ring import list_snapshots
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, typed_json
 from muster.core.errors import MusterError
-from muster.storage import uris
-from muster.storage.paths import check_memory_dir, memory_dir
+from muster.protocol import to_agent, to_supervisor
+from muster.protocol.codec import reader_of
+from muster.protocol.fork_server import ForkServerHello
+from muster.protocol.hello import AgentHello, Refused
+from muster.protocol.rank_agent import HOST_GREETING, TO_RANK, HostGreeting, RankHello, StandbyHello, WarmUp
+from muster.protocol.replicator_orders import FlushOrder
+from muster.protocol.values import Address, CommandRanks
+from muster.protocol.version import MINE, OtherVersion
+from muster.storage.memory_dir import MemoryDir
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import read_token
 
-#: A host that joins a run under way is ready when its standbys are warm, or after this long.
-WARM_S = 10.0
-#: How often the lease is read while a supervisor is connected.
-LEASE_CHECK_S = 1.0
+#: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor: they try to
+#: reconnect every 0.1 s.
+ADOPTION_S = 0.5
 
 
 class HostAgent:
-    """One host of one run."""
+    """One host of one run: makes the parts, gives each what it needs, and passes on what one of them reports."""
 
-    def __init__(
-        self, *, run_dir: Path, run_id: str, host: str, bind: str, environ: Mapping[str, str], hosts_here: int = 1,
-        metadata_url: str | None = None,
-    ) -> None:  # fmt: skip
-        memory = memory_dir(run_dir, run_id, host)
-        check_memory_dir(memory)
-        memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        token = read_token(str(run_dir / "token"))
-        self.hub = ConnectionPool(token=token, on_message=self._on_message, on_gone=self._on_disconnect)
-        self.host = HostState(
-            run_dir=run_dir, run_id=run_id, host=host, bind=bind, memory=memory, spec=_read_spec(run_dir),
-            hub=self.hub, log=HostLog(run_id=run_id, run_dir=run_dir, host=host), environ=environ,
-            hosts_here=hosts_here, metadata_url=metadata_url,
-        )  # fmt: skip
-        self.host.socket_path.unlink(missing_ok=True)  # a dead predecessor's
-        self.hub.listen(f"unix:{self.host.socket_path}")
-        events = ChildEvents(
+    def __init__(self, identity: HostIdentity) -> None:
+        self.identity = identity
+        self.spec = identity.read_spec()
+        self.newest_attempt = 0
+        """That a supervisor named: a flush is committed in its name."""
+        self.exit_reason: str | None = None
+        """Set once this agent is to exit."""
+        self.exit_code = 0
+        self._refusal = ""
+        self._failure: to_supervisor.StartFailed | None = None
+        self._contact_after = time.monotonic()
+        self.hub = ConnectionPool(
+            token=read_token(str(identity.run_dir / "token")),
+            on_accept=lambda peer: peer.expect(reader_of(HOST_GREETING), self._on_hello),
+            on_gone=self._on_disconnect,
+        )
+        self.hub.listen(f"unix:{identity.memory.bind_address(SOCKET)}")
+        self.log = HostLog(run_id=identity.run_id, run_dir=identity.run_dir, host=identity.host)
+        self._make_parts()
+        self.log.write("agent.started", {"pid": os.getpid(), "ranks": self.pool.ranks_per_host})
+
+    def _make_parts(self) -> None:
+        identity, hub, log = self.identity, self.hub, self.log
+        self.link = SupervisorLink(
+            hub=hub,
+            identity=identity,
+            hello=self._hello,
+            on_message=self._from_supervisor,
+            on_refused=self._on_refused,
+        )
+        self.replicator = ReplicatorProcess(
+            identity=identity,
+            hub=hub,
+            limit_s=lambda: self.spec.recovery.heartbeat_timeout_s,
+            is_ending=lambda: self.exit_reason is not None,
+            on_flush=self._on_flush,
+            on_moved=self._on_replicator_moved,
+            on_rejected=self._on_rejected,
+            on_note=log.note,
+        )
+        self.snapshots = SnapshotStore(
+            memory=identity.memory.folder,
+            host=identity.host,
+            takes_snapshots=self._takes_snapshots,
+            copy_to=self.replicator.copy_to,
+            fetch=self.replicator.fetch,
+        )
+        self.programs = Programs(
+            identity=identity,
+            hub=hub,
+            log=log,
+            spec=self._spec,
+            is_ending=lambda: self.exit_reason is not None,
             on_prepared=self._check_ready,
             on_failure=self._on_failure,
-            on_notice=self._on_notice,
-            on_flush=self._on_flush,
+            on_notice=lambda source: self.preemption.on_notice(source),
         )
-        self.children = ChildProcesses(host=self.host, events=events)
-        self.pool = RankPool(host=self.host, children=self.children)
-        self.unsupervised = UnsupervisedHost(host=self.host, flush=self.children.replicator.flush)
-        self._supervisor_address: tuple[str, int] | None = None
-        self._lease_check_s = 0.0
-        self._store: list[Any] | None = None
-        """The fork server's rendezvous store for the next attempt."""
-        self._ready = False
-        self._warm_by: float | None = None
-        """When a host that joins late is ready, warm or not; None: it is not yet warming up."""
-        self._failure: Mapping[str, Any] | None = None
-        self._contact_after = time.monotonic()
-        self.host.log.write("agent.started", {"pid": os.getpid(), "ranks": self.host.ranks_per_host})
+        self.fork_server = ForkServer(
+            identity=identity,
+            hub=hub,
+            spec=self._spec,
+            is_ending=lambda: self.exit_reason is not None,
+            on_failure=lambda reason: self._on_failure(to_supervisor.StartFailed(reason=reason)),
+            on_exited=lambda pid, code: self.pool.on_exit_code(pid, code),
+            on_store=self.link.send,
+        )
+        self.readiness = Readiness(
+            has_all=lambda: self.programs.prepared and self.fork_server.connected and len(self.pool.standbys) > 0,
+            is_joining=self._is_joining,
+            is_warm=lambda: self.pool.is_warm(),
+            on_ready=self._on_ready,
+        )
+        self._make_pool()
+
+    def _make_pool(self) -> None:
+        identity, hub, log = self.identity, self.hub, self.log
+        self.pool = RankPool(
+            identity=identity,
+            hub=hub,
+            log=log,
+            spec=self._spec,
+            send=self.link.send,
+            is_supervised=lambda: self.link.connected,
+            is_prepared=lambda: self.programs.prepared,
+            on_warm=self._check_ready,
+            forks=Forks(
+                spawn=self.fork_server.spawn,
+                reaps=self.fork_server.reaps,
+                opens_contexts=lambda: self.fork_server.opens_contexts,
+                give_up_contexts=self.fork_server.give_up_contexts,
+                order_store=self.fork_server.order_store,
+            ),
+            snapshots=Snapshots(
+                begin=self.snapshots.begin,
+                held=self.snapshots.held,
+                drop=self.snapshots.drop,
+                on_ready=self.replicator.copy,
+                on_step=self._on_step,
+            ),
+        )
+        self.preemption = Preemption(
+            spec=self._spec,
+            has_ranks=lambda: bool(self.pool.workers),
+            is_supervised=lambda: self.link.connected,
+            send=self.link.send,
+            command=self.pool.send_command,
+            on_exit=self.request_exit,
+        )
+        self.unsupervised = UnsupervisedHost(
+            identity=identity,
+            spec=self._spec,
+            is_working=lambda: bool(self.pool.living()),
+            held=self.snapshots.held,
+            flush=lambda order: self.replicator.flush(order, fence=self._fence(), alone=True),
+            on_note=log.note,
+            on_exit=self.request_exit,
+        )
+
+    def _spec(self) -> RunSpec:
+        return self.spec
+
+    def _takes_snapshots(self) -> bool:
+        return bool(self.spec.checkpoint.snapshot_every_steps)
+
+    def _fence(self) -> int:
+        """The newest attempt that this host knows of."""
+        return max(self.newest_attempt, self.pool.attempt)
+
+    def request_exit(self, reason: str) -> None:
+        """Exit once the messages at hand are answered."""
+        self.exit_reason = self.exit_reason or reason
 
     # ------------------------------------------------------------ the loop
 
@@ -85,195 +190,163 @@ class HostAgent:
         """Serve until the supervisor ends the host, or the wait for one is over. ``watchdog``: exit with this pid."""
         self.hub.wake_on_signals()
         for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, lambda number, _frame: self._on_notice(signal.Signals(number).name))
+            signal.signal(name, lambda number, _frame: self.preemption.on_notice(signal.Signals(number).name))
         if ignore_term:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by all children of this process
-        fd = open_pidfd(watchdog) if watchdog else None
-        if fd is not None:
-            self.hub.watch(fd, lambda: self.host.request_exit("the watchdog is gone"))
-        if not self.children.start():
-            self._contact_after = time.monotonic() + ADOPTION_S
-        tick_s = min(0.25, self.host.spec.recovery.heartbeat_timeout_s / 4)
-        while self.host.exit_reason is None:
+        if watchdog and (fd := open_pidfd(watchdog)) is not None:
+            self.hub.watch(fd, lambda: self.request_exit("the watchdog is gone"))
+        self._start()
+        tick_s = min(0.25, self.spec.recovery.heartbeat_timeout_s / 4)
+        while self.exit_reason is None:
             self.hub.run_once(tick_s)
-            self._leave_deposed_supervisor()
-            if self.host.supervisor is None:
+            self.link.leave_deposed()
+            if not self.link.connected:
                 self._find_supervisor()
+            self.preemption.watch()
             self.pool.watch()
-            self.children.replicator.watch()
-            if self._warm_by is not None:
+            self.replicator.watch()
+            if self.readiness.is_warming_up:
                 self._check_ready()
         self._shutdown()
-        return 0
+        return self.exit_code
 
-    def _on_notice(self, source: str) -> None:
-        """The host is being taken away (a scheduler, a preemption): save and exit, or be replaced."""
-        grace_s = self.host.spec.recovery.grace_s
-        if not self.host.workers:
-            self.host.request_exit(f"got {source}")
-        elif self.host.supervisor is not None and self.host.spec.resources.hosts > 1:
-            self.host.send({"t": "notice", "notice": "preemption", "source": source, "grace_s": grace_s})
-        else:
-            self.pool.send_command({"kind": "stop", "save": True, "exit_code": 75, "deadline_s": grace_s})
+    def _start(self) -> None:
+        self.programs.start()
+        self.replicator.start()
+        if not self.fork_server.start():
+            self._contact_after = time.monotonic() + ADOPTION_S
+        typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
 
     # ------------------------------------------------------------ supervisor
 
     def _find_supervisor(self) -> None:
         if time.monotonic() < self._contact_after:
             return  # a predecessor's ranks are still reconnecting: report when all are here
-        host, address = self.host, supervisor_address(self.host.run_dir)
-        self._supervisor_address = address
-        if address is not None:
-            try:
-                host.supervisor = self.hub.connect(*address, timeout_s=0.5)
-            except OSError:
-                host.supervisor = None
-        if host.supervisor is None:
+        if not self.link.connect():
             self.unsupervised.watch()
             return
-        host.supervisor.identity = "supervisor"
-        host.send(self._hello())
         self.pool.on_reconnect()
-        for report in ([self._failure] if self._failure else []) + list(self.pool.exits.values()):
-            host.send(report)
+        if self._failure is not None:
+            self.link.send(self._failure)
+        for report in self.pool.exits.values():
+            self.link.send(report)
 
-    def _leave_deposed_supervisor(self) -> None:
-        """A holder that is silent (its node lost power) keeps a connection open: the lease decides which one counts."""
-        if self.host.supervisor is None or time.monotonic() < self._lease_check_s:
-            return
-        self._lease_check_s = time.monotonic() + LEASE_CHECK_S
-        address = supervisor_address(self.host.run_dir)
-        if address is not None and address != self._supervisor_address:
-            self.hub.close(self.host.supervisor)
-            self.host.supervisor = None
+    def _on_refused(self, reason: str) -> None:
+        """The supervisor is of another version: this host has none. Without ranks and snapshots it exits at once."""
+        if self.pool.workers or self.snapshots.held():
+            if reason != self._refusal:
+                self.log.note(reason)
+        else:
+            print(f"error: {reason}", file=sys.stderr)
+            self.exit_code = OtherVersion.exit_code
+            self.request_exit(reason)
+        self._refusal = reason
 
-    def _hello(self) -> dict[str, Any]:
-        return {
-            "t": "hello",
-            "role": "agent",
-            "host": self.host.host,
-            "pid": os.getpid(),
-            "attempt": self.host.attempt,
-            "alive": {str(worker.rank): worker.pid for worker in self.host.living()},
-            "ready": self._ready,
-            "store": self._store,
-            "memory": self.children.memory_address,
-            "snapshots": [asdict(snapshot) for snapshot in list_snapshots(self.host.memory)],
-            "step": self.pool.step,
-            "exited": sorted(self.pool.exits),
-            "mono_ns": time.monotonic_ns(),
-        }
+    def _hello(self) -> AgentHello:
+        return AgentHello(
+            version=MINE,
+            host=self.identity.host,
+            pid=os.getpid(),
+            attempt=self.pool.attempt,
+            alive={worker.rank: worker.pid for worker in self.pool.living()},
+            exited=tuple(sorted(self.pool.exits)),
+            ready=self.readiness.is_ready,
+            store=self.fork_server.store,
+            memory=self._memory_address(),
+            snapshots=self.snapshots.held(),
+            step=self.pool.step,
+        )
 
-    def _from_supervisor(self, message: dict[str, Any]) -> None:
-        host, kind = self.host, message["t"]
-        if kind in ("welcome", "start", "end"):
-            host.newest_attempt = max(host.newest_attempt, int(message["attempt"]))
-        if kind == "start":
-            self.pool.start(message)
-        elif kind == "end":
-            self.pool.end(
-                int(message["attempt"]),
-                keep={int(rank) for rank in message.get("keep", ())},
-                pause_s=float(message.get("pause_s", 0.0)),
-                reset=[int(gpu) for gpu in message.get("reset", ())],
-            )
-        elif kind == "order":
-            self.pool.send_command(message["order"])
-        elif kind == "peer":  # the peer's replicator was restarted at another address
-            self.children.replicator.on_peer_moved(message["peer"])
-        elif kind in ("flush", "flush_commit"):
-            self.children.replicator.flush(message, host.newest_attempt)
-        elif kind == "ping":
-            host.send({"t": "pong", "id": message["id"], "mono_ns": time.monotonic_ns()})
-        elif kind == "reload":
-            host.spec = _read_spec(host.run_dir)
-            self._failure = None
-            self.children.reload()
-        elif kind == "shutdown":
-            host.request_exit(str(message.get("reason", "shutdown")))
+    def _memory_address(self) -> Address | None:
+        """Where other hosts fetch this one's snapshots; None where it holds none."""
+        return self.replicator.address if self._takes_snapshots() else None
+
+    def _from_supervisor(self, message: to_agent.ToAgent) -> None:
+        if isinstance(message, to_agent.Welcome | to_agent.StartAttempt | to_agent.EndAttempt):
+            self.newest_attempt = max(self.newest_attempt, message.attempt)
+        match message:
+            case to_agent.StartAttempt():
+                self.pool.start(message)
+            case to_agent.EndAttempt():
+                self.pool.end(message)
+            case CommandRanks():
+                self.pool.send_command(message)
+            case to_agent.PeerMoved():
+                self.replicator.on_peer_moved(message.peer)
+            case to_agent.FlushSnapshots() | to_agent.CommitFlushed():
+                self.replicator.flush(message, fence=self.newest_attempt)
+            case to_agent.Ping():
+                self.link.send(to_supervisor.Pong(number=message.number, mono_ns=time.monotonic_ns()))
+            case to_agent.Reload():  # fork server and standbys stay: they hold imports only
+                self.spec = self.identity.read_spec()
+                self._failure = None
+                self.programs.prepare_again()
+            case to_agent.DropCopies():
+                self.snapshots.drop(message.copies)
+            case to_agent.Shutdown():
+                self.request_exit(message.reason)
+            case Refused():
+                self._on_refused(message.reason)
 
     # ------------------------------------------------------------ messages of this host's processes
 
-    def _on_message(self, peer: Connection, message: dict[str, Any]) -> None:
-        kind = message.get("t")
-        if peer is self.host.supervisor:
-            self._from_supervisor(message)
-        elif kind == "hello":
-            self._on_hello(peer, message)
-        elif isinstance(peer.identity, Worker):
-            self.pool.handle(peer.identity, message)
-        elif peer is self.host.fork_server:
-            self._from_fork_server(message)
-        elif kind == "warm":
-            for standby in self.host.standbys.values():
-                standby.warm = standby.warm or standby.peer is peer
-            self._check_ready()
-        elif kind == "unfit":
-            self.pool.on_standby_lost(peer, unusable=True)
-
-    def _from_fork_server(self, message: dict[str, Any]) -> None:
-        if message.get("t") == "exited":
-            self.pool.on_exit_code(int(message["pid"]), int(message["code"]))
-        elif message.get("t") == "store":
-            self._store = message["store"]
-            self.host.send({"t": "store", "store": self._store})
-
-    def _on_hello(self, peer: Connection, message: dict[str, Any]) -> None:
-        pid = int(message["pid"])
-        if message["role"] == "forkserver":
-            self.host.fork_server, self._store = peer, message["store"]
-            self.pool.on_children([int(child) for child in message.get("children", ())])
-            self.children.on_fork_server(pid)
-            self._check_ready()  # a dead one's standbys may still be usable
-        elif "rank" in message:  # an adopted rank: its former agent died
-            self.pool.adopt(pid, int(message["rank"]), int(message["attempt"]), peer)
-            self.host.send(self._hello())
-        else:
-            standby = Standby(pid=pid, peer=peer, local_rank=int(message["local_rank"]), bound=bool(message["bound"]))
-            self.host.standbys[pid] = standby
-            self.pool.on_standby(pid)
-            self.children.on_standby_ready(standby)
-            if self._is_joining():
-                self.hub.send(peer, {"t": "warm"})
-            self._check_ready()
+    def _on_hello(self, peer: Connection, hello: HostGreeting) -> None:
+        match hello:
+            case ForkServerHello():
+                self.fork_server.on_hello(peer, hello)
+                self.pool.on_children(hello.children)
+                self.pool.replenish_standbys()
+                self._check_ready()  # a dead one's standbys may still be usable
+            case RankHello():  # its former agent died
+                self.pool.adopt(peer, hello)
+                self.link.greet()
+            case StandbyHello():
+                self.pool.add_standby(peer, hello)
+                self.fork_server.on_standby(hello.local_rank)
+                if self._is_joining() and not self.readiness.is_ready:
+                    self.hub.send(peer, WarmUp())
+                self._check_ready()
 
     def _check_ready(self) -> None:
-        """Report to the supervisor once everything that a start needs is there; start what waited for it."""
+        """Something that a start needs may have come: start what waited for it, report when all is there."""
         self.pool.assign_pending()
-        if self._ready or not self.children.prepared or self.host.fork_server is None or not self.host.standbys:
-            return
-        if self._is_joining() and not self._is_warm():
-            return
-        self._ready = True
-        self.host.send({"t": "ready", "store": self._store, "memory": self.children.memory_address})
+        self.readiness.check()
+
+    def _on_ready(self) -> None:
+        self.link.send(to_supervisor.HostReady(store=self.fork_server.store, memory=self._memory_address()))
 
     def _is_joining(self) -> bool:
-        """Whether the run began without this host: the ranks that take steps need not wait for its warm-up."""
-        return self.host.newest_attempt > 0 and self.host.attempt == 0 and not self._ready
+        """Whether the run began without this host."""
+        return self.newest_attempt > 0 and self.pool.attempt == 0
 
-    def _is_warm(self) -> bool:
-        """Every standby is warm, or took too long."""
-        if self._warm_by is None:
-            self._warm_by = time.monotonic() + WARM_S
-        standbys = self.host.standbys.values()
-        return time.monotonic() > self._warm_by or (
-            len(standbys) >= self.host.ranks_per_host and all(standby.warm for standby in standbys)
-        )
+    def _on_step(self, attempt: int) -> None:
+        """The attempt takes steps: what was fetched for its start is not needed again."""
+        self.snapshots.on_step(attempt)
+        self.replicator.forget_fetches()
 
-    def _on_failure(self, failure: Mapping[str, Any]) -> None:
+    def _on_replicator_moved(self, address: Address) -> None:
+        if self._takes_snapshots():
+            self.link.send(to_supervisor.ReplicatorAddress(memory=address))
+
+    def _on_rejected(self, found: to_supervisor.SnapshotsRejected) -> None:
+        """The replicator came upon copies that are not intact."""
+        copies = tuple(replace(copy, host=self.identity.host) for copy in found.copies)
+        self.snapshots.drop(copies)
+        self.link.send(replace(found, copies=copies))
+
+    def _on_failure(self, failure: to_supervisor.StartFailed) -> None:
         """A child could not start; a supervisor that connects later is told too."""
         self._failure = failure
-        self.host.send(failure)
+        self.link.send(failure)
 
     def _on_disconnect(self, peer: Connection, _reason: str) -> None:
-        host = self.host
-        if peer is host.supervisor:
-            host.supervisor = None
+        if self.link.is_peer(peer):
+            self.link.on_lost()
             self.unsupervised.begin()
-        elif peer is host.fork_server:
-            host.fork_server, self._ready, self._store = None, False, None
-            host.send({"t": "store_lost"})
-            self.children.on_fork_server_lost()
+        elif self.fork_server.is_peer(peer):
+            self.readiness.lose()
+            self.fork_server.on_lost()
+            self.link.send(to_supervisor.StoreLost())
             self.pool.on_fork_server_lost()
         elif isinstance(peer.identity, Worker):
             peer.identity.peer = None
@@ -282,33 +355,27 @@ class HostAgent:
 
     # ------------------------------------------------------------ flushes, and the end
 
-    def _on_flush(self, answer: dict[str, Any], order: Mapping[str, Any]) -> None:
+    def _on_flush(self, answer: FlushAnswer, order: FlushOrder) -> None:
         """Forward the replicator's answer to where the order came from; an event once a checkpoint is committed."""
-        host = self.host
-        if answer["t"] == "flush_committed" and answer["ok"]:
-            tier = "disk" if uris.is_local(str(order["uri"])) else "bucket"
-            detail = {"tier": tier, "uri": answer["uri"], "bytes": answer["bytes"]}
-            now = {"mono_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
-            committed = {"attempt": max(host.newest_attempt, host.attempt), "step": answer["step"], "detail": detail}
-            event = {"kind": "checkpoint.committed", **now, **committed}
-            host.log.write_rank(event)
-            host.send({"t": "event", "event": event})
-        if order.get("alone"):
-            self.unsupervised.on_flush(answer, order)
+        if isinstance(answer, to_supervisor.FlushCommitted) and answer.failure is None:
+            event = committed_event(answer, directory=order.flush.uri, attempt=self._fence())
+            self.log.write_rank(event)
+            self.link.send(event)
+        elif isinstance(answer, to_supervisor.SnapshotsFlushed):
+            self.snapshots.drop(answer.rejected)
+        if order.alone:
+            self.unsupervised.on_flush(answer)
         else:
-            host.send(answer)
+            self.link.send(answer)
 
     def _shutdown(self) -> None:
         """End everything this agent started and free the memory."""
-        self.pool.shutdown()
-        self.children.shutdown()
-        self.host.log.write("agent.ended", {"reason": self.host.exit_reason or ""})
+        for part in (self.pool, self.replicator, self.programs, self.fork_server):
+            part.shutdown()
+        self.log.write("agent.ended", {"reason": self.exit_reason or ""})
         self.hub.shutdown()
-        shutil.rmtree(self.host.memory, ignore_errors=True)
-
-
-def _read_spec(run_dir: Path) -> RunSpec:
-    return RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
+        with contextlib.suppress(OSError):
+            self.identity.memory.remove()
 
 
 def main() -> None:
@@ -316,11 +383,13 @@ def main() -> None:
     variables = environment.current()
     metadata_url = variables.metadata_url or (None if arguments.no_metadata_server else METADATA_URL)
     try:
-        agent = HostAgent(
+        supervisor_address(arguments.run_dir, me=arguments.host)  # refuse another version before touching anything
+        identity = HostIdentity(
             run_dir=arguments.run_dir, run_id=arguments.run_id, host=arguments.host, bind=arguments.bind,
+            memory=MemoryDir.of_host(arguments.run_dir, run_id=arguments.run_id, host=arguments.host),
             environ=environment.inherited(), hosts_here=arguments.hosts_here, metadata_url=metadata_url,
         )  # fmt: skip
-        code = agent.run(watchdog=variables.watchdog_pid, ignore_term=variables.term_ignored)
+        code = HostAgent(identity).run(watchdog=variables.watchdog_pid, ignore_term=variables.term_ignored)
     except MusterError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

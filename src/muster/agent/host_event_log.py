@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from muster.core.event_log import EventLog
+from muster.protocol.to_supervisor import FlushCommitted
+from muster.protocol.values import RankEvent
+from muster.storage import uris
+
+
+def committed_event(answer: FlushCommitted, *, directory: str, attempt: int) -> RankEvent:
+    """What is logged of a checkpoint that was made of snapshots."""
+    tier = "disk" if uris.is_local(directory) else "bucket"
+    return RankEvent(
+        kind="checkpoint.committed",
+        attempt=attempt,
+        mono_ns=time.monotonic_ns(),
+        wall_ns=time.time_ns(),
+        step=answer.step,
+        detail={"tier": tier, "uri": answer.uri, "bytes": answer.bytes},
+    )
 
 
 class HostLog:
@@ -37,8 +54,11 @@ class HostLog:
             log.close()
             self._behind.remove(log)
 
-    def write_rank(self, event: Mapping[str, Any]) -> None:
-        """An event as a rank sent it, with the rank's own times."""
-        required = {key: event[key] for key in ("attempt", "mono_ns", "wall_ns")}
-        optional = {key: event.get(key) for key in ("rank", "step", "phase")}
-        self.write(event["kind"], event.get("detail", {}), **required, **optional)
+    def note(self, text: str) -> None:
+        """An informational message."""
+        self.write("run.message", {"text": text})
+
+    def write_rank(self, event: RankEvent) -> None:
+        """An event as a rank sent it, with the rank's own times. Raises ValueError where its kind has other details."""
+        times = {"attempt": event.attempt, "mono_ns": event.mono_ns, "wall_ns": event.wall_ns}
+        self.write(event.kind, event.detail, **times, rank=event.rank, step=event.step, phase=event.phase)

@@ -1,7 +1,7 @@
 """Listens to the cloud's metadata server for a preemption or a maintenance that ends this host.
 
 A program of its own (``python -m muster.agent.preemption_watcher URL``), since it waits in long requests. It prints one
-JSON line for each notice. Where no metadata server answers it ends silently.
+message (``PreemptionNotice``) for each notice. Where no metadata server answers it ends silently.
 
 Compute Engine's keys: ``instance/preempted`` (TRUE once a Spot machine is being taken) and
 ``instance/maintenance-event`` (TERMINATE_ON_HOST_MAINTENANCE an hour to a minute ahead for machines with GPUs);
@@ -11,12 +11,14 @@ Compute Engine's keys: ``instance/preempted`` (TRUE once a Spot machine is being
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+
+from muster.protocol.codec import encode
+from muster.protocol.pipes import PreemptionNotice
 
 #: key under /computeMetadata/v1/instance/ -> the value that is reported. The first comes seconds ahead and is acted on
 #: at once; the second up to an hour ahead, and is only logged: there is time to move the run.
@@ -57,7 +59,7 @@ def listen(url: str, key: str) -> None:
             time.sleep(RETRY_S)
             continue
         if value == KEYS[key]:
-            sys.stdout.write(json.dumps({"notice": key, "value": value}) + "\n")
+            sys.stdout.write(encode(PreemptionNotice(notice=key, value=value)).decode() + "\n")
             sys.stdout.flush()
             return
         if etag is None:

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Collection
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from muster.agent import gpu_reset
-from muster.agent.child_processes import ChildProcesses
-from muster.agent.host_state import HostState
+from muster.agent.gpu_reset import GpuReset
+from muster.agent.host_event_log import HostLog
+from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.hang_detector import find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
-from muster.agent.ranks.rank_process import Worker, kill, open_pidfd, parent_of, standby_for
+from muster.agent.ranks.pool_calls import Forks, Snapshots
+from muster.agent.ranks.rank_exit import exit_report, last_reasons
+from muster.agent.ranks.rank_process import Worker, kill, open_pidfd, parent_of
 from muster.agent.ranks.retained_ranks import RetainedRanks
-from muster.checkpoint_format.snapshot_ring import list_snapshots
-from muster.transport.connections import Connection
+from muster.agent.ranks.standbys import Standby, Standbys
+from muster.agent.ranks.step_clock import StepClock
+from muster.config.spec import RunSpec
+from muster.protocol.codec import reader_of
+from muster.protocol.rank_agent import (
+    FROM_RANK,
+    FromRank,
+    Pause,
+    Paused,
+    RankBeat,
+    RankHello,
+    RankProgress,
+    RunRank,
+    StandbyHello,
+    StandbyUnfit,
+    StandbyWarm,
+    TakePlace,
+)
+from muster.protocol.ranks import RankContext
+from muster.protocol.to_agent import EndAttempt, StartAttempt
+from muster.protocol.to_supervisor import FromAgent, RankExit, RankHang, RanksEnded, RanksProgress, ResetResult
+from muster.protocol.values import CommandRanks, LastWords, RankEvent
+from muster.transport.connections import Connection, ConnectionPool
 
 #: Progress outside of steps is forwarded this often at most.
 PROGRESS_EVERY_S = 1.0
@@ -26,136 +47,159 @@ PROGRESS_EVERY_S = 1.0
 class RankPool:
     """The processes that are, or will be, ranks of the host's attempt."""
 
-    def __init__(self, *, host: HostState, children: ChildProcesses) -> None:
-        self._host, self._children = host, children
-        self.queue: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        *,
+        identity: HostIdentity,
+        hub: ConnectionPool,
+        log: HostLog,
+        spec: Callable[[], RunSpec],
+        send: Callable[[FromAgent], None],
+        is_supervised: Callable[[], bool],
+        is_prepared: Callable[[], bool],
+        on_warm: Callable[[], None],
+        forks: Forks,
+        snapshots: Snapshots,
+    ) -> None:
+        """``send``: to the supervisor, if one is connected; ``is_prepared``: the data is there; ``on_warm``: a standby
+        is."""
+        self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
+        self._send, self._is_supervised, self._is_prepared = send, is_supervised, is_prepared
+        self._on_warm, self._forks, self._snapshots = on_warm, forks, snapshots
+        self.attempt = 0
+        """Of the ranks here."""
+        self.standbys = Standbys()
+        self.workers: dict[int, Worker] = {}
+        """By pid."""
+        self.queue: list[RankContext] = []
         """Contexts that wait for a standby."""
         self.step = 0
         """Highest step that a rank here reported."""
-        self.exits: dict[int, dict[str, Any]] = {}
+        self.exits: dict[int, RankExit] = {}
         """Rank -> its report, of the current attempt."""
         self._ending: int | None = None
         """Attempt whose ranks are being ended."""
         self._ended = 0
         """The newest attempt whose ranks were to be ended."""
-        self._orphans = OrphanedProcesses(hub=host.hub, on_ended=self._report_drained)
+        self._orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
+        self._steps = StepClock()
         self._progress_sent_s = 0.0
-        self._gpus_to_reset: list[int] = []
-        """GPUs to be reset once the ranks are gone."""
-        self._resetting = False
-        self._reset_result: dict[str, Any] | None = None
+        self._gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
+        self._reset_result: ResetResult | None = None
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self._spec().resources.ranks_per_host or 1
+
+    def living(self) -> list[Worker]:
+        """Ranks whose processes exist."""
+        return [worker for worker in self.workers.values() if worker.exit_code is None and worker.pidfd >= 0]
 
     # ------------------------------------------------------------ starting
 
-    def start(self, message: dict[str, Any]) -> None:
+    def start(self, order: StartAttempt) -> None:
         """Begin an attempt: its ranks here, fresh or retained, with the shards they start from."""
-        host, attempt = self._host, int(message["attempt"])
-        if attempt <= host.attempt:
+        attempt = order.attempt
+        if attempt <= self.attempt:
             return  # sent twice, or by a supervisor that does not know of a newer one
-        retained = self._retained.assigned(host.living(), message["contexts"])
+        retained = self._retained.assigned(self.living(), order.contexts)
         self._kill(attempt - 1, spared=retained)
         self._orphans.kill()
-        host.attempt, self._ending = attempt, None
+        self.attempt, self._ending = attempt, None
         self.exits.clear()
-        host.log.open(attempt)
-        sources = self._children.fetch(message)
-        moves: list[tuple[Worker, dict[str, Any]]] = []
-        for context in message["contexts"]:
-            if host.spec.checkpoint.snapshot_every_steps:
-                context["snapshot_dir"] = str(host.memory)
-            if context.get("restore") is not None:
-                context["restore"]["shards"] = sources
-            worker = next((worker for worker in retained if worker.rank == context["kept_rank"]), None)
+        self._log.open(attempt)
+        moves: list[tuple[Worker, RankContext]] = []
+        for context in self._snapshots.begin(order):
+            worker = next((worker for worker in retained if worker.rank == context.kept_rank), None)
             if worker is None:
-                context["kept_rank"] = None
-                self.queue.append(context)
+                self.queue.append(replace(context, kept_rank=None))
             else:
                 moves.append((worker, context))
         for worker, context in moves:  # only now: a rank's new number may be another's old one
             self._reassign(worker, context)
         self.assign_pending()
-        if host.fork_server is not None:
-            host.hub.send(host.fork_server, {"t": "store"})  # each attempt has a rendezvous store of its own
+        self._forks.order_store()  # each attempt has a rendezvous store of its own
 
-    def _reassign(self, worker: Worker, context: dict[str, Any]) -> None:
+    def _reassign(self, worker: Worker, context: RankContext) -> None:
         """A paused rank continues in the new attempt."""
-        worker.begin(int(context["rank"]), int(context["attempt"]), now_s=time.monotonic())
+        worker.begin(context.rank, context.attempt, now_s=time.monotonic())
         assert worker.peer is not None
-        self._host.hub.send(worker.peer, {"t": "place", "context": context})
-        self._host.log.write("rank.started", {"pid": worker.pid, "kept": True}, rank=worker.rank)
+        self._hub.send(worker.peer, TakePlace(context=context))
+        self._log.write("rank.started", {"pid": worker.pid, "kept": True}, rank=worker.rank)
 
     def assign_pending(self) -> None:
         """Hand waiting ranks to standbys, once the data is there; fork what is missing."""
-        host = self._host
-        if not self._children.prepared:
+        if not self._is_prepared():
             return
         for context in list(self.queue):
-            standby = standby_for(int(context["local_rank"]), host.standbys.values())
+            standby = self.standbys.take(context.local_rank)
             if standby is None:
                 continue
             self.queue.remove(context)
-            del host.standbys[standby.pid]
-            log = host.run_dir / "logs" / f"rank-{context['rank']}.a{context['attempt']}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            host.hub.send(standby.peer, {"t": "run", "context": context, "log": str(log)})
-            self.register_rank(standby.pid, context["rank"], context["attempt"], standby.peer, was_warm=True)
-        if self.queue and host.fork_server is not None:
-            self._children.spawn(int(context["local_rank"]) for context in self.queue)
+            log = self._identity.run_dir / "logs" / f"rank-{context.rank}.a{context.attempt}.log"
+            log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._hub.send(standby.peer, RunRank(context=context, log=str(log)))
+            self.register_rank(standby.pid, context.rank, context.attempt, standby.peer, was_warm=True)
+        if self.queue:
+            self._forks.spawn(context.local_rank for context in self.queue)
 
     def register_rank(self, pid: int, rank: int, attempt: int, peer: Connection | None, *, was_warm: bool) -> None:
         """From now on ``pid`` is a rank."""
-        fd = open_pidfd(pid)
-        if fd is None:
+        known, fd = self.workers.get(pid), open_pidfd(pid)
+        if known is not None and peer is not None:  # it has connected again
+            known.peer, peer.identity = peer, known
+        if known is not None or fd is None:
             return
         now = time.monotonic()
         worker = Worker(
             pid=pid, rank=rank, attempt=attempt, peer=peer, pidfd=fd, parent=parent_of(pid), progress_s=now, seen_s=now
         )
-        self._host.workers[pid] = worker
+        self.workers[pid] = worker
         if peer is not None:
             peer.identity = worker
-        self._host.hub.watch(fd, lambda: self._on_exit(worker))
-        self._host.log.write("rank.started", {"pid": pid, "standby": was_warm}, rank=rank)
+        self._hub.watch(fd, lambda: self._on_exit(worker))
+        self._log.write("rank.started", {"pid": pid, "standby": was_warm}, rank=rank)
 
     # ------------------------------------------------------------ ending
 
-    def send_command(self, command: dict[str, Any]) -> None:
-        for worker in self._host.living():
+    def send_command(self, command: CommandRanks) -> None:
+        for worker in self.living():
             if worker.peer is not None:
-                self._host.hub.send(worker.peer, {"t": "order", "order": command})
+                self._hub.send(worker.peer, command)
 
-    def end(self, attempt: int, *, keep: set[int], pause_s: float, reset: list[int]) -> None:
-        """End the ranks up to ``attempt``, then reset GPUs; those in ``keep`` have ``pause_s`` to pause."""
-        host = self._host
-        self._gpus_to_reset = reset
-        if reset and self._children.opens_contexts:  # no GPU is reset while any process uses it
-            self._orphans.add(host.standbys)
-            host.standbys.clear()
+    def end(self, order: EndAttempt) -> None:
+        """End the ranks up to an attempt, then reset GPUs; those to be kept have some time to pause."""
+        attempt = order.attempt
+        self._gpu_reset.order(order.reset)
+        if order.reset and self._forks.opens_contexts():  # no GPU is reset while any process uses it
+            self._orphans.add(self.standbys.pids)
+            self.standbys.clear()
         self._ending = max(attempt, self._ending or 0)
         self._ended = max(attempt, self._ended)
-        self.queue = [context for context in self.queue if context["attempt"] > attempt]
-        now_s = time.monotonic()
-        retained = self._retained.select(host.living(), attempt, keep, now_s=now_s, pause_s=pause_s)
+        self.queue = [context for context in self.queue if context.attempt > attempt]
+        retained = self._retained.select(
+            self.living(), attempt, set(order.keep), now_s=time.monotonic(), pause_s=order.pause_s
+        )
         self._kill(attempt, spared=retained)
         self._orphans.kill()
         for worker in retained:
             if worker.peer is not None:
-                host.hub.send(worker.peer, {"t": "pause"})
+                self._hub.send(worker.peer, Pause())
         self._report_drained()
 
     def _kill(self, attempt: int, *, spared: Collection[Worker] = ()) -> None:
         """SIGKILL for every rank up to ``attempt``; their exits are handled like any other's."""
-        for worker in self._host.living():
+        for worker in self.living():
             if worker.attempt <= attempt and worker not in spared:
                 kill(worker.pid)
 
     def _on_exit(self, worker: Worker) -> None:
         """The pidfd fired: the process is gone; its exit code comes from the fork server, its parent."""
-        self._host.hub.unwatch(worker.pidfd)
+        self._hub.unwatch(worker.pidfd)
         os.close(worker.pidfd)
         worker.pidfd = -1
-        if self._host.fork_server is None or worker.parent != self._host.fork_server_pid:
+        if not self._forks.reaps(worker.parent):
             self._assume_killed(worker)
         self._report_exit(worker)
 
@@ -166,93 +210,96 @@ class RankPool:
 
     def on_exit_code(self, pid: int, code: int) -> None:
         """The fork server reaped ``pid``."""
-        self._host.standbys.pop(pid, None)
+        self.standbys.remove(pid)
         self._orphans.mark_registered(pid)
-        worker = self._host.workers.get(pid)
+        worker = self.workers.get(pid)
         if worker is not None:
             worker.exit_code = code
             self._report_exit(worker)
 
     def _report_exit(self, worker: Worker) -> None:
         """Once the process is gone and its code is known: log and report it, once."""
-        host = self._host
-        if worker.pidfd >= 0 or worker.exit_code is None or worker.pid not in host.workers:
+        if worker.pidfd >= 0 or worker.exit_code is None or worker.pid not in self.workers:
             return
-        del host.workers[worker.pid]
+        del self.workers[worker.pid]
         if worker.peer is not None:
-            host.hub.drain(worker.peer)  # its last message may still be in the socket
-        last = dict(worker.last)
-        if last and worker.orphaned:  # a rank that sent its last message was not killed
-            worker.exit_code = int(last.get("left", 1))
-        detail = {
-            "exception": str(last.get("exception") or ""),
-            "reason": str(last.get("message") or "")[:500],
-            "traceback": str(last.get("traceback") or "")[-2000:],
-        }
-        detail = {key: text for key, text in detail.items() if text}
-        host.log.write("rank.exited", {"exit_code": worker.exit_code, **detail}, rank=worker.rank)
+            self._hub.drain(worker.peer)  # its last message may still be in the socket
+        last = worker.last
+        if last is not None and worker.orphaned:  # a rank that sent its last message was not killed
+            worker.exit_code = 1 if last.left is None else last.left
+        self._log.write("rank.exited", {"exit_code": worker.exit_code, **last_reasons(last)}, rank=worker.rank)
+        if last is not None:
+            self._snapshots.drop(last.rejected)
         if self._ending is None or worker.attempt > self._ending:
-            report = {"t": "rank_exit", "attempt": worker.attempt, "rank": worker.rank, "pid": worker.pid}
-            report |= {"code": worker.exit_code, "step": worker.step, "last": last}
+            report = exit_report(worker)
             self.exits[worker.rank] = report
-            host.send(report)
+            self._send(report)
         self._report_drained()
 
     def _report_drained(self) -> None:
         """Report once every rank of the ended attempt is gone or paused, and the GPUs are reset."""
-        ending, living = self._ending, self._host.living()
+        ending, living = self._ending, self.living()
         if ending is None or self._orphans.ending:
             return
         ended = [worker for worker in living if worker.attempt <= ending]
-        if any(worker.paused is None for worker in ended):
+        if any(worker.paused is None for worker in ended) or not self._gpu_reset.is_done():
             return
-        if self._gpus_to_reset:
-            gpus, self._gpus_to_reset = self._gpus_to_reset, []
-            self._resetting = True
-            gpu_reset.start(self._host.hub, gpus, functools.partial(self._on_reset, gpus))
-        if self._resetting:
-            return
-        message: dict[str, Any] = {"t": "collected", "attempt": ending}
-        message["snapshots"] = [asdict(snapshot) for snapshot in list_snapshots(self._host.memory)]
-        if ended:
-            message["kept"] = {str(worker.rank): worker.paused for worker in ended}
-        if self._reset_result:
-            message["reset"] = self._reset_result
-        self._host.send(message)
+        kept = {worker.rank: worker.paused for worker in ended if worker.paused is not None}
+        self._send(RanksEnded(attempt=ending, snapshots=self._snapshots.held(), kept=kept, reset=self._reset_result))
         self._reset_result = None
         self._ending = None
-        self._children.replenish_standbys()
+        self.replenish_standbys()
 
-    def _on_reset(self, gpus: list[int], ok: bool, evidence: str) -> None:
-        self._resetting, self._reset_result = False, {"ok": ok, "evidence": evidence}
-        self._host.log.write("host.reset", {"gpus": gpus, "ok": ok, "evidence": evidence})
+    def _on_reset(self, gpus: Sequence[int], ok: bool, evidence: str) -> None:
+        self._reset_result = ResetResult(ok=ok, evidence=evidence)
+        self._log.write("host.reset", {"gpus": list(gpus), "ok": ok, "evidence": evidence})
         self._report_drained()
 
     # ------------------------------------------------------------ messages and hangs
 
-    def handle(self, worker: Worker, message: dict[str, Any]) -> None:
-        now = time.monotonic()
-        worker.seen_s = now
-        kind = message.get("t")
-        if kind == "beat":
-            self._on_beat(worker, int(message["step"]), int(message["micro"]))
-        elif kind == "progress" and message["attempt"] == worker.attempt:
-            worker.progress_s = now
-            if now - self._progress_sent_s >= PROGRESS_EVERY_S:
-                self._progress_sent_s = now
-                self._host.send({"t": "progress", "attempt": worker.attempt})
-        elif kind == "last":
-            worker.last = message["last"]
-        elif kind == "paused" and worker.retained:
-            worker.paused = int(message["step"])
-            self._report_drained()
-        elif kind == "event":
-            event = message["event"]
-            worker.progress_s = now
-            if event["kind"] == "step":
-                self.step = max(self.step, int(event["step"]))
-            self._host.log.write_rank(event)
-            self._host.send({"t": "event", "event": event})
+    def _on_message(self, peer: Connection, message: FromRank) -> None:
+        """Of a standby, or of a rank."""
+        match message:
+            case StandbyWarm():
+                self.standbys.on_warm(peer)
+                self._on_warm()
+            case StandbyUnfit():
+                self.on_standby_lost(peer, unusable=True)
+            case _ if isinstance(peer.identity, Worker):
+                self.handle(peer.identity, message)
+
+    def handle(self, worker: Worker, message: FromRank) -> None:
+        """What a rank says."""
+        now = worker.seen_s = time.monotonic()
+        match message:
+            case RankBeat():
+                self._on_beat(worker, message.step, message.micro)
+            case RankProgress(attempt=worker.attempt):
+                worker.progress_s = now
+                if now - self._progress_sent_s >= PROGRESS_EVERY_S:
+                    self._progress_sent_s = now
+                    self._send(RanksProgress(attempt=worker.attempt))
+            case LastWords():
+                worker.last = message
+            case Paused() if worker.retained:
+                worker.paused = message.step
+                self._report_drained()
+            case RankEvent():
+                worker.progress_s = now
+                if message.kind == "step":
+                    self.step = max(self.step, message.step or 0)
+                self._on_event(worker, message)
+
+    def _on_event(self, worker: Worker, event: RankEvent) -> None:
+        try:
+            self._log.write_rank(event)
+        except ValueError as error:  # another version's: like any message that cannot be read, it ends the connection
+            self._log.note(f"rank {worker.rank} reported what is no event: {error}")
+            if worker.peer is not None:
+                self._hub.close(worker.peer)
+            worker.peer = None
+            return
+        self._send(event)
 
     def _on_beat(self, worker: Worker, step: int, micro: int) -> None:
         """A new micro-batch is progress; a new step means that a snapshot is ready."""
@@ -262,70 +309,92 @@ class RankPool:
         if step != worker.step:
             if worker.first_step is None:
                 worker.first_step = step
-                self._children.replicator.copy(step - 1)  # what the attempt starts from
+                self._snapshots.on_ready()  # what the attempt starts from
             elif step > worker.first_step:
                 worker.stepped = True
-                self._children.on_step(worker, step)
+                self._on_step(worker)
+                self._snapshots.on_ready()
         worker.step, worker.micro = step, micro
+
+    def _on_step(self, worker: Worker) -> None:
+        """The first rank's steps are the step watchdog's clock, and a sign that standbys may be forked undisturbed."""
+        if worker.rank == min((other.rank for other in self.workers.values()), default=None):  # None: it has exited
+            self._steps.on_step(time.monotonic())
+            self.replenish_standbys()
+            self._snapshots.on_step(worker.attempt)
 
     def watch(self) -> None:
         """Report ranks that hang; kill those that should have paused and have not."""
-        host, now_s = self._host, time.monotonic()
-        silence_s = host.spec.recovery.heartbeat_timeout_s
-        for worker in self._retained.overdue(host.living(), now_s=now_s, silence_s=silence_s):
+        recovery, now_s = self._spec().recovery, time.monotonic()
+        silence_s = recovery.heartbeat_timeout_s
+        for worker in self._retained.overdue(self.living(), now_s=now_s, silence_s=silence_s):
             kill(worker.pid)  # stopped, or busy with something long: it is replaced
-        if host.supervisor is None:
+        if not self._is_supervised():
             return  # a hang is reported once, and there is no one to receive it
         for worker, evidence in find_hung_ranks(
-            host.living(),
-            host=host.host,
+            self.living(),
+            host=self._identity.host,
             now_s=now_s,
             silence_s=silence_s,
-            step_s=self._children.step_timeout_s(),
-            start_s=host.spec.recovery.start_timeout_s,
+            step_s=self._steps.timeout_s(recovery.step_timeout_s),
+            start_s=recovery.start_timeout_s,
         ):
-            report = {"t": "rank_hang", "attempt": worker.attempt, "rank": worker.rank, "evidence": evidence}
-            host.send({**report, "silent_s": now_s - worker.progress_s})
+            silent_s = now_s - worker.progress_s
+            self._send(RankHang(attempt=worker.attempt, rank=worker.rank, evidence=evidence, silent_s=silent_s))
 
     def on_reconnect(self) -> None:
         """A newly connected supervisor has not heard of any hang."""
-        for worker in self._host.workers.values():
+        for worker in self.workers.values():
             worker.reported_hang = False
 
     # ------------------------------------------------------------ registration and loss
 
-    def adopt(self, pid: int, rank: int, attempt: int, peer: Connection) -> None:
+    def adopt(self, peer: Connection, hello: RankHello) -> None:
         """A rank of a previous agent reconnects. It is killed if its attempt was ended in the meantime."""
-        self._orphans.mark_registered(pid)
-        if attempt <= self._ended or attempt < self._host.attempt:
-            kill(pid)
+        self._orphans.mark_registered(hello.pid)
+        if hello.attempt <= self._ended or hello.attempt < self.attempt:
+            kill(hello.pid)
             return
-        self._host.attempt = max(self._host.attempt, attempt)
-        self._host.log.open(self._host.attempt)
-        self.register_rank(pid, rank, attempt, peer, was_warm=False)
+        self.attempt = max(self.attempt, hello.attempt)
+        self._log.open(self.attempt)
+        peer.expect(reader_of(FROM_RANK), self._on_message)
+        self.register_rank(hello.pid, hello.rank, hello.attempt, peer, was_warm=False)
 
     def on_children(self, pids: Collection[int]) -> None:
         """The fork server's living children, by its own list."""
-        self._orphans.add(set(pids) - set(self._host.standbys) - set(self._host.workers))
+        self._orphans.add(set(pids) - set(self.standbys.pids) - set(self.workers))
 
-    def on_standby(self, pid: int) -> None:
-        self._orphans.mark_registered(pid)
+    def add_standby(self, peer: Connection, hello: StandbyHello) -> None:
+        """It has connected."""
+        peer.expect(reader_of(FROM_RANK), self._on_message)
+        self.standbys.add(Standby(pid=hello.pid, peer=peer, local_rank=hello.local_rank, bound=hello.bound))
+        self._orphans.mark_registered(hello.pid)
+
+    def is_warm(self) -> bool:
+        """Whether a warm standby waits for each rank of the host."""
+        return self.standbys.are_warm(self.ranks_per_host)
+
+    def replenish_standbys(self) -> None:
+        """Keep one standby for each rank of the host (or only what is needed, where the run file wants none)."""
+        if self._spec().recovery.warm_standby or not self.workers:
+            self._forks.spawn(self.standbys.missing(self.ranks_per_host))
 
     def on_fork_server_lost(self) -> None:
         """Exit codes that it has not reported will never be known."""
-        for worker in [worker for worker in self._host.workers.values() if worker.pidfd < 0]:
+        for worker in [worker for worker in self.workers.values() if worker.pidfd < 0]:
             self._assume_killed(worker)
             self._report_exit(worker)
 
     def on_standby_lost(self, peer: Connection, *, unusable: bool = False) -> None:
-        """A standby closed its connection, or could not open a context on its GPU."""
-        for standby in [standby for standby in self._host.standbys.values() if standby.peer is peer]:
-            del self._host.standbys[standby.pid]
-            if unusable:
-                self._children.on_standby_unusable(standby)
+        """A standby closed its connection, or could not open a context on its GPU: its CUDA state is unknown."""
+        standby = self.standbys.remove_peer(peer)
+        if standby is not None and unusable:
+            self._forks.give_up_contexts()
+            kill(standby.pid)
+            self.replenish_standbys()
 
     def shutdown(self) -> None:
-        self._kill(self._host.attempt)
+        self._kill(self.attempt)
         self._orphans.kill()
-        for pid in self._host.standbys:
+        for pid in self.standbys.pids:
             kill(pid)

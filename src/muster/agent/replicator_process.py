@@ -6,16 +6,35 @@ The agent never waits for it: orders go through a non-blocking pipe, answers com
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from muster.agent.host_state import HostState
+from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
+from muster.core.errors import AccessError
+from muster.core.typed_json import Unreadable, decode
+from muster.core.typed_json import encode as encode_record
+from muster.protocol.codec import encode, reader_of
+from muster.protocol.replicator_orders import (
+    FROM_REPLICATOR,
+    CopyNext,
+    CopyTo,
+    FetchVersion,
+    FlushOrder,
+    FromReplicator,
+    ListenAddress,
+    LogNote,
+    ReplicatorRecord,
+    ToReplicator,
+)
+from muster.protocol.to_agent import CommitFlushed, FlushSnapshots
+from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed, SnapshotsRejected
+from muster.protocol.values import Address
+from muster.transport.connections import ConnectionPool
 
 #: The agent's first message to the supervisor names the replicator's address: it waits this long for it, once.
 FIRST_WAIT_S = 20.0
@@ -24,7 +43,8 @@ FIRST_WAIT_S = 20.0
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
 _STATE = "replicator.json"
-_ANSWER_TO = {"flush": "flushed", "flush_commit": "flush_committed"}
+
+FlushAnswer = SnapshotsFlushed | FlushCommitted
 
 
 class ReplicatorProcess:
@@ -34,10 +54,23 @@ class ReplicatorProcess:
     while the ranks train on, and the supervisor does not repeat it.
     """
 
-    def __init__(self, *, host: HostState, on_flush: Callable[[dict[str, Any], Mapping[str, Any]], None]) -> None:
-        """``on_flush(answer, order)`` is called once for each flush, always."""
-        self._host, self._on_flush = host, on_flush
-        self.address: list[Any] | None = None
+    def __init__(
+        self,
+        *,
+        identity: HostIdentity,
+        hub: ConnectionPool,
+        limit_s: Callable[[], float],
+        is_ending: Callable[[], bool],
+        on_flush: Callable[[FlushAnswer, FlushOrder], None],
+        on_moved: Callable[[Address], None],
+        on_rejected: Callable[[SnapshotsRejected], None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        """``limit_s``: one that is stopped for longer is replaced. ``on_flush(answer, order)`` is called once for each
+        flush, always; ``on_moved``: a successor listens there; ``on_note``: a line for the run's log."""
+        self._identity, self._hub, self._limit_s, self._is_ending = identity, hub, limit_s, is_ending
+        self._on_flush, self._on_moved, self._on_rejected, self._on_note = on_flush, on_moved, on_rejected, on_note
+        self.address: Address | None = None
         """Where other hosts' replicators connect."""
         self._child: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
@@ -45,9 +78,9 @@ class ReplicatorProcess:
         self._port = 0
         self._incoming = b""
         self._outgoing = bytearray()
-        self._peer_order: dict[str, Any] | None = None
-        self._fetches: list[dict[str, Any]] = []
-        self._flushes: list[dict[str, Any]] = []
+        self._copies: CopyTo | None = None
+        self._fetches: list[FetchVersion] = []
+        self._flushes: list[FlushOrder] = []
         """Without an answer yet, oldest first."""
         self._stopped_since: float | None = None
 
@@ -62,21 +95,21 @@ class ReplicatorProcess:
                 return
 
     def _load_state(self) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            state = json.loads((self._host.memory / _STATE).read_text())
-            self._port, self._peer_order = int(state["port"]), state["peers"]
+        with contextlib.suppress(OSError, AccessError, Unreadable):
+            record = decode(ReplicatorRecord, self._identity.memory.read(_STATE))
+            self._port, self._copies = record.port, record.peers
 
     def _save_state(self) -> None:
         with contextlib.suppress(OSError):
-            path = self._host.memory / _STATE
-            path.with_suffix(".part").write_text(json.dumps({"port": self._port, "peers": self._peer_order}))
-            path.with_suffix(".part").rename(path)
+            record = ReplicatorRecord(port=self._port, peers=self._copies)
+            self._identity.memory.replace(_STATE, encode_record(record))
 
     def _start(self) -> subprocess.Popen[bytes]:
-        host = self._host
-        child = host.start_program(
-            "replicator", "muster.agent.replicator.main", "--run-dir", str(host.run_dir), "--memory", str(host.memory),
-            "--bind", host.bind, "--port", str(self._port), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        identity = self._identity
+        child = identity.start_program(
+            "replicator", "muster.agent.replicator.main", "--run-dir", str(identity.run_dir),
+            "--memory", str(identity.memory.folder), "--bind", identity.bind, "--port", str(self._port),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert child.stdin is not None and child.stdout is not None
         os.set_blocking(child.stdin.fileno(), False)
@@ -84,51 +117,51 @@ class ReplicatorProcess:
         self._child, self._started_s = child, time.monotonic()
         self._incoming, self._stopped_since = b"", None
         self._outgoing.clear()
-        host.hub.watch(child.stdout.fileno(), lambda: self._read(child))
-        on_exit(host.hub, child.pid, lambda: self._on_exit(child))
+        self._hub.watch(child.stdout.fileno(), lambda: self._read(child))
+        on_exit(self._hub, child.pid, lambda: self._on_exit(child))
         return child
 
     # ------------------------------------------------------------ orders
 
-    def set_peer(self, *, peer: list[Any] | None, layout: str, ranks: list[int], attempt: int) -> None:
-        """In ``attempt`` these ranks' snapshots are copied to ``peer``; earlier fetches are forgotten."""
-        self._peer_order = {"do": "peers", "peer": peer, "layout": layout, "ranks": ranks, "world": attempt}
+    def copy_to(self, order: CopyTo) -> None:
+        """An attempt's ranks' snapshots are copied to its peer; earlier fetches are forgotten."""
         self._fetches.clear()
-        self._save_state()
-        self._send(self._peer_order)
+        self._set_copies(order)
 
-    def on_peer_moved(self, peer: list[Any] | None) -> None:
+    def on_peer_moved(self, peer: Address) -> None:
         """The peer's replicator was restarted at another address."""
-        if self._peer_order is not None and self._peer_order["peer"] != peer:
-            self._peer_order = {**self._peer_order, "peer": peer}
-            self._save_state()
-            self._send(self._peer_order)
+        if self._copies is not None and self._copies.peer != peer:
+            self._set_copies(replace(self._copies, peer=peer))
 
-    def copy(self, step: int) -> None:
+    def _set_copies(self, order: CopyTo) -> None:
+        self._copies = order
+        self._save_state()
+        self._send(order)
+
+    def copy(self) -> None:
         """A snapshot is ready. Omitted where the replicator does not keep up: the next one comes soon."""
         if not self._outgoing:
-            self._send({"do": "copy", "step": step})
+            self._send(CopyNext())
 
     def forget_fetches(self) -> None:
         """The attempt takes steps: what was fetched for its start is not needed again."""
         self._fetches.clear()
 
-    def fetch(self, order: dict[str, Any]) -> None:
+    def fetch(self, order: FetchVersion) -> None:
         self._fetches.append(order)
         self._send(order)
 
-    def flush(self, message: Mapping[str, Any], fence: int) -> None:
-        """Forward a ``flush`` or ``flush_commit``; ``on_flush`` gets one answer to each, always."""
-        order = {**message, "do": message["t"], "run_id": self._host.run_id}
-        order["fence"] = max(fence, int(message.get("fence", 0)))
+    def flush(self, flush: FlushSnapshots | CommitFlushed, *, fence: int, alone: bool = False) -> None:
+        """Have a version written, or committed; ``on_flush`` gets one answer to each, always."""
+        order = FlushOrder(flush=flush, run_id=self._identity.run_id, fence=fence, alone=alone)
         self._flushes.append(order)
         if self._child is None:
             self._fail_flushes("no replicator runs on this host")
         else:
             self._send(order)
 
-    def _send(self, order: Mapping[str, Any]) -> None:
-        self._outgoing += json.dumps(order).encode() + b"\n"
+    def _send(self, order: ToReplicator) -> None:
+        self._outgoing += encode(order) + b"\n"
         self._write()
 
     def _write(self) -> None:
@@ -150,43 +183,58 @@ class ReplicatorProcess:
         except BlockingIOError:
             return True
         if not data:
-            self._host.hub.unwatch(child.stdout.fileno())
+            self._hub.unwatch(child.stdout.fileno())
             return False
         *lines, self._incoming = (self._incoming + data).split(b"\n")
         for line in lines:
-            message = json.loads(line)
-            if message["t"] == "address":
-                self._on_address(message["address"])
-            elif message["t"] == "note":
-                self._host.note(message["text"])
-            else:
-                self._on_answer(message)
+            try:
+                message = reader_of(FROM_REPLICATOR)(line)
+            except Unreadable as error:
+                self._on_note(f"the replicator on {self._identity.host} said what cannot be read: {error}")
+                continue
+            self._on_message(message)
         return True
 
-    def _on_address(self, address: list[Any]) -> None:
+    def _on_message(self, message: FromReplicator) -> None:
+        match message:
+            case ListenAddress():
+                self._on_address(message.address)
+            case LogNote():
+                self._on_note(message.text)
+            case SnapshotsRejected():
+                self._on_rejected(message)
+            case _:
+                self._on_answer(message)
+
+    def _on_address(self, address: Address) -> None:
         is_restart = self._port != 0
-        self.address, self._port = address, int(address[1])
+        self.address, self._port = address, address[1]
         self._save_state()
         if not is_restart:
             return
-        for order in [self._peer_order, *self._fetches, *self._flushes]:
-            if order is not None and not (self._host.memory / str(order.get("target", ""))).is_file():
-                self._send(order)
-        if self._host.spec.checkpoint.snapshot_every_steps:
-            self._host.send({"t": "memory", "memory": address})
+        if self._copies is not None:
+            self._send(self._copies)
+        for fetch in self._fetches:
+            if not self._identity.memory.exists(fetch.target):
+                self._send(fetch)
+        for flush in self._flushes:
+            self._send(flush)
+        self._on_moved(address)
 
-    def _on_answer(self, answer: dict[str, Any]) -> None:
-        answered = (answer["t"], answer["step"], answer["attempt"])
+    def _on_answer(self, answer: FlushAnswer) -> None:
         for order in self._flushes:
-            if (_ANSWER_TO[order["do"]], order["step"], order["attempt"]) == answered:
+            if is_answer(answer, order.flush):
                 self._flushes.remove(order)
                 self._on_flush(answer, order)
                 return
 
     def _fail_flushes(self, reason: str) -> None:
         for order in list(self._flushes):
-            answer = {"t": _ANSWER_TO[order["do"]], "step": order["step"], "attempt": order["attempt"]}
-            self._on_answer({**answer, "ok": False, "reason": reason})
+            step, attempt = order.flush.step, order.flush.attempt
+            if isinstance(order.flush, FlushSnapshots):
+                self._on_answer(SnapshotsFlushed(step=step, attempt=attempt, failure=reason))
+            else:
+                self._on_answer(FlushCommitted(step=step, attempt=attempt, failure=reason))
 
     def watch(self) -> None:
         """Kill a replicator that is stopped: its successor continues. Write what the pipe did not take before."""
@@ -199,27 +247,26 @@ class ReplicatorProcess:
             return
         now = time.monotonic()
         self._stopped_since = self._stopped_since or now
-        if now - self._stopped_since > self._host.spec.recovery.heartbeat_timeout_s:
+        if now - self._stopped_since > self._limit_s():
             self._child.kill()
 
     def _on_exit(self, child: subprocess.Popen[bytes]) -> None:
         """Start the next one; training continued meanwhile."""
-        host = self._host
         code = child.wait()
         self._read(child)  # its last output; a pipe holds no more than one read takes
         assert child.stdin is not None and child.stdout is not None
-        host.hub.unwatch(child.stdout.fileno())
+        self._hub.unwatch(child.stdout.fileno())
         with contextlib.suppress(OSError):
             child.stdin.close()
         child.stdout.close()
-        if self._child is not child or host.exit_reason is not None:
+        if self._child is not child or self._is_ending():
             return
         self._child = None
         self._young_deaths = self._young_deaths + 1 if time.monotonic() - self._started_s < YOUNG_S else 1
         restart = self._young_deaths < YOUNG_DEATHS
-        text = f"the replicator on {host.host} died with code {code}"
+        text = f"the replicator on {self._identity.host} died with code {code}"
         text += " and was restarted" if restart else f" {YOUNG_DEATHS} times: no more copies to other hosts"
-        host.note(text)
+        self._on_note(text)
         if restart:
             self._start()
         else:
@@ -229,3 +276,8 @@ class ReplicatorProcess:
         """End it; never waits long."""
         child, self._child = self._child, None
         end_child(child)
+
+
+def is_answer(answer: FlushAnswer, flush: FlushSnapshots | CommitFlushed) -> bool:
+    of_same_kind = isinstance(answer, SnapshotsFlushed) == isinstance(flush, FlushSnapshots)
+    return of_same_kind and (answer.step, answer.attempt) == (flush.step, flush.attempt)

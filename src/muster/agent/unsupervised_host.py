@@ -7,13 +7,15 @@ by its replicator as a checkpoint, where it is the whole state; a partial state 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from muster.agent.host_state import HostState
-from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
+from muster.agent.host_identity import HostIdentity
+from muster.config.spec import RunSpec
 from muster.core.layout import Layout
-from muster.protocol.held_snapshots import Choice, Snapshot, newest_complete
+from muster.core.snapshots import SnapshotCopy
+from muster.protocol.held_snapshots import Choice, newest_complete
+from muster.protocol.to_agent import CommitFlushed, FlushSnapshots
+from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
 from muster.storage import uris
 
 #: Without a supervisor and without work an agent waits this long, or ``recovery.keep_hosts_after_failure_s`` where that
@@ -26,9 +28,20 @@ REASON = "no supervisor and no work"
 class UnsupervisedHost:
     """Counts from the later of two moments: the supervisor was lost, the last rank ended."""
 
-    def __init__(self, *, host: HostState, flush: Callable[[Mapping[str, Any], int], None]) -> None:
-        """``flush(order, fence)`` is the replicator's."""
-        self._host, self._flush = host, flush
+    def __init__(
+        self,
+        *,
+        identity: HostIdentity,
+        spec: Callable[[], RunSpec],
+        is_working: Callable[[], bool],
+        held: Callable[[], Sequence[SnapshotCopy]],
+        flush: Callable[[FlushSnapshots | CommitFlushed], None],
+        on_note: Callable[[str], None],
+        on_exit: Callable[[str], None],
+    ) -> None:
+        """``is_working``: a rank lives here; ``held``: the snapshots here; ``flush`` is the replicator's."""
+        self._identity, self._spec, self._is_working, self._held = identity, spec, is_working, held
+        self._flush, self._on_note, self._on_exit = flush, on_note, on_exit
         self._since_s = time.monotonic()
         self._saving: Choice | None = None
         self._deadline_s = 0.0
@@ -41,7 +54,7 @@ class UnsupervisedHost:
     def watch(self) -> None:
         """No supervisor answers: when the wait is over have the newest version saved, and exit."""
         now = time.monotonic()
-        if self._host.living():
+        if self._is_working():
             self.begin()
         elif self._saving is not None:
             if now > self._deadline_s:
@@ -49,49 +62,51 @@ class UnsupervisedHost:
         elif now - self._since_s > self._grace_period_s():
             self._save(now)
 
-    def on_flush(self, answer: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+    def on_flush(self, answer: SnapshotsFlushed | FlushCommitted) -> None:
         """The replicator's answer to what ``watch`` ordered."""
         version = self._saving
-        if version is None or (version.step, version.attempt) != (answer["step"], answer["attempt"]):
+        if version is None or (version.step, version.attempt) != (answer.step, answer.attempt):
             return  # a supervisor came back meanwhile
-        if not answer["ok"]:
-            self._host.note(f"step {version.step} was not saved: {answer['reason']}")
+        if answer.failure is not None:
+            self._on_note(f"step {version.step} was not saved: {answer.failure}")
             self._failed.add((version.step, version.attempt))
             self._saving = None  # an older version may be intact
-        elif answer["t"] == "flushed" and answer["files"]:
-            self._order("flush_commit", version, files=answer["files"])
+        elif isinstance(answer, SnapshotsFlushed) and answer.files:
+            step, attempt, layout = version.step, version.attempt, version.layout.key
+            self._flush(
+                CommitFlushed(step=step, attempt=attempt, layout=layout, uri=self._directory(), files=answer.files)
+            )
         else:  # committed, now or earlier
-            self._host.request_exit(REASON)
+            self._on_exit(REASON)
+
+    def _directory(self) -> str:
+        return self._spec().checkpoint.dir or uris.join(str(self._identity.run_dir), "checkpoints")
 
     def _grace_period_s(self) -> float:
-        return max(GRACE_PERIOD_S, self._host.spec.recovery.keep_hosts_after_failure_s)
+        return max(GRACE_PERIOD_S, self._spec().recovery.keep_hosts_after_failure_s)
 
     def _save(self, now: float) -> None:
-        held = list(list_snapshots(self._host.memory))
+        held = self._held()
         intact = [snapshot for snapshot in held if (snapshot.step, snapshot.attempt) not in self._failed]
-        version = newest_complete([Snapshot(host=self._host.host, **vars(snapshot)) for snapshot in intact])
+        version = newest_complete(intact)
         if version is None:
             self._exit(_partial_state(held))
             return
         is_first = any(snapshot.rank == 0 and snapshot.tier == "memory" for snapshot in held)
-        if not is_first and now - self._since_s < self._grace_period_s() + self._host.spec.recovery.grace_s:
+        if not is_first and now - self._since_s < self._grace_period_s() + self._spec().recovery.grace_s:
             return  # the host of rank 0 may hold it too, and two must not write the same files
         self._saving, self._deadline_s = version, now + self._grace_period_s()
-        self._order("flush", version, ranks=version.shards_on(self._host.host))
-
-    def _order(self, kind: str, version: Choice, **extra: Any) -> None:
-        host = self._host
-        directory = host.spec.checkpoint.dir or uris.join(str(host.run_dir), "checkpoints")
-        order = {"t": kind, "step": version.step, "attempt": version.attempt, "layout": version.layout.key}
-        self._flush({**order, "uri": directory, "alone": True, **extra}, max(host.newest_attempt, host.attempt))
+        step, attempt, layout = version.step, version.attempt, version.layout.key
+        ranks = version.flush_shards(self._identity.host)
+        self._flush(FlushSnapshots(step=step, attempt=attempt, layout=layout, uri=self._directory(), ranks=ranks))
 
     def _exit(self, lost: str | None) -> None:
         if lost is not None:
-            self._host.note(f"{self._host.host} exits without a supervisor: {lost}")
-        self._host.request_exit(REASON)
+            self._on_note(f"{self._identity.host} exits without a supervisor: {lost}")
+        self._on_exit(REASON)
 
 
-def _partial_state(held: Iterable[SnapshotInfo]) -> str | None:
+def _partial_state(held: Iterable[SnapshotCopy]) -> str | None:
     """The part of the newest version that is here; None: nothing is."""
     versions = [(snapshot.step, snapshot.attempt, snapshot.layout, snapshot.rank) for snapshot in held]
     if not versions:

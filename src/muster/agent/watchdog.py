@@ -20,6 +20,8 @@ from types import FrameType
 from muster.agent.heartbeat import HeartbeatSender
 from muster.config.spec import RunSpec
 from muster.core import environment
+from muster.protocol.hello import MAX_BEAT_S
+from muster.protocol.version import OtherVersion
 from muster.transport.secure_session import read_token
 
 
@@ -35,7 +37,7 @@ def main() -> None:
         run_dir=run_dir,
         host=arguments.host,
         token=read_token(str(run_dir / "token")),
-        every_s=spec.recovery.heartbeat_timeout_s / 6,
+        every_s=min(spec.recovery.heartbeat_timeout_s / 6, MAX_BEAT_S),
     )
     argv = [sys.executable, "-m", "muster.agent.host_agent", *sys.argv[1:]]
     # MUSTER_NICE: the user's own niceness, to which the programs below return.
@@ -60,6 +62,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: HeartbeatSender) -> int:
     """Start ``argv``; restart it when it dies by a signal or a fault; return its code when it ends normally.
 
+    So it does where the supervisor is of another version.
     A child that dies young three times in a row will die again: give up with its code.
     """
     young_deaths = 0
@@ -75,7 +78,7 @@ def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: Heartbe
         os.close(fd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code in (0, 75, 130):
+        if code in (0, OtherVersion.exit_code, 75, 130):
             return code
         young_deaths = young_deaths + 1 if time.monotonic() - started < 10 else 1
         if young_deaths >= 3:

@@ -12,7 +12,7 @@ A name is imported when it is first used: importing this module costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from muster.app.inspect.checkpoints import checkpoints as checkpoints
@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from muster.core.events import Event as Event
     from muster.core.redact import redact as redact
     from muster.report.run_view import RunView as RunView
+    from muster.storage import run_registry
     from muster.storage.run_registry import RunDir as RunDir
+
+    find_run = run_registry.find
 
 #: Module -> names.
 _EXPORTS = {
@@ -78,7 +81,7 @@ _NAMES_THERE = {"find_run": "find"}
 __all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), _NAMES_THERE.get(name, name))

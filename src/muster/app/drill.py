@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.app.inspect.report import report
 from muster.app.run import recover, stop, submit
@@ -25,8 +24,11 @@ from muster.chaos.network import Disk, Network
 from muster.chaos.target import RunTarget
 from muster.config import load
 from muster.core.errors import BackendError, MusterError, UsageError
+from muster.core.event_details.incidents import IncidentDecided, IncidentDetected
+from muster.core.event_details.run import RunFinished
 from muster.core.events import Event
-from muster.core.types import JobRequest
+from muster.core.typed_json import JsonObject
+from muster.core.types import Action, JobRequest
 from muster.report.audit.invariants import broken, check
 from muster.storage.run_registry import RunDir
 
@@ -74,7 +76,7 @@ class Outcome:
     def as_expected(self) -> bool:
         return not self.failures
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "fault": self.fault.name,
             "what": self.fault.text,
@@ -99,13 +101,25 @@ class Outcome:
         }
 
 
-def expected(fault: Fault) -> dict[str, Any]:
+def expected(fault: Fault) -> JsonObject:
     """What has to happen, for programs."""
     return {
         "noticed": list(fault.noticed),
         "done": [list(kinds) for kinds in fault.done],
         "redone_steps": fault.redone,
         "exit_code": fault.exit_code,
+    }
+
+
+def menu_entry(fault: Fault) -> JsonObject:
+    """A row of the menu, for programs."""
+    return {
+        "name": fault.name,
+        "what": fault.text,
+        "numbers": list(fault.numbers),
+        **expected(fault),
+        "needs_root": fault.needs_root,
+        "own_loop_only": fault.own_loop,
     }
 
 
@@ -184,7 +198,7 @@ def _play(target: RunTarget, fault: Fault, outcome: Outcome, tell: Callable[[str
     outcome.at_step = max((event.step or 0 for event in before), default=0)
     if fault.exit_code is not None:
         target.wait(lambda: _ended(target, began_ns), "end", target.spec.recovery.grace_s + END_TIMEOUT_S)
-        outcome.exit_code = int(_ended(target, began_ns)[0].detail["exit_code"])
+        outcome.exit_code = _ended(target, began_ns)[0].read(RunFinished).exit_code
     if fault.recover:
         time.sleep(0.5)  # dead processes must be seen dead, and a living trainer must be seen to continue
         tell(f"muster recover {target.run.run_id}")
@@ -195,7 +209,7 @@ def _play(target: RunTarget, fault: Fault, outcome: Outcome, tell: Callable[[str
         )
     if fault.exit_code is None or fault.recover:
         _train_on(target, fault, outcome, began_ns, tell)
-    outcome.noticed = [str(event.detail["incident"]) for event in target.events("incident.detected")]
+    outcome.noticed = [event.read(IncidentDetected).incident for event in target.events(IncidentDetected.kind)]
     outcome.done = _actions(target, began_ns)
 
 
@@ -231,8 +245,7 @@ def _measure(target: RunTarget, outcome: Outcome) -> None:
 def _taken_over(target: RunTarget, since_ns: int) -> bool:
     """A new supervisor found the ranks stepping, or began an attempt."""
     begun = any(event.wall_ns > since_ns for event in target.events("attempt.started"))
-    notes = (event for event in target.events("run.message") if event.wall_ns > since_ns)
-    return begun or any("under a new supervisor" in str(event.detail["text"]) for event in notes)
+    return begun or any(event.wall_ns > since_ns for event in target.events("attempt.adopted"))
 
 
 def _stepping_beyond(target: RunTarget, goal: int) -> bool:
@@ -242,13 +255,13 @@ def _stepping_beyond(target: RunTarget, goal: int) -> bool:
 
 
 def _actions(target: RunTarget, since_ns: int) -> list[str]:
-    decisions = sorted(target.events("incident.decided"), key=operator.attrgetter("wall_ns"))
-    actions = [str(event.detail["action"]) for event in decisions if event.wall_ns > since_ns]
-    return [action for action in actions if action != "ignore"]
+    decisions = sorted(target.events(IncidentDecided.kind), key=operator.attrgetter("wall_ns"))
+    actions = [event.read(IncidentDecided).action for event in decisions if event.wall_ns > since_ns]
+    return [action.value for action in actions if action is not Action.IGNORE]
 
 
 def _ended(target: RunTarget, since_ns: int) -> list[Event]:
-    return [event for event in target.events("run.finished") if event.wall_ns > since_ns]
+    return [event for event in target.events(RunFinished.kind) if event.wall_ns > since_ns]
 
 
 def _end(target: RunTarget, tell: Callable[[str], None]) -> None:
@@ -281,8 +294,7 @@ def _undisturbed(remove: Callable[[], object]) -> None:
 def _judge(target: RunTarget, outcome: Outcome) -> None:
     fault = outcome.fault
     outcome.reached_step = target.step()
-    incidents = report(str(target.run.path)).to_json()["incidents"]
-    outcome.sentences = [str(incident["sentence"]) for incident in incidents]
+    outcome.sentences = [incident.sentence for incident in report(str(target.run.path)).document.incidents]
     outcome.invariants = broken(check(target.run.path, bound_s=target.spec.recovery.start_timeout_s))
     if fault.noticed and (not outcome.noticed or outcome.noticed[0] not in fault.noticed):
         outcome.failures.append(f"noticed {outcome.noticed or 'nothing'}, expected {' or '.join(fault.noticed)}")

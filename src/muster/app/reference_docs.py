@@ -1,21 +1,22 @@
-"""References made from the code: run file, events. ``python -m muster.app.reference_docs docs`` writes them."""
+"""References made from the code: run file, events, messages (``python -m muster.app.reference_docs docs``)."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from muster.app.protocol_reference import protocol_reference
 from muster.config import schema_keys
 from muster.config.spec import RunSpec
 from muster.core import environment
-from muster.core.events import KINDS, PHASES, SCHEMA_VERSION
+from muster.core.event_details.kinds import KINDS
+from muster.core.events import PHASES, SCHEMA_VERSION
 from muster.storage.run_registry import replace_text
 
 GENERATED = "<!-- Generated from the code by `python -m muster.app.reference_docs docs`; do not edit. -->"
@@ -67,8 +68,8 @@ def events_reference() -> str:
     ]
     for name, kind in KINDS.items():
         parts += [f"## {name}", "", kind.doc, ""]
-        parts += [f"* `{key}`: {meaning}" for key, meaning in kind.required.items()]
-        parts += [f"* `{key}` (optional): {meaning}" for key, meaning in kind.optional.items()]
+        parts += [f"* `{key}`: {meaning}" for key, meaning in kind.required().items()]
+        parts += [f"* `{key}` (optional): {meaning}" for key, meaning in kind.optional().items()]
         parts += ["* further keys are allowed"] if kind.open else []
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
@@ -93,11 +94,17 @@ def environment_reference() -> str:
     return "\n".join(parts) + "\n"
 
 
-FILES = {
+def messages_reference() -> str:
+    """Every message between processes."""
+    return protocol_reference(GENERATED)
+
+
+FILES: Mapping[str, Callable[[], str]] = {
     "run-file.schema.json": run_file_schema,
     "run-file.md": run_file_reference,
     "events.md": events_reference,
     "environment.md": environment_reference,
+    "protocol.md": messages_reference,
 }
 
 
@@ -150,7 +157,7 @@ def _row(path: str, info: FieldInfo) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    default: Any = info.get_default(call_default_factory=True, validated_data={})
+    default: object = info.get_default(call_default_factory=True, validated_data={})
     if default is PydanticUndefined:
         return "required"
     if default is None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from muster.backends.cluster import OpenCluster, Rehearse
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
+from muster.core.typed_json import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,7 @@ class RenderedFiles:
 class Render(Protocol):
     """One format of ``muster render``. Pure: no project, credentials or network."""
 
-    def __call__(
-        self, spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]
-    ) -> RenderedFiles: ...
+    def __call__(self, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles: ...
 
 
 def _no_problems(spec: RunSpec) -> Iterable[Problem]:

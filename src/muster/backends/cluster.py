@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec
+from muster.core.typed_json import JsonObject
 
 Step = Literal[
     "looking", "absent", "making", "waiting", "replacing", "there", "removing", "gone", "kept", "differs", "failed"
@@ -101,7 +102,7 @@ class Request(Protocol):
         """As text; a secret body is left out."""
         ...
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """For programs; a secret body is left out."""
         ...
 

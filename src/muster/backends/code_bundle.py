@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from muster.config.spec import RunSpec
+from muster.config.spec import Recovery, RunSpec
 from muster.core.errors import UsageError
 
 FOLDER = "code"
@@ -32,7 +32,7 @@ def pack(spec: RunSpec, run_dir: str) -> tuple[RunSpec, bytes | None]:
         UsageError: more code than fits.
     """
     files: dict[str, Path] = {}
-    changes: dict[str, object] = {}
+    changes: dict[str, list[str] | Recovery] = {}
     script = Path(spec.command[0]) if spec.command and spec.command[0] != "-m" else None
     if script is not None and script.is_file():
         files |= {str(path.relative_to(script.parent)): path for path in _below(script.parent)}

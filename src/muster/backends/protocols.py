@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from muster.config.spec import RunSpec
 from muster.core.types import JobHandle, JobRequest, JobStatus, LogChunk, Offer
+from muster.protocol.client import FromClient, SupervisorStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,12 @@ class RemoteRun(Protocol):
     """Access to a run whose folder cannot be reached from this machine (pods in a cluster)."""
 
     def ask(
-        self, run_id: str, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
-    ) -> dict[str, Any]:
-        """Send ``message`` to the run's supervisor: ``{"answer": ...}``, or ``{"error": ..., "hint": ...}``.
+        self, run_id: str, message: FromClient, *, timeout_s: float = 5.0, resolved: str | None = None
+    ) -> SupervisorStatus:
+        """Send ``message`` to the run's supervisor and return its answer; ``resolved`` replaces the run file first.
 
-        ``resolved`` replaces the run file first.
+        Raises:
+            BackendError: it cannot be reached, or cannot answer.
         """
         ...
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from io import StringIO
-from typing import Any
 
 from muster.catalog import rows
 from muster.catalog.rows import Price
+from muster.core.typed_json import JsonObject, at, child, text, texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,7 @@ class Parts:
 @cache
 def machine_parts() -> Mapping[str, Parts]:
     """The parts of every machine whose SKUs are known."""
-    result = {}
-    for name, row in rows.table("billing.yaml")["machines"].items():
-        names = {kind: tuple(row.get(kind, ())) for kind in ("gpu", "core", "ram")}
-        result[name] = Parts(**names, vcpus=row.get("vcpus", 0), ram_gb=row.get("ram_gb", 0))
-    return result
+    return rows.typed(Parts, rows.table("billing.yaml")["machines"])
 
 
 _PLACE = re.compile(r" (?:running )?in [^()]*$")
@@ -55,15 +51,15 @@ _MARKS: Sequence[tuple[str, re.Pattern[str]]] = (
 )
 
 
-def prices_of(skus: Iterable[Mapping[str, Any]], *, date: str) -> tuple[list[Price], list[str]]:
+def prices_of(skus: Iterable[JsonObject], *, date: str) -> tuple[list[Price], list[str]]:
     """(prices, what was looked for and not found) from the Cloud Billing Catalog's ``skus``."""
     rates: dict[tuple[str, str, str], float] = {}
     for sku in skus:
-        mode, name = parse_description(str(sku.get("description", "")))
+        mode, name = parse_description(text(sku, "description"))
         usd = hourly_usd(sku)
         if mode is None or usd is None or usd <= 0:
             continue
-        for region in sku.get("serviceRegions", []):
+        for region in texts(sku, "serviceRegions"):
             rates[mode, name, region] = usd
     result: list[Price] = []
     missing: list[str] = []
@@ -94,21 +90,21 @@ def parse_description(description: str) -> tuple[str | None, str]:
     ``Nvidia H100 80GB GPU attached to DWS Defined Duration VMs running in Americas`` is flex-start of
     ``Nvidia H100 80GB GPU``.
     """
-    text = " ".join(description.split())
-    mode = next((mode for mode, mark in _MARKS if mark.search(text)), "on_demand")
-    name = _WAYS.sub("", _PLACE.sub("", text)).strip()
+    words = " ".join(description.split())
+    mode = next((mode for mode, mark in _MARKS if mark.search(words)), "on_demand")
+    name = _WAYS.sub("", _PLACE.sub("", words)).strip()
     return mode or None, name
 
 
-def hourly_usd(sku: Mapping[str, Any]) -> float | None:
+def hourly_usd(sku: JsonObject) -> float | None:
     """Dollars an hour (or GiB-hour) of an SKU's newest price; money may carry ``nanos`` and no ``units``."""
+    expression = child(sku, "pricingInfo", -1, "pricingExpression")
+    price = at(expression, "tieredRates", -1, "unitPrice")
+    if text(expression, "usageUnit") not in ("h", "GiBy.h") or not isinstance(price, Mapping):
+        return None
     try:
-        expression = sku["pricingInfo"][-1]["pricingExpression"]
-        if expression.get("usageUnit") not in ("h", "GiBy.h"):
-            return None
-        price = expression["tieredRates"][-1]["unitPrice"]
-        return float(price.get("units") or 0) + float(price.get("nanos") or 0) / 1e9
-    except (KeyError, IndexError, TypeError, ValueError):
+        return float(text(price, "units") or 0) + float(text(price, "nanos") or 0) / 1e9
+    except ValueError:
         return None
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
+from muster.core.typed_json import JsonObject
 
 GIGA = 10**9
 Row = TypeVar("Row")
@@ -221,7 +222,7 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else float(value) * factor
 
 
-def typed(kind: type[Row], table: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:
+def typed(kind: type[Row], table: Mapping[str, JsonObject]) -> dict[str, Row]:
     """Rows by name as values of the dataclass ``kind``; what it has no field for is for people."""
     from pydantic import TypeAdapter
 

@@ -167,7 +167,7 @@ def break_spare_then_host(target: RunTarget) -> None:
         if pid not in seen:
             seen.add(pid)
             target.send([pid])
-        return any("cannot start" in str(event.detail["text"]) for event in target.events("run.message"))
+        return any(event.host == bad for event in target.events("host.set_aside"))
 
     target.wait(broken, f"note that {bad} cannot start", STAGE_S)
     target.signal_host(target.any_host())

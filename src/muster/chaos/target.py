@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,10 +16,14 @@ from muster.chaos.network import Disk, Network
 from muster.config.spec import RunSpec
 from muster.core import event_log, processes
 from muster.core.errors import MusterError
+from muster.core.event_details.attempts import RankStarted
+from muster.core.event_details.hosts import AgentStarted
+from muster.core.event_details.run import RunFinished
+from muster.core.event_details.training import Step
 from muster.core.events import Event
 from muster.core.processes import Process
 from muster.protocol import fault_request
-from muster.storage.paths import memory_dir, memory_prefix
+from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir, replace_text
 
 POLL_S = 0.02
@@ -60,10 +63,10 @@ class RunTarget:
 
     def ranks(self) -> dict[int, tuple[int, str]]:
         """Rank -> (pid, host) of the newest attempt."""
-        started = self.events("rank.started")
+        started = self.events(RankStarted.kind)
         newest = max((event.attempt for event in started), default=0)
         return {
-            event.rank: (int(event.detail["pid"]), event.host)
+            event.rank: (event.read(RankStarted).pid, event.host)
             for event in started
             if event.attempt == newest and event.rank is not None
         }
@@ -81,27 +84,26 @@ class RunTarget:
         living = [process for process in processes.labelled(self.run.run_id) if process.pid not in ancestors]
         if host is None:
             return living
-        memory = str(memory_dir(self.run.path, self.run.run_id, host))
+        memory = MemoryDir.of_run(self.run.path).get(host)
         pids = {
             process.pid
             for process in living
             if ("--host", host) in zip(process.argv, process.argv[1:], strict=False)
-            or any(memory in word for word in process.argv)
+            or (memory is not None and any(str(memory.folder) in word for word in process.argv))
         }
         return [process for process in living if process.pid in pids or _parent(process.pid) in pids]
 
     def agent(self, host: str) -> int:
         """Pid of the agent itself (not its watchdog's)."""
-        return max(
-            int(e.detail["pid"]) for e in self.events("agent.started")[-len(self.hosts()) * 4 :] if e.host == host
-        )
+        newest = self.events(AgentStarted.kind)[-len(self.hosts()) * 4 :]
+        return max(event.read(AgentStarted).pid for event in newest if event.host == host)
 
     def fork_server(self, host: str) -> int:
-        return int((memory_dir(self.run.path, self.run.run_id, host) / "forkserver.pid").read_text())
+        return int(MemoryDir.of_run(self.run.path)[host].read("forkserver.pid").split()[0])
 
     def copied_step(self) -> int:
         """The newest step that every rank has reported as held in another host's memory; 0: none."""
-        return max((int(str(event.detail.get("peer_step") or 0)) for event in self.events("step")), default=0)
+        return max((event.read(Step).peer_step or 0 for event in self.events(Step.kind)), default=0)
 
     def watchdog_pid(self, host: str) -> int:
         """Pid of the process that sends the host's heartbeat and starts its agent."""
@@ -140,9 +142,10 @@ class RunTarget:
         """
         until = time.monotonic() + timeout_s
         while not condition():
-            ended = self.events("run.finished")
+            ended = self.events(RunFinished.kind)
             if ended and ended[-1].wall_ns > max(self._last_start(), self.revived_ns):
-                raise MusterError(f"the run ended before {awaited}: {ended[-1].detail['reason']}", hint=self._hint())
+                reason = ended[-1].read(RunFinished).reason
+                raise MusterError(f"the run ended before {awaited}: {reason}", hint=self._hint())
             if time.monotonic() > until:
                 raise MusterError(f"no {awaited} within {timeout_s:.0f} s", hint=self._hint())
             time.sleep(POLL_S)
@@ -199,9 +202,9 @@ class RunTarget:
 
     def delete_snapshots(self) -> None:
         """Delete the snapshots in memory, as a loss of power does."""
-        prefix = Path(memory_prefix(self.run.path, self.run.run_id))
-        for folder in memory_dir(self.run.path, self.run.run_id, "x").parent.glob(f"{prefix.name}-*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for memory in MemoryDir.of_run(self.run.path).values():
+            with contextlib.suppress(OSError):
+                memory.remove()
 
     def corrupt(self, path: Path) -> None:
         """Flip one bit in the middle of a file."""

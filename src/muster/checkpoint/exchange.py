@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+_Value = TypeVar("_Value")
 
-def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+
+def gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
     """Every rank's ``value`` (JSON), in rank order, on every rank. ``group`` None: this process alone.
 
     Blocks until all ranks of the gloo ``group`` have called it; raises RuntimeError when one died. Uses the group's

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from muster.checkpoint_format.shard_file import StoredFile
 from muster.core.errors import AccessError, BackendError, MusterError
+from muster.protocol.codec import reader_of
+from muster.protocol.handover import FROM_WRITER, WriteFailed, WriteShard, Written
+from muster.protocol.replicator_peers import Go
 from muster.storage import uris
-from muster.storage.paths import memory_dir
 from muster.transport.secure_session import read_token
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
+
+_decode = reader_of(FROM_WRITER)
 
 
 class ReplicatorLost(Exception):
@@ -27,18 +30,20 @@ class Handover:
     token: bytes
 
     @classmethod
-    def on_this_host(cls, *, run_dir: str, run_id: str, host: str, directory_uri: str) -> Handover | None:
+    def on_this_host(cls, *, host_memory: str | None, run_dir: str, directory_uri: str) -> Handover | None:
         """None where no agent runs (torchrun), and for ``memory://``, which is this process's alone."""
-        path = memory_dir(run_dir, run_id, host) / REPLICATOR_SOCKET
-        if not path.exists() or uris.scheme(directory_uri) == "memory":
+        if host_memory is None or uris.scheme(directory_uri) == "memory":
+            return None
+        path = Path(host_memory) / REPLICATOR_SOCKET
+        if not path.exists():
             return None
         try:
             return cls(address=str(path), token=read_token(str(Path(run_dir) / "token")))
         except AccessError:
             return None
 
-    def write(self, uri: str, preamble: bytes, fd: int, size: int) -> Mapping[str, Any]:
-        """Have the first ``size`` bytes of ``fd`` written behind ``preamble``: {bytes, crc32}. Blocks.
+    def write(self, uri: str, preamble: bytes, fd: int, size: int) -> StoredFile:
+        """Have the first ``size`` bytes of ``fd`` written behind ``preamble``. Blocks.
 
         Raises:
             ReplicatorLost: no answer. The replicator may still write the file: use another name.
@@ -48,20 +53,20 @@ class Handover:
             answer = self._ask(uri, preamble, fd, size)
         except (OSError, MusterError, ValueError) as error:
             raise ReplicatorLost(str(error) or type(error).__name__) from error
-        if answer.get("t") != "written":
-            raise BackendError(str(answer.get("reason", "the replicator could not write it")), hint=answer.get("hint"))
-        return answer
+        if isinstance(answer, Written):
+            return StoredFile(name=uris.name(uri), bytes=answer.bytes, checksum=answer.checksum)
+        raise BackendError(answer.reason, hint=answer.hint)
 
-    def _ask(self, uri: str, preamble: bytes, fd: int, size: int) -> Mapping[str, Any]:
+    def _ask(self, uri: str, preamble: bytes, fd: int, size: int) -> Written | WriteFailed:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(5.0)
             sock.connect(self.address)
-            stream = Stream(sock, self.token, server=False)
-            stream.send({"t": "write", "uri": uri, "bytes": size, "preamble_bytes": len(preamble)})
-            if stream.receive().get("t") != "go":
+            stream = Stream(sock, self.token, server=False, decode=_decode)
+            stream.send(WriteShard(uri=uri, bytes=size, preamble_bytes=len(preamble)))
+            if not isinstance(stream.receive(), Go):
                 raise ConnectionError("the replicator refused a share")
             stream.send_file(fd)
             stream.send_bytes(memoryview(preamble))
-            while (answer := stream.receive()).get("t") == "busy":
+            while not isinstance(answer := stream.receive(), Written | WriteFailed):
                 pass
             return answer

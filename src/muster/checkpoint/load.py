@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from muster.checkpoint import exchange
-from muster.checkpoint.reader import open_checkpoint
 from muster.checkpoint.shards import ShardReader, gaps, mismatch, restore
 from muster.checkpoint_format.manifest import Manifest, OnSkip, committed, damage, missing
+from muster.checkpoint_format.reader import open_checkpoint
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.protocols import Store
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -55,10 +55,16 @@ def _unpin(address: int) -> None:
         _runtime().cudaHostUnregister(address)
 
 
-def _runtime() -> Any:
+class _Runtime(Protocol):
+    def cudaHostRegister(self, address: int, count: int, flags: int) -> int: ...
+
+    def cudaHostUnregister(self, address: int) -> int: ...
+
+
+def _runtime() -> _Runtime:
     """The CUDA runtime, as torch has it (untyped there)."""
-    cuda: Any = torch.cuda
-    return cuda.cudart()
+    result: _Runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return result
 
 
 def consume_error(device: torch.device) -> None:

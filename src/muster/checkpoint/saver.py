@@ -13,23 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 
-import muster
 from muster.checkpoint import exchange
 from muster.checkpoint.claim import Claim
 from muster.checkpoint.handover import Handover, ReplicatorLost
 from muster.checkpoint.staging import Staging
 from muster.checkpoint_format import manifest as manifests
 from muster.checkpoint_format import shards
-from muster.checkpoint_format.manifest import Manifest, StoredFile
-from muster.checkpoint_format.shard_file import write_shard
-from muster.checkpoint_format.tensor_index import INDEX, encode_index, shard_file
+from muster.checkpoint_format.draft import CheckpointDraft, WrittenShard
+from muster.checkpoint_format.shard_file import StoredFile, write_shard
+from muster.checkpoint_format.tensor_index import shard_file
+from muster.core import typed_json
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
+from muster.core.typed_json import JsonObject
 from muster.core.types import Layout
 from muster.storage import uris
 from muster.storage.store import blobs
@@ -56,7 +57,7 @@ class Saved:
 @dataclass
 class _Job:
     step: int
-    extra: Mapping[str, Any]
+    extra: JsonObject
     begun_ns: int
     problem: str | None = None
     stall_ns: int = 0
@@ -123,7 +124,7 @@ class Saver:
         if self._staging is None:
             self._staging = Staging(state, self._group, shared=self._handover is not None)
 
-    def save(self, step: int, state: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, torch.Tensor], extra: JsonObject) -> None:
         """Save ``state`` as of ``step``; ``extra`` holds small JSON values. Collective.
 
         Waits for the save before (``busy``: it need not be called then), copies, and returns while the bytes are
@@ -224,7 +225,7 @@ class Saver:
             job.result = Saved(step=job.step, committed=False, reason=f"rank {self.rank}: {_words(error)}")
 
     def _write_and_commit(self, job: _Job) -> Saved:
-        written: dict[str, Any] = {}
+        report: _Report = {}
         if not self._entered:
             problem = exchange.gather(self._fence(), self._group)[0]
             if problem is not None:
@@ -232,11 +233,13 @@ class Saver:
             self._entered = True
         if job.problem is None:
             try:
-                written = self._write_shard(job)
+                report = self._write_shard(job)
             except (MusterError, OSError) as error:
                 job.problem = f"rank {self.rank}: {_words(error)}"
-        reports = exchange.gather({"problem": job.problem, **written}, self._group)
-        verdict: dict[str, Any] = {}
+        if job.problem is not None:
+            report["problem"] = job.problem
+        reports = exchange.gather(report, self._group)
+        verdict: _Verdict = {}
         if self.rank == 0:
             try:
                 verdict = self._commit(job, reports)
@@ -262,69 +265,54 @@ class Saver:
             return _words(error)
         return None
 
-    def _write_shard(self, job: _Job) -> dict[str, Any]:
+    def _write_shard(self, job: _Job) -> _Report:
         """This rank's file; nothing where it has nothing to write."""
         staging = self._staging
         assert staging is not None
         if not staging.local_chunks:
             return {}
-        preamble = shards.preamble(self._header(job.step, self.rank))
-        name, note = shard_file(self.rank), {}
+        draft = self._draft(job.step)
+        preamble = shards.preamble(draft.header(self.rank, staging.local_chunks, {}))
+        name = shard_file(self.rank)
+        report: _Report = {}
         if self._handover is not None and staging.fd is not None:
             try:
-                uri = uris.join(self._uri(job.step), name)
-                result = self._handover.write(uri, preamble, staging.fd, staging.buffer.numel())
-                return {"name": name, "bytes": result["bytes"], "crc32": result["crc32"]}
+                stored = self._handover.write(uris.join(draft.uri, name), preamble, staging.fd, staging.buffer.numel())
+                return {"file": typed_json.encode(stored).decode()}
             except ReplicatorLost as error:
                 # A replicator that resumes later still writes: never into a file that may be committed.
                 name = f"own-{name}"
                 text = f"the replicator did not write rank {self.rank}'s share, so the rank did: {_words(error)}"
-                note = {"note": text}
+                report["note"] = text
         data = memoryview(staging.buffer.numpy().data)
-        count, crc = write_shard(uris.join(self._uri(job.step), name), (preamble, data))
-        return {"name": name, "bytes": count, "crc32": crc, **note}
+        stored = write_shard(uris.join(draft.uri, name), (preamble, data))
+        return {"file": typed_json.encode(stored).decode(), **report}
 
-    def _commit(self, job: _Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    def _commit(self, job: _Job, reports: list[_Report]) -> _Verdict:
         """Rank 0: the index, then the marker."""
         job.notes += [report["note"] for report in reports if "note" in report]
-        problems = [report["problem"] for report in reports if report["problem"]]
+        problems = [report["problem"] for report in reports if "problem" in report]
         if problems:
             self._leave_behind(job)
             return {"problem": problems[0]}
         assert self._staging is not None
-        keys = ("name", "bytes", "crc32")
-        files = [StoredFile(**{key: report[key] for key in keys}) for report in reports if "name" in report]
-        index = encode_index(
-            [
-                (reports[rank]["name"], len(shards.preamble(self._header(job.step, rank))), chunks)
-                for rank, chunks in enumerate(self._staging.chunks)
-                if chunks
-            ]
-        )
+        draft = self._draft(job.step)
+        written = [
+            WrittenShard(
+                file=typed_json.decode(StoredFile, reports[rank]["file"]),
+                begin=len(shards.preamble(draft.header(rank, chunks, {}))),
+                tensors=chunks,
+            )
+            for rank, chunks in enumerate(self._staging.chunks)
+            if chunks
+        ]
         try:
-            self._store.put(uris.join(self._uri(job.step), INDEX), index)
+            manifest = draft.finish(self._store, written, extra=job.extra)
         except (MusterError, OSError):
             self._leave_behind(job)
             raise
-        files.append(StoredFile(name=INDEX, bytes=len(index), crc32=manifests.crc32(index)))
-        total = sum(item.bytes for item in files)
-        manifests.commit(
-            self._store,
-            Manifest(
-                run_id=self.run_id,
-                attempt=self.attempt,
-                step=job.step,
-                layout=self.layout,
-                prefix=manifests.step_prefix(job.step, self.attempt),
-                files=tuple(files),
-                bytes=total,
-                created_ns=time.time_ns(),
-                version=muster.__version__,
-                extra=job.extra,
-                directory=self.directory,
-            ),
-        )
-        return {"bytes": total}
+        manifests.commit(self._store, manifest)
+        return {"bytes": manifest.bytes}
 
     def _tidy(self, job: _Job) -> None:
         """Rank 0, after a commit: old versions and, once, what older attempts left. A failure is a note."""
@@ -353,23 +341,33 @@ class Saver:
             except (MusterError, OSError) as error:
                 job.notes.append(f"what a save that failed has written could not be removed: {_words(error)}")
 
-    def _header(self, step: int, rank: int) -> shards.ShardHeader:
-        assert self._staging is not None
-        return shards.ShardHeader(
-            run_id=self.run_id,
-            attempt=self.attempt,
-            step=step,
-            rank=rank,
-            layout=self.layout,
-            tensors=self._staging.chunks[rank],
+    def _draft(self, step: int) -> CheckpointDraft:
+        return CheckpointDraft(
+            directory=self.directory, run_id=self.run_id, step=step, attempt=self.attempt, layout=self.layout
         )
 
     def _uri(self, step: int) -> str:
-        return uris.join(self.directory, manifests.step_prefix(step, self.attempt))
+        return self._draft(step).uri
 
-    def _emit(self, kind: str, step: int, **detail: Any) -> None:
+    def _emit(self, kind: str, step: int, **detail: object) -> None:
         if self.rank == 0:
             self._on_event(kind, step=step, tier=self.tier, **detail)
+
+
+class _Report(TypedDict, total=False):
+    """A rank's word to rank 0."""
+
+    problem: str
+    file: str
+    """A StoredFile, encoded."""
+    note: str
+
+
+class _Verdict(TypedDict, total=False):
+    """Rank 0's word to all."""
+
+    problem: str
+    bytes: int
 
 
 def _words(error: BaseException) -> str:

@@ -10,7 +10,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from muster.checkpoint.reader import Shard
+from muster.checkpoint_format.reader import Shard
 from muster.checkpoint_format.shards import ITEM_BYTES, Chunk, owner_of
 from muster.core.errors import CheckpointError, MusterError
 
@@ -56,7 +55,7 @@ class ShardReader(StorageReader):
         """Name -> global shape of everything there."""
         return {name: chunks[0].global_shape for name, chunks in self._tensors.items()}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return Metadata(
             state_dict_metadata={
                 name: TensorStorageMetadata(
@@ -95,10 +94,10 @@ class ShardReader(StorageReader):
             into.copy_(piece)
 
     # What the base class asks for and shards have no use for.
-    def reset(self, checkpoint_id: Any = None) -> None:
+    def reset(self, checkpoint_id: object = None) -> None:
         pass
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -108,7 +107,7 @@ class ShardReader(StorageReader):
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return False
 
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from muster.checkpoint_format.decoding import damage_as, seal, unseal
+from muster.core import typed_json
 from muster.core.errors import CheckpointError, ConflictError
 from muster.core.protocols import Store
+from muster.core.typed_json import Record
 from muster.storage import uris
 
-FORMAT = 1
+FORMAT = 2
+_HINT = "remove fence.json to start over"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fence:
+class Fence(Record):
     """Who may commit in a folder."""
 
     run_id: str
@@ -33,17 +36,17 @@ class Fence:
     """While unsealed: the sealed fence that this one replaces."""
 
     def encode(self) -> bytes:
-        return (json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1) + "\n").encode()
+        return seal(typed_json.parse_object(typed_json.encode(self)), format=FORMAT, kind="fence")
 
     @classmethod
     def decode(cls, data: bytes) -> Fence:
         """The inverse of ``encode``. Raises CheckpointError."""
         try:
-            result = json.loads(data)
-            result.pop("format")
-            return cls._from_json(result)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"not a fence: {error}", hint="remove fence.json to start over") from error
+            body = unseal(data, reads=FORMAT, kind="fence")
+            with damage_as("not a fence"):
+                return typed_json.decode(cls, json.dumps(body))
+        except CheckpointError as error:
+            raise CheckpointError(str(error), hint=_HINT) from error
 
     def admits(self, marker: str, run_id: str, attempt: int) -> bool:
         """Whether a marker (its file name) that names this writer counts."""
@@ -52,15 +55,6 @@ class Fence:
         if self.inherited is None:
             return self.before is None or self.before.admits(marker, run_id, attempt)
         return self.inherited.get(marker) == f"{run_id}/{attempt}"
-
-    @classmethod
-    def _from_json(cls, result: dict[str, Any]) -> Fence:
-        if result.get("before") is not None:
-            result["before"] = cls._from_json(result["before"])
-        fence = cls(**result)
-        if not isinstance(fence.attempt, int):
-            raise ValueError("the attempt is not a number")
-        return fence
 
 
 def fence_uri(directory: str) -> str:

@@ -14,38 +14,32 @@ from __future__ import annotations
 import builtins
 import json
 import re
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from muster.checkpoint_format import fences
+from muster.checkpoint_format.checksum import checksum_of
+from muster.checkpoint_format.decoding import damage_as, seal, unseal
+from muster.checkpoint_format.shard_file import ShardFile, StoredFile
+from muster.core import typed_json
 from muster.core.errors import CheckpointError, ConflictError
 from muster.core.protocols import Store
+from muster.core.typed_json import JsonObject, Record
 from muster.core.types import Checkpoint, Layout
 from muster.storage import uris
 from muster.storage.store import blobs
 
-FORMAT = 1
+FORMAT = 2
+_KIND = "commit marker"
 _MARKER = re.compile(r"^step-(\d{8,})\.json$")
 _PREFIX = re.compile(r"^step-(\d{8,})\.a(\d+)$")
-_CHUNK_BYTES = 8 << 20
 OnSkip = Callable[[str, str], None]
 """Called with (uri, reason) for what is there and not usable."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredFile:
-    """One file of a checkpoint. ``crc32`` is zlib's, of the whole file: any flipped byte changes it."""
-
-    name: str
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(Record):
     """One committed checkpoint: everything needed to decide whether it can be restored."""
 
     run_id: str
@@ -55,12 +49,14 @@ class Manifest:
     prefix: str
     """Folder of the data, relative to ``directory``: a moved folder still restores."""
     files: tuple[StoredFile, ...]
+    """The shards."""
+    index: StoredFile
     bytes: int
     created_ns: int
     """Wall clock."""
     version: str
     """Of the code that wrote it."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     """Small JSON values: data and model fingerprints."""
     directory: str = ""
     """The folder it was read from; not written into the marker."""
@@ -75,24 +71,17 @@ class Manifest:
         return marker_uri(self.directory, self.step)
 
     def encode(self) -> builtins.bytes:
-        result = {key: value for key, value in asdict(self).items() if key != "directory"}
-        return (json.dumps({"format": FORMAT, **result}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+        body = dict(typed_json.parse_object(typed_json.encode(self)))
+        del body["directory"]
+        return seal(body, format=FORMAT, kind=_KIND)
 
     @classmethod
     def decode(cls, data: builtins.bytes, *, directory: str) -> Manifest:
         """The inverse of ``encode``. Raises CheckpointError saying what is wrong."""
-        try:
-            result = json.loads(data)
-            if not isinstance(result, dict):
-                raise ValueError("it is not a JSON object")
-            if result.pop("format", None) != FORMAT:
-                raise ValueError("of an unknown format")
-            result["layout"] = Layout.of(result["layout"])
-            result["files"] = tuple(StoredFile(**item) for item in result["files"])
-            manifest = cls(**result, directory=directory)
+        body = unseal(data, reads=FORMAT, kind=_KIND)
+        with damage_as(f"not a {_KIND}"):
+            manifest = typed_json.decode(cls, json.dumps({**body, "directory": directory}))
             manifest._check()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"not a commit marker: {error}") from error
         return manifest
 
     def checkpoint(self, *, tier: str) -> Checkpoint:
@@ -100,22 +89,16 @@ class Manifest:
         return Checkpoint(step=self.step, tier=tier, uri=self.uri, bytes=self.bytes, layout=self.layout, committed=True)
 
     def _check(self) -> None:
-        numbers = (self.step, self.attempt, self.bytes, *(item.bytes for item in self.files))
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise ValueError("a number is missing or negative")
+        if min(self.step, self.attempt, self.bytes, *(item.bytes for item in (*self.files, self.index))) < 0:
+            raise ValueError("a number is negative")
         if _PREFIX.match(self.prefix) is None:
             raise ValueError(f"unexpected prefix {self.prefix!r}")
-        for item in self.files:
+        for item in (*self.files, self.index):
             # A name is joined to the folder and read: it must not lead out of it.
             if not item.name or "/" in item.name or item.name.startswith("."):
                 raise ValueError(f"unexpected file name {item.name!r}")
         if not self.files:
             raise ValueError("it names no files")
-
-
-def crc32(data: bytes | bytearray | memoryview, so_far: int = 0) -> int:
-    """zlib's CRC-32: finds every flipped byte; about as fast as memory allows and without the GIL."""
-    return zlib.crc32(data, so_far)
 
 
 def step_prefix(step: int, attempt: int) -> str:
@@ -234,19 +217,26 @@ def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt:
 def remove_orphans(store: Store, directory: str, *, run_id: str, attempt: int) -> list[str]:
     """Remove data that no marker names and that an older attempt wrote; returns the folders removed.
 
-    Call after ``claim``: writers of older attempts can no longer commit.
+    Call after ``claim``: writers of older attempts can no longer commit. The data of a step whose marker cannot be read
+    is spared: which folder it names is not known.
     """
     fences.check(store, directory, run_id=run_id, attempt=attempt)
-    named = set()
+    named, unreadable = set(), set()
     for uri in store.list(uris.join(directory, "commits")):
         try:
             named.add(Manifest.decode(store.get(uri).data, directory=directory).prefix)
-        except (CheckpointError, FileNotFoundError):
+        except FileNotFoundError:
             continue
+        except CheckpointError:
+            marker = _MARKER.match(uris.name(uri))
+            if marker is not None:
+                unreadable.add(int(marker.group(1)))
     removed = []
     for prefix in blobs.folders(directory):
         match = _PREFIX.match(prefix)
-        if match is not None and prefix not in named and int(match.group(2)) < attempt:
+        if match is None or prefix in named or int(match.group(1)) in unreadable:
+            continue
+        if int(match.group(2)) < attempt:
             blobs.remove_tree(uris.join(directory, prefix))
             removed.append(uris.join(directory, prefix))
     return removed
@@ -257,7 +247,7 @@ def remove_orphans(store: Store, directory: str, *, run_id: str, attempt: int) -
 
 def missing(manifest: Manifest) -> str | None:
     """Why the files cannot be all there, by their sizes alone; None when they can."""
-    for item in manifest.files:
+    for item in (*manifest.files, manifest.index):
         uri = uris.join(manifest.uri, item.name)
         try:
             result = blobs.size(uri)
@@ -268,19 +258,33 @@ def missing(manifest: Manifest) -> str | None:
     return None
 
 
+def read_index(manifest: Manifest) -> bytes:
+    """The index's bytes, verified. Raises CheckpointError."""
+    index, uri = manifest.index, uris.join(manifest.uri, manifest.index.name)
+    try:
+        data = blobs.read_range(uri, 0, index.bytes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{index.name} is missing") from error
+    if checksum_of(data) != index.checksum:
+        raise CheckpointError(f"{index.name} does not match its checksum: damaged")
+    return data
+
+
 def damage(manifest: Manifest, *, part: int = 0, parts: int = 1) -> str | None:
-    """Read every ``parts``-th file from ``part`` on and compare checksums: what is wrong, or None."""
-    for item in manifest.files[part::parts]:
-        uri = uris.join(manifest.uri, item.name)
-        crc, count = 0, 0
-        try:
-            with blobs.reading(uri) as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    crc, count = crc32(chunk, crc), count + len(chunk)
-        except FileNotFoundError:
-            return f"{item.name} is missing"
-        if count != item.bytes:
-            return f"{item.name} has {count} bytes, not {item.bytes}: truncated"
-        if crc != item.crc32:
-            return f"{item.name} does not match its checksum: damaged"
+    """Read every ``parts``-th shard from ``part`` on, compare its checksum and whose it is: what is wrong, or None.
+
+    Part 0 has the index too.
+    """
+    try:
+        if part == 0:
+            read_index(manifest)
+        for item in manifest.files[part::parts]:
+            file = ShardFile(manifest.uri, item)
+            file.verify()
+            header = file.header()
+            written = (header.run_id, header.step, header.layout, step_prefix(header.step, header.attempt))
+            if written != (manifest.run_id, manifest.step, manifest.layout, manifest.prefix):
+                return f"{item.name} is of step {header.step} of attempt {header.attempt} of run {header.run_id}"
+    except CheckpointError as error:
+        return str(error)
     return None

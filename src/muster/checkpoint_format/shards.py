@@ -1,10 +1,11 @@
 """Shards: one rank's tensors as bytes, described by a JSON header. No torch, no pickle.
 
-The same header describes a file of a checkpoint, a snapshot in a host's memory and what a peer sends.
+The same header describes a file of a checkpoint, a snapshot in a host's memory and what a peer sends. A file
+(``checkpoint_format.shard_file``) is
 
 ::
 
-    MUSTRSH1 | header bytes (uint64, little-endian) | header (JSON) | zeros to 64 bytes | tensors' bytes
+    MUSTRSH2 | header bytes (uint64, little-endian) | header (JSON) | zeros to 64 bytes | tensors' bytes | blocks' sums
 
 A tensor here is a box of a global tensor: ``offsets`` and ``shape`` within ``global_shape``, row-major,
 little-endian. ``byte_offset`` counts from the start of the tensors' bytes, 64-byte aligned.
@@ -12,18 +13,20 @@ little-endian. ``byte_offset`` counts from the start of the tensors' bytes, 64-b
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from muster.checkpoint_format.decoding import check_format, damage_as
+from muster.core import typed_json
 from muster.core.errors import CheckpointError
+from muster.core.typed_json import JsonObject, Record
 from muster.core.types import Layout
 
-MAGIC = b"MUSTRSH1"
+FORMAT = 2
+_MAGIC = b"MUSTRSH"
 ALIGN_BYTES = 64
 MAX_HEADER_BYTES = 1 << 30
 _FIXED = struct.Struct("<8sQ")
@@ -68,7 +71,22 @@ class ShardHeader:
     step: int = -1
     attempt: int = -1
     run_id: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
+
+
+StoredChunk = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""A chunk as headers and indexes hold it: name, dtype, global shape, offsets, shape, byte offset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredHeader(Record):
+    run_id: str
+    attempt: int
+    step: int
+    rank: int
+    layout: Mapping[str, int]
+    extra: JsonObject
+    tensors: tuple[StoredChunk, ...]
 
 
 def pack(boxes: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]]) -> tuple[Chunk, ...]:
@@ -92,39 +110,37 @@ def pack(boxes: Iterable[tuple[str, str, Sequence[int], Sequence[int], Sequence[
 
 def encode_header(header: ShardHeader) -> bytes:
     """The header's JSON alone (what a ring file keeps)."""
-    result = {
-        "run_id": header.run_id,
-        "attempt": header.attempt,
-        "step": header.step,
-        "rank": header.rank,
-        "layout": header.layout.sizes,
-        "extra": dict(header.extra),
-        "tensors": [chunk_to_json(chunk) for chunk in header.tensors],
-    }
-    return json.dumps(result, separators=(",", ":"), allow_nan=False).encode()
+    stored = _StoredHeader(
+        run_id=header.run_id,
+        attempt=header.attempt,
+        step=header.step,
+        rank=header.rank,
+        layout=header.layout.sizes,
+        extra=header.extra,
+        tensors=tuple(map(stored_chunk, header.tensors)),
+    )
+    return typed_json.encode(stored)
 
 
-def decode_header(data: bytes | bytearray | memoryview) -> ShardHeader:
+def decode_header(data: bytes) -> ShardHeader:
     """The inverse of ``encode_header``; every box is checked. Raises CheckpointError."""
-    try:
-        result = json.loads(bytes(data))
+    with damage_as("not a shard header"):
+        stored = typed_json.decode(_StoredHeader, data)
         return ShardHeader(
-            run_id=result["run_id"],
-            attempt=int(result["attempt"]),
-            step=int(result["step"]),
-            rank=int(result["rank"]),
-            layout=Layout.of(result["layout"]),
-            extra=result["extra"],
-            tensors=tuple(chunk_from_json(item) for item in result["tensors"]),
+            run_id=stored.run_id,
+            attempt=stored.attempt,
+            step=stored.step,
+            rank=stored.rank,
+            layout=Layout.of(stored.layout),
+            extra=stored.extra,
+            tensors=tuple(map(checked_chunk, stored.tensors)),
         )
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"not a shard header: {error}") from error
 
 
 def preamble(header: ShardHeader) -> bytes:
     """The bytes before the tensors' bytes in a file."""
     text = encode_header(header)
-    start = _FIXED.pack(MAGIC, len(text)) + text
+    start = _FIXED.pack(_MAGIC + b"%d" % FORMAT, len(text)) + text
     return start + b"\0" * (_aligned(len(start)) - len(start))
 
 
@@ -136,36 +152,48 @@ def preamble_bytes(start: bytes) -> tuple[int, int]:
     if len(start) < _FIXED.size:
         raise CheckpointError("not a shard: too short")
     magic, length = _FIXED.unpack_from(start)
-    if magic != MAGIC or length > MAX_HEADER_BYTES:
+    check_magic(magic, _MAGIC, reads=FORMAT, what="a shard")
+    if length > MAX_HEADER_BYTES:
         raise CheckpointError("not a shard: its first bytes are wrong")
     end = _FIXED.size + length
     return end, _aligned(end)
 
 
-def chunk_to_json(chunk: Chunk) -> list[Any]:
-    """One entry of a header's ``tensors``."""
-    return [chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.shape, chunk.byte_offset]
+def check_magic(found: bytes, name: bytes, *, reads: int, what: str) -> None:
+    """Raise CheckpointError unless ``found`` is ``name`` and the digit of the format that this version reads."""
+    if found[:-1] != name or not found[-1:].isdigit():
+        raise CheckpointError(f"not {what}: its first bytes are wrong")
+    check_format(int(found[-1:]), reads=reads, what=what)
 
 
-def chunk_from_json(item: Sequence[Any]) -> Chunk:
-    """One entry of a header's ``tensors``, checked. Raises ValueError or TypeError."""
-    name, dtype, global_shape, offsets, shape, byte_offset = item
+def stored_chunk(chunk: Chunk) -> StoredChunk:
+    """One entry of a header's or an index's ``tensors``."""
+    return (chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.shape, chunk.byte_offset)
+
+
+def checked_chunk(stored: StoredChunk) -> Chunk:
+    """The inverse of ``stored_chunk``. Raises ValueError where it is no box of its tensor."""
+    name, dtype, global_shape, offsets, shape, byte_offset = stored
     chunk = Chunk(
-        name=str(name),
-        dtype=str(dtype),
-        global_shape=tuple(global_shape),
-        offsets=tuple(offsets),
-        shape=tuple(shape),
-        byte_offset=int(byte_offset),
+        name=name, dtype=dtype, global_shape=global_shape, offsets=offsets, shape=shape, byte_offset=byte_offset
     )
-    inside = len(chunk.global_shape) == len(chunk.offsets) == len(chunk.shape) and all(
-        isinstance(number, int) and number >= 0 for number in (*chunk.offsets, *chunk.shape, chunk.byte_offset)
-    )
-    if not inside or any(o + n > g for o, n, g in zip(chunk.offsets, chunk.shape, chunk.global_shape, strict=True)):
-        raise ValueError(f"{chunk.name}: a box outside its tensor")
-    if chunk.dtype not in ITEM_BYTES:
-        raise ValueError(f"{chunk.name}: unknown type {chunk.dtype!r}")
+    inside = len(global_shape) == len(offsets) == len(shape) and min((*offsets, *shape, byte_offset)) >= 0
+    if not inside or any(o + n > g for o, n, g in zip(offsets, shape, global_shape, strict=True)):
+        raise ValueError(f"{name}: a box outside its tensor")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name}: unknown type {dtype!r}")
     return chunk
+
+
+def check_places(chunks: Iterable[Chunk], size: int) -> None:
+    """Raise CheckpointError where boxes overlap, or do not lie in ``size`` bytes."""
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.byte_offset):
+        if not chunk.bytes:
+            continue
+        if chunk.byte_offset < end or chunk.byte_offset + chunk.bytes > size:
+            raise CheckpointError(f"{chunk.name}: its bytes overlap another tensor's, or lie outside")
+        end = chunk.byte_offset + chunk.bytes
 
 
 def _aligned(size: int) -> int:

@@ -2,13 +2,13 @@
 
 The rank writes, others only read: the agent lists what is there, the replicator copies it to a peer, a
 restarted rank maps it. A slot counts when its stamp names a step; the stamp is cleared before the bytes
-change and set after they are whole, so a rank killed in mid-copy leaves a slot without a version.
+change and set after they are whole and their checksum is computed, so a rank killed in mid-copy leaves a slot without
+a version, and no version is without a checksum.
 
-A version gets a checksum of its bytes shortly after it is complete; a restore verifies it.
-
-Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four int64 each), the shard header (JSON: what
-the bytes are, see ``checkpoint_format.shards``), then the slots, page-aligned. A stamp is a slot's step, attempt,
-checksum and step of the checksum (step -1: no version, no checksum). The marks are versions too: the one to copy to the
+Layout of the file: fixed header, three marks and ``MAX_SLOTS`` stamps (four 64-bit numbers each), the shard header
+(JSON: what the bytes are, of which run and layout, see ``checkpoint_format.shards``), then the slots, page-aligned. A
+stamp is a slot's step, attempt, rank and checksum (step -1: no version). The checksum is over the fixed header, the
+shard header, the slot's bytes, and step, attempt and rank. The marks are versions too: the one to copy to the
 peer next (``request_copy``), the one that the peer last confirmed (``note_copied``), and the step that every rank's
 peer holds (``note_agreed``). Slots beyond the reserved ones are a hole in the file: they take no memory until ``grow``.
 """
@@ -20,19 +20,28 @@ import errno
 import mmap
 import os
 import re
+import secrets
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.checkpoint_format.checksum import Digest, checksum
+from muster.checkpoint_format.decoding import damage_as
+from muster.checkpoint_format.shards import ShardHeader, check_magic, check_places, decode_header
 from muster.core.errors import CheckpointError
 from muster.core.layout import KEY_PATTERN
-from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS
+from muster.core.snapshots import COPIED_SLOTS, MAX_SLOTS, Tier
+from muster.core.types import Checksum
 
-MAGIC = b"MUSTRNG3"
+FORMAT = 4
+_MAGIC = b"MUSTRNG"
 _FIXED = struct.Struct("<8sIIQ")  # magic, reserved slots, bytes of the shard header, bytes of a slot
 _REQUESTED, _COPIED, _AGREED, _MARKS = 0, 1, 2, 3
-_STAMP = struct.Struct("<qqqq")  # step, attempt, checksum, step of the checksum
+_STAMP = struct.Struct("<qqqQ")  # step, attempt, rank (of a mark: attempt of the peer), checksum
+_IDENTITY = struct.Struct("<qqq")  # step, attempt, rank
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+_SLOTS_AT = 8
 _HEADER_AT = _FIXED.size + (_MARKS + MAX_SLOTS) * _STAMP.size
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _PAGE = 4096
@@ -67,12 +76,16 @@ def _refusal_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.failed")
 
 
+#: How the text of ``NoRoom`` begins, also where it comes from another process.
+NO_ROOM = "no room for snapshots"
+
+
 class NoRoom(CheckpointError):
     """Not enough memory for snapshots; existing snapshots are intact."""
 
     def __init__(self, requested: int, free: int, folder: Path) -> None:
         super().__init__(
-            f"no room for snapshots in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
+            f"{NO_ROOM} in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
             hint="checkpoint.replicate_snapshots: false needs less, checkpoint.snapshot_every_steps: 0 none",
         )
 
@@ -83,6 +96,8 @@ class Version:
 
     step: int
     attempt: int
+    rank: int
+    """The rank that took it."""
     slot: int
 
 
@@ -90,7 +105,7 @@ class Version:
 class SnapshotInfo:
     """A complete version on this host, and its rank."""
 
-    tier: str
+    tier: Tier
     layout: str
     rank: int
     step: int
@@ -103,13 +118,13 @@ class Ring:
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path = path
         self.mapped = mapped
-        magic, _, header_bytes, self.slot_bytes = _FIXED.unpack_from(mapped)
-        if magic != MAGIC:
-            raise CheckpointError(f"{path} is not a snapshot ring")
+        magic, slots, header_bytes, self.slot_bytes = _FIXED.unpack_from(mapped)
+        check_magic(magic, _MAGIC, reads=FORMAT, what="a snapshot ring")
         self.header = bytes(mapped[_HEADER_AT : _HEADER_AT + header_bytes])
         self._data = _aligned(_HEADER_AT + header_bytes)
-        if len(mapped) < self._data + MAX_SLOTS * self.slot_bytes:
-            raise CheckpointError(f"{path} is truncated: {len(mapped)} bytes")
+        if slots > MAX_SLOTS or len(mapped) != self._data + MAX_SLOTS * self.slot_bytes:
+            raise CheckpointError(f"it has {len(mapped)} bytes: truncated, or its first bytes are wrong")
+        self._digest = Digest(_FIXED.pack(magic, 0, header_bytes, self.slot_bytes) + self.header)
 
     @classmethod
     def create(cls, path: Path, *, header: bytes, slot_bytes: int, slots: int = COPIED_SLOTS) -> Ring:
@@ -127,14 +142,14 @@ class Ring:
                 result.grow(slots)
                 return result
         data = _aligned(_HEADER_AT + len(header))
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         with _room(path.parent, data + slots * slot_bytes):
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
             try:
                 os.posix_fallocate(fd, 0, data + slots * slot_bytes)
                 os.ftruncate(fd, data + MAX_SLOTS * slot_bytes)
-                os.pwrite(fd, _FIXED.pack(MAGIC, slots, len(header), slot_bytes), 0)
-                os.pwrite(fd, _STAMP.pack(-1, -1, 0, -1) * (_MARKS + MAX_SLOTS), _FIXED.size)
+                os.pwrite(fd, _FIXED.pack(_MAGIC + b"%d" % FORMAT, slots, len(header), slot_bytes), 0)
+                os.pwrite(fd, _STAMP.pack(-1, -1, -1, 0) * (_MARKS + MAX_SLOTS), _FIXED.size)
                 os.pwrite(fd, header, _HEADER_AT)
                 os.rename(temporary, path)
                 return cls(path, mmap.mmap(fd, 0))
@@ -148,13 +163,14 @@ class Ring:
     def open(cls, path: Path, *, writable: bool = False) -> Ring:
         """Map an existing ring. Raises CheckpointError when absent or damaged."""
         try:
-            fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _OPEN)
         except OSError as error:
             raise CheckpointError(f"no snapshot ring {path}: {error.strerror}") from error
         try:
-            return cls(path, mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
-        except (ValueError, struct.error) as error:
-            raise CheckpointError(f"{path} is not a snapshot ring") from error
+            with damage_as("not a snapshot ring"):
+                return cls(path, mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         finally:
             os.close(fd)
 
@@ -170,20 +186,20 @@ class Ring:
             return
         size = (slots - has) * self.slot_bytes
         with _room(self.path.parent, size):
-            fd = os.open(self.path, os.O_RDWR)
+            fd = os.open(self.path, os.O_RDWR | _OPEN)
             try:
                 os.posix_fallocate(fd, self._data + has * self.slot_bytes, size)
             finally:
                 os.close(fd)
-        _FIXED.pack_into(self.mapped, 0, MAGIC, slots, len(self.header), self.slot_bytes)
+        self.mapped[_SLOTS_AT : _SLOTS_AT + 4] = struct.pack("<I", slots)
 
     def versions(self) -> list[Version]:
         """Whole versions, newest first."""
         result = []
         for slot in range(self.slots):
-            step, attempt, _, _ = _STAMP.unpack_from(self.mapped, _at(_MARKS + slot))
-            if step >= 0:
-                result.append(Version(step=step, attempt=attempt, slot=slot))
+            step, attempt, rank, _ = _STAMP.unpack_from(self.mapped, _at(_MARKS + slot))
+            if min(step, attempt, rank) >= 0:  # a damaged stamp is no version: no reader takes a negative number
+                result.append(Version(step=step, attempt=attempt, rank=rank, slot=slot))
         return sorted(result, key=lambda version: (version.step, version.attempt), reverse=True)
 
     def find(self, step: int, attempt: int) -> Version | None:
@@ -211,27 +227,52 @@ class Ring:
         self._stamp(_MARKS + slot, -1, -1)
         return slot
 
-    def commit(self, slot: int, *, step: int, attempt: int) -> Version:
-        """The slot's bytes are whole: it is now the version ``step``, without a checksum yet."""
-        self._stamp(_MARKS + slot, step, attempt)
-        return Version(step=step, attempt=attempt, slot=slot)
+    def commit(self, slot: int, *, step: int, attempt: int, rank: int, expected: Checksum | None = None) -> Version:
+        """The slot's bytes are whole: they are now the version ``step`` that ``rank`` took. Reads all of them.
 
-    def set_checksum(self, version: Version, checksum: int | None) -> None:
-        """Note the sum of the version's bytes (any signed 64-bit number); None: it has none.
-
-        May come from another thread: a checksum of a version that is overwritten meanwhile names the old step, and so
-        has no effect.
+        ``expected``: the checksum that it has where it comes from. Raises CheckpointError where it is another one.
         """
-        at = _at(_MARKS + version.slot)
-        self.mapped[at + 24 : at + 32] = struct.pack("<q", -1)
-        if checksum is not None:
-            self.mapped[at + 16 : at + 24] = struct.pack("<q", checksum)
-            self.mapped[at + 24 : at + 32] = struct.pack("<q", version.step)
+        version = Version(step=step, attempt=attempt, rank=rank, slot=slot)
+        number = self._sum(version)
+        if expected is not None and checksum(number) != expected:
+            raise CheckpointError(f"{self.path.name}: {_name(version)} does not match its checksum on arrival")
+        self._stamp(_MARKS + slot, step, attempt, rank, number)
+        return version
 
-    def checksum(self, version: Version) -> int | None:
-        """What ``set_checksum`` noted about it; None where it has none (yet)."""
-        step, attempt, checksum, of = _STAMP.unpack_from(self.mapped, _at(_MARKS + version.slot))
-        return checksum if (step, attempt, of) == (version.step, version.attempt, version.step) else None
+    def checksum(self, version: Version) -> Checksum | None:
+        """What ``commit`` computed; None where the version is no longer there."""
+        stamp = self._stamp_of(version)
+        return checksum(stamp) if stamp is not None else None
+
+    def verify(self, version: Version) -> None:
+        """Read the version. Raises CheckpointError where it is not, or no longer, what was committed."""
+        stamp = self._stamp_of(version)
+        if stamp is None or self._sum(version) != stamp:
+            gone = self._stamp_of(version) != stamp or stamp is None
+            problem = "is no longer there" if gone else "does not match its checksum"
+            raise CheckpointError(f"{self.path.name}: {_name(version)} {problem}")
+
+    def drop(self, version: Version) -> None:
+        """The version counts no longer."""
+        if self._stamp_of(version) is not None:
+            self._stamp(_MARKS + version.slot, -1, -1)
+
+    def shard_header(self) -> ShardHeader:
+        """What the slots' bytes are; to be trusted where a version has been verified. Raises CheckpointError."""
+        header = decode_header(self.header)
+        check_places(header.tensors, self.slot_bytes)
+        return header
+
+    def _sum(self, version: Version) -> int:
+        digest = self._digest.copy()
+        digest.update(self.slot(version.slot))
+        digest.update(_IDENTITY.pack(version.step, version.attempt, version.rank))
+        return digest.number
+
+    def _stamp_of(self, version: Version) -> int | None:
+        """The version's checksum; None where its slot is another's."""
+        step, attempt, rank, number = _STAMP.unpack_from(self.mapped, _at(_MARKS + version.slot))
+        return int(number) if (step, attempt, rank) == (version.step, version.attempt, version.rank) else None
 
     def forget_after(self, step: int, *, attempt: int | None = None) -> None:
         """Clear versions newer than ``step`` (the run went back to it) and, at ``step``, of other attempts."""
@@ -275,13 +316,13 @@ class Ring:
         step, attempt, world, _ = _STAMP.unpack_from(self.mapped, _at(index))
         return (step, attempt, world) if step >= 0 else (-1, -1, -1)
 
-    def _stamp(self, index: int, step: int, attempt: int, world: int = 0) -> None:
+    def _stamp(self, index: int, step: int, attempt: int, rank: int = -1, number: int = 0) -> None:
         # The step goes in last, and out first: a reader that sees it sees what belongs to it.
         at = _at(index)
         self.mapped[at : at + 8] = struct.pack("<q", -1)
         if step < 0:
             return
-        self.mapped[at + 8 : at + 32] = struct.pack("<qqq", attempt, world, -1)
+        self.mapped[at + 8 : at + 32] = struct.pack("<qqQ", attempt, rank, number)
         self.mapped[at : at + 8] = struct.pack("<q", step)
 
 
@@ -308,7 +349,7 @@ def list_snapshots(directory: Path) -> Iterator[SnapshotInfo]:
 
 @contextlib.contextmanager
 def _room(folder: Path, requested: int) -> Iterator[None]:
-    """Raise NoRoom where ``wanted`` bytes are not free in ``folder``, or were not when it came to it."""
+    """Raise NoRoom where ``requested`` bytes are not free in ``folder``, or were not when it came to it."""
     try:
         free = _free(folder)
         if requested > free:  # asked first: a reservation that fails half-way takes memory that others need
@@ -318,6 +359,10 @@ def _room(folder: Path, requested: int) -> Iterator[None]:
         if error.errno in _FULL:
             raise NoRoom(requested, _free(folder), folder) from error
         raise CheckpointError(f"no snapshots in {folder}: {error.strerror}") from error
+
+
+def _name(version: Version) -> str:
+    return f"the snapshot of step {version.step} of attempt {version.attempt} of rank {version.rank}"
 
 
 def _free(folder: Path) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from muster.checkpoint_format.shards import Chunk, chunk_from_json, chunk_to_json
-from muster.core.errors import CheckpointError
+from muster.checkpoint_format.decoding import check_format, damage_as
+from muster.checkpoint_format.shards import Chunk, StoredChunk, checked_chunk, stored_chunk
+from muster.core import typed_json
+from muster.core.typed_json import Record
 
 INDEX = "index.json"
-INDEX_FORMAT = 1
-
-#: Of an entry in a snapshot ring's header, in the order of ``chunk_to_json``.
-TABLE_KEYS = ("name", "dtype", "global_shape", "offsets", "local_shape", "byte_offset")
+FORMAT = 2
 
 Entry = tuple[str, int, tuple[Chunk, ...]]
 """A file, where its tensors' bytes begin in it, and what they are."""
@@ -26,44 +24,33 @@ def shard_file(rank: int) -> str:
     return f"rank-{rank:05d}.shard"
 
 
-def index_file(names: Iterable[str]) -> str:
-    """The index among a checkpoint's files. Raises CheckpointError when there is none."""
-    for name in names:
-        if name.endswith(INDEX):
-            return name
-    raise CheckpointError(f"{INDEX} is missing")
+@dataclass(frozen=True, kw_only=True)
+class _File(Record):
+    name: str
+    begin: int
+    tensors: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index(Record):
+    format: int
+    files: tuple[_File, ...]
 
 
 def encode_index(files: Sequence[Entry]) -> bytes:
-    """The index's bytes."""
-    result = [
-        {"name": name, "begin": begin, "tensors": [chunk_to_json(chunk) for chunk in chunks]}
-        for name, begin, chunks in files
-    ]
-    return json.dumps({"format": INDEX_FORMAT, "files": result}, separators=(",", ":")).encode()
+    """The index's bytes. Their checksum is in the manifest."""
+    stored = tuple(
+        _File(name=name, begin=begin, tensors=tuple(map(stored_chunk, chunks))) for name, begin, chunks in files
+    )
+    return typed_json.encode(_Index(format=FORMAT, files=stored))
 
 
 def decode_index(data: bytes) -> list[Entry]:
     """The inverse of ``encode_index``, every box checked. Raises CheckpointError."""
-    try:
-        result = json.loads(data)
-        if result["format"] != INDEX_FORMAT:
-            raise ValueError(f"unknown format {result['format']!r}")
-        return [
-            (str(item["name"]), int(item["begin"]), tuple(chunk_from_json(entry) for entry in item["tensors"]))
-            for item in result["files"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"no index: {error}") from error
-
-
-def boxes_of_table(table: Iterable[Mapping[str, Any]]) -> list[Chunk]:
-    """The boxes in a snapshot ring's header, empty ones left out. Raises CheckpointError."""
-    try:
-        result = [chunk_from_json([entry[key] for key in TABLE_KEYS]) for entry in table]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"not a snapshot's table: {error}") from error
-    return [chunk for chunk in result if math.prod(chunk.shape)]
+    with damage_as("no index"):
+        check_format(typed_json.parse_object(data).get("format"), reads=FORMAT, what="an index")
+        index = typed_json.decode(_Index, data)
+        return [(file.name, file.begin, tuple(map(checked_chunk, file.tensors))) for file in index.files]
 
 
 def incomplete(files: Iterable[Sequence[Chunk]]) -> str | None:

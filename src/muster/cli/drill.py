@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -48,31 +48,19 @@ def drill(
 
 
 def _print_menu(menu: Mapping[str, Fault], json: bool) -> None:
+    from muster.app.drill import menu_entry
+
     if json:
-        output.as_json([_entry(fault) for fault in menu.values()])
+        output.as_json([menu_entry(fault) for fault in menu.values()])
         return
     for fault in menu.values():
         mark = " (needs root)" if fault.needs_root else " (not for command:)" if fault.own_loop else ""
         output.result(f"{fault.name:<22} {fault.text}{mark}")
-        expected = _entry(fault)
         ends = f", then exit code {fault.exit_code}" if fault.exit_code is not None else ""
-        output.result(f"{'':<22}   -> {_either(expected['done'])}{ends}; taken again: {_again(fault.redone)}")
+        output.result(f"{'':<22}   -> {_either(fault.done)}{ends}; taken again: {_again(fault.redone)}")
 
 
-def _entry(fault: Fault) -> dict[str, Any]:
-    from muster.app.drill import expected
-
-    return {
-        "name": fault.name,
-        "what": fault.text,
-        "numbers": list(fault.numbers),
-        **expected(fault),
-        "needs_root": fault.needs_root,
-        "own_loop_only": fault.own_loop,
-    }
-
-
-def _either(ways: list[list[str]]) -> str:
+def _either(ways: Iterable[Iterable[str]]) -> str:
     ways_text = [", ".join(kinds) or "nothing" for kinds in ways]
     return " or ".join(ways_text) if len(ways_text) < 4 else f"{ways_text[0]} to {ways_text[-1]}"
 
@@ -82,16 +70,15 @@ def _again(limit: int | None) -> str:
 
 
 def _print(outcome: Outcome) -> None:
-    result = outcome.to_json()
-    expected, seen = result["expected"], result["seen"]
-    output.result(f"fault       {outcome.fault.name} after step {outcome.at_step}: {outcome.fault.text}")
+    fault = outcome.fault
+    output.result(f"fault       {fault.name} after step {outcome.at_step}: {fault.text}")
     output.result(f"{'':<12}{'expected':<44}seen")
     rows = [
-        ("noticed", " or ".join(expected["noticed"]) or "nothing to notice", ", ".join(seen["noticed"]) or "nothing"),
-        ("done", _either(expected["done"]), ", ".join(seen["done"]) or "nothing"),
-        ("redone", _again(expected["redone_steps"]), seen["redone_steps"]),
-        ("cost", "", f"L = {seen['lost_s']:.2f} s" if seen["lost_s"] is not None else "it did not continue"),
-        ("exit code", _none(expected["exit_code"]), _none(seen["exit_code"])),
+        ("noticed", " or ".join(fault.noticed) or "nothing to notice", ", ".join(outcome.noticed) or "nothing"),
+        ("done", _either(fault.done), ", ".join(outcome.done) or "nothing"),
+        ("redone", _again(fault.redone), outcome.redone),
+        ("cost", "", f"L = {outcome.lost_s:.2f} s" if outcome.lost_s is not None else "it did not continue"),
+        ("exit code", _none(fault.exit_code), _none(outcome.exit_code)),
         ("invariants", "I1-I8 hold", "hold" if not outcome.invariants else f"{len(outcome.invariants)} broken"),
     ]
     for name, promised, was in rows:

@@ -41,7 +41,7 @@ def status(
     elif not every and not unreadable:
         output.info("no runs on this machine")
     for status_row in [] if json else every:
-        step, phase = status_row.summary.last_step, status_row.live.get("phase", "run")
+        step, phase = status_row.summary.last_step, status_row.live.phase if status_row.live else "run"
         doing = "" if phase == "run" else f"  ({phase})"
         output.result(
             f"{status_row.run.run_id:<52} {status_row.status.state:<10} step {step if step is not None else '-'}{doing}"
@@ -57,7 +57,7 @@ def _print_status(result: RunStatus) -> None:
         value = shown[key]
         if value not in (None, 0) or key == "step":
             output.result(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")
-    for name, word in shown["tasks"].items():
+    for name, word in result.status.tasks.items():
         output.result(f"  {name:<13} {word}")
 
 
@@ -126,7 +126,7 @@ def report(
     _refuse_idle_options(runs, form, step_time_s, html, target)
     if form is not None:
         foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
-        output.as_json(foreign) if json else output.result(use_case.foreign_table(foreign))
+        output.as_json(foreign.to_json()) if json else output.result(use_case.foreign_table(foreign))
         return
     result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
     if html:

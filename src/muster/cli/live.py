@@ -6,14 +6,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muster.app.api import Event, RunDir, RunSpec, RunView
 from muster.app.inspect.event_format import line, step_figures
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 
 class Display:
@@ -48,10 +48,9 @@ class Display:
     def total(self) -> int | None:
         """Steps of the whole run, as soon as they are known."""
         training = self.spec.training
-        if training.steps is not None or training.epochs is None or "sequences" not in self.summary.data:
+        if training.steps is not None or training.epochs is None or self.summary.data is None:
             return training.steps
-        sequences = int(self.summary.data["sequences"])
-        return math.ceil(sequences * training.epochs / training.global_batch_size)
+        return math.ceil(self.summary.data.sequences * training.epochs / training.global_batch_size)
 
     def close(self) -> None:
         """Nothing is shown any more."""
@@ -90,7 +89,7 @@ class LiveDisplay(Display):
                 description="training",
                 total=self.total(),
                 completed=event.step,
-                numbers="  ".join(step_figures(event.detail)),
+                numbers="  ".join(step_figures(self.summary.numbers)),
             )
             return
         sentence = {
@@ -153,7 +152,7 @@ def preparing() -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, TaskID] = {}
 
         def show(source: str, done: int, total: int) -> None:
             if source not in tasks:

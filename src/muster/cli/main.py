@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 import typer
 import typer.core
@@ -30,10 +31,25 @@ GROUPS = {
 }
 
 
+class _Formatter(Protocol):
+    """Of the parser, which lies in click or in typer, by their versions."""
+
+    def section(self, name: str) -> AbstractContextManager[None]: ...
+
+    def write_dl(self, rows: list[tuple[str, str]]) -> None: ...
+
+
+@runtime_checkable
+class _ParserError(Protocol):
+    """An exception of the parser."""
+
+    def format_message(self) -> str: ...
+
+
 class _Grouped(typer.core.TyperGroup):
     """Lists the commands by group, each sentence whole."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: object, formatter: _Formatter) -> None:
         width = max(len(name) for name in self.commands)
         for title, names in GROUPS.items():
             with formatter.section(title):
@@ -98,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
     from muster.cli import output
 
     try:
-        result: Any = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
+        result: object = typer.main.get_command(app)(args=list(argv), prog_name="muster", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except api.MusterError as error:
         output.error(error)
@@ -112,11 +128,11 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except Exception as error:  # noqa: BLE001 (the process's edge: one line, the rest in a file)
-        return _usage_error(error) if hasattr(error, "format_message") else _unexpected(error)
+        return _usage_error(error) if isinstance(error, _ParserError) else _unexpected(error)
 
 
-def _usage_error(error: Any) -> int:
-    """The command line cannot be parsed (an exception of the parser)."""
+def _usage_error(error: _ParserError) -> int:
+    """The command line cannot be parsed."""
     from muster.cli import output
 
     context = getattr(error, "ctx", None)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from muster.app import api
 
@@ -16,7 +15,7 @@ def result(text: str) -> None:
     print(text, flush=True)
 
 
-def as_json(value: Any) -> None:
+def as_json(value: object) -> None:
     """The result as JSON."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str), flush=True)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -39,11 +39,13 @@ def plan(
     if out is not None and not out.endswith(".json"):
         raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
     result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
-    answer: dict[str, Any] = result.plan.to_json()
+    answer = dict(result.plan.to_json())
+    compared = None
     if trace:
         from muster.app.planning.memory_trace import compare
 
-        answer["trace"] = compare(result)
+        compared = compare(result)
+        answer["trace"] = asdict(compared)
     if out is not None:
         _write(out, answer)
         output.info(f"plan written to {out}; muster train {out} runs it")
@@ -58,8 +60,8 @@ def plan(
         output.result(line)
     for sentence in result.plan.why if why else ():
         output.result(f"* {sentence}")
-    if trace:
-        for line in plan_table.trace_lines(answer["trace"]):
+    if compared is not None:
+        for line in plan_table.trace_lines(compared):
             output.result(line)
 
 
@@ -121,7 +123,7 @@ def list_prices(json: bool = JSON) -> None:
         )
 
 
-def _write(path: str, answer: Any) -> None:
+def _write(path: str, answer: object) -> None:
     import json as writer
 
     try:

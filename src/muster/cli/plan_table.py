@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from muster.app.planning.plan import Planned, format
+from muster.app.planning.memory_trace import Compared
+from muster.app.planning.plan import NotTaken, Plan, Planned, PlannedWay, format
 
 REJECTED_SHOWN = 8
 
@@ -13,8 +13,8 @@ REJECTED_SHOWN = 8
 def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     """The chosen plan, the frontier, and why other offers were not taken."""
     chosen = result.plan.chosen
-    yield f"{result.plan.extra['job']}: {chosen['title']}"
-    yield from _figures(chosen)
+    yield f"{result.plan.job}: {chosen.title}"
+    yield from _figures(result.plan)
     yield ""
     yield from _memory(chosen)
     yield ""
@@ -25,87 +25,88 @@ def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     if shown:
         yield ""
         yield "not taken:"
-    for row in shown:
-        yield f"  {row['machine']:<20} {row['mode']:<11} {row['location']:<16} {row['reason']}"
+    for other in shown:
+        yield f"  {other.machine:<20} {other.mode:<11} {other.location:<16} {other.reason}"
     left = len(result.plan.rejected) - len(shown)
     if left:
         yield f"  and {left} more (--all)"
     yield ""
-    for assumption in (*result.plan.assumptions, *chosen["modelled"]):
+    for assumption in (*result.plan.assumptions, *chosen.modelled):
         yield f"assumed: {assumption}"
 
 
-def trace_lines(trace: Mapping[str, Any]) -> Iterator[str]:
+def trace_lines(trace: Compared) -> Iterator[str]:
     """The closed form against the trace."""
     yield ""
     yield (
-        f"memory of tensors on one rank: closed form {trace['closed_form_bytes'] / 2**30:.2f} GiB, "
-        f"trace {trace['trace_bytes'] / 2**30:.2f} GiB ({trace['difference']:+.1%})"
+        f"memory of tensors on one rank: closed form {trace.closed_form_bytes / 2**30:.2f} GiB, "
+        f"trace {trace.trace_bytes / 2**30:.2f} GiB ({trace.difference:+.1%})"
     )
 
 
-def _figures(chosen: Mapping[str, Any]) -> Iterator[str]:
-    layout = " x ".join(f"{name} {size}" for name, size in chosen["layout"].items() if size > 1) or "one GPU"
-    usd, hours = chosen["usd"], chosen["hours"]
-    mfu = f", MFU {chosen['mfu']:.1%}" if chosen["mfu"] is not None else ""
+def _figures(plan: Plan) -> Iterator[str]:
+    chosen = plan.chosen
+    layout = " x ".join(f"{name} {size}" for name, size in chosen.layout.items() if size > 1) or "one GPU"
+    usd, hours = chosen.usd, chosen.hours
+    mfu = f", MFU {chosen.mfu:.1%}" if chosen.mfu is not None else ""
     yield (
-        f"  layout   {layout}; micro-batch {chosen['micro_batch_size']}, {chosen['rounds']} round(s), "
-        f"checkpointing {chosen['activation_checkpointing']}"
+        f"  layout   {layout}; micro-batch {chosen.micro_batch_size}, {chosen.rounds} round(s), "
+        f"checkpointing {chosen.activation_checkpointing}"
     )
-    yield f"  step     {chosen['step_s']:.3g} s, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
+    yield f"  step     {chosen.step_s:.3g} s, {chosen.tokens_per_s:,.0f} tokens/s{mfu}"
     yield (
-        f"  time     {format.duration(hours['p50'])} (p90 {format.duration(hours['p90'])}), "
-        f"goodput {chosen['goodput']:.1%}, checkpoint every {chosen['checkpoint_every_steps']} steps"
+        f"  time     {format.duration(hours.p50)} (p90 {format.duration(hours.p90)}), "
+        f"goodput {chosen.goodput:.1%}, checkpoint every {chosen.checkpoint_every_steps} steps"
     )
-    if usd["p50"] is not None:
+    if usd.p50 is not None:
         yield (
-            f"  cost     {format.dollars(usd['p50'])} (p90 {format.dollars(usd['p90'])}), "
-            f"{format.dollars(chosen['usd_per_step'])} a step, "
-            f"{format.dollars(chosen['usd_per_million_tokens'])} a million tokens, "
-            f"{format.dollars(chosen['usd_per_hour'])}/h"
+            f"  cost     {format.dollars(usd.p50)} (p90 {format.dollars(usd.p90)}), "
+            f"{format.dollars(chosen.usd_per_step)} a step, "
+            f"{format.dollars(chosen.usd_per_million_tokens)} a million tokens, "
+            f"{format.dollars(chosen.usd_per_hour)}/h"
         )
-    price = chosen["price"]
+    price = chosen.price
     if price:
-        origin = f"{price['reliability']}, {price['date']}: {price['source']}"
-        yield f"  price    ${price['usd_per_gpu_hour']:g} a GPU-hour ({origin})"
+        origin = f"{price.reliability}, {price.date}: {price.source}"
+        yield f"  price    ${price.usd_per_gpu_hour:g} a GPU-hour ({origin})"
     for key, label in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
-        if key in chosen:
-            yield f"  chance   {chosen[key]:.0%} {label}"
+        if key in plan.chances:
+            yield f"  chance   {plan.chances[key]:.0%} {label}"
 
 
-def _memory(chosen: Mapping[str, Any]) -> Iterator[str]:
-    total, have = chosen["memory_bytes_per_gpu"], chosen["gpu_memory_bytes"]
-    moment = chosen["memory_peak_moment"]
+def _memory(chosen: PlannedWay) -> Iterator[str]:
+    total, have = chosen.memory_bytes_per_gpu, chosen.gpu_memory_bytes
+    moment = chosen.memory_peak_moment
     yield f"  memory   {format.gigabytes(total)} of {format.gigabytes(have)} a GPU at its peak ({moment})"
-    for name, count in sorted(chosen["memory_bytes_by_item"].items(), key=lambda item: -item[1]):
+    for name, count in sorted(chosen.memory_bytes_by_item.items(), key=lambda item: -item[1]):
         yield f"    {name:<22} {count / 1e9:8.2f} GB"
     yield from _host_memory(chosen)
 
 
-def _host_memory(chosen: Mapping[str, Any]) -> Iterator[str]:
-    items, limit = chosen["host_memory_bytes_by_item"], chosen["host_memory_limit_bytes"]
+def _host_memory(chosen: PlannedWay) -> Iterator[str]:
+    items, limit = chosen.host_memory_bytes_by_item, chosen.host_memory_limit_bytes
     if items:
         room = f" (/dev/shm, for snapshots: {limit / 1e9:,.0f} GB)" if limit else ""
         yield f"  host     {sum(items.values()) / 1e9:,.2f} GB of a machine's own memory{room}"
     for name, count in items.items():
         yield f"    {name:<22} {count / 1e9:8.2f} GB"
-    if chosen["host_memory_warning"]:
-        yield f"    warning: {chosen['host_memory_warning']}"
+    if chosen.host_memory_warning:
+        yield f"    warning: {chosen.host_memory_warning}"
 
 
-def _row(row: Mapping[str, Any]) -> str:
-    mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
-    usd, hours = row["usd"], row["hours"]
+def _row(row: PlannedWay) -> str:
+    mfu = f"{row.mfu:.1%}" if row.mfu is not None else "-"
+    usd, hours = row.usd, row.hours
     return (
-        f"{row['title']:<52} {row['gpus']:>5} {row['step_s']:>8.3g} {mfu:>6} {format.duration(hours['p50']):>9} "
-        f"{format.duration(hours['p90']):>9} {format.dollars(usd['p50']):>10} {format.dollars(usd['p90']):>10}"
+        f"{row.title:<52} {row.gpus:>5} {row.step_s:>8.3g} {mfu:>6} {format.duration(hours.p50):>9} "
+        f"{format.duration(hours.p90):>9} {format.dollars(usd.p50):>10} {format.dollars(usd.p90):>10}"
     )
 
 
-def _telling(rejected: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
+def _telling(rejected: tuple[NotTaken, ...]) -> list[NotTaken]:
     """One example of each kind of reason, those with numbers first."""
-    result: dict[str, Mapping[str, Any]] = {}
-    for rejection in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r["reason"])):
-        kind = "".join(c for c in rejection["reason"] if not c.isdigit() and c not in ".,")[:18]
+    result: dict[str, NotTaken] = {}
+    for rejection in sorted(rejected, key=lambda r: not any(c.isdigit() for c in r.reason)):
+        kind = "".join(c for c in rejection.reason if not c.isdigit() and c not in ".,")[:18]
         result.setdefault(kind, rejection)
     return list(result.values())[:REJECTED_SHOWN]

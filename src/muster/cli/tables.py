@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from muster.app.api import RunView
 from muster.app.inspect.checkpoints import Catalogue, Version
-from muster.app.inspect.event_format import one_line
+from muster.app.inspect.event_format import eval_figures, sample_lines
 from muster.cli import output
 
 SHOWN_SAMPLES = 5
-#: Key of an ``eval`` event -> its label and format.
-FIGURES = {
-    "loss": ("held-out loss", "{:.4f}"),
-    "execution_accuracy": ("execution accuracy", "{:.3f}"),
-    "query_match": ("query match", "{:.3f}"),
-    "baseline_accuracy": ("majority baseline", "{:.3f}"),
-}
 
 
 def before_and_after(result: RunView) -> Iterator[str]:
     """First and last evaluation side by side, then a few questions and what was written for them."""
     steps = sorted(result.evals)
     if steps:
-        first, last = result.evals[steps[0]], result.evals[steps[-1]]
+        first, last = (dict(eval_figures(result.evals[step])) for step in (steps[0], steps[-1]))
         yield ""
         yield f"{'':<20}  {f'after step {steps[0]}':>16}  {f'after step {steps[-1]}':>16}"
-        for key, (label, form) in FIGURES.items():
-            if first.get(key) is not None or last.get(key) is not None:
-                yield f"{label:<20}  {_figure(first.get(key), form):>16}  {_figure(last.get(key), form):>16}"
+        for label in {**first, **last}:
+            yield f"{label:<20}  {first.get(label, '-'):>16}  {last.get(label, '-'):>16}"
     for step in sorted(result.samples)[-1:]:
         yield ""
         yield f"samples after step {step}:"
         for sample in result.samples[step][:SHOWN_SAMPLES]:
-            yield from _sample(sample)
-
-
-def _sample(sample: dict[str, Any]) -> Iterator[str]:
-    mark = {True: "right", False: "wrong", None: ""}[sample.get("correct")]
-    yield f"  prompt   {one_line(sample['prompt'], 200)}"
-    yield f"  wrote    {one_line(sample['completion'], 200)}  {mark}".rstrip()
-    if sample.get("correct") is False and sample.get("expected"):
-        yield f"  expected {one_line(sample['expected'], 200)}"
-
-
-def _figure(value: Any, form: str) -> str:
-    return "-" if value is None else form.format(value)
+            yield from sample_lines(sample)
 
 
 def catalogue(result: Catalogue) -> Iterator[str]:

@@ -10,8 +10,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import typer
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -39,28 +40,26 @@ def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None 
     ``again`` is the command that resumes after an interruption, ``undo`` the one that removes what was created.
     Exits with 130 on Ctrl-C: operations that Google has begun continue there and are billed, which is printed.
     """
-    events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    events: SimpleQueue[Event | None] = SimpleQueue()
+    ended: Future[Result] = Future()
 
     def run() -> None:
         try:
-            events.put(("result", work(lambda event: events.put(("event", event)))))
+            ended.set_result(work(events.put))
         except BaseException as error:  # noqa: BLE001 (a thread's edge: raised again where the person is)
-            events.put(("error", error))
+            ended.set_exception(error)
+        events.put(None)
 
     console = Terminal(stderr=True)
     display = LiveTree(console) if live and sys.stderr.isatty() and console.is_interactive else PlainTree()
     threading.Thread(target=run, daemon=True).start()
     try:
         while True:
-            kind, item = events.get()
-            if kind == "event":
-                display.take(item)
-                continue
-            display.close()
-            if kind == "error":
-                raise item
-            outcome: Result = item
-            return outcome
+            event = events.get()
+            if event is None:
+                display.close()
+                return ended.result()
+            display.take(event)
     except KeyboardInterrupt:
         _interrupted(display, again, undo)
         raise typer.Exit(130) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,7 +13,7 @@ from muster.cli import output
 from muster.cli.run_commands import RUN
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
     from muster.app.inspect.watch import HostView, View
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 #: In a pipe, seconds between two lines about the run's progress, besides events.
 LINE_EVERY_S = 5.0
 _SHOWN = (
-    "attempt.started", "run.message", "run.restarted", "incident.detected", "incident.decided", "incident.resolved",
-    "termination.notice", "host.lost", "host.readmitted", "checkpoint.committed", "checkpoint.failed",
-    "checkpoint.rejected", "eval", "run.finished",
+    "attempt.started", "attempt.adopted", "attempt.abandoned", "run.message", "run.restarted", "run.held",
+    "incident.detected", "incident.decided", "incident.resolved", "termination.notice", "host.lost", "host.set_aside",
+    "host.readmitted", "checkpoint.committed", "checkpoint.failed", "checkpoint.rejected", "snapshot.rejected",
+    "connection.refused", "eval", "run.finished",
 )  # fmt: skip
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
 
@@ -36,7 +38,7 @@ def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, h
         (_live if sys.stdout.isatty() else _lines)(api.watch(run, every_s=every))
 
 
-def _live(views: Any) -> None:
+def _live(views: Iterable[View]) -> None:
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
@@ -44,7 +46,7 @@ def _live(views: Any) -> None:
             live.update(_render(view), refresh=True)
 
 
-def _lines(views: Any) -> None:
+def _lines(views: Iterable[View]) -> None:
     """Events, and the run's progress at intervals."""
     from muster.app.inspect.event_format import line
 
@@ -92,7 +94,13 @@ def _render(view: View) -> Group:
     step.append(f"  attempt {view.attempt}  {_counted(view.world_size, 'rank')} ({axes})", style="")
     ago = [] if view.step_age_s is None or view.ended else [f"{output.age(view.step_age_s)} ago"]
     step.append("  ".join(["", *step_figures(view.numbers), *ago]), style="")
-    parts: list[Any] = [head, step, *([Text(text)] if (text := account(view)) else []), _hosts(view), _tiers(view)]
+    parts: list[RenderableType] = [
+        head,
+        step,
+        *([Text(text)] if (text := account(view)) else []),
+        _hosts(view),
+        _tiers(view),
+    ]
     if view.incidents:
         parts.append(Text("last incidents", style="bold"))
         parts += [Text(f"  {sentence}") for sentence in view.incidents]

@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -18,6 +17,7 @@ from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, key_path, parse, scalar
 from muster.core.errors import Problem, RunFileError, UsageError
+from muster.core.typed_json import Json
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 4 * 1024 * 1024
@@ -114,7 +114,7 @@ class _Reading:
     """A run file while it is read: its values, where each was given, and what is wrong so far."""
 
     source: str
-    raw: dict[str, Any]
+    raw: dict[str, Json]
     origins: dict[KeyPath, Origin]
     problems: list[Problem]
 
@@ -158,7 +158,7 @@ def _override(reading: _Reading, text: str) -> None:
     annotation, _ = schema_keys.at(path, raw)
     if annotation is not None and not isinstance(value, str | dict | list | None) and _takes_text_alone(annotation):
         value = value_text  # name=123 means the text
-    here: Any = raw
+    here: Json = raw
     for index, part in enumerate(path[:-1]):
         step = dotted(path[: index + 1])
         if isinstance(here, list) and isinstance(part, int):
@@ -184,13 +184,14 @@ def _override(reading: _Reading, text: str) -> None:
             return
         here[last:] = [value, *here[last + 1 :]]
     else:
+        assert isinstance(here, dict)
         here[str(last)] = value
     for known in [known for known in reading.origins if known[: len(path)] == path]:
         del reading.origins[known]
     reading.origins[path] = Origin(source=COMMAND_LINE)
 
 
-def _takes_text_alone(annotation: Any) -> bool:
+def _takes_text_alone(annotation: object) -> bool:
     return {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)} == {str}
 
 
@@ -234,13 +235,13 @@ def _check_values(reading: _Reading) -> tuple[RunSpec | None, set[str]]:
     return None, bad
 
 
-def _located(error: ValidationError, raw: Any) -> dict[KeyPath, str]:
+def _located(error: ValidationError, raw: Json) -> dict[KeyPath, str]:
     """Key path -> kind of error; of errors inside each other the innermost."""
     result: dict[KeyPath, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path: KeyPath = ()
-        annotation: Any = RunSpec
-        here: Any = raw
+        annotation: object = RunSpec
+        here: Json = raw
         for part in detail["loc"]:
             known = schema_keys.fields(annotation, here) if isinstance(here, dict) else {}
             if isinstance(part, str) and part in known:
@@ -276,7 +277,7 @@ def _value_problem(reading: _Reading, path: KeyPath, kind: str) -> Problem:
     return reading.problem(path, message, _value_hint(value, annotation, info))
 
 
-def _value_hint(value: Any, annotation: Any, info: FieldInfo | None) -> str | None:
+def _value_hint(value: Json, annotation: object, info: FieldInfo | None) -> str | None:
     """What the user probably wanted to write."""
     kinds = {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)}
     if isinstance(value, str):
@@ -300,7 +301,7 @@ def _value_hint(value: Any, annotation: Any, info: FieldInfo | None) -> str | No
     return None
 
 
-def _near(given: Any, known: Iterable[str]) -> str | None:
+def _near(given: Json, known: Iterable[str]) -> str | None:
     near = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else None
 
@@ -316,7 +317,7 @@ def _within(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-def _get(raw: Any, path: KeyPath) -> Any:
+def _get(raw: Json, path: KeyPath) -> Json:
     for part in path:
         if isinstance(raw, dict):
             raw = raw.get(str(part))
@@ -327,7 +328,7 @@ def _get(raw: Any, path: KeyPath) -> Any:
     return raw
 
 
-def _remove(raw: Any, path: KeyPath) -> None:
+def _remove(raw: Json, path: KeyPath) -> None:
     parent = _get(raw, path[:-1]) if len(path) > 1 else raw
     if isinstance(parent, dict) and path:
         parent.pop(str(path[-1]), None)

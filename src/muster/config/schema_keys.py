@@ -7,7 +7,7 @@ import json
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -16,6 +16,7 @@ from muster.config.section import MemberOf, SectionOf
 from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact
+from muster.core.typed_json import Json
 
 #: Key here -> its names in other programs.
 _NAMES_ELSEWHERE = {
@@ -44,7 +45,7 @@ _NAMES_ELSEWHERE = {
 OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 
-def leaves(annotation: Any) -> list[Any]:
+def leaves(annotation: object) -> list[object]:
     """The members of a union, at any depth; ``None`` left out, ``Annotated`` kept."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -54,12 +55,12 @@ def leaves(annotation: Any) -> list[Any]:
     return [] if annotation is type(None) else [annotation]
 
 
-def bare(annotation: Any) -> Any:
+def bare(annotation: object) -> object:
     """Without ``Annotated``."""
     return bare(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
 
 
-def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
+def sections(annotation: object, raw: Json = None) -> list[type[BaseModel]]:
     """The sections allowed here; where ``raw`` names its ``type``, that one alone."""
     family = family_of(annotation)
     if family is not None:
@@ -67,24 +68,24 @@ def sections(annotation: Any, raw: Any = None) -> list[type[BaseModel]]:
     return [leaf for leaf in map(bare, leaves(annotation)) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 
-def family_of(annotation: Any) -> SectionOf | None:
+def family_of(annotation: object) -> SectionOf | None:
     """The family whose members' sections are allowed here."""
     notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((note for note in notes if isinstance(note, SectionOf)), None)
 
 
-def fields(annotation: Any, raw: Any = None) -> dict[str, FieldInfo]:
+def fields(annotation: object, raw: Json = None) -> dict[str, FieldInfo]:
     """Keys of the section."""
     return {name: info for model in sections(annotation, raw) for name, info in model.model_fields.items()}
 
 
-def holds_keys(annotation: Any) -> bool:
+def holds_keys(annotation: object) -> bool:
     """Whether a section, a mapping or a list is allowed here."""
     kinds = [bare(leaf) for leaf in leaves(annotation)]
     return bool(sections(annotation)) or any((get_origin(kind) or kind) in (list, tuple, dict) for kind in kinds)
 
 
-def item(annotation: Any) -> Any:
+def item(annotation: object) -> object:
     """Type of a list's items; None where no list is allowed."""
     for leaf in map(bare, leaves(annotation)):
         if get_origin(leaf) in (list, tuple):
@@ -92,9 +93,9 @@ def item(annotation: Any) -> Any:
     return None
 
 
-def at(path: KeyPath, raw: Any = None) -> tuple[Any, FieldInfo | None]:
+def at(path: KeyPath, raw: Json = None) -> tuple[object, FieldInfo | None]:
     """The annotation (and field) that ``path`` leads to; ``(None, None)`` where it leads nowhere."""
-    annotation: Any = RunSpec
+    annotation: object = RunSpec
     info: FieldInfo | None = None
     for part in path:
         if isinstance(part, int):
@@ -118,7 +119,7 @@ def every_key() -> dict[str, list[str]]:
     return result
 
 
-def _walk(annotation: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _walk(annotation: object, prefix: str) -> Iterator[tuple[str, str]]:
     for name, info in fields(annotation).items():
         path = f"{prefix}{name}"
         yield path, name
@@ -128,7 +129,7 @@ def _walk(annotation: Any, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _walk(inner, f"{path}.0.")
 
 
-def unknown(raw: Any, annotation: Any = RunSpec, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str | None]]:
+def unknown(raw: Json, annotation: object = RunSpec, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str | None]]:
     """Every key in a place where it is not allowed, with what was probably meant."""
     if isinstance(raw, list):
         inner = item(annotation)
@@ -164,7 +165,7 @@ def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
     return f"known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}" if siblings else None
 
 
-def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
+def expected(annotation: object, metadata: list[object] | None = None) -> str:
     """What a value must be, in words: ``a whole number of at least 1``."""
     result: list[str] = []
     for leaf in leaves(annotation):
@@ -179,7 +180,11 @@ def expected(annotation: Any, metadata: list[Any] | None = None) -> str:
     return " or ".join(result) or "left out"
 
 
-def _words(leaf: Any, notes: list[Any]) -> str:
+_SIMPLE: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_PLURAL: dict[object, str] = {str: "texts", int: "whole numbers", float: "numbers"}
+
+
+def _words(leaf: object, notes: list[object]) -> str:
     origin = get_origin(leaf)
     if origin is Literal:
         names = [json.dumps(name) if not isinstance(name, str) else name for name in get_args(leaf)]
@@ -195,11 +200,10 @@ def _words(leaf: Any, notes: list[Any]) -> str:
         return "a mapping"
     if isinstance(leaf, type) and issubclass(leaf, BaseModel):
         return f"a section with the keys {', '.join(list(leaf.model_fields)[:6])}"
-    simple = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(leaf, str(leaf))
-    return simple + _bounds(leaf, notes)
+    return _SIMPLE.get(leaf, str(leaf)) + _bounds(leaf, notes)
 
 
-def _bounds(leaf: Any, notes: list[Any]) -> str:
+def _bounds(leaf: object, notes: list[object]) -> str:
     low: list[str] = []
     for note in notes:
         for name, comparison in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
@@ -208,14 +212,14 @@ def _bounds(leaf: Any, notes: list[Any]) -> str:
                 low.append(f"{comparison} {limit:g}" if isinstance(limit, int | float) else f"{comparison} {limit}")
         if leaf is str and getattr(note, "min_length", None):
             low.append("not empty")
-        if leaf is str and getattr(note, "max_length", None):
-            low.append(f"at most {note.max_length} characters")
+        if leaf is str and (most := getattr(note, "max_length", None)):
+            low.append(f"at most {most} characters")
     if not low:
         return ""
     return (", " if leaf is str else " of " if low[0].startswith("at") else " ") + " and ".join(low)
 
 
-def choices(leaf: Any, info: FieldInfo | None = None) -> list[str]:
+def choices(leaf: object, info: FieldInfo | None = None) -> list[str]:
     """The values of a leaf of which there are few."""
     kind = bare(leaf)
     if get_origin(kind) is Literal:
@@ -223,16 +227,15 @@ def choices(leaf: Any, info: FieldInfo | None = None) -> list[str]:
     return _members(info.metadata if info else [])
 
 
-def _members(notes: list[Any]) -> list[str]:
+def _members(notes: list[object]) -> list[str]:
     return [name for note in notes if isinstance(note, MemberOf) for name in note.registry.names()]
 
 
-def _plural(annotation: Any) -> str:
-    leaf = bare(annotation)
-    return {str: "texts", int: "whole numbers", float: "numbers"}.get(leaf, "sections")
+def _plural(annotation: object) -> str:
+    return _PLURAL.get(bare(annotation), "sections")
 
 
-def shown(value: Any, *, key: str = "") -> str:
+def shown(value: Json, *, key: str = "") -> str:
     """A value for a message: short, secrets hidden."""
     if is_secret(key):
         return HIDDEN
@@ -249,5 +252,5 @@ def shown(value: Any, *, key: str = "") -> str:
     return shortened if len(shortened) <= 80 else shortened[:77] + "..."
 
 
-def literal(info: FieldInfo | None) -> tuple[Any, ...]:
+def literal(info: FieldInfo | None) -> tuple[object, ...]:
     return get_args(info.annotation) if info is not None and get_origin(info.annotation) is Literal else ()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from muster.core.registry import Registry
+from muster.core.typed_json import Json
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
 
 
 class Section(BaseModel):
@@ -28,10 +32,10 @@ class MemberOf:
 
     registry: Registry[Any]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Editors offer the shipped names and accept others, which packages add."""
         return {"anyOf": [{"enum": list(self.registry.shipped)}, handler(schema)]}
 
@@ -47,22 +51,22 @@ class SectionOf:
 
     registry: Registry[Any]
 
-    def sections(self, raw: Any = None) -> list[type[Section]]:
+    def sections(self, raw: Json = None) -> list[type[Section]]:
         """The classes allowed here; where ``raw`` names its ``type``, that one alone."""
         name = raw.get("type") if isinstance(raw, dict) else None
         names = [name] if isinstance(name, str) and name in self.registry else self.registry.names()
         return [self.registry.get(name).section for name in names]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._read)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The shipped types alone: an editor cannot know what packages add."""
         sections = [self.registry.get(name).section for name in self.registry.shipped]
         members = [handler(section.__pydantic_core_schema__) for section in sections]
         return {"discriminator": {"propertyName": "type"}, "oneOf": members}
 
-    def _read(self, value: Any) -> Section:
+    def _read(self, value: object) -> Section:
         """Errors of the member's section keep their places."""
         if isinstance(value, Section):
             return value

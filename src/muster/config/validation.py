@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
+from muster.config.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.core.errors import Problem
+from muster.core.typed_json import JsonObject
 
 #: ``recovery.baseline_steps`` begin after REFERENCE_AFTER steps of the run; the first of them are not counted.
 REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
@@ -90,7 +91,7 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
         yield from config_problems(spec, model.config, key="model.config")
 
 
-def config_problems(spec: RunSpec, config: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
+def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[Problem]:
     """Contradictions between a transformers config and the rest of the file."""
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, context, tp = config.get("hidden_size"), config.get("max_position_embeddings"), spec.parallelism.tp
@@ -280,7 +281,7 @@ def absolute(spec: RunSpec) -> RunSpec:
     def full(path: str | None) -> str | None:
         return path if path is None or is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
-    changes: dict[str, Any] = {
+    changes: dict[str, str | Section | list[str | None] | None] = {
         "run_dir": full(spec.run_dir),
         "checkpoint": spec.checkpoint.model_copy(update={"dir": full(spec.checkpoint.dir)}),
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.core.errors import Problem
+from muster.core.typed_json import Json
 
 KeyPath = tuple[str | int, ...]
 
@@ -24,7 +25,7 @@ class Parsed:
     """What a text holds: its value (None where unreadable), the line of each path, and what is wrong."""
 
     source: str
-    value: Any = None
+    value: Json = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     nodes: int = 0
@@ -67,7 +68,7 @@ def parse(text: str, *, source: str) -> Parsed:
     return result
 
 
-def scalar(text: str) -> Any:
+def scalar(text: str) -> Json:
     """The value of ``text`` as YAML (flow style allowed). Raises ValueError."""
     result = parse(text, source="value")
     if result.problems:
@@ -75,7 +76,7 @@ def scalar(text: str) -> Any:
     return result.value
 
 
-def _build(node: Any, result: Parsed, path: KeyPath, above: tuple[int, ...]) -> Any:
+def _build(node: Any, result: Parsed, path: KeyPath, above: tuple[int, ...]) -> Json:
     line = node.start_mark.line + 1
     result.lines.setdefault(path, line)
     result.nodes += 1
@@ -95,8 +96,8 @@ def _build(node: Any, result: Parsed, path: KeyPath, above: tuple[int, ...]) -> 
     return _mapping(node, result, path, inside)
 
 
-def _mapping(node: Any, result: Parsed, path: KeyPath, inside: tuple[int, ...]) -> dict[str, Any]:
-    built: dict[str, Any] = {}
+def _mapping(node: Any, result: Parsed, path: KeyPath, inside: tuple[int, ...]) -> dict[str, Json]:
+    built: dict[str, Json] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node.value, str):
@@ -115,7 +116,7 @@ def _mapping(node: Any, result: Parsed, path: KeyPath, inside: tuple[int, ...]) 
     return built
 
 
-def _scalar(node: Any, result: Parsed, path: KeyPath, line: int) -> Any:
+def _scalar(node: Any, result: Parsed, path: KeyPath, line: int) -> Json:
     kind = str(node.tag).removeprefix(_PREFIX)
     text: str = node.value
     if kind == "null":

@@ -7,22 +7,22 @@ log, so that a resume repeats and skips nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject, Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSegment:
+class BatchSegment(Record):
     """Sequences per step and factor of the learning rate, from ``first_step`` until the next segment."""
 
     first_step: int
     global_batch_size: int
     learning_rate_scale: float = 1.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return dict(vars(self))
 
 
@@ -33,10 +33,10 @@ class BatchSchedule:
     stretches: tuple[BatchSegment, ...]
 
     @classmethod
-    def of(cls, global_batch_size: int, changes: Iterable[Mapping[str, Any]] = ()) -> BatchSchedule:
+    def of(cls, global_batch_size: int, changes: Iterable[BatchSegment] = ()) -> BatchSchedule:
         """The run file's batch from step 1 on, and what was changed since."""
         first = BatchSegment(first_step=1, global_batch_size=global_batch_size)
-        return cls((first, *(BatchSegment(**change) for change in changes)))
+        return cls((first, *changes))
 
     def at(self, step: int) -> BatchSegment:
         """The segment of ``step``."""
@@ -62,14 +62,14 @@ class BatchSchedule:
 
 
 def changed(
-    changes: Sequence[Mapping[str, Any]], *, resume_step: int, batch: int, requested: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+    changes: Iterable[BatchSegment], *, resume_step: int, batch: int, requested: Mapping[str, object]
+) -> tuple[BatchSegment, ...]:
     """``changes`` with what a policy's ``adjust`` requests after ``resume_step``; empty: the batch never changed.
 
     Raises:
         UsageError: the policy requests an invalid batch or rate.
     """
-    kept = [dict(change) for change in changes if change["first_step"] <= resume_step]
+    kept = tuple(change for change in changes if change.first_step <= resume_step)
     now = BatchSchedule.of(batch, kept).at(resume_step + 1)
     if unknown := set(requested) - {"global_batch_size", "learning_rate_scale"}:
         raise UsageError(
@@ -85,4 +85,4 @@ def changed(
     new = BatchSegment(first_step=resume_step + 1, global_batch_size=size, learning_rate_scale=float(scale))
     if (now.global_batch_size, now.learning_rate_scale) == (new.global_batch_size, new.learning_rate_scale):
         return kept
-    return [*kept, new.to_json()]
+    return (*kept, new)

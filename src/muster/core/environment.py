@@ -94,7 +94,7 @@ def read(environ: Mapping[str, str]) -> Environment:
     watchdog = environ.get("MUSTER_WATCHDOG")
     return Environment(
         home=Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute(),
-        memory_root=Path(memory),
+        memory_root=Path(memory).absolute(),
         metadata_url=environ.get("MUSTER_METADATA") or None,
         bind=environ.get("MUSTER_BIND") or "127.0.0.1",
         term_ignored=environ.get("MUSTER_TERM") == "ignored",

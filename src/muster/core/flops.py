@@ -13,13 +13,13 @@ MFUs of different conventions do not compare: 8B at 8k reads 12.5 % higher by FU
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
 
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject, child
 
 
 class Convention(StrEnum):
@@ -70,14 +70,13 @@ class ModelShape:
     windowed_layers: int = 0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+    def from_config(cls, config: JsonObject) -> ModelShape:
         """The shape behind a transformers ``config.json``.
 
         Raises:
             UsageError: a needed key is missing, or the architecture is not a dense decoder.
         """
-        if isinstance(config.get("text_config"), Mapping):  # a multimodal wrapper: its language model counts
-            config = config["text_config"]
+        config = child(config, "text_config") or config  # of a multimodal wrapper the language model counts
         family = str(config.get("model_type", "llama"))
         if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
             raise UsageError(
@@ -87,9 +86,9 @@ class ModelShape:
             raise UsageError(f"model_type {family!r} is not modelled", hint="known: " + ", ".join(sorted(_KNOWN)))
 
         def need(key: str) -> int:
-            value = config.get(key, config.get(_GPT2_NAMES.get(key, key)))
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"the model's config needs {key}, got {value!r}")
+            value = _count(config, key if key in config else _GPT2_NAMES.get(key, key))
+            if value is None:
+                raise UsageError(f"the model's config needs {key}")
             return value
 
         hidden, heads, layers = need("hidden_size"), need("num_attention_heads"), need("num_hidden_layers")
@@ -100,9 +99,9 @@ class ModelShape:
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or _HEAD_DIM_BY_DEFAULT.get(family, hidden // heads)),
-            intermediate=int(config.get("n_inner") or 4 * hidden) if gpt2 else need("intermediate_size"),
+            kv_heads=_count(config, "num_key_value_heads") or heads,
+            head_dim=_count(config, "head_dim") or _HEAD_DIM_BY_DEFAULT.get(family, hidden // heads),
+            intermediate=(_count(config, "n_inner") or 4 * hidden) if gpt2 else need("intermediate_size"),
             vocab=need("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
             gated_mlp=not gpt2,
@@ -236,17 +235,24 @@ _GPT2_NAMES = {
 }
 
 
-def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int]:
+def _count(config: JsonObject, key: str) -> int | None:
+    """A number from 1 on; None where there is none, or 0."""
+    value = config.get(key) or None
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise UsageError(f"the model's config needs {key} from 1 on, got {value!r}")
+    return value
+
+
+def _windows(config: JsonObject, family: str, layers: int) -> tuple[int | None, int]:
     """Window and number of windowed layers, by the rules of each family's configuration class."""
-    window = config.get("sliding_window")
+    window = _count(config, "sliding_window")
     if not window or (family.startswith("qwen") and not config.get("use_sliding_window", False)):
         return None, 0
     types = config.get("layer_types")
-    if types:
-        return int(window), sum(1 for kind in types if kind == "sliding_attention")
+    if types and isinstance(types, Sequence):
+        return window, sum(1 for kind in types if kind == "sliding_attention")
     if family == "gemma2":  # every other layer, starting with the first
-        return int(window), (layers + 1) // 2
+        return window, (layers + 1) // 2
     if family == "gemma3_text":  # every sixth layer sees all
-        pattern = int(config.get("sliding_window_pattern", 6))
-        return int(window), layers - layers // pattern
-    return int(window), layers
+        return window, layers - layers // (_count(config, "sliding_window_pattern") or 6)
+    return window, layers

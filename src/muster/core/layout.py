@@ -7,10 +7,15 @@ plan follow from ``AXES``. (``report.audit`` keeps its own list on purpose: it s
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from annotated_types import Predicate
+
+from muster.core.typed_json import JsonObject
 
 
 def _axis(letter: str) -> Any:
@@ -36,13 +41,13 @@ class Layout:
     """Expert parallel: ranks that share the experts of a layer."""
 
     @classmethod
-    def of(cls, sizes: Mapping[str, Any]) -> Layout:
+    def of(cls, sizes: JsonObject) -> Layout:
         """From axis -> size, as headers and events hold it; an axis that is absent is 1.
 
         Raises:
             TypeError, ValueError: an unknown axis, or a size that is not a number.
         """
-        return cls(**{name: int(size) for name, size in sizes.items()})
+        return cls(**{name: int(str(size)) for name, size in sizes.items()})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -51,7 +56,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.sizes.values())
+        return math.prod(_sizes(self))
 
     @property
     def ranks_per_replica(self) -> int:
@@ -87,9 +92,18 @@ class Axis:
 
 #: Every axis, outermost first.
 AXES = tuple(Axis(axis.name, axis.metadata["letter"]) for axis in fields(Layout))
+_sizes: Callable[[Layout], tuple[int, ...]] = operator.attrgetter(*(axis.name for axis in AXES))
 #: Matches ``Layout.key`` (without groups, for patterns of file names).
 KEY_PATTERN = "".join(rf"{axis.letter}\d+" for axis in AXES)
-_KEY = re.compile("".join(rf"{axis.letter}(?P<{axis.name}>\d+)" for axis in AXES))
+_KEY = re.compile("".join(rf"{axis.letter}(?P<{axis.name}>\d{{1,9}})" for axis in AXES))
+
+
+def _is_layout_key(key: str) -> bool:
+    return _KEY.fullmatch(key) is not None
+
+
+#: A field that holds a ``Layout.key``.
+LayoutKey: TypeAlias = Annotated[str, Predicate(_is_layout_key)]
 
 
 def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False) -> Layout | None:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from muster.core.errors import BackendError
 
@@ -56,7 +57,7 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
         BackendError: the program cannot be started.
     """
     try:
-        with open(log, "ab") as output:
+        with open_log(log) as output:
             child = subprocess.Popen(
                 list(argv),
                 stdin=subprocess.DEVNULL,
@@ -71,6 +72,12 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
     # Gone already: no running process has the recorded start time.
     return look(child.pid) or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+
+
+def open_log(path: Path) -> BinaryIO:
+    """``path`` for appending: made for this user alone, never a link. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o600), "ab")
 
 
 def _status(pid: int) -> list[str]:
@@ -134,6 +141,14 @@ def send(processes: Sequence[Process], number: signal.Signals) -> None:
         if lives(process.pid, process.start_ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+
+def boot_id() -> str:
+    """The kernel's name for this boot of the machine; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def run_visibly(argv: Sequence[str]) -> tuple[int, str]:

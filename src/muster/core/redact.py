@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+from muster.core.typed_json import Json
 
 HIDDEN = "***"
 # `token` but not `tokens` or `tokenizer`: max_new_tokens is not a secret.
@@ -32,13 +33,13 @@ def redact(text: str) -> str:
     return _USERINFO.sub(HIDDEN, _VALUE.sub(HIDDEN, text))
 
 
-def redact_value(key: str, value: Any) -> Any:
+def redact_value(key: str, value: Json) -> Json:
     """``value`` of ``key``, hidden where the key or the value looks secret; containers are gone through."""
     if is_secret(key) and value is not None:
         return HIDDEN
     if isinstance(value, str):
         return redact(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: redact_value(str(name), item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact_value(key, item) for item in value]

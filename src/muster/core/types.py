@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Literal
 
 from muster.core.incidents import IncidentTraits, traits_of
 from muster.core.layout import Layout as Layout
+from muster.core.typed_json import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,14 @@ class LogChunk:
     task: str
     text: str
     next_offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum(Record):
+    """The checksum of some bytes (``checkpoint_format.checksum`` computes it), its algorithm beside the value."""
+
+    algorithm: Annotated[Literal["xxh3-64"], "how it was computed"] = "xxh3-64"
+    value: Annotated[str, "16 hexadecimal digits"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""``python -m muster.data --run-dir DIR``: prepare a run's data; the last line of stdout is the result as JSON.
+"""``python -m muster.data --run-dir DIR``: prepare a run's data; the last line of stdout is the result.
 
 Started by each host's agent, outside any process group, while torch is still being imported elsewhere.
 """
@@ -6,7 +6,6 @@ Started by each host's agent, outside any process group, while torch is still be
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -15,10 +14,12 @@ from pathlib import Path
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
 from muster.data.prepare import prepare
+from muster.protocol.codec import encode
+from muster.protocol.pipes import DataFailed, DataPrepared
 
 
 def main() -> None:
-    """Exit code 0, or the error's; the JSON then holds ``error``, ``hint`` and ``exit_code``."""
+    """Prints ``DataPrepared``, or ``DataFailed`` and exits with the error's code."""
     parser = argparse.ArgumentParser(description="prepare a Muster run's data")
     parser.add_argument("--run-dir", required=True, type=Path)
     run_dir = parser.parse_args().run_dir
@@ -27,24 +28,21 @@ def main() -> None:
     try:
         result = prepare(spec, run_dir=run_dir)
     except MusterError as error:
-        print(json.dumps({"error": str(error), "hint": error.hint, "exit_code": error.exit_code}))
-        sys.exit(error.exit_code)
+        sys.exit(_fail(DataFailed(error=str(error), hint=error.hint, exit_code=error.exit_code)))
     except Exception as error:  # noqa: BLE001 (the process's edge: the agent reports it)
         traceback.print_exc()
-        print(json.dumps({"error": f"data preparation failed: {type(error).__name__}: {error}", "exit_code": 1}))
-        sys.exit(1)
+        sys.exit(_fail(DataFailed(error=f"data preparation failed: {type(error).__name__}: {error}")))
     stats = {key: value for key, value in result.stats.items() if isinstance(value, int | float | str | bool)}
-    print(
-        json.dumps(
-            {
-                **stats,
-                "fingerprint": result.fingerprint,
-                "tokens": int(stats.get("tokens", 0)),
-                "sequences": len(result.train),
-                "cached": bool(stats.get("cached", False)),
-            }
-        )
+    tokens, cached = int(stats.pop("tokens", 0)), bool(stats.pop("cached", False))
+    prepared = DataPrepared(
+        fingerprint=result.fingerprint, tokens=tokens, sequences=len(result.train), cached=cached, more=stats
     )
+    print(encode(prepared).decode())
+
+
+def _fail(failure: DataFailed) -> int:
+    print(encode(failure).decode())
+    return failure.exit_code
 
 
 if __name__ == "__main__":

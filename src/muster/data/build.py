@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from muster.config.spec import Data, RunSpec
 from muster.core.errors import UsageError
+from muster.core.typed_json import Json, JsonObject, text
 from muster.data import collect_questions, mixture
+from muster.data.arrays import Bytes, Int32s, Int64s
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
@@ -90,7 +92,7 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
     for row in opened.rows():
         format = format or choose_format(opened.section, [name for name in row if not name.startswith("_")])
         if format == "text":
-            yield row["text"]
+            yield text(row, "text")
         elif format == "chat":
             yield from (str(message["content"]) for message in row_messages(row))
         else:
@@ -112,7 +114,7 @@ class _Spool:
         self.tokens += int(tokens.ids.shape[0])
         self.unknown += tokens.unknown
 
-    def arrays(self) -> tuple[Any, Any]:
+    def arrays(self) -> tuple[Int32s, Bytes]:
         for file in self.files:
             file.flush()
         if not self.tokens:
@@ -144,7 +146,7 @@ def _format(opened: OpenedSource, data: Data) -> Format | None:
 
 def _source(
     opened: OpenedSource, recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress
-) -> tuple[tuple[_Part, _Part], Any]:
+) -> tuple[tuple[_Part, _Part], Int64s | None]:
     """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
     train = _part(opened.rows(), recipe, data, spool, length, progress, opened.expected_rows or 0)
     if not len(train.documents):
@@ -159,7 +161,7 @@ def _source(
 def _part(
     rows: Iterator[Row], recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress, total: int
 ) -> _Part:
-    lengths: list[Any] = []
+    lengths: list[Int64s] = []
     first_token = spool.tokens
     done = 0
     for tokens in tokenise(rows, recipe, workers=data.workers):
@@ -197,7 +199,7 @@ def _token_parts(token_rows: TokenRows, spool: _Spool, fraction: float) -> tuple
     """Rows of token ids as (train, held out)."""
     start = spool.tokens
     for ids in token_rows.blocks:
-        spool.add(Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=()))
+        spool.add(Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=np.zeros(0, dtype=np.int64)))
     rows = np.arange(token_rows.count, dtype=np.int64)
     lengths = np.full(token_rows.count, token_rows.tokens - 1, dtype=np.int64)
     documents = mixture.Documents(rows=rows, starts=start + rows * token_rows.tokens, lengths=lengths)
@@ -215,7 +217,7 @@ def _write(
     encoder: Encoder | None,
     length: int,
     progress: Progress,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Mix, pack and write both splits; the statistics of the build."""
     ids, mask = spool.arrays()
     pad_id = encoder.pad_id if encoder else 0
@@ -243,11 +245,15 @@ def _write(
 
 
 def _stats(
-    sources: list[OpenedSource], train: list[_Part], heldout: list[_Part], used: list[Any], written: dict[str, Any]
-) -> dict[str, Any]:
+    sources: list[OpenedSource],
+    train: list[_Part],
+    heldout: list[_Part],
+    used: list[Int64s],
+    written: Mapping[str, Mapping[str, int]],
+) -> dict[str, Json]:
     """Statistics: rows and what became of them, and positions as supervised, context, padding."""
     counts = written["train"]
-    by_source = [
+    by_source: list[JsonObject] = [
         {
             "name": opened.label,
             "rows": part.rows,

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from muster.core.errors import AccessError, MusterError
+from muster.core.typed_json import Json
 
 _PARTIAL = ".partial-"
 
 
-def fingerprint(identity: Any) -> str:
+def fingerprint(identity: Json) -> str:
     """32 hex digits that identify a JSON value; the order of its keys does not matter."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from muster.core.typed_json import Json, JsonObject, whole
 from muster.data.formats import Format, prompt_and_completion, row_messages
 from muster.data.source_type import OpenedSource
 from muster.data.task import TASKS, Row
@@ -22,7 +22,9 @@ MAX_QUESTIONS = 2_000
 _BASELINE_ROWS = 2_000
 
 
-def collect(opened: OpenedSource, format: Format, number: int, held_rows: Any) -> list[dict[str, Any]]:
+def collect(
+    opened: OpenedSource, format: Format, number: int, held_rows: Iterable[int] | None
+) -> list[dict[str, Json]]:
     """The questions of one source: of its held-out part (``held_rows`` None), or of those training rows."""
     if format == "text" or opened.type.task is None:
         return []
@@ -33,7 +35,7 @@ def collect(opened: OpenedSource, format: Format, number: int, held_rows: Any) -
         chosen = {int(row) for row in held_rows}
         rows = (row for index, row in enumerate(opened.rows()) if index in chosen)
     task, context = TASKS.get(opened.type.task), opened.type.scoring_context(opened.section)
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, Json]] = []
     for row in itertools.islice(rows, MAX_QUESTIONS):
         shown = _shown(row, opened, format)
         question = task.question(row, shown[1], context) if shown else None
@@ -42,7 +44,7 @@ def collect(opened: OpenedSource, format: Format, number: int, held_rows: Any) -
     return entries
 
 
-def add_majority_answers(sources: Sequence[OpenedSource], by_source: Sequence[list[dict[str, Any]]]) -> str:
+def add_majority_answers(sources: Sequence[OpenedSource], by_source: Sequence[list[dict[str, Json]]]) -> str:
     """Add each task's majority answer to its questions; returns the templates (empty: there are none)."""
     templates = []
     for name in sorted({opened.type.task for opened in sources if opened.type.task}):
@@ -54,12 +56,12 @@ def add_majority_answers(sources: Sequence[OpenedSource], by_source: Sequence[li
         templates.append(majority.template)
         for entries in by_source:
             for entry in entries:
-                if sources[entry["source"]].type.task == name:
+                if sources[whole(entry, "source")].type.task == name:
                     entry["majority_answer"] = majority.fill(entry)
     return "; ".join(templates)
 
 
-def write(folder: Path, by_source: Sequence[list[dict[str, Any]]]) -> int:
+def write(folder: Path, by_source: Sequence[list[dict[str, Json]]]) -> int:
     """Write the questions of all sources in turn, so that the first few are of each; returns how many."""
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_source))
     chosen = [entry for entry in turns if entry is not None][:MAX_QUESTIONS]
@@ -68,7 +70,7 @@ def write(folder: Path, by_source: Sequence[list[dict[str, Any]]]) -> int:
     return len(chosen)
 
 
-def _shown(row: Row, opened: OpenedSource, format: Format) -> tuple[dict[str, Any], str] | None:
+def _shown(row: Row, opened: OpenedSource, format: Format) -> tuple[JsonObject, str] | None:
     """What the model is shown, and the answer as the row has it; None: the row ends without an answer."""
     if format == "chat":
         messages = row_messages(row)

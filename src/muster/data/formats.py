@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, Literal
+from typing import Literal
 
 from muster.config.sources import PromptTemplate, Source
 from muster.core.errors import UsageError
+from muster.data.task import Row
 
 Format = Literal["chat", "prompt_completion", "text"]
-RenderChat = Callable[[Sequence[dict[str, Any]], bool], str]
+RenderChat = Callable[[Sequence[Row], bool], str]
 """(messages, add the assistant's header) -> text, by the tokenizer's chat template."""
 
 
@@ -71,7 +72,7 @@ def choose_format(source: Source, columns: Sequence[str]) -> Format:
     )
 
 
-def prompt_and_completion(row: dict[str, Any], template: PromptTemplate | None) -> tuple[str, str]:
+def prompt_and_completion(row: Row, template: PromptTemplate | None) -> tuple[str, str]:
     """The two texts of a row.
 
     Raises:
@@ -79,15 +80,17 @@ def prompt_and_completion(row: dict[str, Any], template: PromptTemplate | None) 
     """
     if template is not None:
         return fill(template.prompt, row), fill(template.completion, row)
-    texts = []
-    for name in ("prompt", "completion"):
-        if not isinstance(row.get(name), str):
-            raise UsageError(f"column {name!r} must be text, got {type(row.get(name)).__name__}")
-        texts.append(row[name])
-    return texts[0], texts[1]
+    return _text(row, "prompt"), _text(row, "completion")
 
 
-def fill(template: str, row: dict[str, Any]) -> str:
+def _text(row: Row, name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise UsageError(f"column {name!r} must be text, got {type(value).__name__}")
+    return value
+
+
+def fill(template: str, row: Row) -> str:
     """A format string over a row's columns: ``{name}`` only, so that a template can reach nothing else.
 
     Raises:
@@ -111,7 +114,7 @@ def fill(template: str, row: dict[str, Any]) -> str:
 
 
 def document(
-    row: dict[str, Any],
+    row: Row,
     format: Format,
     template: PromptTemplate | None,
     train_on: str | Sequence[str],
@@ -130,14 +133,12 @@ def document(
     if format == "chat":
         return Document(segments=_chat(row_messages(row), train_on, render_chat), whole=True, ends=False)
     if format == "text":
-        if not isinstance(row.get("text"), str):
-            raise UsageError(f"column 'text' must be text, got {type(row.get('text')).__name__}")
-        return Document(segments=(Segment(row["text"], True),), whole=False, ends=True)
+        return Document(segments=(Segment(_text(row, "text"), True),), whole=False, ends=True)
     prompt, completion = prompt_and_completion(row, template)
     return Document(segments=(Segment(prompt, train_on == "all"), Segment(completion, True)), whole=False, ends=True)
 
 
-def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+def row_messages(row: Row) -> list[Row]:
     """The chat turns of a row."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -148,7 +149,7 @@ def row_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _chat(messages: list[dict[str, Any]], train_on: str | Sequence[str], render: RenderChat) -> tuple[Segment, ...]:
+def _chat(messages: list[Row], train_on: str | Sequence[str], render: RenderChat) -> tuple[Segment, ...]:
     """Render the conversation once and find each supervised turn in it as the part between two prefixes.
 
     A turn's text starts where the conversation before it ends (for the assistant: after its header, as when it

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from muster.data.arrays import Bytes, Int64s
 from muster.data.schedule import hashed_order
 
 Overlong = Literal["drop", "split", "truncate"]
@@ -22,17 +24,17 @@ Overlong = Literal["drop", "split", "truncate"]
 class Documents:
     """Documents as ranges of one token array. A document of n tokens takes n - 1 positions."""
 
-    rows: Any
-    """int64: the row each comes from"""
-    starts: Any
-    """int64: first token"""
-    lengths: Any
-    """int64: positions"""
+    rows: Int64s
+    """The row each comes from"""
+    starts: Int64s
+    """First token"""
+    lengths: Int64s
+    """Positions"""
 
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
-    def take(self, positions: Any) -> Documents:
+    def take(self, positions: Int64s | NDArray[np.bool_]) -> Documents:
         return Documents(rows=self.rows[positions], starts=self.starts[positions], lengths=self.lengths[positions])
 
 
@@ -42,7 +44,7 @@ COUNTS = ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
 
 
 def cut(
-    row_tokens: Any, supervised: Any, *, length: int, on_overlong: Overlong, first_token: int = 0
+    row_tokens: Int64s, supervised: Bytes, *, length: int, on_overlong: Overlong, first_token: int = 0
 ) -> tuple[Documents, dict[str, int]]:
     """Rows of ``row_tokens[i]`` tokens, end to end from ``first_token`` of the token array on, as documents of at most
     ``length`` positions; and the ``COUNTS``. ``supervised``: the mask of these rows.
@@ -79,7 +81,7 @@ def cut(
     return Documents(rows=rows, starts=starts + first_token, lengths=lengths).take(useful), counts
 
 
-def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents, Any]:
+def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents, Int64s]:
     """(train, held out, held-out row numbers): whole rows, at least one where there are two or more.
 
     A single row (one long text) gives up the last part of its documents instead; then no row number is held out.
@@ -98,7 +100,7 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     return documents.take(~out), documents.take(out), chosen
 
 
-def mix(rows: Sequence[int], weights: Sequence[float]) -> list[Any]:
+def mix(rows: Sequence[int], weights: Sequence[float]) -> list[Int64s]:
     """How often each row of each source is used in an epoch of the mixture: one int64 array a source.
 
     Shares of rows follow the weights. The source that its weight favours least is used exactly once; the others

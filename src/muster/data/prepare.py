@@ -10,15 +10,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
+from muster.core.typed_json import JsonObject
 from muster.data import build
 from muster.data.build import Progress
 from muster.data.cache import build_once, code_version, fingerprint, translated
@@ -45,7 +44,7 @@ class Prepared:
     heldout: SequenceStore | None
     tokenizer_dir: Path | None
     """None: random tokens, which need none."""
-    stats: Mapping[str, Any]
+    stats: JsonObject
     """rows, dropped, truncated, split, empty, masked_rows, documents, sequences, positions, tokens,
     supervised_tokens, context_tokens, padding_tokens, fill, unknown_tokens, questions, majority_template,
     heldout (its counts), sources (the same counts for each), cached, seconds."""
@@ -133,7 +132,7 @@ def _fingerprint(
     import tokenizers
 
     if isinstance(tokenizer_source, TrainedTokenizer):
-        tokenizer: Any = tokenizer_source.model_dump()
+        tokenizer: JsonObject | str | None = tokenizer_source.model_dump()
     else:
         tokenizer = None if tokenizer_source is None else Encoder(tokenizer_source).fingerprint()
     return fingerprint(

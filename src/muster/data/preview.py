@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from muster.core.typed_json import JsonObject, children, whole
 from muster.data.formats import Segment
 from muster.data.prepare import Prepared
 from muster.data.sequences import UNSUPERVISED, Sequence
@@ -27,9 +27,9 @@ class Preview:
     examples: tuple[tuple[Segment, ...], ...]
     histogram: tuple[int, ...]
     """Documents by supervised share: ten bins of 10 %, over the first documents of the data."""
-    stats: Mapping[str, Any]
+    stats: JsonObject
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "examples": [[vars(segment) for segment in example] for example in self.examples],
             "supervised_share_histogram": list(self.histogram),
@@ -60,7 +60,7 @@ def render_preview(result: Preview) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = []
+    parts: list[Text] = []
     for number, example in enumerate(result.examples, start=1):
         text = Text(f"[{number}] ", style="bold")
         for segment in example:
@@ -73,14 +73,16 @@ def render_preview(result: Preview) -> Group:
 def summary(result: Preview) -> str:
     """The counts in a few plain lines."""
     stats = result.stats
-    positions = max(1, stats["positions"])
+    positions = max(1, whole(stats, "positions"))
+    supervised, context, padding = (
+        whole(stats, f"{name}_tokens") / positions for name in ("supervised", "context", "padding")
+    )
     most = max(result.histogram) or 1
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in result.histogram)
     lines = [
         f"{stats['rows']:,} rows -> {stats['documents']:,} documents in {stats['sequences']:,} sequences, "
         f"{stats['tokens']:,} tokens",
-        f"supervised {stats['supervised_tokens'] / positions:.1%}, context {stats['context_tokens'] / positions:.1%}, "
-        f"padding {stats['padding_tokens'] / positions:.1%} of all positions",
+        f"supervised {supervised:.1%}, context {context:.1%}, padding {padding:.1%} of all positions",
         f"supervised share of a document, 0 to 100 %: |{bars}|",
     ]
     row_counts = {
@@ -92,9 +94,10 @@ def summary(result: Preview) -> str:
     }
     changed = [f"{count:,} {outcome}" for outcome, count in row_counts.items() if count]
     lines.append("rows: " + (", ".join(changed) or "all used whole"))
-    if len(stats["sources"]) > 1:
-        for source in stats["sources"]:
-            times = source["documents_used"] / max(1, source["documents"])
+    sources = children(stats, "sources")
+    if len(sources) > 1:
+        for source in sources:
+            times = whole(source, "documents_used") / max(1, whole(source, "documents"))
             lines.append(f"source {source['name']}: {source['documents_used']:,} documents, each {times:.3g} times")
     if stats.get("unknown_tokens"):
         lines.append(f"{stats['unknown_tokens']:,} tokens are unknown to the tokenizer (<unk>)")

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
+from muster.core.typed_json import children, text, whole
 from muster.data.collect_questions import FILE
 from muster.data.prepare import Prepared
 from muster.data.source_type import SOURCES
-from muster.data.task import TASKS, Outcome
+from muster.data.task import TASKS, Entry, Outcome
 from muster.data.tokenizer import Encoder
 
 
@@ -55,7 +55,7 @@ def majority_baseline(questions: Sequence[Question]) -> float | None:
     return sum(question.score(answer).correct for question, answer in answered) / len(questions)
 
 
-def _entries(path: Path, count: int) -> list[dict[str, Any]]:
+def _entries(path: Path, count: int) -> list[Entry]:
     try:
         with open(path, encoding="utf-8") as file:
             return [json.loads(line) for line in islice(file, count)]
@@ -63,15 +63,15 @@ def _entries(path: Path, count: int) -> list[dict[str, Any]]:
         raise MusterError(f"{path} is damaged: {error}", hint="remove its folder and start again") from error
 
 
-def _question(entry: dict[str, Any], spec: RunSpec, encoder: Encoder) -> Question:
+def _question(entry: Entry, spec: RunSpec, encoder: Encoder) -> Question:
     if "messages" in entry:
-        prompt = encoder.render_chat(entry["messages"], True)
+        prompt = encoder.render_chat(children(entry, "messages"), True)
         ids = encoder.encode([prompt])[0]
     else:
-        prompt = entry["prompt"]
+        prompt = text(entry, "prompt")
         ids = encoder.encode_prompt(prompt)
     assert spec.data is not None
-    section = spec.data.sources[entry["source"]]
+    section = spec.data.sources[whole(entry, "source")]
     source = SOURCES.get(section.type)
     assert source.task is not None
     context = source.scoring_context(section)
@@ -79,9 +79,9 @@ def _question(entry: dict[str, Any], spec: RunSpec, encoder: Encoder) -> Questio
     return Question(
         prompt_text=prompt,
         prompt_ids=tuple(ids),
-        gold=entry["gold"],
+        gold=text(entry, "gold"),
         metric=scorer.metric,
         score=scorer.score,
-        majority_answer=entry.get("majority_answer"),
-        shape=entry.get("shape"),
+        majority_answer=text(entry, "majority_answer") or None,
+        shape=text(entry, "shape") or None,
     )

@@ -9,9 +9,10 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from muster.core.errors import AccessError, UsageError
+from muster.core.typed_json import JsonObject
 from muster.data.task import Row
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
@@ -74,7 +75,7 @@ def find_files(pattern: str) -> list[Path]:
     raise UsageError(f"data file {pattern!r} {reason}", hint="check data.sources[].path")
 
 
-def identify(path: Path) -> dict[str, Any]:
+def identify(path: Path) -> JsonObject:
     """What identifies a file's content in a fingerprint."""
     try:
         size = path.stat().st_size

@@ -11,11 +11,12 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from muster.core.batch_schedule import BatchSchedule
+from muster.data.arrays import Int64s
 
 #: Up to this many sequences an epoch's permutation is materialised (8 MiB); above it indices are computed one by
 #: one through a Feistel network, so that a trillion sequences need no memory.
@@ -125,8 +126,8 @@ def sequences_at(*, seed: int, start: int, count: int, num_sequences: int) -> li
     return result
 
 
-def hashed_order(count: int, purpose: str) -> Any:
-    """A fixed random order of 0..count-1 for ``purpose``, by own arithmetic: int64 array."""
+def hashed_order(count: int, purpose: str) -> Int64s:
+    """A fixed random order of 0..count-1 for ``purpose``, by own arithmetic."""
     return _order(count, int.from_bytes(hashlib.sha256(f"muster-{purpose}".encode()).digest()[:8], "little"))
 
 
@@ -141,8 +142,8 @@ def _key(seed: int, epoch: int, purpose: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def _mix(values: Any, key: int) -> Any:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on uint64 arrays."""
+def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
     mixed = values + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -150,18 +151,18 @@ def _mix(values: Any, key: int) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, num_sequences: int) -> Any:
+def _permutation(seed: int, epoch: int, num_sequences: int) -> Int64s:
     return _order(num_sequences, _key(seed, epoch, 0))
 
 
-def _order(count: int, key: int) -> Any:
+def _order(count: int, key: int) -> Int64s:
     """Indices sorted by a keyed 64-bit hash: own arithmetic, since numpy's random streams may change by version."""
     with np.errstate(over="ignore"):
         hashed = _mix(np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15), key)
     return np.argsort(hashed, kind="stable").astype(np.int64)
 
 
-def _feistel(seed: int, epoch: int, num_sequences: int, offset: int, length: int) -> Any:
+def _feistel(seed: int, epoch: int, num_sequences: int, offset: int, length: int) -> Int64s:
     """Positions through an alternating Feistel network on the next power of two, walked until inside the range."""
     bits = max(2, (num_sequences - 1).bit_length())
     low_bits = np.uint64(bits // 2)

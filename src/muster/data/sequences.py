@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from muster.core.errors import MusterError
+from muster.data.arrays import Bytes, Int32s, Int64s
 
 UNSUPERVISED = -100
 #: Positions gathered at once while writing: 16 MiB an array.
@@ -25,14 +26,14 @@ _BLOCK_POSITIONS = 4_000_000
 class Sequence:
     """One packed sequence of S positions."""
 
-    input_ids: Any
-    """int32 [S]"""
-    labels: Any
-    """int32 [S], shifted: the target of each position; -100: none."""
-    position_ids: Any
-    """int32 [S], from 0 in each document."""
-    document_lengths: Any
-    """int32 [n], summing to S; the padding tail is a document of its own."""
+    input_ids: Int32s
+    """[S]"""
+    labels: Int32s
+    """[S], shifted: the target of each position; -100: none."""
+    position_ids: Int32s
+    """[S], from 0 in each document."""
+    document_lengths: Int32s
+    """[n], summing to S; the padding tail is a document of its own."""
     tokens: int
     """Positions that are not padding."""
     supervised_tokens: int
@@ -96,10 +97,10 @@ def write_store(
     folder: Path,
     *,
     bins: list[list[int]],
-    ids: Any,
-    supervised: Any,
-    starts: Any,
-    lengths: Any,
+    ids: Int32s,
+    supervised: Bytes,
+    starts: Int64s,
+    lengths: Int64s,
     pad_id: int,
     length: int,
 ) -> dict[str, int]:
@@ -110,7 +111,7 @@ def write_store(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.zeros(len(bins), dtype=np.int32)
-    document_lengths: list[Any] = []
+    document_lengths: list[Int32s] = []
     offsets = np.zeros(len(bins) + 1, dtype=np.int64)
     total_supervised = 0
     block = max(1, _BLOCK_POSITIONS // length)
@@ -152,7 +153,7 @@ def write_store(
     return result
 
 
-def _ranges(sizes: Any) -> Any:
+def _ranges(sizes: Int64s) -> Int64s:
     """0..sizes[0]-1, 0..sizes[1]-1, ... in one array."""
     starts = np.cumsum(sizes) - sizes
     return np.arange(int(sizes.sum())) - np.repeat(starts, sizes)

@@ -5,13 +5,17 @@ Packages add types by an entry point of the group ``muster.data_sources``, whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muster.config.sources import SOURCE_TYPES, Source
 from muster.core.registry import Registry
+from muster.core.typed_json import JsonObject
 from muster.data.task import Row
+
+if TYPE_CHECKING:  # a machine that only submits has no numpy
+    from muster.data.arrays import Int32s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class OpenedSource:
     section: Source
     label: str
     """What messages and statistics call it."""
-    identity: Mapping[str, Any]
+    identity: JsonObject
     """Stands for the rows' content in the fingerprint of prepared data (JSON values)."""
     rows: Callable[[], Iterator[Row]]
     """The training rows from the first one on; called several times."""
@@ -40,8 +44,8 @@ class TokenRows:
     count: int
     tokens: int
     """Of each row: one more than its positions."""
-    blocks: Iterator[Any]
-    """int32 arrays, end to end all rows."""
+    blocks: Iterator[Int32s]
+    """End to end all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class SourceType:
     """
     task: str | None = None
     """The task (``muster.tasks``) whose questions its held-out rows ask; None: they ask none."""
-    scoring_context: Callable[[Any], Mapping[str, Any]] = lambda section: {}
+    scoring_context: Callable[[Any], JsonObject] = lambda section: {}
     """What the task needs of a section to score answers, beyond the row: ``database``, ``level`` and ``seed``."""
 
 
@@ -65,6 +69,6 @@ class SourceType:
 SOURCES: Registry[SourceType] = SOURCE_TYPES
 
 
-def open_source(section: Any) -> OpenedSource:
+def open_source(section: Source) -> OpenedSource:
     """Open a member of ``data.sources``; errors as ``SourceType.open`` has them."""
     return SOURCES.get(section.type).open(section)

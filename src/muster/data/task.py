@@ -6,14 +6,15 @@ task trains on come from data sources like any others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from muster.core.registry import Registry
+from muster.core.typed_json import JsonObject
 
-Row = dict[str, Any]
-Entry = Mapping[str, Any]
+Row: TypeAlias = JsonObject
+Entry: TypeAlias = JsonObject
 """A held-out question as stored: what ``Task.question`` returned (JSON values), and what preparation adds."""
 
 
@@ -27,7 +28,7 @@ class Outcome(Protocol):
     def timed_out(self) -> bool: ...
 
     @property
-    def rows(self) -> tuple[tuple[Any, ...], ...]:
+    def rows(self) -> tuple[tuple[object, ...], ...]:
         """What the answer produced, to show with a sample (the first few)."""
         ...
 
@@ -54,14 +55,14 @@ class MajorityAnswer:
 class Task(Protocol):
     """One kind of question with a checkable answer."""
 
-    def question(self, row: Row, completion: str, context: Mapping[str, Any]) -> dict[str, Any] | None:
+    def question(self, row: Row, completion: str, context: JsonObject) -> JsonObject | None:
         """The question of a held-out row: ``gold`` (the expected answer) and what ``scorer`` needs. None: no question.
 
         ``completion``: the answer as the row's format has it. ``context``: ``SourceType.scoring_context``.
         """
         ...
 
-    def scorer(self, entry: Entry, context: Mapping[str, Any], *, timeout_s: float) -> Scorer:
+    def scorer(self, entry: Entry, context: JsonObject, *, timeout_s: float) -> Scorer:
         """How answers to a stored question are scored.
 
         Raises:

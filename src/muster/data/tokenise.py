@@ -16,14 +16,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from muster.config.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
 from muster.data import formats
+from muster.data.arrays import Bytes, Int32s, Int64s
 from muster.data.formats import Document, Format
+from muster.data.task import Row
 from muster.data.tokenizer import Encoder
 
 CHUNK_ROWS = 4096
@@ -46,17 +47,15 @@ class Recipe:
 class Tokens:
     """The documents of a chunk, end to end. Row i has ``lengths[i]`` tokens (0: nothing in it)."""
 
-    ids: Any = field(repr=False)
-    """int32"""
-    supervised: Any = field(repr=False)
-    """uint8: 1 where the token counts as a target"""
-    lengths: Any = field(repr=False)
-    """int64"""
+    ids: Int32s = field(repr=False)
+    supervised: Bytes = field(repr=False)
+    """1 where the token counts as a target"""
+    lengths: Int64s = field(repr=False)
     unknown: int = 0
     """Tokens that are the unknown token."""
 
 
-def tokenise(rows: Iterable[dict[str, Any]], recipe: Recipe, *, workers: int) -> Iterator[Tokens]:
+def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int) -> Iterator[Tokens]:
     """Tokens of ``rows``, chunk by chunk, in order. ``workers`` 0: one process per core.
 
     Raises:
@@ -85,7 +84,7 @@ def refuse_while_starting() -> None:
         raise UsageError("data prepared by a script without a main guard", hint="use if __name__ == '__main__'")
 
 
-def tokenise_rows(rows: Sequence[dict[str, Any]], recipe: Recipe, encoder: Encoder, *, first_row: int = 0) -> Tokens:
+def tokenise_rows(rows: Sequence[Row], recipe: Recipe, encoder: Encoder, *, first_row: int = 0) -> Tokens:
     """One chunk, here. Raises UsageError with the row's number."""
     documents: list[Document] = []
     for index, row in enumerate(rows):
@@ -149,7 +148,7 @@ def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[l
     return result
 
 
-def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
     iterator = iter(rows)
     start = 0
     while chunk := list(itertools.islice(iterator, CHUNK_ROWS)):
@@ -157,7 +156,7 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str
         start += len(chunk)
 
 
-def _in_processes(chunks: Iterator[tuple[int, list[dict[str, Any]]]], recipe: Recipe, count: int) -> Iterator[Tokens]:
+def _in_processes(chunks: Iterator[tuple[int, list[Row]]], recipe: Recipe, count: int) -> Iterator[Tokens]:
     """A bounded number of chunks is on its way, so a slow reader cannot fill the memory."""
     waiting: deque[Future[Tokens]] = deque()
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(recipe,))
@@ -177,15 +176,16 @@ def _in_processes(chunks: Iterator[tuple[int, list[dict[str, Any]]]], recipe: Re
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: dict[str, Any] = {}
+_worker: tuple[Recipe, Encoder] | None = None
 
 
 def _start_worker(recipe: Recipe) -> None:
+    global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["recipe"] = recipe
-    _worker["encoder"] = Encoder(recipe.folder)
+    _worker = recipe, Encoder(recipe.folder)
 
 
-def _work(start: int, chunk: list[dict[str, Any]]) -> Tokens:
-    return tokenise_rows(chunk, _worker["recipe"], _worker["encoder"], first_row=start)
+def _work(start: int, chunk: list[Row]) -> Tokens:
+    assert _worker is not None
+    return tokenise_rows(chunk, *_worker, first_row=start)

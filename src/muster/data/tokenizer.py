@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muster.config.spec import Model, TrainedTokenizer
 from muster.core.errors import UsageError
+from muster.core.typed_json import Json, JsonObject, at
 from muster.data import hub
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FILES = (
     "tokenizer.json",
@@ -41,8 +45,8 @@ class Encoder:
     folder: Path
 
     @cached_property
-    def fast(self) -> Any:
-        """``tokenizers.Tokenizer`` with the folder's special tokens added, no padding, no truncation."""
+    def fast(self) -> Tokenizer:
+        """With the folder's special tokens added, no padding, no truncation."""
         from tokenizers import AddedToken, Tokenizer
 
         path = self.folder / "tokenizer.json"
@@ -59,7 +63,7 @@ class Encoder:
         return result
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         return _read_json(self.folder / "tokenizer_config.json")
 
     @cached_property
@@ -69,7 +73,7 @@ class Encoder:
         for source in (_read_json(self.folder / "special_tokens_map.json"), self.config):
             for role in ("bos", "eos", "pad", "unk"):
                 value = source.get(f"{role}_token")
-                if isinstance(value, dict):
+                if isinstance(value, Mapping):
                     value = value.get("content")
                 if isinstance(value, str):
                     result[role] = value
@@ -119,7 +123,7 @@ class Encoder:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self.fast.decode(list(ids), skip_special_tokens=skip_special))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def render_chat(self, messages: Sequence[JsonObject], add_generation_prompt: bool) -> str:
         """The conversation by the folder's chat template.
 
         Raises:
@@ -177,13 +181,14 @@ class Encoder:
         except Exception as error:
             raise UsageError(f"the tokenizer in {self.folder} cannot be loaded: {str(error)[:200]}") from error
 
-    def _through_transformers(self) -> Any:
+    def _through_transformers(self) -> Tokenizer:
         backend = getattr(self._transformers, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(
                 f"the tokenizer in {self.folder} has no fast form", hint="save it with a tokenizer.json first"
             )
-        return backend
+        result: Tokenizer = backend
+        return result
 
 
 def locate(model: Model) -> Path | TrainedTokenizer | None:
@@ -217,7 +222,7 @@ def model_vocab_size(model: Model) -> int | None:
     Raises:
         UsageError: the config file is missing or unreadable.
     """
-    config: Any = model.config
+    config: Json = model.config
     if model.source is not None:
         folder = Path(model.source).expanduser()
         if folder.is_dir():
@@ -230,8 +235,7 @@ def model_vocab_size(model: Model) -> int | None:
         if not path.is_file():
             raise UsageError(f"model config {config!r} does not exist", hint="check model.config")
         config = _read_json(path)
-    config = config or {}
-    result = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    result = at(config, "vocab_size") or at(config, "text_config", "vocab_size")
     return int(result) if isinstance(result, int) else None
 
 
@@ -277,7 +281,7 @@ def train(texts: Callable[[], Iterable[str]], requested: TrainedTokenizer, targe
     return Encoder(target)
 
 
-def _train_words(texts: Iterable[str], vocab_size: int) -> Any:
+def _train_words(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """The commonest words, ties in alphabetical order; the rest become the unknown token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -289,7 +293,7 @@ def _train_words(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def _train_bpe(texts: Iterable[str], requested: TrainedTokenizer) -> Any:
+def _train_bpe(texts: Iterable[str], requested: TrainedTokenizer) -> Tokenizer:
     """Byte-level BPE: every text can be written, nothing is unknown."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -314,7 +318,7 @@ def _train_bpe(texts: Iterable[str], requested: TrainedTokenizer) -> Any:
     return tokenizer
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:

@@ -11,8 +11,10 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.0f} GB" if count >= 10e9 else f"{count / 1e9:.1f} GB"
 
 
-def dollars(amount: float) -> str:
-    """``$1,234`` or ``$0.52``."""
+def dollars(amount: float | None) -> str:
+    """``$1,234`` or ``$0.52``; ``-`` where it is not known."""
+    if amount is None:
+        return "-"
     if amount >= 100:
         return f"${amount:,.0f}"
     return f"${amount:.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.2g}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from muster.catalog import gke
-from muster.core.snapshot_slots import COPIED_SLOTS, OWN_SLOTS, PEER_SLOTS
+from muster.core.snapshots import COPIED_SLOTS, OWN_SLOTS, PEER_SLOTS
 from muster.plan.step_time import local_state_bytes
 from muster.plan.workload import Setting, Workload
 

@@ -8,17 +8,84 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Generic, TypeVar
 
+from muster.catalog.rows import Price
 from muster.core.errors import UsageError
+from muster.core.typed_json import Json, JsonObject
 from muster.plan.host_memory import host_memory
 from muster.plan.search import Candidate, Outcome
 from muster.plan.step_time import achieved_tflops, tokens_per_second_per_gpu
 from muster.plan.workload import Workload
 
 FORMAT = "muster-plan-2"
+Figure = TypeVar("Figure")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Generic[Figure]):
+    """A figure in the middle and at the 90th percentile."""
+
+    p50: Figure
+    p90: Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedWay:
+    """Everything that is predicted about one candidate, units in the names."""
+
+    title: str
+    machine: str
+    accelerator: str
+    mode: str
+    location: str
+    num_nodes: int
+    gpus: int
+    layout: Mapping[str, int]
+    micro_batch_size: int
+    rounds: int
+    padding_share: float
+    activation_checkpointing: str
+    memory_bytes_per_gpu: int
+    gpu_memory_bytes: int
+    memory_bytes_by_item: Mapping[str, int]
+    memory_peak_moment: str
+    host_memory_bytes_by_item: Mapping[str, int]
+    host_memory_limit_bytes: int | None
+    host_memory_warning: str | None
+    step_s: float
+    step_s_by_item: Mapping[str, float]
+    mfu: float | None
+    tflops_per_gpu: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    goodput: float
+    interruptions_per_day: float
+    checkpoint_every_steps: int
+    checkpoint_every_s: float
+    surviving_tier: str
+    hours: Spread[float]
+    usd: Spread[float | None]
+    usd_per_hour: float | None
+    usd_per_step: float | None
+    usd_per_million_tokens: float | None
+    term_cuts: int
+    price: Price | None
+    modelled: list[str]
+    quota: str
+    rules: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotTaken:
+    """Another offer, and why in one phrase."""
+
+    machine: str
+    mode: str
+    location: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,36 +95,46 @@ class Plan:
     run_file: str
     run_text: str
     overrides: tuple[str, ...]
-    spec: Mapping[str, Any]
+    spec: JsonObject
     """The run file's ``RunSpec`` in JSON, before the plan's settings."""
     made: str
     """ISO 8601."""
-    settings: Mapping[str, Any]
+    settings: JsonObject
     """Dotted key of the run file -> value that the plan sets."""
-    chosen: Mapping[str, Any]
-    cheapest: Mapping[str, Any]
-    fastest: Mapping[str, Any]
-    frontier: tuple[Mapping[str, Any], ...]
-    rejected: tuple[Mapping[str, Any], ...]
+    chosen: PlannedWay
+    chances: Mapping[str, float]
+    """``chance_in_time`` and ``chance_within_max_usd`` of the chosen one, where there is such a limit."""
+    cheapest: PlannedWay
+    fastest: PlannedWay
+    frontier: tuple[PlannedWay, ...]
+    rejected: tuple[NotTaken, ...]
     assumptions: tuple[str, ...]
     why: tuple[str, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    evaluated_settings: int
+    job: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Everything, for ``--json`` and ``--out``."""
-        last = {name: getattr(self, name) for name in ("run_text", "spec")}
-        shown = {name: value for name, value in vars(self).items() if name not in (*last, "extra")}
-        return {"format": FORMAT, "spec_digest": digest(self.spec), **shown, **self.extra, **last}
+        shown = asdict(self)
+        chances = shown.pop("chances")
+        last = {name: shown.pop(name) for name in ("run_text", "spec")}
+        for way in (shown["chosen"], shown["cheapest"], shown["fastest"], *shown["frontier"]):
+            for named_above in ("machine", "mode", "region") if way["price"] else ():
+                del way["price"][named_above]
+        shown["chosen"] |= chances
+        # Points of cost against finish time for a report.
+        chart = [{name: way[name] for name in ("title", "hours", "usd", "gpus")} for way in shown["frontier"]]
+        return {"format": FORMAT, "spec_digest": digest(self.spec), **shown, "chart": chart, **last}
 
 
-def read(text: str, *, source: str) -> dict[str, Any]:
+def read(content: str, *, source: str) -> JsonObject:
     """A plan file's content.
 
     Raises:
         UsageError: it is none, or its own digest does not match what it holds.
     """
     try:
-        result = json.loads(text)
+        result = json.loads(content)
     except ValueError as error:
         raise UsageError(f"{source} is not a plan: {error}", hint="muster plan RUN.yaml --out PLAN.json") from error
     if not isinstance(result, dict) or result.get("format") != FORMAT:
@@ -67,7 +144,7 @@ def read(text: str, *, source: str) -> dict[str, Any]:
     return result
 
 
-def check_fresh(plan: Mapping[str, Any], spec: Mapping[str, Any], *, source: str) -> None:
+def check_fresh(plan: JsonObject, spec: JsonObject, *, source: str) -> None:
     """Refuse a plan that was made for another version of the run file.
 
     Raises:
@@ -83,18 +160,18 @@ def check_fresh(plan: Mapping[str, Any], spec: Mapping[str, Any], *, source: str
     )
 
 
-def settings_as_overrides(settings: Mapping[str, Any]) -> list[str]:
+def settings_as_overrides(settings: JsonObject) -> list[str]:
     """``key=value`` texts that a run file's loader takes."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def digest(spec: Mapping[str, Any]) -> str:
+def digest(spec: Json) -> str:
     """Of a spec's JSON, whatever the order of its keys."""
     text = json.dumps(spec, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+def differences(old: Json, new: Json, key: str = "") -> Iterator[str]:
     """``training.steps was 100, is 200`` for each leaf that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new}):
@@ -103,10 +180,10 @@ def differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
         yield f"{key} was {json.dumps(old)}, is {json.dumps(new)}"
 
 
-def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, Any]:
+def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, Json]:
     """What the plan sets in the run file. ``every_steps``: where the plan chose the checkpoint interval."""
     setting, offer = candidate.setting, candidate.option.offer
-    result: dict[str, Any] = {
+    result: dict[str, Json] = {
         "training.micro_batch_size": setting.micro_batch_size,
         "training.activation_checkpointing": setting.activation_checkpointing,
         **{f"parallelism.{axis}": size for axis, size in setting.layout.sizes.items()},
@@ -124,56 +201,54 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, A
     return result
 
 
-def candidate_json(work: Workload, candidate: Candidate) -> dict[str, Any]:
-    """Everything that is predicted about one candidate, units in the names."""
+def planned_way(work: Workload, candidate: Candidate) -> PlannedWay:
     option, setting, good, cost = candidate.option, candidate.setting, candidate.goodput, candidate.cost
-    offer, price = option.offer, option.price
-    priced = ("usd_per_gpu_hour", "low", "high", "date", "reliability", "source")
+    offer = option.offer
     host = host_memory(
         work, setting, machine=offer.machine, gpus_per_node=offer.gpus_per_node, num_nodes=candidate.num_nodes
     )
-    return {
-        "title": candidate.title,
-        "machine": offer.machine,
-        "accelerator": offer.accelerator,
-        "mode": offer.mode,
-        "location": offer.location,
-        "num_nodes": candidate.num_nodes,
-        "gpus": candidate.gpus,
-        "layout": setting.layout.sizes,
-        "micro_batch_size": setting.micro_batch_size,
-        "rounds": setting.rounds(work),
-        "padding_share": setting.padding(work),
-        "activation_checkpointing": setting.activation_checkpointing,
-        "memory_bytes_per_gpu": candidate.memory.total_bytes,
-        "gpu_memory_bytes": offer.gpu_memory_bytes,
-        "memory_bytes_by_item": dict(candidate.memory.items),
-        "memory_peak_moment": candidate.memory.moment,
-        "host_memory_bytes_by_item": dict(host.items),
-        "host_memory_limit_bytes": host.limit_bytes,
-        "host_memory_warning": host.warning,
-        "step_s": candidate.time.seconds,
-        "step_s_by_item": {name: value for name, value in candidate.time.parts.items() if value},
-        "mfu": candidate.time.mfu,
-        "tflops_per_gpu": achieved_tflops(work, candidate.time),
-        "tokens_per_s": tokens_per_second_per_gpu(work, candidate.time) * candidate.gpus,
-        "tokens_per_s_per_gpu": tokens_per_second_per_gpu(work, candidate.time),
-        "goodput": good.share,
-        "interruptions_per_day": good.interruptions_per_day,
-        "checkpoint_every_steps": good.checkpoint_every_steps,
-        "checkpoint_every_s": good.checkpoint_every_s,
-        "surviving_tier": good.tier,
-        "hours": {"p50": cost.hours_p50, "p90": cost.hours_p90},
-        "usd": {"p50": cost.usd_p50, "p90": cost.usd_p90},
-        "usd_per_hour": cost.usd_per_hour,
-        "usd_per_step": cost.usd_per_step,
-        "usd_per_million_tokens": cost.usd_per_million_tokens,
-        "term_cuts": cost.cuts,
-        "price": price and {name: getattr(price, name) for name in priced},
-        "modelled": modelled(candidate),
-        "quota": option.mode.quota,
-        "rules": list(option.mode.rules),
-    }
+    return PlannedWay(
+        title=candidate.title,
+        machine=offer.machine,
+        accelerator=offer.accelerator,
+        mode=offer.mode,
+        location=offer.location,
+        num_nodes=candidate.num_nodes,
+        gpus=candidate.gpus,
+        layout=setting.layout.sizes,
+        micro_batch_size=setting.micro_batch_size,
+        rounds=setting.rounds(work),
+        padding_share=setting.padding(work),
+        activation_checkpointing=setting.activation_checkpointing,
+        memory_bytes_per_gpu=candidate.memory.total_bytes,
+        gpu_memory_bytes=offer.gpu_memory_bytes,
+        memory_bytes_by_item=dict(candidate.memory.items),
+        memory_peak_moment=candidate.memory.moment,
+        host_memory_bytes_by_item=dict(host.items),
+        host_memory_limit_bytes=host.limit_bytes,
+        host_memory_warning=host.warning,
+        step_s=candidate.time.seconds,
+        step_s_by_item={name: value for name, value in candidate.time.parts.items() if value},
+        mfu=candidate.time.mfu,
+        tflops_per_gpu=achieved_tflops(work, candidate.time),
+        tokens_per_s=tokens_per_second_per_gpu(work, candidate.time) * candidate.gpus,
+        tokens_per_s_per_gpu=tokens_per_second_per_gpu(work, candidate.time),
+        goodput=good.share,
+        interruptions_per_day=good.interruptions_per_day,
+        checkpoint_every_steps=good.checkpoint_every_steps,
+        checkpoint_every_s=good.checkpoint_every_s,
+        surviving_tier=good.tier,
+        hours=Spread(p50=cost.hours_p50, p90=cost.hours_p90),
+        usd=Spread(p50=cost.usd_p50, p90=cost.usd_p90),
+        usd_per_hour=cost.usd_per_hour,
+        usd_per_step=cost.usd_per_step,
+        usd_per_million_tokens=cost.usd_per_million_tokens,
+        term_cuts=cost.cuts,
+        price=option.price,
+        modelled=modelled(candidate),
+        quota=option.mode.quota,
+        rules=list(option.mode.rules),
+    )
 
 
 def modelled(candidate: Candidate) -> list[str]:
@@ -192,18 +267,11 @@ def modelled(candidate: Candidate) -> list[str]:
     return result
 
 
-def outcome_json(work: Workload, outcome: Outcome) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def ways(work: Workload, outcome: Outcome) -> tuple[tuple[PlannedWay, ...], tuple[NotTaken, ...]]:
     """(frontier, rejected): each candidate, and each other offer with its reason."""
-    rejected = [
-        {
-            **{name: getattr(rejection.option.offer, name) for name in ("machine", "mode", "location")},
-            "reason": rejection.reason,
-        }
-        for rejection in outcome.rejected
-    ]
-    return [candidate_json(work, candidate) for candidate in outcome.frontier], rejected
-
-
-def chart(frontier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Points of cost against finish time for a report."""
-    return [{name: candidate[name] for name in ("title", "hours", "usd", "gpus")} for candidate in frontier]
+    offers = [(rejection.option.offer, rejection.reason) for rejection in outcome.rejected]
+    rejected = (
+        NotTaken(machine=offer.machine, mode=offer.mode, location=offer.location, reason=reason)
+        for offer, reason in offers
+    )
+    return tuple(planned_way(work, candidate) for candidate in outcome.frontier), tuple(rejected)

@@ -67,7 +67,8 @@ class DefaultPolicy:
         if traits.fails_alike and times >= 2:
             reason = f"the same error occurred at the same step {times} times: {incident.evidence}"
             return _decision(incident, Action.STOP, reason)
-        if restarts >= situation.max_restarts_without_progress:
+        # A rejected snapshot leaves fewer to choose from, so such restarts end by themselves.
+        if restarts >= situation.max_restarts_without_progress and not incident.detail.get("snapshot_rejected"):
             reason = f"{restarts} restarts without a new step; last: {incident.evidence}"
             return _decision(incident, Action.STOP, reason)
         host = incident.host

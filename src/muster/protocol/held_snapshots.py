@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.core.layout import Layout
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Snapshot:
-    """One rank's in-memory snapshot as a host reports it."""
-
-    step: int
-    attempt: int
-    rank: int
-    layout: str
-    """``Layout.key`` of the world that took it."""
-    host: str
-    tier: str
-    """memory (its own) or peer."""
-
-    @classmethod
-    def reported(cls, host: str, item: Mapping[str, Any]) -> Snapshot:
-        """One of a host's list. Raises LookupError, TypeError or ValueError where it is unusable."""
-        step, attempt, rank = (int(item[name]) for name in ("step", "attempt", "rank"))
-        layout, tier = str(item["layout"]), str(item["tier"])
-        return cls(step=step, attempt=attempt, rank=rank, layout=layout, host=host, tier=tier)
+from muster.core.snapshots import SnapshotCopy
+from muster.protocol.to_agent import FlushShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,36 +17,36 @@ class Choice:
     step: int
     attempt: int
     layout: Layout
-    shards: Mapping[int, Snapshot]
+    shards: Mapping[int, SnapshotCopy]
     """Rank of that attempt -> where its state is; with replicas perhaps under a replica peer's rank."""
-    holders: Mapping[int, Sequence[Snapshot]] = field(default_factory=dict)
+    holders: Mapping[int, Sequence[SnapshotCopy]] = field(default_factory=dict)
     """All snapshots that hold it."""
 
-    def nearest(self, rank: int, host: str) -> Snapshot:
+    def nearest(self, rank: int, host: str) -> SnapshotCopy:
         """Where ``host`` takes a rank's state from: its own memory before any other host's, a peer's copy included."""
         here = (held for held in self.holders.get(rank, ()) if held.host == host)
         return next(here, self.shards[rank])
 
-    def shards_on(self, host: str) -> list[dict[str, Any]]:
+    def flush_shards(self, host: str) -> tuple[FlushShard, ...]:
         """The shards for which ``host`` was chosen, as an order to flush them names each."""
         local = ((rank, held) for rank, held in sorted(self.shards.items()) if held.host == host)
-        return [{"rank": rank, "tier": held.tier, "held_as": held.rank} for rank, held in local]
+        return tuple(FlushShard(rank=rank, copy=held) for rank, held in local)
 
 
-def newest_complete(snapshots: Sequence[Snapshot]) -> Choice | None:
+def newest_complete(snapshots: Sequence[SnapshotCopy]) -> Choice | None:
     """The newest step whose every shard exists on a living host; None when there is none.
 
     Shards of one version are of one layout, one step and one attempt: versions never mix. A replica's
     shard replaces that of its peer in another replica (``dp_replicate`` > 1: the same state).
     """
-    versions: dict[tuple[int, int, str], dict[int, list[Snapshot]]] = {}
+    versions: dict[tuple[int, int, str], dict[int, list[SnapshotCopy]]] = {}
     for snapshot in snapshots:
         versions.setdefault((snapshot.step, snapshot.attempt, snapshot.layout), {}).setdefault(
             snapshot.rank, []
         ).append(snapshot)
     for (step, attempt, key), ranks in sorted(versions.items(), reverse=True):
         layout = Layout.from_key(key)
-        places: dict[int, list[Snapshot]] = {}
+        places: dict[int, list[SnapshotCopy]] = {}
         for rank in range(layout.world_size):
             holders = [
                 held

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Literal, Protocol
 
-from muster.core.types import Layout
+from muster.core.batch_schedule import BatchSegment
+from muster.core.layout import Layout
+from muster.core.snapshots import SnapshotCopy, Tier
+from muster.core.typed_json import Count, Json, Port, Record, Seconds, Step
+from muster.protocol.values import CommandRanks
 
 #: Messages of a rank whose peer died: a consequence, never the cause.
 LOST_PEER = re.compile(
@@ -19,73 +23,60 @@ LOST_PEER = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restore:
-    """Where a rank's state comes from, when not from the checkpoint folder."""
+class ShardSource(Record):
+    """One rank's state, on this host."""
 
-    step: int
-    """Last applied step; training continues with the next one."""
-    attempt: int = 0
-    """The attempt that took the snapshots: versions of two attempts never mix."""
-    tier: str = "memory"
-    """memory or peer."""
-    shards: Mapping[str, str] = field(default_factory=dict)
-    """Rank of the earlier world (as text) -> snapshot file on this host; one that is being fetched appears
-    under its name when it is whole."""
-    layout: Layout = field(default_factory=Layout)
-    """Layout of the world that took the snapshots."""
+    path: Annotated[str, "its file; one that is being fetched appears under this name when it is whole"]
+    copy: Annotated[SnapshotCopy, "what the file must hold, and whose copy it is"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankContext:
+class Restore(Record):
+    """Where a rank's state comes from, when not from the checkpoint folder."""
+
+    step: Annotated[Step, "last applied step; training continues with the next one"]
+    attempt: Annotated[Count, "the attempt that took the snapshots: versions of two attempts never mix"] = 0
+    tier: Tier = "memory"
+    sources: Annotated[Mapping[Count, ShardSource], "rank of the earlier world -> its state"] = field(
+        default_factory=dict
+    )
+    layout: Annotated[Layout, "layout of the world that took the snapshots"] = field(default_factory=Layout)
+    share_verification: Annotated[
+        bool, "all ranks of the host read these: of another layout's, each verifies its share"
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext(Record):
     """One rank's place in the world."""
 
     run_id: str
     run_dir: str
-    attempt: int
+    attempt: Count
     host: str
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
+    rank: Count
+    local_rank: Count
+    world_size: Count
+    local_world_size: Count
     layout: Layout
     master_addr: str
-    master_port: int
-    snapshot_dir: str | None = None
-    """Folder in memory (tmpfs) for this rank's snapshots; None: take none."""
+    master_port: Port
+    host_memory: Annotated[str | None, "the host's folder in memory; None: no agent runs"] = None
+    snapshot_dir: Annotated[str | None, "folder in memory (tmpfs) for this rank's snapshots; None: take none"] = None
     restore: Restore | None = None
-    replicate_snapshots: bool = False
-    """Another host gets copies of snapshots, the next one when all ranks' hosts hold the one before."""
-    batch_schedule: Sequence[Mapping[str, Any]] = ()
-    """Changes of batch size and learning rate (``core.batch_schedule.BatchSegment``)."""
-    kept_rank: int | None = None
-    """The rank of the previous attempt whose process continues as this one; None: a new process."""
-    failures: int = 0
-    """Failures of the run that the supervisor has seen, and the seconds in which it saw them: for the interval of
-    saves (``core.intervals``)."""
-    observed_s: float = 0.0
-    skip_steps: tuple[int, ...] = ()
-    """Steps whose update is not applied: their batch is not finite each time (``recovery.on_nonfinite_step: skip``)."""
-
-    def to_json(self) -> dict[str, Any]:
-        # Not asdict, which copies deeply: a start message of 1,024 ranks holds as many of these.
-        restore = self.restore
-        layout, schedule = dict(vars(self.layout)), list(self.batch_schedule)
-        result = {**vars(self), "layout": layout, "restore": None, "batch_schedule": schedule}
-        if restore is not None:
-            result["restore"] = {**vars(restore), "shards": dict(restore.shards), "layout": dict(vars(restore.layout))}
-        return result
-
-    @classmethod
-    def from_json(cls, result: Mapping[str, Any]) -> RankContext:
-        """The inverse of ``to_json``. Raises TypeError on unknown or missing keys."""
-        given = dict(result)
-        given["layout"] = Layout(**given["layout"])
-        given["skip_steps"] = tuple(int(step) for step in given.get("skip_steps", ()))
-        if given.get("restore") is not None:
-            restore = dict(given["restore"])
-            restore["layout"] = Layout(**restore["layout"])
-            given["restore"] = Restore(**restore)
-        return cls(**given)
+    replicate_snapshots: Annotated[
+        bool, "another host gets copies of snapshots, the next one when all ranks' hosts hold the one before"
+    ] = False
+    batch_schedule: Annotated[tuple[BatchSegment, ...], "changes of batch size and learning rate"] = ()
+    kept_rank: Annotated[
+        Count | None, "the rank of the previous attempt whose process continues as this one; None: a new process"
+    ] = None
+    failures: Annotated[Count, "that the supervisor has seen: for the interval of saves (``core.intervals``)"] = 0
+    observed_s: Annotated[Seconds, "the time in which it saw them"] = 0.0
+    skip_steps: Annotated[
+        tuple[Step, ...],
+        "steps whose update is not applied: their batch is not finite each time (``recovery.on_nonfinite_step: skip``)",
+    ] = ()
 
 
 #: Exit code of a rank that leaves on request while the run continues (the number of ranks grows).
@@ -96,8 +87,8 @@ RESIZE_EXIT_CODE = 76
 class Command:
     """A command of the supervisor to the ranks, through the agent."""
 
-    kind: str
-    """``stop``: save and leave after the current step."""
+    kind: Literal["stop", "save"]
+    """stop: save and leave after the current step."""
     save: bool = True
     exit_code: int = 0
     """Exit code of the run: 130 the user stopped it, 75 it was preempted. ``RESIZE_EXIT_CODE``: it continues with
@@ -105,13 +96,18 @@ class Command:
     deadline_s: float | None = None
     """Seconds from when it was received."""
     received_s: float = field(default_factory=time.monotonic, compare=False)
-    """When it was received, on this process's monotonic clock; not sent."""
+    """When it was received, on this process's monotonic clock."""
+
+    @classmethod
+    def received(cls, sent: CommandRanks) -> Command:
+        """As it has just arrived."""
+        return cls(kind=sent.kind, save=sent.save, exit_code=sent.exit_code, deadline_s=sent.deadline_s)
 
 
 class AgentClient(Protocol):
     """A rank's connection to its agent. Calls return at once and never raise for a slow reader."""
 
-    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Json) -> None:
         """Send one event of a kind in ``core.events``."""
         ...
 

@@ -16,13 +16,19 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from muster.core.errors import AccessError
+from muster.core.typed_json import Json, Record
+from muster.protocol.codec import encode, reader_of
+from muster.protocol.rank_agent import TO_RANK, Pause, Paused, RankBeat, RankHello, RankProgress, TakePlace, ToRank
 from muster.protocol.ranks import Command, RankContext
+from muster.protocol.values import CommandRanks, LastWords, RankEvent
 from muster.transport.secure_session import Session
+
+Message = TypeVar("Message")
 
 #: Messages queued while no agent is connected; the oldest are dropped first.
 MAX_QUEUED = 10_000
@@ -32,10 +38,18 @@ PROGRESS_EVERY_S = 0.5
 LOST_PEER_WAIT_S = 10.0
 
 
-class AgentConnection:
-    """A blocking connection to the agent's socket file, before any thread exists (standby)."""
+class AgentConnection(Generic[Message]):
+    """A blocking connection to the agent's socket file, which starts no thread. ``decode`` reads what the agent sends.
 
-    def __init__(self, address: str, token: bytes, hello: Mapping[str, Any], *, timeout_s: float = 5.0) -> None:
+    Raises (from every method):
+        OSError: the connection broke.
+        AccessError, Unreadable (a ValueError): what is there is no agent of this run, or of another version.
+    """
+
+    def __init__(
+        self, address: str, token: bytes, hello: Record, decode: Callable[[bytes], Message], *, timeout_s: float = 5.0
+    ) -> None:
+        self._decode = decode
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(timeout_s)
         self.sock.connect(address)
@@ -44,26 +58,29 @@ class AgentConnection:
             self._pump()
         self.send(hello)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self.session.send(message)
+    def send(self, message: Record) -> None:
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        self.session.send(frame)
         self._flush()
 
-    def wait(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
+    def wait(self, timeout_s: float | None = None) -> list[Message]:
         """Block for the next messages. Raises ConnectionError when the agent closes, TimeoutError."""
         self.sock.settimeout(timeout_s)
         while True:
-            messages = self._pump()
-            if messages:
-                return messages
+            frames = self._pump()
+            if frames:
+                return [self._decode(frame) for frame in frames]
 
-    def _pump(self) -> list[dict[str, Any]]:
+    def _pump(self) -> list[bytes]:
         self._flush()
         data = self.sock.recv(1 << 16)
         if not data:
             raise ConnectionError("the agent closed the connection")
-        messages = self.session.receive(data)
+        frames = self.session.frames(data)
         self._flush()
-        return messages
+        return frames
 
     def _flush(self) -> None:
         out = self.session.outgoing()
@@ -81,21 +98,24 @@ class AgentAddress:
     """How long to look for a successor."""
     beat_every_s: float
 
-    def connection(self, hello: Mapping[str, Any], *, timeout_s: float = 5.0) -> AgentConnection:
-        return AgentConnection(self.path, self.token, hello, timeout_s=timeout_s)
+    def connection(
+        self, hello: Record, decode: Callable[[bytes], Message], *, timeout_s: float = 5.0
+    ) -> AgentConnection[Message]:
+        return AgentConnection(self.path, self.token, hello, decode, timeout_s=timeout_s)
 
     def wait_for_connection(
         self,
-        hello: Callable[[], Mapping[str, Any]],
+        hello: Callable[[], Record],
+        decode: Callable[[bytes], Message],
         *,
         timeout_s: float = 5.0,
         no_longer: Callable[[], bool] = lambda: False,
-    ) -> AgentConnection | None:
+    ) -> AgentConnection[Message] | None:
         """Try until an agent accepts; None: none did within ``orphan_s``, or ``no_longer`` said so."""
         deadline = time.monotonic() + self.orphan_s
         while time.monotonic() < deadline and not no_longer():
             try:
-                return self.connection(hello(), timeout_s=timeout_s)
+                return self.connection(hello(), decode, timeout_s=timeout_s)
             except (OSError, AccessError, ValueError):
                 time.sleep(0.1)
         return None
@@ -127,17 +147,16 @@ class ProgressThrottle:
 class SocketAgentClient:
     """``protocol.ranks.AgentClient`` over the agent's socket."""
 
-    def __init__(
-        self, connection: AgentConnection, agent: AgentAddress, hello: Mapping[str, Any], *, attempt: int, rank: int
-    ) -> None:
-        self._connection: AgentConnection | None = connection
-        self._agent, self._hello = agent, hello
-        self._place = {"attempt": attempt, "rank": rank}
-        self._out: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_QUEUED)
+    def __init__(self, connection: AgentConnection[ToRank], agent: AgentAddress, *, attempt: int, rank: int) -> None:
+        self._connection: AgentConnection[ToRank] | None = connection
+        self._agent = agent
+        self._attempt, self._rank = attempt, rank
+        self._out: collections.deque[bytes] = collections.deque(maxlen=MAX_QUEUED)
+        """Frames: what cannot be encoded fails where it is sent, not in the connection's thread."""
         self._commands: collections.deque[Command] = collections.deque()
         self._paused = threading.Event()
         self._on_pause: Callable[[], None] = lambda: None
-        self._pause_report: dict[str, Any] | None = None
+        self._pause_report: Paused | None = None
         self._assignments: queue.SimpleQueue[RankContext] = queue.SimpleQueue()
         self._step = -1
         self._micro = 0
@@ -150,19 +169,14 @@ class SocketAgentClient:
         self._thread = threading.Thread(target=self._run, name="muster-link", daemon=True)
         self._thread.start()
 
-    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
-        event = {
-            "kind": kind,
-            **self._place,
-            "mono_ns": time.monotonic_ns(),
-            "wall_ns": time.time_ns(),
-            "detail": detail,
-        }
-        if step is not None:
-            event["step"] = step
-        if phase is not None:
-            event["phase"] = phase
-        self._out.append({"t": "event", "event": event})
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Json) -> None:
+        now = {"mono_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+        self._send(
+            RankEvent(kind=kind, attempt=self._attempt, rank=self._rank, step=step, phase=phase, detail=detail, **now)
+        )
+
+    def _send(self, message: Record) -> None:
+        self._out.append(encode(message))
         self._wake()
 
     def beat(self, step: int) -> None:
@@ -177,8 +191,7 @@ class SocketAgentClient:
             self._send_progress()
 
     def _send_progress(self) -> None:
-        self._out.append({"t": "progress", **self._place})
-        self._wake()
+        self._send(RankProgress(attempt=self._attempt, rank=self._rank))
 
     def next_command(self) -> Command | None:
         return self._commands.popleft() if self._commands else None
@@ -195,19 +208,17 @@ class SocketAgentClient:
         """Blocks up to ``LOST_PEER_WAIT_S`` for a pause request, then without limit for the assignment."""
         if not self._paused.wait(LOST_PEER_WAIT_S):
             return None
-        self._pause_report = {"t": "paused", "step": step, "attempt": self._place["attempt"]}
-        self._out.append(self._pause_report)
-        self._wake()
+        self._pause_report = Paused(step=step, attempt=self._attempt)
+        self._send(self._pause_report)
         assignment = self._assignments.get()
         self._pause_report = None
         self._paused.clear()
-        self._place = {"attempt": assignment.attempt, "rank": assignment.rank}
+        self._attempt, self._rank = assignment.attempt, assignment.rank
         return assignment
 
-    def report_exit(self, reason: Mapping[str, Any]) -> None:
+    def report_exit(self, last: LastWords) -> None:
         """Why this rank ends, for the agent's report."""
-        self._out.append({"t": "last", "last": dict(reason)})
-        self._wake()
+        self._send(last)
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Send what is queued, within ``timeout_s``."""
@@ -227,18 +238,18 @@ class SocketAgentClient:
                 return
             try:
                 while self._out:
-                    connection.send(self._out[0])
+                    connection.send_frame(self._out[0])
                     self._out.popleft()
                 now = time.monotonic()
                 if now >= next_beat or self._beat_now:  # before exit too: the step identifies a repeated error
                     self._beat_now = False
-                    connection.send({"t": "beat", "step": self._step, "micro": self._micro})
+                    connection.send(RankBeat(step=self._step, micro=self._micro))
                     next_beat = now + self._agent.beat_every_s
                 if self._progress_throttle.repeat(now):
                     self._send_progress()
                 if self._closing.is_set() and not self._out:
                     return
-                watched: list[Any] = [connection.sock, self._wake_r]
+                watched: list[socket.socket | int] = [connection.sock, self._wake_r]
                 ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - now))
                 if self._wake_r in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -249,22 +260,25 @@ class SocketAgentClient:
             except (OSError, AccessError, ValueError):
                 self._connection = None
 
-    def _handle(self, message: Mapping[str, Any]) -> None:
-        kind = message.get("t")
-        if kind == "order":
-            self._commands.append(Command(**message["order"]))
-        elif kind == "pause":
-            self._paused.set()
-            self._on_pause()
-            if self._pause_report is not None:  # requested again, by a supervisor or agent that took over
-                self._out.append(self._pause_report)
-        elif kind == "place":
-            self._assignments.put(RankContext.from_json(message["context"]))
+    def _handle(self, message: ToRank) -> None:
+        match message:
+            case CommandRanks():
+                self._commands.append(Command.received(message))
+            case Pause():
+                self._paused.set()
+                self._on_pause()
+                if self._pause_report is not None:  # requested again, by a supervisor or agent that took over
+                    self._send(self._pause_report)
+            case TakePlace():
+                self._assignments.put(message.context)
 
-    def _reconnect(self) -> AgentConnection | None:
+    def _reconnect(self) -> AgentConnection[ToRank] | None:
         """Connect to the agent's successor; without one within ``orphan_s`` the process exits."""
         self._connection = self._agent.wait_for_connection(
-            lambda: {**self._hello, **self._place, "step": self._step}, timeout_s=1.0, no_longer=self._closing.is_set
+            lambda: RankHello(pid=os.getpid(), attempt=self._attempt, rank=self._rank, step=self._step),
+            reader_of(TO_RANK),
+            timeout_s=1.0,
+            no_longer=self._closing.is_set,
         )
         if self._connection is None and not self._closing.is_set():
             os._exit(1)

@@ -20,12 +20,35 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, typed_json
 from muster.core.errors import AccessError, MusterError
+from muster.core.processes import open_log
+from muster.core.snapshots import SnapshotNotIntact
+from muster.core.typed_json import Record
+from muster.protocol.codec import reader_of
+from muster.protocol.fork_server import (
+    TO_FORK_SERVER,
+    ChildExited,
+    ForkServerHello,
+    NewStore,
+    SpawnStandbys,
+    ToForkServer,
+)
+from muster.protocol.rank_agent import (
+    FROM_RANK,
+    TO_RANK,
+    RankHello,
+    RunRank,
+    StandbyHello,
+    StandbyUnfit,
+    StandbyWarm,
+    ToRank,
+    WarmUp,
+)
 from muster.protocol.ranks import RankContext
+from muster.protocol.values import LastWords, StoreAddress
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
 from muster.transport.secure_session import read_token
 
@@ -48,7 +71,7 @@ def main() -> None:
     settings = environment.current()
     os.setpriority(os.PRIO_PROCESS, 0, settings.nice)  # the agent's own is raised for heartbeats
     token = read_token(str(Path(arguments.run_dir) / "token"))
-    spec = json.loads((Path(arguments.run_dir) / "resolved.json").read_text())
+    spec = RunSpec.model_validate_json((Path(arguments.run_dir) / "resolved.json").read_text())
     _import_everything(spec)
     gc.collect()
     gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared
@@ -63,16 +86,17 @@ def main() -> None:
     ).serve()
 
 
-def _import_everything(spec: dict[str, Any]) -> None:
-    """Everything that a rank imports, the lazy imports of the first model build included."""
+def _import_everything(spec: RunSpec) -> None:
+    """Everything that a rank imports, the lazy imports of the first model build included, and what reads messages."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.profiler  # noqa: F401
 
     from muster.rank import worker
 
-    if spec.get("model"):
-        worker.preload(spec)
+    if spec.model is not None:
+        worker.preload(spec.model)
+    typed_json.prepare(*TO_RANK.messages, *FROM_RANK.messages, StandbyHello, RankHello)
 
 
 def _assert_single_threaded() -> None:
@@ -130,12 +154,12 @@ class ForkServer:
 
     agent: AgentAddress
     bind: str
-    spec: dict[str, Any]
+    spec: RunSpec
     term_ignored: bool
     inject_faults: bool
     children: dict[int, int] = field(default_factory=dict)
     """pidfd -> pid"""
-    connection: AgentConnection | None = None
+    connection: AgentConnection[ToForkServer] | None = None
     stores: list[int] = field(default_factory=list)
     """pids, oldest first"""
 
@@ -161,45 +185,43 @@ class ForkServer:
 
         while True:
             connection = self.connection or self._connect()
-            watched: list[Any] = [connection.sock, *self.children]
+            watched: list[socket.socket | int] = [connection.sock, *self.children]
             ready, _, _ = select.select(watched, [], [])
             for fd in [fd for fd in ready if isinstance(fd, int)]:
                 self._reap(fd)
             if self.connection is not None and self.connection.sock in ready:
                 self._handle_messages(self.connection)
 
-    def _connect(self) -> AgentConnection:
-        hello = {"t": "hello", "role": "forkserver", "pid": os.getpid(), "store": list(self.store)}
-        hello["children"] = list(self.children.values())  # a restarted agent cannot know those that do not register
-        self.connection = self.agent.wait_for_connection(lambda: hello)
+    def _connect(self) -> AgentConnection[ToForkServer]:
+        children = tuple(self.children.values())  # a restarted agent cannot know those that do not register
+        hello = ForkServerHello(pid=os.getpid(), store=self.store, children=children)
+        self.connection = self.agent.wait_for_connection(lambda: hello, reader_of(TO_FORK_SERVER))
         if self.connection is None:
             self._end_all()
             sys.exit(1)
         return self.connection
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Record) -> None:
         try:
             if self.connection is not None:
                 self.connection.send(message)
         except OSError:
             self.connection = None
 
-    def _handle_messages(self, connection: AgentConnection) -> None:
+    def _handle_messages(self, connection: AgentConnection[ToForkServer]) -> None:
         try:
             messages = connection.wait(1.0)
         except (OSError, AccessError, ValueError):
             self.connection = None
             return
         for message in messages:
-            if message["t"] == "spawn":
-                for local_rank in message["local_ranks"]:
-                    self._fork(int(local_rank), context=bool(message["contexts"]))
-            elif message["t"] == "store":
-                self.store = self._new_store()
-                self._send({"t": "store", "store": list(self.store)})
-            elif message["t"] == "exit":
-                self._end_all()
-                os._exit(0)
+            match message:
+                case SpawnStandbys():
+                    for local_rank in message.local_ranks:
+                        self._fork(local_rank, context=message.contexts)
+                case NewStore():
+                    self.store = self._new_store()
+                    self._send(StoreAddress(store=self.store))
 
     def _fork(self, local_rank: int, *, context: bool) -> None:
         _assert_single_threaded()
@@ -208,7 +230,6 @@ class ForkServer:
             self._become_standby(local_rank, context=context)
         fd = os.pidfd_open(pid)
         self.children[fd] = pid
-        self._send({"t": "spawned", "pid": pid})
 
     def _become_standby(self, local_rank: int, *, context: bool) -> None:
         """In the child; never returns."""
@@ -234,7 +255,7 @@ class ForkServer:
         pid = self.children.pop(fd)
         _, status = os.waitpid(pid, 0)
         os.close(fd)
-        self._send({"t": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        self._send(ChildExited(pid=pid, code=os.waitstatus_to_exitcode(status)))
 
     def _end_all(self) -> None:
         for pid in self.children.values():
@@ -246,46 +267,42 @@ class ForkServer:
 
         ``local_rank``: the expected one. ``context``: the standby may wait with a CUDA context on that GPU.
         """
-        hello = {"t": "hello", "role": "rank", "pid": os.getpid()}
+        hello = StandbyHello(pid=os.getpid(), local_rank=local_rank, bound=context)
         try:
-            connection = self.agent.connection({**hello, "local_rank": local_rank, "bound": context})
-            message = _first_assignment(connection, self.spec, local_rank=local_rank, context=context)
+            connection = self.agent.connection(hello, reader_of(TO_RANK))
+            assignment = _first_assignment(connection, self.spec, local_rank=local_rank, context=context)
         except ConnectionError:
             # The agent died while this process was a standby: no work is lost, its successor forks new ones.
             return 0
-        if message["t"] != "run":
+        if not isinstance(assignment, RunRank):
             return 0
-        rank_context = RankContext.from_json(message["context"])
-        _redirect(message["log"])
+        rank_context = assignment.context
+        _redirect(assignment.log)
         _set_environment(rank_context)
-        agent = SocketAgentClient(connection, self.agent, hello, attempt=rank_context.attempt, rank=rank_context.rank)
+        agent = SocketAgentClient(connection, self.agent, attempt=rank_context.attempt, rank=rank_context.rank)
         return _run(rank_context, agent, inject_faults=self.inject_faults)
 
 
-def _first_assignment(
-    connection: AgentConnection, spec: dict[str, Any], *, local_rank: int, context: bool
-) -> dict[str, Any]:
-    """The agent's first message other than ``warm``; warms up if it asks for that, or is silent for a while."""
+def _first_assignment(connection: AgentConnection[ToRank], spec: RunSpec, *, local_rank: int, context: bool) -> ToRank:
+    """The agent's first message other than ``WarmUp``; warms up if it asks for that, or is silent for a while."""
     with contextlib.suppress(TimeoutError):
         for message in connection.wait(WARM_AFTER_S):
-            if message["t"] != "warm":
+            if not isinstance(message, WarmUp):
                 return message
     from muster.rank import warmup
 
     fit = True
     if warmup.applies(spec, context=context):
-        fit = warmup.warm_up(RunSpec.model_validate(spec), gpu=local_rank if context else None) or not context
-    # On ``unfit`` the agent ends this process and starts no other like it, unless a rank was assigned meanwhile.
-    connection.send({"t": "warm" if fit else "unfit"})
+        fit = warmup.warm_up(spec, gpu=local_rank if context else None) or not context
+    # An unfit one is ended by the agent, which starts no other like it, unless a rank was assigned meanwhile.
+    connection.send(StandbyWarm() if fit else StandbyUnfit())
     while True:
         for message in connection.wait(None):
-            if message["t"] != "warm":
+            if not isinstance(message, WarmUp):
                 return message
 
 
 def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:
-    from muster.train.optim.nonfinite import NotFinite
-
     try:
         command = json.loads((Path(context.run_dir) / "resolved.json").read_text()).get("command")
         if command:
@@ -297,27 +314,45 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
 
             code = worker.run_rank(context, agent, store_hosted=True, inject_faults=inject_faults)
         if code in EXPECTED_EXIT_CODES:
-            agent.report_exit({"left": code})
+            agent.report_exit(LastWords(left=code))
         return code
     except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
-        reason = {"exception": type(error).__name__, "message": str(error)}
+        agent.report_exit(last_words(error))
         if isinstance(error, MusterError):
-            own = {"hint": error.hint, "exit_code": error.exit_code, "not_finite": isinstance(error, NotFinite)}
-            agent.report_exit(reason | own)
             print(f"error: {error}", file=sys.stderr)
         else:
-            agent.report_exit(reason | {"traceback": traceback.format_exc()[-4000:]})
             traceback.print_exc()
         return 1
     finally:
         agent.close()
 
 
+def last_words(error: BaseException) -> LastWords:
+    """What the agent and the supervisor are told about the exception that ends a rank."""
+    from muster.train.optim.nonfinite import NotFinite
+
+    name, message = type(error).__name__, _sendable(str(error))
+    if not isinstance(error, MusterError):
+        return LastWords(exception=name, message=message, traceback=_sendable(traceback.format_exc()[-4000:]))
+    return LastWords(
+        exception=name,
+        message=message,
+        hint=error.hint and _sendable(error.hint),
+        exit_code=error.exit_code,
+        not_finite=isinstance(error, NotFinite),
+        rejected=error.copies if isinstance(error, SnapshotNotIntact) else (),
+    )
+
+
+def _sendable(text: str) -> str:
+    """``text`` as a frame can hold it: lone surrogates (of file names) escaped, not too long."""
+    return text.encode(errors="backslashreplace").decode()[:100_000]
+
+
 def _redirect(path: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+    with open_log(Path(path)) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def _set_environment(context: RankContext) -> None:

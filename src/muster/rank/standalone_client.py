@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from muster.core.event_log import EventLog
+from muster.core.typed_json import Json
 from muster.protocol.ranks import Command, RankContext
 
 
@@ -30,7 +30,7 @@ class StandaloneClient:
                 attempt=context.attempt,
             )
 
-    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
+    def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Json) -> None:
         if self._log is not None:
             self._log.append(kind, rank=self.rank, step=step, phase=phase, detail=detail)
 

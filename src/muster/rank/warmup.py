@@ -8,9 +8,7 @@ that are loaded on first use. Otherwise all this would be part of the time from 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from muster.train.distributed.reduce import FloatReducer, GradientReducer, Reduc
 from muster.train.model.causal_lm import build_model, read_config
 from muster.train.model.loss import loss_sum
 from muster.train.optim.optimizer import clip_scale, make_optimizer
-from muster.train.state.snapshot import table_of
+from muster.train.state.snapshot import chunks_of
 from muster.train.state.training_state import TrainingState, named_without_wrappers
 
 #: Keys that transformers' decoders share; a family with other names keeps its own size and is not warmed up.
@@ -48,13 +46,11 @@ SPARE_BYTES = 2 << 30
 CPU = torch.device("cpu")
 
 
-def applies(spec: Mapping[str, Any], *, context: bool = False) -> bool:
+def applies(spec: RunSpec, *, context: bool = False) -> bool:
     """Whether a standby of this run warms up: Muster's own trainer, on the CPU or with a CUDA ``context``."""
-    if not spec.get("model") or spec.get("command"):
+    if spec.model is None or spec.command or spec.recovery.warm_standby == "imports":
         return False
-    if (spec.get("recovery") or {}).get("warm_standby") == "imports":
-        return False
-    device = (spec.get("resources") or {}).get("device", "auto")
+    device = spec.resources.device
     return context or device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
@@ -153,4 +149,4 @@ def _train(spec: RunSpec, device: torch.device) -> None:
         _, norm, fault = reducer.finish()
         scale = clip_scale(norm, spec.training.optimizer.max_grad_norm)
         optimizer.step(step=step, learning_rate=0.0, scale=scale, skip=fault)
-    table_of(TrainingState(named, optimizer).sharded())
+    chunks_of(TrainingState(named, optimizer).sharded())

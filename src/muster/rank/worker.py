@@ -14,12 +14,11 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from muster.config.spec import RunSpec
+from muster.config.spec import Model, RunSpec
 from muster.core import environment
 from muster.core.errors import MusterError, UsageError
 from muster.core.layout import layout_for
@@ -129,7 +128,7 @@ def read_spec(run_dir: Path) -> RunSpec:
         raise UsageError(f"{path} is not a resolved run file: {error}") from error
 
 
-def preload(spec: Mapping[str, Any]) -> None:
+def preload(model: Model) -> None:
     """Do the one-time work of a process's first model, before a fork.
 
     Imports the model's class and builds a small one on the meta device, which runs no tensor operation, starts no
@@ -137,15 +136,14 @@ def preload(spec: Mapping[str, Any]) -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = spec.get("model") or {}
-    family = model_type_of(model.get("source"), model.get("config"))
+    family = model_type_of(model.source, model.config)
     try:
         small = AutoConfig.for_model(family or "llama", num_hidden_layers=1)
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(small)  # type: ignore[no-untyped-call]
+            AutoModelForCausalLM.from_config(small)
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: {family} could not be loaded in advance: {error}", file=sys.stderr)
-    if model.get("lora"):
+    if model.lora:
         import peft  # noqa: F401
 
 

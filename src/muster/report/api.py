@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from muster.core.errors import MusterError, UsageError
+from muster.core.event_details.kinds import KINDS
+from muster.core.event_details.run import HashHeads, SupervisorStarted
 from muster.core.event_log import Verdict, check_directory, genesis
-from muster.core.events import KINDS, Event
+from muster.core.events import Event
+from muster.core.typed_json import JsonObject
 from muster.report import resiliency_log
 from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import compare as comparing
 from muster.report.render import page, table
-from muster.report.render.document import document
+from muster.report.render.compare import Comparison
+from muster.report.render.document import Document, document
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,14 @@ class Report:
     ledger: Ledger
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """The documented document (``docs/report.schema.json``)."""
+    @cached_property
+    def document(self) -> Document:
+        """Its figures, rows and words."""
         return document(self.ledger, self.verdicts)
+
+    def to_json(self) -> JsonObject:
+        """The document as ``docs/report.schema.json`` describes it."""
+        return self.document.to_json()
 
 
 def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = None) -> Report:
@@ -47,7 +57,7 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
     if not paths:
         raise UsageError(f"no event log in {location}", hint="give a run id, a run's folder or its events folder")
     files: dict[str, list[Event]] = {}
-    unreadable: dict[str, list[int]] = defaultdict(list)
+    unreadable: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         files[path.name] = _events(path, unreadable)
     run_id = next((events[0].run_id for events in files.values() if events), "")
@@ -63,31 +73,31 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
             hint="; ".join(f"{name}: {v.problem}" for name, v in verdicts.items() if v.problem) or None,
         ) from error
     for name, lines in unreadable.items():
-        result.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is line {lines[0]}")
+        result.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is {lines[0]}")
     return Report(ledger=result, verdicts=verdicts)
 
 
 def render_table(result: Report, *, width: int = 100, color: bool = False) -> str:
     """The report for a terminal."""
-    return table.render(result.to_json(), width=width, color=color)
+    return table.render(result.document, width=width, color=color)
 
 
 def render_html(result: Report) -> str:
     """One self-contained page: opens from a file, loads nothing from anywhere."""
-    return page.render(result.ledger, result.to_json())
+    return page.render(result.ledger, result.document)
 
 
-def compare(*reports: Report) -> dict[str, Any]:
+def compare(*reports: Report) -> Comparison:
     """Two or more runs side by side: figures, category shares, and the change against the first."""
-    return comparing.compare([result.to_json() for result in reports])
+    return comparing.compare([result.document for result in reports])
 
 
-def render_comparison(result: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
+def render_comparison(result: Comparison, *, width: int = 100, color: bool = False) -> str:
     """What ``compare`` found, for a terminal."""
     return table.printed(comparing.table(result), width=width, color=color)
 
 
-def import_google(log: str | Path, step_time_s: float) -> dict[str, Any]:
+def import_google(log: str | Path, step_time_s: float) -> resiliency_log.Measured:
     """Goodput of a google-resiliency event log by its own definition (``google_goodput``) and by ours.
 
     Raises:
@@ -107,7 +117,7 @@ def _check_cited_heads(
     result = dict(verdicts)
     hashes: dict[str, set[str]] = {}
     for event in (event for events in files.values() for event in events):
-        for name, head in dict(event.detail.get("heads") or {}).items():
+        for name, head in _cited_heads(event).items():
             path = directory / name
             if name not in hashes:
                 data = path.read_bytes() if path.is_file() else b""
@@ -121,7 +131,13 @@ def _check_cited_heads(
     return result
 
 
-def _events(path: Path, unreadable: dict[str, list[int]]) -> list[Event]:
+def _cited_heads(event: Event) -> Mapping[str, str]:
+    if event.kind == HashHeads.kind:
+        return event.read(HashHeads).heads
+    return event.read(SupervisorStarted).heads or {} if event.kind == SupervisorStarted.kind else {}
+
+
+def _events(path: Path, unreadable: dict[str, list[str]]) -> list[Event]:
     """Whole lines only: a torn last one is left out; lines that are not events are counted."""
     data = path.read_bytes()
     result = []
@@ -129,11 +145,14 @@ def _events(path: Path, unreadable: dict[str, list[int]]) -> list[Event]:
         try:
             event = Event.from_json(json.loads(line))
         except (ValueError, TypeError, AttributeError):
-            unreadable[path.name].append(number)
+            unreadable[path.name].append(f"line {number}")
             continue
         kind = KINDS.get(event.kind)
-        if kind is None or all(key in event.detail for key in kind.required):
-            result.append(event)
+        try:
+            if kind is not None:
+                event.read(kind)
+        except MusterError as error:
+            unreadable[path.name].append(f"line {number}: {error}")
         else:
-            unreadable[path.name].append(number)
+            result.append(event)
     return result

@@ -8,14 +8,14 @@ of its calculator: docs/goodput.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 
 #: Events of a start wave lie within seconds of rank 0's (at most 3.3 s before it in the 112-node log).
 _WAVE_S = 60.0
@@ -72,7 +72,63 @@ def parse(lines: Sequence[str]) -> list[Entry]:
     return [Entry((at - first).total_seconds(), e.kind, e.step, e.node) for at, e in result]
 
 
-def measure(entries: Sequence[Entry], step_time_s: float) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Google:
+    """Their definition, and what it was applied to."""
+
+    definition: str = "(max_saved_step - min_loaded_step) x step time / (last event - first event)"
+    step_time_s: float
+    steps: int
+    min_loaded_step: int
+    max_saved_step: int
+    runtime_s: float
+    productive_s: float
+    events: int
+    events_counted: int
+    rank_0_alone: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByNodes:
+    """Wall time by what became of it, and goodput with missing nodes charged."""
+
+    active: float
+    time: float
+    step_s: float
+    step_source: str
+    nodes: int
+    nodes_seen: Sequence[int]
+    loads: int
+    loads_without_a_save: int
+    wall_s: Mapping[str, float]
+    missing_nodes_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown:
+    """No figure of ours can be made of this log."""
+
+    step_s: None = None
+    why_unknown: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Both figures of one log. In the order of the JSON."""
+
+    schema: int = 1
+    kind: str = "muster.report.google-resiliency"
+    google_goodput: float
+    google: Google
+    goodput: ByNodes | Unknown
+    differences: Sequence[str]
+
+    def to_json(self) -> JsonObject:
+        """In plain JSON types."""
+        return asdict(self)
+
+
+def measure(entries: Sequence[Entry], step_time_s: float) -> Measured:
     """The document of ``muster report --from google-resiliency``: their figure, ours, and why they differ.
 
     Raises:
@@ -94,25 +150,22 @@ def measure(entries: Sequence[Entry], step_time_s: float) -> dict[str, Any]:
             hint=f"steps that lasted so long cannot have been taken; at most {runtime / steps:.2f} s fit",
         )
     ours = _ours(entries, runtime)
-    return {
-        "schema": 1,
-        "kind": "muster.report.google-resiliency",
-        "google_goodput": google,
-        "google": {
-            "definition": "(max_saved_step - min_loaded_step) x step time / (last event - first event)",
-            "step_time_s": step_time_s,
-            "steps": steps,
-            "min_loaded_step": min(loaded),
-            "max_saved_step": max(saved),
-            "runtime_s": runtime,
-            "productive_s": steps * step_time_s,
-            "events": len(entries),
-            "events_counted": _counted(entries),
-            "rank_0_alone": _rank_0(entries, steps * step_time_s),
-        },
-        "goodput": ours,
-        "differences": _reasons(ours, google, step_time_s, entries),
-    }
+    return Measured(
+        google_goodput=google,
+        google=Google(
+            step_time_s=step_time_s,
+            steps=steps,
+            min_loaded_step=min(loaded),
+            max_saved_step=max(saved),
+            runtime_s=runtime,
+            productive_s=steps * step_time_s,
+            events=len(entries),
+            events_counted=_counted(entries),
+            rank_0_alone=_rank_0(entries, steps * step_time_s),
+        ),
+        goodput=ours,
+        differences=[ours.why_unknown] if isinstance(ours, Unknown) else _reasons(ours, google, step_time_s, entries),
+    )
 
 
 def _counted(entries: Sequence[Entry]) -> int:
@@ -157,8 +210,8 @@ def _segments(entries: Sequence[Entry]) -> list[_Segment]:
     return result
 
 
-def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
-    """Wall time by what became of it, and goodput with missing nodes charged (weak scaling: work per node)."""
+def _ours(entries: Sequence[Entry], runtime: float) -> ByNodes | Unknown:
+    """By weak scaling: work per node."""
     segments = _segments(entries)
     steady = [
         (right.at_s - left.at_s) / (right.step - left.step)
@@ -167,7 +220,7 @@ def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
         if right.step is not None and left.step is not None and right.step > left.step
     ]
     if not steady:
-        return {"step_s": None, "why_unknown": "no two saves follow each other without a restart"}
+        return Unknown(why_unknown="no two saves follow each other without a restart")
     step_s = median(steady)
     nodes = max(segment.nodes for segment in segments)
     spent = dict.fromkeys(("productive", "warmup", "restart", "redone", "other"), 0.0)
@@ -186,42 +239,39 @@ def _ours(entries: Sequence[Entry], runtime: float) -> dict[str, Any]:
             before = save
         spent["redone"] += max(0.0, segment.until_s - before.at_s)
     spent["restart"] = runtime - sum(spent.values())
-    return {
-        "active": node_s / (nodes * runtime),
-        "time": spent["productive"] / runtime,
-        "step_s": step_s,
-        "step_source": f"median of {len(steady)} intervals between saves without a restart (fault tolerance on)",
-        "nodes": nodes,
-        "nodes_seen": sorted({segment.nodes for segment in segments}, reverse=True),
-        "loads": len(segments),
-        "loads_without_a_save": sum(not segment.saves for segment in segments),
-        "wall_s": spent,
-        "missing_nodes_share": sum(
+    return ByNodes(
+        active=node_s / (nodes * runtime),
+        time=spent["productive"] / runtime,
+        step_s=step_s,
+        step_source=f"median of {len(steady)} intervals between saves without a restart (fault tolerance on)",
+        nodes=nodes,
+        nodes_seen=sorted({segment.nodes for segment in segments}, reverse=True),
+        loads=len(segments),
+        loads_without_a_save=sum(not segment.saves for segment in segments),
+        wall_s=spent,
+        missing_nodes_share=sum(
             (nodes - s.nodes) / nodes * sum(b.at_s - a.at_s for a, b in pairwise([s.loaded, *s.saves]))
             for s in segments
         )
         / runtime,
-    }
+    )
 
 
-def _reasons(ours: dict[str, Any], google: float, step_time_s: float, entries: Sequence[Entry]) -> list[str]:
-    if ours["step_s"] is None:
-        return [ours["why_unknown"]]
-    result = [
-        f"its step time is typed in ({step_time_s:g} s); the log's own steady step is {ours['step_s']:.2f} s, "
-        f"by which its definition gives {google * ours['step_s'] / step_time_s:.2%}",
-        f"it counts steps: with {min(ours['nodes_seen'])} to {ours['nodes']} nodes a step of this weakly scaled job "
-        f"does less work, which it credits in full; counted by nodes the figure is {ours['active']:.2%} of "
-        f"{ours['nodes']} nodes",
-        f"it names no losses; the wall time was spent on {_listed(ours['wall_s'])}",
+def _reasons(ours: ByNodes, google: float, step_time_s: float, entries: Sequence[Entry]) -> list[str]:
+    return [
+        f"its step time is typed in ({step_time_s:g} s); the log's own steady step is {ours.step_s:.2f} s, "
+        f"by which its definition gives {google * ours.step_s / step_time_s:.2%}",
+        f"it counts steps: with {min(ours.nodes_seen)} to {ours.nodes} nodes a step of this weakly scaled job "
+        f"does less work, which it credits in full; counted by nodes the figure is {ours.active:.2%} of "
+        f"{ours.nodes} nodes",
+        f"it names no losses; the wall time was spent on {_listed(ours.wall_s)}",
         f"it looks at {_counted(entries)} of {len(entries):,} events (of neighbouring starts and ends one each): when "
         "which node started or ended changes nothing in it",
         "it starts at the first job_started (no user_scheduled in such logs) and ends at the last event: queueing "
         "and a dead tail are free; the log does not hold what our figure would charge for them either",
     ]
-    return result
 
 
-def _listed(spent: dict[str, float]) -> str:
+def _listed(spent: Mapping[str, float]) -> str:
     total = sum(spent.values())
     return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in spent.items())

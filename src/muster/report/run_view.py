@@ -7,20 +7,20 @@ the ledger's: medians over the same clean steps of the same lineage (a test hold
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
 from muster.core.events import Event
 from muster.report.ledger.lineage import Step
 from muster.report.ledger.reference_rate import typical_steps
 
 _HOST_STATES = {
-    "host.allocated": "ready",
-    "host.lost": "lost",
-    "host.quarantined": "quarantined",
-    "host.readmitted": "ready",
-    "host.released": "released",
+    hosts.HostAllocated.kind: "ready",
+    hosts.HostLost.kind: "lost",
+    hosts.HostQuarantined.kind: "quarantined",
+    hosts.HostReadmitted.kind: "ready",
+    hosts.HostReleased.kind: "released",
 }
 
 
@@ -53,13 +53,12 @@ class RunView:
     reason: str | None = None
     attempt: int = 0
     world_size: int = 0
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: Mapping[str, int] = field(default_factory=dict)
     hosts: dict[str, HostView] = field(default_factory=dict)
-    evals: dict[int, dict[str, Any]] = field(default_factory=dict)
-    samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    evals: dict[int, training.Eval] = field(default_factory=dict)
+    samples: dict[int, list[training.Generation]] = field(default_factory=dict)
     incident_count: int = 0
-    model: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: training.DataPrepared | None = None
     newest: Step | None = None
     committed: dict[str, tuple[int, int]] = field(default_factory=dict)
     """URI of a checkpoint that is there -> its step and the wall clock of its commit."""
@@ -81,9 +80,9 @@ class RunView:
         return self.newest.step if self.newest else 0
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """Detail of that step's event."""
-        return self.newest.detail if self.newest else {}
+    def numbers(self) -> training.Step | None:
+        """What that step's event says."""
+        return self.newest.detail if self.newest else None
 
     @property
     def last_step(self) -> int | None:
@@ -92,8 +91,8 @@ class RunView:
     @property
     def final_loss(self) -> float | None:
         """Loss of the last step that has one."""
-        losses = [step.detail["loss"] for _, step in sorted(self._final.items()) if step.detail["loss"] is not None]
-        return float(losses[-1]) if losses else None
+        losses = (step.detail.loss for _, step in sorted(self._final.items(), reverse=True))
+        return next((loss for loss in losses if loss is not None), None)
 
     @property
     def tokens(self) -> int:
@@ -109,7 +108,7 @@ class RunView:
     @property
     def mfu(self) -> float | None:
         """Median over clean steps that have one."""
-        shares = [float(step.detail["mfu"]) for step in self._typical() if step.detail.get("mfu") is not None]
+        shares = [step.detail.mfu for step in self._typical() if step.detail.mfu is not None]
         return statistics.median(shares) if shares else None
 
     def applied_ns(self, step: int | None) -> int | None:
@@ -133,33 +132,34 @@ class RunView:
                 self._final.pop(lost.step).final = False
 
     def _on_submitted(self, event: Event) -> None:
-        self.name = event.detail.get("name", self.name)
+        self.name = event.read(run.RunSubmitted).name or self.name
         self.outcome = self.exit_code = self.reason = None
 
     def _on_finished(self, event: Event) -> None:
-        self.outcome, self.exit_code, self.reason = (event.detail[key] for key in ("outcome", "exit_code", "reason"))
+        end = event.read(run.RunFinished)
+        self.outcome, self.exit_code, self.reason = end.outcome, end.exit_code, end.reason
 
     def _on_attempt(self, event: Event) -> None:
-        detail = event.detail
-        self.attempt, self.world_size = event.attempt, int(detail["world_size"])
-        self.layout = dict(detail["layout"])
+        detail = event.read(attempts.AttemptStarted)
+        self.attempt, self.world_size, self.layout = event.attempt, detail.world_size, detail.layout
         for host in self.hosts.values():
             host.ranks.clear()
             host.state = "ready" if host.state == "training" else host.state
-        for name in detail["hosts"]:
+        for name in detail.hosts:
             self._host(name).state = "training"
-        self._discard(detail.get("resume_step"), event.attempt)
+        self._discard(detail.resume_step, event.attempt)
 
     def _on_step(self, event: Event) -> None:
         if event.step is None or event.attempt < self.attempt:
             return  # fenced: its attempt had been replaced
+        detail = event.read(training.Step)
         step = Step(
             attempt=event.attempt,
             step=event.step,
-            begin_ns=event.wall_ns - max(0, int(event.detail["step_ns"] or 0)),
+            begin_ns=event.wall_ns - max(0, detail.step_ns),
             end_ns=event.wall_ns,
             world_size=self.world_size,
-            detail=dict(event.detail),
+            detail=detail,
             final=True,
         )
         if event.step in self._final:
@@ -169,11 +169,11 @@ class RunView:
 
     def _on_eval(self, event: Event) -> None:
         if event.step is not None:
-            self.evals[event.step] = {**self.evals.get(event.step, {}), **event.detail}
+            self.evals[event.step] = event.read(training.Eval)
 
     def _on_generation(self, event: Event) -> None:
         if event.step is not None:
-            detail, known = dict(event.detail), self.samples.setdefault(event.step, [])
+            detail, known = event.read(training.Generation), self.samples.setdefault(event.step, [])
             if detail not in known:
                 known.append(detail)
 
@@ -183,12 +183,13 @@ class RunView:
     def _on_host(self, event: Event) -> None:
         host = self._host(event.host)
         host.state = _HOST_STATES[event.kind]
-        if event.kind != "host.allocated":
+        if event.kind != hosts.HostAllocated.kind:
             host.ranks.clear()
 
     def _on_rank_started(self, event: Event) -> None:
         if event.rank is not None and event.attempt == self.attempt:
-            self._host(event.host).ranks[event.rank] = RankView(rank=event.rank, pid=int(event.detail["pid"]))
+            pid = event.read(attempts.RankStarted).pid
+            self._host(event.host).ranks[event.rank] = RankView(rank=event.rank, pid=pid)
 
     def _on_rank_exited(self, event: Event) -> None:
         if event.rank is not None and event.attempt == self.attempt:
@@ -204,41 +205,39 @@ class RunView:
             host.ranks[event.rank].phase = event.phase
 
     def _on_committed(self, event: Event) -> None:
-        if event.detail.get("tier") in ("disk", "bucket"):
+        detail = event.read(checkpoints.CheckpointCommitted)
+        if detail.tier in checkpoints.DURABLE:
             self._durable = max(self._durable, event.step or 0)
         if event.step is not None:
-            self.committed[str(event.detail["uri"])] = (event.step, event.wall_ns)
+            self.committed[detail.uri] = (event.step, event.wall_ns)
 
     def _on_removed(self, event: Event) -> None:
-        self.committed.pop(str(event.detail["uri"]), None)  # its step is that of the save that made it one too many
+        uri = event.read(checkpoints.CheckpointRemoved).uri
+        self.committed.pop(uri, None)  # the event's step is that of the save that made it one too many
 
     def _on_restored(self, event: Event) -> None:
         self._discard(event.step, event.attempt)
 
-    def _on_model(self, event: Event) -> None:
-        self.model = dict(event.detail)
-
     def _on_data(self, event: Event) -> None:
-        self.data = dict(event.detail)
+        self.data = event.read(training.DataPrepared)
 
 
 _HANDLERS: dict[str, Callable[[RunView, Event], None]] = {
-    "run.submitted": RunView._on_submitted,
-    "run.finished": RunView._on_finished,
-    "attempt.started": RunView._on_attempt,
-    "step": RunView._on_step,
-    "eval": RunView._on_eval,
-    "generation": RunView._on_generation,
-    "incident.detected": RunView._on_incident,
+    run.RunSubmitted.kind: RunView._on_submitted,
+    run.RunFinished.kind: RunView._on_finished,
+    attempts.AttemptStarted.kind: RunView._on_attempt,
+    training.Step.kind: RunView._on_step,
+    training.Eval.kind: RunView._on_eval,
+    training.Generation.kind: RunView._on_generation,
+    incidents.IncidentDetected.kind: RunView._on_incident,
     **dict.fromkeys(_HOST_STATES, RunView._on_host),
-    "rank.started": RunView._on_rank_started,
-    "rank.exited": RunView._on_rank_exited,
-    "phase.changed": RunView._on_phase,
-    "checkpoint.committed": RunView._on_committed,
-    "checkpoint.removed": RunView._on_removed,
-    "checkpoint.restored": RunView._on_restored,
-    "model.ready": RunView._on_model,
-    "data.prepared": RunView._on_data,
+    attempts.RankStarted.kind: RunView._on_rank_started,
+    attempts.RankExited.kind: RunView._on_rank_exited,
+    attempts.PhaseChanged.kind: RunView._on_phase,
+    checkpoints.CheckpointCommitted.kind: RunView._on_committed,
+    checkpoints.CheckpointRemoved.kind: RunView._on_removed,
+    checkpoints.CheckpointRestored.kind: RunView._on_restored,
+    training.DataPrepared.kind: RunView._on_data,
 }
 
 

@@ -2,66 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from muster.core.layout import Layout
+from muster.core.types import Checksum
+from muster.protocol.to_agent import (
+    CommitFlushed,
+    DropCopies,
+    EndAttempt,
+    FlushedFile,
+    FlushSnapshots,
+    StartAttempt,
+    ToAgent,
+)
+from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
+from muster.protocol.values import CommandRanks
 from muster.simulate.host_time import VirtualHost
 from muster.simulate.stepping_hosts import SteppingHosts
 
+#: Of files that no virtual host writes.
+_CHECKSUM = Checksum(value="0" * 16)
 
-def handle_message(cluster: SteppingHosts, name: str, message: Mapping[str, Any]) -> None:
+
+def handle_message(cluster: SteppingHosts, name: str, message: ToAgent) -> None:
     """A message of the supervisor reaches a host, if that is up and linked."""
     host = cluster.hosts.get(name)
     if host is None or not host.up or not host.linked:
         return
-    kind = message["t"]
-    if kind == "start" and int(message["attempt"]) > host.attempt:
-        host.begin(int(message["attempt"]), [int(context["rank"]) for context in message["contexts"]])
-        cluster.maybe_begin(host.attempt, message)
-    elif kind == "end":
-        cluster.end_ranks(host, int(message["attempt"]), message.get("keep", ()), reset="reset" in message)
-    elif kind == "order":
-        handle_command(cluster, message["order"])
-    elif kind == "flush":
-        flush(cluster, host, message)
-    elif kind == "flush_commit":
-        flush_commit(cluster, host, message)
+    match message:
+        case StartAttempt() if message.attempt > host.attempt:
+            host.begin(message.attempt, [context.rank for context in message.contexts])
+            host.starts_from = tuple(fetch.copy for fetch in message.fetch)
+            cluster.maybe_begin(message)
+        case EndAttempt():
+            cluster.end_ranks(host, message)
+        case CommandRanks():
+            handle_command(cluster, message)
+        case FlushSnapshots():
+            flush(cluster, host, message)
+        case CommitFlushed():
+            commit_flushed(cluster, host, message)
+        case DropCopies():
+            host.drop(message.copies)
 
 
-def handle_command(cluster: SteppingHosts, order: Mapping[str, Any]) -> None:
+def handle_command(cluster: SteppingHosts, command: CommandRanks) -> None:
     """Save and exit (or only exit) after the current step; ranks that hang in their save do neither."""
     if not cluster.stepping:
         return
     if not cluster.ranks_obey:
         cluster.halt("detect")
         return
-    cluster.leave_after_step(int(order["exit_code"]), save=bool(order["save"]))
+    cluster.leave_after_step(command.exit_code, save=command.save)
 
 
-def flush(cluster: SteppingHosts, host: VirtualHost, order: Mapping[str, Any]) -> None:
-    """Write the requested shards, if this host holds them."""
-    step, attempt, layout = int(order["step"]), int(order["attempt"]), str(order["layout"])
-    held = all(
-        host.snapshots.get((layout, int(item["held_as"]), str(item["tier"]))) == (step, attempt)
-        for item in order["ranks"]
-    )
-    answer: dict[str, Any] = {"t": "flushed", "step": step, "attempt": attempt, "ok": held and cluster.disk_takes}
-    if answer["ok"]:
-        answer["files"] = [{"rank": int(item["rank"])} for item in order["ranks"]]
-    else:
-        answer["reason"] = "no space left on device" if held else "no longer held"
+def flush(cluster: SteppingHosts, host: VirtualHost, order: FlushSnapshots) -> None:
+    """Write the requested shards, if this host holds them, they are intact and the disk takes them."""
+    copies = [shard.copy for shard in order.ranks]
+    rotten = tuple(copy for copy in copies if copy in host.rotten)
+    failure = None
+    if not all(host.holds(copy) for copy in copies):
+        failure = "no longer held"
+    elif rotten:
+        failure = f"the snapshot of rank {rotten[0].rank} is not intact"
+    elif not cluster.disk_takes:
+        failure = "no space left on device"
+    files = () if failure else tuple(
+        FlushedFile(rank=shard.rank, name=f"rank-{shard.rank}", bytes=1, checksum=_CHECKSUM, data_offset=0)
+        for shard in order.ranks
+    )  # fmt: skip
+    answer = SnapshotsFlushed(step=order.step, attempt=order.attempt, files=files, failure=failure, rejected=rotten)
     cluster.receive_later(cluster.draw("flush", cluster.stages.flush_s), host, answer)
 
 
-def flush_commit(cluster: SteppingHosts, host: VirtualHost, order: Mapping[str, Any]) -> None:
+def commit_flushed(cluster: SteppingHosts, host: VirtualHost, order: CommitFlushed) -> None:
     """Put the marker, if every rank's shard was written once."""
-    step, attempt = int(order["step"]), int(order["attempt"])
-    whole = sorted(item["rank"] for item in order["files"]) == list(range(Layout.from_key(order["layout"]).world_size))
-    answer: dict[str, Any] = {"t": "flush_committed", "step": step, "attempt": attempt, "ok": whole}
-    if whole:
-        answer |= {"uri": order["uri"], "bytes": 1}
-        cluster.report_checkpoint(host, step, attempt, order["uri"])
+    whole = sorted(file.rank for file in order.files) == list(range(Layout.from_key(order.layout).world_size))
+    if not whole:
+        answer = FlushCommitted(step=order.step, attempt=order.attempt, failure="a shard is missing")
     else:
-        answer["reason"] = "a shard is missing"
+        answer = FlushCommitted(step=order.step, attempt=order.attempt, uri=order.uri, bytes=1)
+        cluster.report_checkpoint(host, order.step, order.attempt, order.uri)
     cluster.receive_from(host, answer)

@@ -7,14 +7,16 @@ stage times drawn from a profile; a fault is a function of the cluster at a time
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from muster.protocol.to_supervisor import HostNotice, RankExit
+from muster.protocol.values import CommandRanks, LastWords, RankEvent
 from muster.simulate import agent_model
-from muster.simulate.host_time import VirtualHost
+from muster.simulate.host_time import Report, VirtualHost
 from muster.simulate.stepping_hosts import SteppingHosts
-from muster.supervise.recovery.state import (
+from muster.supervise.recovery.inputs import (
     SECOND_NS,
     Effect,
     End,
@@ -23,10 +25,10 @@ from muster.supervise.recovery.state import (
     HostUp,
     Input,
     Log,
-    Phase,
     Send,
     Tick,
 )
+from muster.supervise.recovery.phases import Ended
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
@@ -39,14 +41,18 @@ class Cluster(SteppingHosts):
     """True: the run is started again (``resume``); False: the simulation is over."""
     log: list[tuple[float, Log]] = field(default_factory=list)
     """(seconds, Log) of everything that the state machine logged."""
-    written: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
-    """(seconds, host, event) of what the hosts wrote into their own logs."""
+    written: list[tuple[str, RankEvent]] = field(default_factory=list)
+    """(host, event) of what the hosts wrote into their own logs."""
     result: End | None = None
     dies_at_send: bool = False
     """The supervisor is killed before it sends its next message."""
     supervised: bool = True
     _tick_ns: int | None = None
+    _written_step: int = 0
     _inputs: int = 0
+    _inbox: deque[Input] = field(default_factory=deque)
+    _acting: bool = False
+    """The effects of an input are being carried out: the next one is handled after them."""
 
     def run(self, until_s: float = 1e9) -> End | None:
         """Simulate; return how the run ended, or None when the time was up."""
@@ -68,17 +74,16 @@ class Cluster(SteppingHosts):
     # ------------------------------------------------------------ faults, for callers
 
     def kill_rank(
-        self, rank: int, *, code: int = -9, last: Mapping[str, Any] | None = None, detect_s: float | None = None
+        self, rank: int, *, code: int = -9, last: LastWords | None = None, detect_s: float | None = None
     ) -> bool:
         """A rank's process dies; its host's agent sees it. False: no host runs that rank now."""
         host = self.running(rank)
         if host is None:
             return False
-        self._settle_steps()
+        self.settle_steps()
         host.dead.add(rank)
-        message = {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": code,
-                   "step": self._step, "last": dict(last or {})}  # fmt: skip
-        self.break_world(host, message, self.stages.detect_exit_s if detect_s is None else detect_s)
+        detect_s = self.stages.detect_exit_s if detect_s is None else detect_s
+        self.break_world(host, self.exit_of(host, rank, code, last), detect_s)
         return True
 
     def kill_host(self, name: str, *, silent: bool = False, detect_s: float | None = None) -> None:
@@ -86,7 +91,7 @@ class Cluster(SteppingHosts):
         host = self.hosts[name]
         if not host.up:
             return
-        self._settle_steps()
+        self.settle_steps()
         if host.ranks:
             self.halt("detect")
         host.up = host.joined = host.linked = False
@@ -109,21 +114,35 @@ class Cluster(SteppingHosts):
         boots = host.boots
         self.after(self.draw("agent_start", self.stages.agent_start_s), lambda: self.join(name, boots=boots))
 
-    def receive_from(self, host: VirtualHost, message: Mapping[str, Any]) -> None:
+    def receive_from(self, host: VirtualHost, message: Report) -> None:
         """Without a supervisor an agent keeps reports of exits, and acts on a notice itself."""
-        kind = message["t"]
         if not host.up:
             return
-        if kind == "event":
-            self.written.append((self.now_s, host.name, message["event"]))
-        elif kind == "rank_exit" and message["attempt"] == host.attempt:
-            host.exits[int(message["rank"])] = message
+        match message:
+            case RankEvent():
+                self._write(host, message)
+            case RankExit() if message.attempt == host.attempt:
+                host.exits[message.rank] = message
+                exited = self.event("rank.exited", host.attempt, None, {"exit_code": message.code}, rank=message.rank)
+                self._write(host, exited)
         if host.linked:
             self.give(FromHost(host=host.name, message=message))
-        elif kind == "notice" and host.ranks:  # its ranks save and exit, and all others with them
-            agent_model.handle_command(self, {"exit_code": 75, "save": True})
-        elif kind == "notice":
+        elif isinstance(message, HostNotice) and host.ranks:  # its ranks save and exit, and all others with them
+            agent_model.handle_command(self, CommandRanks(kind="stop", exit_code=75))
+        elif isinstance(message, HostNotice):
             self.kill_host(host.name)
+
+    def _write(self, host: VirtualHost, event: RankEvent) -> None:
+        self.written.append((host.name, event))
+        if event.kind == "step":
+            self._written_step = event.step or 0
+            host.step = max(host.step, self._written_step)
+
+    def report_newest_step(self) -> None:
+        """Hosts log and report every step; here, the newest one before somebody reads their logs or asks for it."""
+        self.settle_steps()
+        if self._step > self._written_step:
+            self._report_step(self.machine.state.attempt)
 
     def lose_supervisor(self) -> None:
         """It is killed. Reports are not received until there is another; hosts continue with what they were sent."""
@@ -151,7 +170,7 @@ class Cluster(SteppingHosts):
         self._job, self._world_size = "start", 0
         for host in self.hosts.values():
             host.forget()
-            host.attempt, host.joined, host.linked = 0, False, True
+            host.attempt, host.joined, host.linked, host.boots = 0, False, True, host.boots + 1
         self.start_supervisor(machine)
         for name, host in self.hosts.items():
             if host.up:
@@ -163,9 +182,10 @@ class Cluster(SteppingHosts):
         if not host.up or boots not in (None, host.boots):
             return
         host.joined = True
-        self._settle_steps()
+        if host.ranks:
+            self.report_newest_step()
         host.linked = self.supervised
-        self.give(HostUp(host=name, hello=host.hello(self._step)))
+        self.give(HostUp(host=name, hello=host.hello()))
         for message in list(host.exits.values()):
             self.give(FromHost(host=name, message=message))
         if (hung := host.hung) is not None:
@@ -174,15 +194,23 @@ class Cluster(SteppingHosts):
             self.after(self.step_s, lambda segment=self._segment: self._report_step_of(segment, host.attempt))  # type: ignore[misc]
 
     def give(self, given: Input) -> None:
-        if self.result is None and self.supervised:
-            self._inputs += 1
-            self._effects(self.machine.handle(given, self.now_ns))
+        """The supervisor is given an input, and handles it once it has carried out what earlier ones made of it."""
+        self._inbox.append(given)
+        if self._acting:
+            return
+        self._acting = True
+        while self._inbox:
+            given = self._inbox.popleft()
+            if self.result is None and self.supervised:
+                self._inputs += 1
+                self._effects(self.machine.handle(given, self.now_ns))
+        self._acting = False
 
     def _down(self, name: str, reason: str, boots: int) -> None:
         if self.hosts[name].boots == boots and not self.hosts[name].joined:
             self.give(HostDown(host=name, reason=reason))
 
-    def break_world(self, host: VirtualHost, message: Mapping[str, Any], detect_s: float) -> None:
+    def break_world(self, host: VirtualHost, message: Report, detect_s: float) -> None:
         """No rank steps any more; the message with the cause comes ``detect_s`` later."""
         self.halt("detect")
         self.receive_later(detect_s, host, message)
@@ -193,7 +221,7 @@ class Cluster(SteppingHosts):
                 self.log.append((self.now_s, effect))
                 self.on_log(effect)
             elif isinstance(effect, Send):
-                if self.dies_at_send and self.machine.state.phase is not Phase.ENDED:
+                if self.dies_at_send and not isinstance(self.machine.state.phase, Ended):
                     self.lose_supervisor()
                     return
                 agent_model.handle_message(self, effect.host, effect.message)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
+from muster.core.snapshots import SnapshotCopy, Tier
+from muster.protocol.client import HealthReport
+from muster.protocol.hello import AgentHello
+from muster.protocol.to_supervisor import FromAgent, RankExit, RankHang
+from muster.protocol.version import MINE
 from muster.simulate.stage_arithmetic import Parts
-from muster.supervise.recovery.state import Phase, State
+from muster.supervise.recovery.phases import Ended, Starting, Waiting
+from muster.supervise.recovery.state import State
 
 #: Category -> one sentence; those of the ledger where it has the same. The order is that of tables.
 CATEGORIES: dict[str, str] = {
@@ -32,6 +38,12 @@ CATEGORIES: dict[str, str] = {
 }
 
 
+#: Step and attempt of a snapshot.
+Version: TypeAlias = tuple[int, int]
+#: What the supervisor hears of a host: from its agent, or from a detector.
+Report: TypeAlias = FromAgent | HealthReport
+
+
 @dataclass(kw_only=True)
 class VirtualHost:
     """An agent with its ranks, as a supervisor sees it."""
@@ -40,58 +52,87 @@ class VirtualHost:
     up: bool = True
     attempt: int = 0
     ranks: list[int] = field(default_factory=list)
+    starts_from: tuple[SnapshotCopy, ...] = ()
+    """What its ranks read when they start."""
     dead: set[int] = field(default_factory=set)
     """Of ``ranks``: their processes have exited, whether or not the agent has noticed."""
-    exits: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Rank -> the report of its exit, sent to every supervisor the agent connects to."""
-    hung: Mapping[str, Any] | None = None
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    """By rank; sent to every supervisor that the agent connects to."""
+    step: int = 0
+    """The highest step that a rank here reported."""
+    hung: RankHang | None = None
     """The report of a rank that hangs, repeated at each check."""
     linked: bool = True
     """Its agent is connected to a supervisor."""
-    snapshots: dict[tuple[str, int, str], tuple[int, int]] = field(default_factory=dict)
-    """(layout, rank, tier) -> (step, attempt): the newest version held."""
+    snapshots: dict[tuple[str, int, Tier], tuple[Version, ...]] = field(default_factory=dict)
+    """(layout, rank, tier) -> the versions held, newest first."""
+    rotten: set[SnapshotCopy] = field(default_factory=set)
+    """Copies whose bytes have changed; those that are no longer held count for nothing."""
     boots: int = 0
     joined: bool = False
     held_since_ns: int | None = 0
     """Paid for since; None: given back."""
 
-    def list_snapshots(self) -> list[dict[str, Any]]:
+    def list_snapshots(self) -> tuple[SnapshotCopy, ...]:
         """Its snapshots as an agent reports them."""
-        return [
-            {"layout": layout, "rank": rank, "tier": tier, "step": step, "attempt": attempt}
-            for (layout, rank, tier), (step, attempt) in self.snapshots.items()
-        ]
+        return tuple(
+            SnapshotCopy(step=step, attempt=attempt, rank=rank, layout=layout, host=self.name, tier=tier)
+            for (layout, rank, tier), versions in self.snapshots.items()
+            for step, attempt in versions
+        )
 
-    def hello(self, step: int) -> dict[str, Any]:
+    def holds(self, copy: SnapshotCopy) -> bool:
+        return (copy.step, copy.attempt) in self.snapshots.get((copy.layout, copy.rank, copy.tier), ())
+
+    def drop(self, copies: Iterable[SnapshotCopy]) -> None:
+        """Hold these no longer."""
+        for copy in copies:
+            if copy.host == self.name and self.holds(copy):
+                key = (copy.layout, copy.rank, copy.tier)
+                left = [version for version in self.snapshots[key] if version != (copy.step, copy.attempt)]
+                self.snapshots[key] = tuple(left)
+
+    def hello(self) -> AgentHello:
         """Its agent's first message."""
-        return {
-            "t": "hello", "attempt": self.attempt, "ready": True, "step": step,
-            "alive": {str(rank): 1 for rank in self.ranks if rank not in self.dead}, "exited": sorted(self.exits),
-            "store": [self.name, 1], "memory": [self.name, 2], "snapshots": self.list_snapshots(),
-        }  # fmt: skip
+        return AgentHello(
+            version=MINE, host=self.name, pid=1, attempt=self.attempt, ready=True, step=self.step,
+            alive={rank: 1 for rank in self.ranks if rank not in self.dead}, exited=tuple(sorted(self.exits)),
+            store=(self.name, 1), memory=(self.name, 2), snapshots=self.list_snapshots(),
+        )  # fmt: skip
 
     def begin(self, attempt: int, ranks: Sequence[int]) -> None:
         """It runs ``ranks`` of ``attempt``, and nothing else."""
-        self.attempt, self.ranks = attempt, list(ranks)
+        self.attempt, self.ranks, self.starts_from = attempt, list(ranks), ()
         self.dead, self.exits, self.hung = set(), {}, None
 
     def forget(self) -> None:
         """All its processes are lost, and its memory with them."""
         self.begin(self.attempt, [])
-        self.snapshots = {}
+        self.snapshots, self.rotten, self.step = {}, set(), 0
 
 
-def hold_snapshots(ring: Sequence[VirtualHost], layout: str, step: int, *, replicate_snapshots: bool) -> None:
-    """Every host holds its ranks' state of ``step``, and the next one in the ring a copy; what those hosts held of
-    another layout has served (the agent tidies up at the new world's first step)."""
+def hold_snapshots(
+    ring: Sequence[VirtualHost], layout: str, step: int, before: int | None, *, replicate_snapshots: bool
+) -> None:
+    """Every host holds its ranks' state of ``step`` and of the snapshot before it (None: what it held is that), and the
+    next one in the ring copies; what those hosts held of another layout has served (the agent tidies up at the new
+    world's first step)."""
+
+    def hold(holder: VirtualHost, rank: int, tier: Tier, attempt: int) -> None:
+        newest, held = (step, attempt), holder.snapshots.get((layout, rank, tier), ())
+        if held and held[0] == newest:
+            return
+        older = held[:1] if before is None else ((before, attempt),)
+        holder.snapshots[layout, rank, tier] = (newest, *older)
+
     for host in ring:
         host.snapshots = {key: held for key, held in host.snapshots.items() if key[0] == layout}
     for index, host in enumerate(ring):
         peer = ring[(index + 1) % len(ring)]
         for rank in host.ranks:
-            host.snapshots[(layout, rank, "memory")] = (step, host.attempt)
+            hold(host, rank, "memory", host.attempt)
             if replicate_snapshots and peer is not host:
-                peer.snapshots[(layout, rank, "peer")] = (step, host.attempt)
+                hold(peer, rank, "peer", host.attempt)
 
 
 @dataclass
@@ -137,12 +178,8 @@ class HostTime:
     ) -> None:
         """``span_s`` have passed, in which nothing changed. ``world``: the hosts whose ranks are there; None: those
         that the machine counts on for the next attempt."""
-        named = (
-            world
-            if world is not None
-            else set(state.active if state.phase in (Phase.RUN, Phase.FLUSH) else state.target)
-        )
-        booting = state.phase in (Phase.STARTING, Phase.ENDED)
+        named = world if world is not None else set(state.counted_on)
+        booting = isinstance(state.phase, Starting | Ended)
         counts = dict.fromkeys(("world", "joined", "provision", "out"), 0)
         for host in hosts:
             if host.held_since_ns is None:
@@ -161,7 +198,7 @@ class HostTime:
             if job == "stepping":
                 self.stepping_s += counts["world"] * span_s
             else:
-                self.add("wait" if state.phase is Phase.WAIT else job, counts["world"] * span_s)
+                self.add("wait" if isinstance(state.phase, Waiting) else job, counts["world"] * span_s)
             self.add(idle, counts["joined"] * span_s)
             self.add("provision", counts["provision"] * span_s)
         self.add("out", counts["out"] * span_s)

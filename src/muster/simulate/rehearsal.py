@@ -14,7 +14,9 @@ from muster.simulate.cluster import Cluster
 from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.scenario import HOUR_S, Scenario
 from muster.simulate.stage_arithmetic import DiskTier, Stages
-from muster.supervise.recovery.state import End, Log, Phase, Settings, State
+from muster.supervise.recovery.inputs import End, Log, Settings
+from muster.supervise.recovery.phases import Ended
+from muster.supervise.recovery.state import State
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 #: More than any rehearsal reaches: it ends by the clock.
@@ -154,9 +156,7 @@ class Simulation:
             cluster.change_pace(fault.factor)
             cluster.after(fault.repair_s, lambda: cluster.change_pace(1.0))
             return
-        state = cluster.machine.state
-        active = [name for name in (state.active if state.phase is Phase.RUN else state.target)
-                  if cluster.hosts[name].up]  # fmt: skip
+        active = [name for name in cluster.machine.state.counted_on if cluster.hosts[name].up]
         if not active:
             return
         self.injected[fault.kind] += 1
@@ -248,7 +248,7 @@ class Simulation:
         """``count`` hosts are available from now on."""
         names = self.cluster.names
         self._capacity = min(count, len(names))
-        if self.cluster.machine.state.phase is Phase.ENDED:
+        if isinstance(self.cluster.machine.state.phase, Ended):
             return
         up = [name for name in names if self.cluster.hosts[name].up]
         for name in reversed(up[self._capacity :]):

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from statistics import fmean, median
-from typing import Any
 
 from muster.config.yaml import parse
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 
 #: Spread / mean of a stage whose spread no source gives.
 ASSUMED_CV = 0.3
@@ -65,21 +65,22 @@ def shipped(name: str = DEFAULT) -> Profile:
     table = _table()
     if name not in table:
         raise UsageError(f"no profile {name!r}", hint=f"one of {', '.join(table)}, or a run with --profile RUN_DIR")
-    rows = dict(table[name])
-    about = str(rows.pop("about"))
-    return Profile(name=name, about=about, stages={stage: _stage(row) for stage, row in rows.items()})
+    rows = {stage: _stage(row) for stage, row in table[name].items() if isinstance(row, Mapping)}
+    return Profile(name=name, about=str(table[name]["about"]), stages=rows)
 
 
 @functools.cache
-def _table() -> Mapping[str, Any]:
+def _table() -> Mapping[str, JsonObject]:
     text = resources.files("muster.simulate").joinpath("tables", "profiles.yaml").read_text(encoding="utf-8")
-    table: Mapping[str, Any] = parse(text, source="profiles.yaml").value
-    return table
+    table = parse(text, source="profiles.yaml").value
+    assert isinstance(table, Mapping)
+    return {name: rows for name, rows in table.items() if isinstance(rows, Mapping)}
 
 
-def _stage(row: Mapping[str, Any]) -> Stage:
-    mean_s = float(row["mean_s"])
-    return Stage(mean_s=mean_s, cv=float(row.get("cv", ASSUMED_CV)), source=str(row["source"]))
+def _stage(row: JsonObject) -> Stage:
+    mean_s, cv = row["mean_s"], row.get("cv", ASSUMED_CV)
+    assert isinstance(mean_s, int | float) and isinstance(cv, int | float)
+    return Stage(mean_s=mean_s, cv=cv, source=str(row["source"]))
 
 
 def names() -> list[str]:

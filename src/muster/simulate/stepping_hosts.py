@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from muster.simulate.host_time import HostTime, VirtualHost, hold_snapshots
+from muster.core.snapshots import SnapshotCopy
+from muster.core.typed_json import JsonObject
+from muster.protocol.to_agent import EndAttempt, StartAttempt
+from muster.protocol.to_supervisor import RankExit, RanksEnded, ResetResult
+from muster.protocol.values import LastWords, RankEvent
+from muster.simulate.host_time import HostTime, Report, VirtualHost, hold_snapshots
 from muster.simulate.stage_arithmetic import DiskTier, Pace, Stages, StepSegment
-from muster.supervise.recovery.state import SECOND_NS
+from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
@@ -85,18 +89,18 @@ class SteppingHosts:
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         self.at(self.now_s + max(0.0, seconds), act)
 
-    def receive_from(self, host: VirtualHost, message: Mapping[str, Any]) -> None:
+    def receive_from(self, host: VirtualHost, message: Report) -> None:
         """A host's agent sends a message, now, if the host is up."""
         raise NotImplementedError
 
-    def receive_later(self, delay_s: float, host: VirtualHost, message: Mapping[str, Any]) -> None:
+    def receive_later(self, delay_s: float, host: VirtualHost, message: Report) -> None:
         """The same after ``delay_s``, if the agent has not restarted by then."""
         boots = host.boots
         self.after(delay_s, lambda: self.receive_from(host, message) if host.boots == boots else None)
 
     def change_pace(self, slow: float) -> None:
         """From now on every step takes ``slow`` times as long as on healthy hosts."""
-        self._settle_steps()
+        self.settle_steps()
         self.slow = slow
         if self._run is not None and self.stepping:
             self._run.change(self._productive_s(), self.step_s, slow)
@@ -113,28 +117,28 @@ class SteppingHosts:
         self.time.pass_by(span_s, self._job, self.hosts.values(), self.machine.state, world)
 
     def _close(self) -> None:
-        self._settle_steps()
+        self.settle_steps()
         self.halt(self._job)
         for host in self.hosts.values():
             if host.held_since_ns is not None:
                 self.time.purchased_s += (self.now_ns - host.held_since_ns) / SECOND_NS
 
-    def maybe_begin(self, attempt: int, message: Mapping[str, Any]) -> None:
+    def maybe_begin(self, start: StartAttempt) -> None:
         """A host was sent its start; the ranks of an attempt start once its last host was."""
-        world = int(message["contexts"][0]["world_size"])
-        if int(message["contexts"][-1]["rank"]) != world - 1:  # hosts are sent it in the order of their ranks
+        world = start.contexts[0].world_size
+        if start.contexts[-1].rank != world - 1:  # hosts are sent it in the order of their ranks
             return
-        active = [host for host in self.hosts.values() if host.up and host.attempt == attempt and host.ranks]
+        active = [host for host in self.hosts.values() if host.up and host.attempt == start.attempt and host.ranks]
         if sum(len(host.ranks) for host in active) < world:
             return
-        restore = message["contexts"][0].get("restore")
+        restore = start.contexts[0].restore
         before = self._step
-        self._step = int(restore["step"]) if restore else self.disk_step
+        self._step = restore.step if restore else self.disk_step
         requested = self.machine.settings.wanted_hosts
         self.time.lose(max(0, before - self._step) * self.stages.step_s * requested)
         self._segment += 1
         self._world = frozenset(host.name for host in active)
-        self._begin(attempt, world, restore is None and self.disk is not None and self.disk_step > 0)
+        self._begin(start.attempt, world, restore is None and self.disk is not None and self.disk_step > 0)
 
     def _begin(self, attempt: int, world: int, from_disk: bool) -> None:
         """Ranks start, and step later."""
@@ -147,7 +151,25 @@ class SteppingHosts:
         if not first:
             self.after(start_s, lambda: self._now_doing(segment, "restore"))
             self.after(start_s + restore_s, lambda: self._now_doing(segment, "warmup"))
+        if any(self._unreadable(host) for host in self.hosts.values()):
+            self.after(start_s, lambda: self._reject(segment))
         self.after(start_s + restore_s + warmup_s, lambda: self._step_on(segment, attempt))
+
+    def _unreadable(self, host: VirtualHost) -> tuple[SnapshotCopy, ...]:
+        """Of what a host's ranks start from: the copies whose bytes have changed."""
+        return tuple(copy for copy in host.starts_from if copy in self.hosts[copy.host].rotten)
+
+    def _reject(self, segment: int) -> None:
+        """On each host that was to start from copies that are not intact, a rank says so and fails."""
+        if segment != self._segment:
+            return
+        self.halt("detect")
+        for host in self.hosts.values():
+            if host.up and host.ranks and (rejected := self._unreadable(host)):
+                host.dead.add(host.ranks[0])
+                text = f"the snapshot of rank {rejected[0].rank} is not intact"
+                last = LastWords(exception="SnapshotNotIntact", message=text, rejected=rejected)
+                self.receive_later(self.stages.detect_exit_s, host, self.exit_of(host, host.ranks[0], 1, last))
 
     def _now_doing(self, segment: int, job: str) -> None:
         if segment == self._segment:
@@ -175,21 +197,30 @@ class SteppingHosts:
 
     def _report_step_of(self, segment: int, attempt: int) -> None:
         if segment == self._segment:
-            self._settle_steps()
+            self.settle_steps()
             self._report_step(attempt)
 
     def _report_step(self, attempt: int) -> None:
         first = self.running(0)
         if first is not None and self._step:
-            event = {"kind": "step", "attempt": attempt, "rank": 0, "step": self._step, "detail": {}}
-            self.receive_from(first, {"t": "event", "event": event})
+            detail = {"step_ns": round(self.step_s * SECOND_NS)}
+            self.receive_from(first, self.event("step", attempt, self._step, detail))
+
+    def event(self, kind: str, attempt: int, step: int | None, detail: JsonObject, *, rank: int = 0) -> RankEvent:
+        """What a rank says now."""
+        at_ns = self.now_ns
+        return RankEvent(kind=kind, attempt=attempt, mono_ns=at_ns, wall_ns=at_ns, rank=rank, step=step, detail=detail)
+
+    def exit_of(self, host: VirtualHost, rank: int, code: int, last: LastWords | None = None) -> RankExit:
+        """What the agent says of a rank whose process ends now."""
+        return RankExit(attempt=host.attempt, rank=rank, pid=1, code=code, step=self._step, last=last)
 
     def _productive_s(self) -> float:
         """Training time of the segment so far."""
         elapsed_s = (self.now_ns - (self._segment_began_ns or 0)) / SECOND_NS
         return self.disk.productive_s(elapsed_s) if self.disk else elapsed_s
 
-    def _settle_steps(self) -> None:
+    def settle_steps(self) -> None:
         """Bring the applied step, and the snapshots, up to now."""
         run = self._run
         if run is None or self._segment_began_ns is None:
@@ -204,12 +235,15 @@ class SteppingHosts:
             return
         active = [self.hosts[name] for name in self.machine.state.active if name in self._world]
         ring = [host for host in active if host.up and host.ranks]
-        hold_snapshots(ring, self.machine.state.layout.key, held, replicate_snapshots=self.replicate_snapshots)
+        previous = held - max(1, self.snapshot_every_steps)
+        before = previous if previous > run.first_step else None
+        layout = self.machine.state.layout.key
+        hold_snapshots(ring, layout, held, before, replicate_snapshots=self.replicate_snapshots)
 
     def halt(self, job: str) -> None:
         """No more steps: their time is classified, and the hosts are in ``job`` from here on."""
         if self._segment_began_ns is not None:
-            self._settle_steps()
+            self.settle_steps()
             self._report_step(self.machine.state.attempt)
         if self._segment_began_ns is not None and self._run is not None:
             self.history.append((self.machine.state.attempt, self._step, self._run))
@@ -222,21 +256,20 @@ class SteppingHosts:
         if self._job not in ("start", "stopped"):
             self._job = job
 
-    def end_ranks(self, host: VirtualHost, attempt: int, keep: Iterable[int], *, reset: bool = False) -> None:
-        """A host ends its ranks but those in ``keep``, and then lists its snapshots."""
-        self._settle_steps()
+    def end_ranks(self, host: VirtualHost, order: EndAttempt) -> None:
+        """A host ends its ranks but those that it is to keep, and then lists its snapshots."""
+        self.settle_steps()
         if host.ranks:
             self.halt("restart")
         if self._job == "detect":
             self._job = "restart"
-        kept = {str(rank): self._step for rank in keep if rank in host.ranks}
+        kept = {rank: self._step for rank in order.keep if rank in host.ranks}
         host.ranks, host.hung = [], None
-        message = {"t": "collected", "attempt": attempt, "snapshots": host.list_snapshots(), "kept": kept}
-        if reset:
-            message["reset"] = {"ok": self.reset_works, "evidence": "as the test wants it"}
-        if self._ending[0] != attempt:  # drawn once for an attempt: the slowest host counts
-            self._ending = (attempt, self.draw("end", self.stages.end_ranks_s))
-        self.receive_later(self._ending[1], host, message)
+        reset = ResetResult(ok=self.reset_works, evidence="as the test wants it") if order.reset else None
+        answer = RanksEnded(attempt=order.attempt, snapshots=host.list_snapshots(), kept=kept, reset=reset)
+        if self._ending[0] != order.attempt:  # drawn once for an attempt: the slowest host counts
+            self._ending = (order.attempt, self.draw("end", self.stages.end_ranks_s))
+        self.receive_later(self._ending[1], host, answer)
 
     def leave_after_step(self, code: int, *, save: bool = False) -> None:
         """All ranks exit with ``code`` once the current step is applied, and saved."""
@@ -245,27 +278,25 @@ class SteppingHosts:
 
     def _leave(self, segment: int, attempt: int, code: int, *, save: bool = False) -> None:
         if segment == self._segment:
-            self._settle_steps()
+            self.settle_steps()
             self.halt("restart")
             if save and self.disk_takes:
                 self.report_checkpoint(self.running(0), self._step, attempt, "disk")
-            self._exit_all(attempt, code)
+            self._exit_all(code)
 
     def report_checkpoint(self, host: VirtualHost | None, step: int, attempt: int, uri: str) -> None:
         """A checkpoint is committed, and ``host`` reports it."""
         self.disk_step = max(self.disk_step, step)
-        detail = {"tier": "disk", "uri": uri, "bytes": 1}
-        event = {"kind": "checkpoint.committed", "attempt": attempt, "step": step, "detail": detail}
         if host is not None:
-            self.receive_from(host, {"t": "event", "event": event})
+            detail: JsonObject = {"tier": "disk", "uri": uri, "bytes": 1}
+            self.receive_from(host, self.event("checkpoint.committed", attempt, step, detail))
 
-    def _exit_all(self, attempt: int, code: int) -> None:
+    def _exit_all(self, code: int) -> None:
         """Every rank exits with ``code``."""
         for host in list(self.hosts.values()):
             for rank in list(host.ranks) if host.up else []:
                 host.dead.add(rank)
-                message = {"t": "rank_exit", "attempt": attempt, "rank": rank, "pid": 1, "code": code, "last": {}}
-                self.receive_from(host, message)
+                self.receive_from(host, self.exit_of(host, rank, code))
             host.ranks = []
 
     def running(self, rank: int) -> VirtualHost | None:

@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from muster.core import processes
 from muster.core.errors import BackendError
+from muster.core.typed_json import Record, Unreadable, decode, encode, parse_object
 from muster.storage import run_registry
 
 _LOCK = ".job.lock"
+_JobRecord = TypeVar("_JobRecord", bound="JobRecord")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord(Record):
+    """What every back end's record has; each adds its own."""
+
+    version: int = 1
+    run_id: str
+    backend: str
+    submission: int
+    submitted_wall_ns: int
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """One submit or cancel of the run at a time; the lock goes with its process."""
-    with open(run_dir / _LOCK, "a+b") as file:
+    with processes.open_log(run_dir / _LOCK) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a submit or a cancel is under way."""
-    with open(run_dir / _LOCK, "a+b") as file:
+    with processes.open_log(run_dir / _LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -34,24 +48,27 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def read(run_dir: Path, *, mark: str) -> dict[str, Any] | None:
-    """The record; None where there is none, or one without ``mark``, the key by which a back end knows its own.
+def read(run_dir: Path, kind: type[_JobRecord], *, backend: str) -> _JobRecord | None:
+    """The record; None where there is none, or it is another back end's.
 
     Raises:
         BackendError: it is there and cannot be read.
     """
+    path = run_dir / "job.json"
     try:
-        result = json.loads((run_dir / "job.json").read_text())
+        data = path.read_bytes()
+        if parse_object(data).get("backend") != backend:
+            return None
+        return decode(kind, data)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise BackendError(f"cannot read {run_dir / 'job.json'}: {error}", hint="muster down ends what runs") from error
-    return result if isinstance(result, dict) and mark in result else None
+    except (OSError, Unreadable) as error:
+        raise BackendError(f"cannot read {path}: {error}", hint="muster down ends what runs") from error
 
 
-def write(run_dir: Path, record: Mapping[str, Any]) -> None:
+def write(run_dir: Path, record: JobRecord) -> None:
     """Replace the record. Raises BackendError."""
     try:
-        run_registry.replace_text(run_dir / "job.json", json.dumps(record, indent=1) + "\n")
+        run_registry.replace_text(run_dir / "job.json", encode(record).decode() + "\n")
     except OSError as error:
         raise BackendError(f"cannot write {run_dir / 'job.json'}: {os.strerror(error.errno or 0)}") from error

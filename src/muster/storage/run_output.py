@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from muster.core.typed_json import JsonObject, child, parse_object
 from muster.core.types import LogChunk
 
 #: Bytes of a log read at once.
@@ -25,8 +25,18 @@ def chunks(run_dir: Path, after: Mapping[str, int]) -> Iterator[LogChunk]:
             yield chunk
 
 
-def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
-    """The ``run.finished`` since then, with its ``wall_ns``; it is near the end of the newest supervisor's file."""
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a run ended, by its own log."""
+
+    outcome: str
+    exit_code: int
+    reason: str
+    wall_ns: int
+
+
+def verdict(run_dir: Path, since_wall_ns: int) -> Verdict | None:
+    """The ``run.finished`` since then; it is near the end of the newest supervisor's file."""
     files = sorted(run_dir.glob("events/supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
     for path in files[-1:]:
         with open(path, "rb") as file:
@@ -34,12 +44,20 @@ def verdict(run_dir: Path, since_wall_ns: int) -> Mapping[str, Any] | None:
             lines = file.read().split(b"\n")
         for line in reversed(lines):
             if b'"run.finished"' in line:
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    return (
-                        {**event["detail"], "wall_ns": event["wall_ns"]} if event["wall_ns"] >= since_wall_ns else None
-                    )
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    found = _verdict(parse_object(line))
+                    return found if found.wall_ns >= since_wall_ns else None
     return None
+
+
+def _verdict(event: JsonObject) -> Verdict:
+    detail = child(event, "detail")
+    return Verdict(
+        outcome=str(detail["outcome"]),
+        exit_code=int(str(detail.get("exit_code", 1))),
+        reason=str(detail.get("reason", "")),
+        wall_ns=int(str(event["wall_ns"])),
+    )
 
 
 def _chunk(path: Path, position: int) -> LogChunk | None:

@@ -6,7 +6,8 @@
     <home>/index/<run_id>     one line: the folder of a run elsewhere
 
 A run's folder holds ``run_id``, ``run.yaml`` (as given), ``resolved.json``, ``token``, ``job.json``, ``lease.json``,
-``events/``, ``logs/``, ``checkpoints/``, ``traces/``, ``tensorboard/``, ``tokenizer/`` and exports.
+``events/``, ``logs/``, ``memory/``, ``checkpoints/``, ``traces/``, ``tensorboard/``, ``tokenizer/`` and exports. It is
+made for its owner alone (mode 0700); whoever opens it to readers later may, but nobody else may write in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import hashlib
 import os
 import re
 import secrets
+import stat
+import tempfile
 import time
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -27,8 +30,9 @@ from muster.core.errors import AccessError, UsageError
 
 MAX_ID = 50
 #: Layout of a run's folder, with its keys and kinds of events. Older formats and the last version that reads each:
-FORMAT = 2
-_READ_BY = {1: "0.1.0"}
+FORMAT = 3
+_READ_BY = {1: "muster 0.1.0", 2: "the version that wrote it"}
+_ELSEWHERE = "run_dir=PATH chooses another place"
 _ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
 
 
@@ -100,7 +104,7 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
     """Make (or complete) the run's folder, its token and its entry in the registry.
 
     Raises:
-        UsageError: the folder cannot be made, or holds something other than a run.
+        UsageError: the folder cannot be made, holds something other than a run, or others can write in it.
     """
     run = RunDir(path=path, run_id=run_id)
     try:
@@ -108,21 +112,19 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
             raise UsageError(f"{path} is not empty and holds no run", hint="choose another run_dir")
         if existing_id(path) is not None:
             check_format(path)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         replace_text(path / "format", f"{FORMAT}\n")  # before the id: a folder with an id and no format is of 0.1.0
         replace_text(path / "run_id", run_id + "\n")
         replace_text(run.run_file, run_file)
         replace_text(run.resolved, resolved)
-        run.logs.mkdir(exist_ok=True)
+        make_folder(run.logs)
         _make_token(run.token)
         if path != home() / "runs" / run_id:
             index = home() / "index"
-            index.mkdir(parents=True, exist_ok=True)
+            make_folder(index)
             replace_text(index / run_id, f"{path}\n")
     except OSError as error:
-        raise UsageError(
-            f"cannot make the run's folder {path}: {error.strerror}", hint="run_dir=PATH chooses another place"
-        ) from error
+        raise UsageError(f"cannot make the run's folder {path}: {error.strerror}", hint=_ELSEWHERE) from error
     return run
 
 
@@ -174,7 +176,7 @@ def check_format(path: Path) -> None:
     except (OSError, ValueError):
         written = 1  # 0.1.0 wrote no such file
     if written != FORMAT:
-        reader = f"muster {_READ_BY[written]}" if written in _READ_BY else "a newer muster"
+        reader = _READ_BY.get(written, "a newer muster")
         raise UsageError(
             f"{path} holds a run of format {written}; this version reads format {FORMAT}",
             hint=f"read it with {reader}, or start a new run in another folder",
@@ -192,13 +194,47 @@ def spec_digest(resolved: str) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write the whole file or leave the old one: never a half one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write the whole file, for this user alone, or leave the old one: never a half one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make ``path`` and what is missing above it, for this user alone; a folder that exists keeps its readers.
+
+    Raises:
+        UsageError: it exists, and others could exchange what is written in it.
+        OSError: it cannot be made.
+    """
+    if not path.parent.exists():
+        make_folder(path.parent)
+    try:
+        path.mkdir(mode=0o700)
+        return
+    except FileExistsError:
+        status = path.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise
+    if status.st_uid != os.geteuid() and not _gives_files_to(path, status.st_uid):
+        raise UsageError(f"{path} belongs to another user (uid {status.st_uid})", hint=_ELSEWHERE)
+    if status.st_mode & 0o022:
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        raise UsageError(f"others can write in {path} ({mode})", hint=f"chmod go-w {path}, or another folder")
+
+
+def _gives_files_to(folder: Path, uid: int) -> bool:
+    """Whether what this user writes there is ``uid``'s: a share with one owner for all (NFS with all_squash)."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid == uid
+    except OSError:
+        return False
 
 
 def _make_token(path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from muster.config.validation import REFERENCE_AFTER, REFERENCE_SETTLE
+from muster.core.typed_json import JsonObject, whole
 
 
 @dataclass
@@ -42,15 +41,16 @@ class BaselineWindow:
         """Whether ``step`` runs without snapshots and saves."""
         return self.first <= step <= self.last
 
-    def add(self, step: int, detail: Mapping[str, Any]) -> dict[str, Any] | None:
+    def add(self, step: int, detail: JsonObject) -> dict[str, float] | None:
         """Add a ``step`` event's detail; after the last step, returns the ``baseline_rate`` event's."""
         if not self.covers(step):
             return None
-        net_ns = int(detail["step_ns"]) - int(detail.get("data_wait_ns", 0))
-        if step >= self.first + REFERENCE_SETTLE and detail["tokens"] and net_ns > 0:
-            self._per_token_ns.append(net_ns / detail["tokens"])
-            if detail.get("mfu") is not None:
-                self._mfu.append(float(detail["mfu"]))
+        net_ns = whole(detail, "step_ns") - whole(detail, "data_wait_ns")
+        tokens = whole(detail, "tokens")
+        if step >= self.first + REFERENCE_SETTLE and tokens and net_ns > 0:
+            self._per_token_ns.append(net_ns / tokens)
+            if isinstance(mfu := detail.get("mfu"), float):
+                self._mfu.append(mfu)
         if step < self.last or not self._per_token_ns:
             return None
         per_token_ns = median(self._per_token_ns)

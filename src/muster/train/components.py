@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
 from muster.core.errors import MusterError
 from muster.core.flops import lora_factor, step_flops
+from muster.core.typed_json import Json
 from muster.data.prepare import Prepared, open_prepared, prepare
 from muster.data.schedule import num_steps
 from muster.protocol.ranks import AgentClient, RankContext
@@ -301,7 +301,7 @@ def announce(
         cached=bool(prepared.stats.get("cached", True)),
     )
     length = prepared.train.sequence_length
-    detail: dict[str, Any] = {
+    detail: dict[str, Json] = {
         "parameters": built.num_parameters,
         "trainable_parameters": built.num_trainable,
         "attention": str(built.attention),
@@ -312,4 +312,4 @@ def announce(
         detail["flops_per_token"] = count_flops([length]) / length
     if flops is not None:
         detail["peak_flops"] = flops
-    agent.emit("model.ready", **detail)
+    agent.emit("model.ready", step=None, phase=None, **detail)

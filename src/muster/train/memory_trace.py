@@ -19,7 +19,7 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from muster.config.spec import RunSpec
+from muster.core.typed_json import JsonObject
 from muster.core.types import Layout
 from muster.train.data_feed.batch import Batch
 from muster.train.distributed.device_mesh import make_meshes
@@ -39,7 +40,7 @@ from muster.train.distributed.reduce import FloatReducer, ReduceGroups, local
 from muster.train.model import causal_lm
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.optim.optimizer import make_optimizer
+from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.state.training_state import named_without_wrappers
 
 #: Every this many operators all storages are checked for a changed size; those that changed, after each operator.
@@ -59,21 +60,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     peak_moment: str = "build"
     _sizes: dict[int, int] = field(default_factory=dict)
     """Storage -> the bytes last counted."""
-    _held: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _held: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
     _resized: set[int] = field(default_factory=set)
     _operators: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         self._operators += 1
         self._look(list(self._held) if self._operators % LOOK_EVERY == 0 else list(self._resized))
         self.add(result)
         return result
 
-    def add(self, values: Any) -> None:
+    def add(self, values: object) -> None:
         """Count the storages of these tensors, once each."""
         for value in tree_leaves(values):
             if isinstance(value, Tensor):
@@ -83,13 +86,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.live > self.peak:
             self.peak, self.peak_moment = self.live, self.moment
 
-    def _count(self, storage: Any) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._held and self._held[key]() is storage:
             return
         self._forget(key)
 
-        def freed(reference: Any, key: int = key) -> None:
+        def freed(reference: object, key: int = key) -> None:
             if self._held.get(key) is reference:
                 self._forget(key)
 
@@ -111,7 +114,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sizes[key] = storage.nbytes()
 
 
-def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> dict[str, Any]:
+def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> JsonObject:
     """Build, take two steps, and report the peak of the second (the first has no optimizer state yet)."""
     began = time.monotonic()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
@@ -158,7 +161,13 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
 
 
 def _step(
-    spec: RunSpec, module: ModelWithLoss, reducer: FloatReducer, optimizer: Any, rounds: int, step: int, live: LiveBytes
+    spec: RunSpec,
+    module: ModelWithLoss,
+    reducer: FloatReducer,
+    optimizer: ShardOptimizer,
+    rounds: int,
+    step: int,
+    live: LiveBytes,
 ) -> None:
     training = spec.training
     count, length = training.micro_batch_size, training.sequence_length
@@ -190,7 +199,7 @@ def _batch(count: int, length: int) -> Batch:
     )
 
 
-def _bytes(tensors: Iterable[Any]) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the local parts, each storage counted once."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -201,7 +210,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 def main() -> None:
     """Answer one request."""
-    request: Mapping[str, Any] = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     given = dict(request["spec"])
     if request.get("config"):
         given["model"] = {**given["model"], "config": request["config"], "source": None}

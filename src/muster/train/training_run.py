@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
+from muster.core.typed_json import Json
 from muster.protocol.ranks import AgentClient, Command, RankContext
 from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork
@@ -164,7 +164,7 @@ class TrainingRun:
         if result is None:
             return None
         loss, norm = self._check_finite(result)
-        extra: dict[str, Any] = {} if self.snapshots is None else {**self.snapshots.newest_steps()}
+        extra: dict[str, Json] = {} if self.snapshots is None else {**self.snapshots.newest_steps()}
         if result.state_hash is not None:
             agent = self.agent if self.world.rank == 0 else None
             extra |= self.hashes.event_detail(result.state_hash, agent, wait=wait_for_hash)
@@ -173,7 +173,7 @@ class TrainingRun:
         self.times = StepTimes()
         rates = self.baseline.add(step, detail) if detail is not None else None
         if rates is not None:
-            self.agent.emit("baseline_rate", step=step, **rates)
+            self.agent.emit("baseline_rate", step=step, phase=None, **rates)
         return step
 
     def start_consensus(self) -> None:

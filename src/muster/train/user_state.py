@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from muster.checkpoint_format.shards import owner_of
 from muster.core.errors import CheckpointError, UsageError
+from muster.core.typed_json import Json, JsonObject
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor
-
 PLAIN = "__plain__"
 PLAIN_BYTES = 64 * 1024
 """Size of the tensor with all other values, as JSON; each rank's own values have one more."""
@@ -52,7 +52,7 @@ def flatten(state: State) -> dict[str, Tensor]:
     import torch
 
     tensors: dict[str, Tensor] = {}
-    plain: dict[int | None, dict[str, Any]] = {None: {}}
+    plain: dict[int | None, dict[str, Json]] = {None: {}}
     for name, part in state.items():
         values = plain.setdefault(owner_of(name), {})
         if isinstance(part, torch.Tensor):
@@ -71,7 +71,7 @@ def flatten(state: State) -> dict[str, Tensor]:
 
 def unflatten(state: State, tensors: Mapping[str, Tensor]) -> list[str]:
     """Load each part of ``state``; returns the names of saved values that are not in it."""
-    plain: dict[str, Any] = {}
+    plain: dict[str, Json] = {}
     for owner in {None, *(owner_of(name) for name in state)}:
         plain |= json.loads(bytes(tensors[_plain_name(owner)].numpy()).decode())
     used: set[str] = set()
@@ -107,7 +107,7 @@ def _plain_name(owner: int | None) -> str:
     return PLAIN if owner is None else f"rank{owner}.{PLAIN}"
 
 
-def _walk(name: str, content: Any, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+def _walk(name: str, content: Any, tensors: dict[str, Tensor], plain: dict[str, Json]) -> None:
     import torch
 
     if isinstance(content, torch.Tensor):
@@ -119,7 +119,7 @@ def _walk(name: str, content: Any, tensors: dict[str, Tensor], plain: dict[str, 
         plain[name] = content
 
 
-def _as_bytes(values: Mapping[str, Any]) -> Tensor:
+def _as_bytes(values: JsonObject) -> Tensor:
     import torch
 
     try:
@@ -139,7 +139,7 @@ def _as_bytes(values: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(text.ljust(PLAIN_BYTES)), dtype=torch.uint8)
 
 
-def _fill(name: str, content: Any, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], used: set[str]) -> Any:
+def _fill(name: str, content: Any, tensors: Mapping[str, Tensor], plain: JsonObject, used: set[str]) -> Any:
     if name in tensors:
         return tensors[name]
     if isinstance(content, Mapping):
@@ -161,8 +161,8 @@ def first_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | N
     digests = _digests(tensors)
     shared = {name: digest for name, digest in sorted(digests.items()) if owner_of(name) is None}
     own = {name: digest for name, digest in digests.items() if owner_of(name) is not None}
-    reports = gather({"shared": _crc(json.dumps(shared).encode()), "own": own}, group)
-    if len({report["shared"] for report in reports}) > 1:
+    reports = gather((_crc(json.dumps(shared).encode()), own), group)
+    if len({crc for crc, _ in reports}) > 1:
         difference = _first_of(gather(shared, group))
         if difference is not None and difference[0] == PLAIN:
             values = json.loads(bytes(tensors[PLAIN].numpy()).decode())
@@ -170,8 +170,8 @@ def first_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | N
             difference = _first_of(gather(checksums, group))
         return None if difference is None else difference[1]
     holders: dict[str, tuple[int, str]] = {}
-    for rank, report in enumerate(reports):
-        for name, digest in report["own"].items():
+    for rank, (_, its_own) in enumerate(reports):
+        for name, digest in its_own.items():
             first, known = holders.setdefault(name, (rank, digest))
             if known != digest:
                 return f"{name} differs between ranks {first} and {rank}"
@@ -216,12 +216,12 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for parts in samples.values():
         data, at = torch.cat(list(parts.values())).cpu().numpy(), 0
         for name, part in parts.items():
-            digests[name] += f":{_crc(data[at : at + part.numel()])}"
+            digests[name] += f":{_crc(data[at : at + part.numel()].data)}"
             at += part.numel()
     return digests
 
 
-def _crc(data: Any) -> str:
+def _crc(data: bytes | memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
 
 

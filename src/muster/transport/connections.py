@@ -10,12 +10,16 @@ import contextlib
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from muster.core.errors import AccessError
+from muster.core.typed_json import Record, Unreadable
+from muster.protocol.codec import encode
 from muster.transport.secure_session import Session
+
+Message = TypeVar("Message")
 
 BUFFER_LIMIT_BYTES = 64 * 1024 * 1024
 #: A connection whose data is unacknowledged for this long is closed (after a cut the kernel would retry for minutes).
@@ -28,21 +32,35 @@ class Connection:
 
     sock: socket.socket
     session: Session
+    read: Callable[[bytes], Callable[[], None]]
+    """Of each frame what is to be done about it. Raises Unreadable: that ends the connection."""
     pending: bytearray = field(default_factory=bytearray)
-    identity: Any = None
+    identity: object = None
+    """Who it is, as the owner knows it."""
     closed: bool = False
+
+    def expect(self, decode: Callable[[bytes], Message], on_message: Callable[[Connection, Message], None]) -> None:
+        """From the next frame on this connection carries the messages of one channel (``protocol.codec.reader_of``)."""
+
+        def read(frame: bytes) -> Callable[[], None]:
+            message = decode(frame)
+            return lambda: on_message(self, message)
+
+        self.read = read
 
 
 @dataclass
 class ConnectionPool:
     """All sockets of a process.
 
-    ``on_message(peer, message)`` and ``on_gone(peer, reason)`` are called from ``run_once`` alone.
+    ``on_accept(peer)``, ``on_gone(peer, reason)`` and what connections expect are called from ``run_once`` alone.
+    ``on_accept`` and whoever connects say what is expected (``Connection.expect``). A frame that cannot be read ends
+    its connection, with the reason.
     """
 
     token: bytes
-    on_message: Callable[[Connection, dict[str, Any]], None]
     on_gone: Callable[[Connection, str], None]
+    on_accept: Callable[[Connection], None] = lambda peer: None
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     peers: set[Connection] = field(default_factory=set)
 
@@ -79,7 +97,7 @@ class ConnectionPool:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        peer = Connection(sock=sock, session=Session(self.token, server=server))
+        peer = Connection(sock=sock, session=Session(self.token, server=server), read=_refuse)
         self.peers.add(peer)
         self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
         self._flush(peer)
@@ -103,12 +121,19 @@ class ConnectionPool:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(fd)
 
-    def send(self, peer: Connection, message: Mapping[str, Any]) -> None:
+    def send(self, peer: Connection, message: Record) -> None:
         """Queue and try to write; a peer that is gone swallows it (``on_gone`` tells)."""
         if peer.closed:
             return
-        peer.session.send(message)
+        peer.session.send(encode(message))
         self._flush(peer)
+
+    def dismiss(self, peer: Connection, message: Record) -> None:
+        """Send a last message. What the other end still says is dropped: closing at once could take the answer away."""
+        self.send(peer, message)
+        peer.read = _ignore
+        with contextlib.suppress(OSError):
+            peer.sock.shutdown(socket.SHUT_WR)
 
     def drain(self, peer: Connection) -> None:
         """Process everything already received in the sockets (a dead peer's last messages)."""
@@ -144,9 +169,12 @@ class ConnectionPool:
         self.selector.close()
 
     def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = server.accept()
-            self.adopt(sock, server=True)
+            peer = self.adopt(sock, server=True)
+        except OSError:
+            return
+        self.on_accept(peer)
 
     def _ready(self, peer: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -166,15 +194,20 @@ class ConnectionPool:
             self._gone(peer, "connection closed")
             return
         try:
-            messages = peer.session.receive(data)
+            frames = peer.session.frames(data)
         except (AccessError, ValueError) as error:
             self._gone(peer, str(error))
             return
         self._flush(peer)
-        for message in messages:
+        for frame in frames:
             if peer.closed:
                 return
-            self.on_message(peer, message)
+            try:
+                act = peer.read(frame)
+            except Unreadable as error:
+                self._gone(peer, str(error))
+                return
+            act()
 
     def _flush(self, peer: Connection) -> None:
         peer.pending += peer.session.outgoing()
@@ -199,6 +232,14 @@ class ConnectionPool:
         if not peer.closed:
             self.close(peer)
             self.on_gone(peer, reason)
+
+
+def _refuse(_frame: bytes) -> Callable[[], None]:
+    raise Unreadable("nothing is expected here")
+
+
+def _ignore(_frame: bytes) -> Callable[[], None]:
+    return lambda: None
 
 
 def _readable(sock: socket.socket) -> bool:

@@ -1,36 +1,32 @@
-"""Authenticated JSON frames between supervisor, agents and clients. Sans-I/O: bytes in, messages out.
+"""Authenticated frames between supervisor, agents and clients. Sans-I/O: bytes in, frames out.
 
 Both ends know the run's token. Each proves it without sending it (HMAC over both ends' nonces), and every
 frame afterwards carries a MAC over its number, so that nothing can be forged, replayed or reordered by
-somebody on the network. Contents are readable on the wire: no secret travels in a message. JSON alone is
-decoded; nothing unpickles.
+somebody on the network. Contents are readable on the wire: no secret travels in a message.
 
 Handshake::
 
     server -> client   nonce_s (32 bytes)
     client -> server   nonce_c (32) + HMAC(token, "client" + nonce_s + nonce_c)
     server -> client   HMAC(token, "server" + nonce_c + nonce_s)
-    frames             length (4, big endian) + MAC (16) + JSON
+    frames             length (4, big endian) + MAC (16) + a message (``protocol.codec``)
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import stat
 import struct
-from collections.abc import Mapping
-from typing import Any
 
 from muster.core.errors import AccessError
+from muster.protocol.codec import MAX_BYTES
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAC_BYTES = 16
-MAX_FRAME_BYTES = 16 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 _COUNTER = struct.Struct(">Q")
 
@@ -42,10 +38,10 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
 class Session:
     """One end of a connection.
 
-    Feed it what arrives (``receive``) and send what it asks for (``outgoing``). Until ``ready``, messages
+    Feed it what arrives (``frames``) and send what it asks for (``outgoing``). Until ``ready``, frames
     given to ``send`` wait.
 
-    Raises (from ``receive``):
+    Raises (from ``frames``):
         AccessError: the other end does not know the token, or a frame was tampered with.
     """
 
@@ -54,7 +50,7 @@ class Session:
         self._server = server
         self._buffer = bytearray()
         self._out = bytearray()
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: list[bytes] = []
         self._mine = secrets.token_bytes(NONCE_BYTES)
         self._theirs = b""
         self._send_key = b""
@@ -71,24 +67,23 @@ class Session:
         self._out.clear()
         return data
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Queue a message."""
+    def send(self, frame: bytes) -> None:
+        """Queue one frame."""
         if not self.ready:
-            self._waiting.append(message)
+            self._waiting.append(frame)
             return
-        payload = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode()
-        mac = _hmac(self._send_key, _COUNTER.pack(self._sent), payload)[:MAC_BYTES]
+        mac = _hmac(self._send_key, _COUNTER.pack(self._sent), frame)[:MAC_BYTES]
         self._sent += 1
-        self._out += _LENGTH.pack(len(payload)) + mac + payload
+        self._out += _LENGTH.pack(len(frame)) + mac + frame
 
-    def receive(self, data: bytes) -> list[dict[str, Any]]:
-        """Take bytes from the wire; return the whole messages they complete."""
+    def frames(self, data: bytes) -> list[bytes]:
+        """Take bytes from the wire; return the whole frames they complete."""
         self._buffer += data
         if not self.ready and not (self._handshake_server() if self._server else self._handshake_client()):
             return []
         result = []
-        while (message := self._frame()) is not None:
-            result.append(message)
+        while (frame := self._frame()) is not None:
+            result.append(frame)
         return result
 
     def _take(self, count: int) -> bytes | None:
@@ -130,15 +125,15 @@ class Session:
         self._send_key, self._receive_key = (to_client, to_server) if self._server else (to_server, to_client)
         self.ready = True
         waiting, self._waiting = self._waiting, []
-        for message in waiting:
-            self.send(message)
+        for frame in waiting:
+            self.send(frame)
 
-    def _frame(self) -> dict[str, Any] | None:
+    def _frame(self) -> bytes | None:
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > MAX_FRAME_BYTES:
-            raise AccessError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+        if length > MAX_BYTES:
+            raise AccessError(f"a frame of {length} bytes is over the limit of {MAX_BYTES}")
         whole = self._take(_LENGTH.size + MAC_BYTES + length)
         if whole is None:
             return None
@@ -146,26 +141,27 @@ class Session:
         if not hmac.compare_digest(mac, _hmac(self._receive_key, _COUNTER.pack(self._received), payload)[:MAC_BYTES]):
             raise AccessError("a frame's MAC does not fit: altered, replayed or reordered")
         self._received += 1
-        result = json.loads(payload)
-        if not isinstance(result, dict):
-            raise AccessError("a frame does not hold a JSON object")
-        return result
+        return payload
 
 
 def read_token(path: str) -> bytes:
     """The run's token from its file.
 
     Raises:
-        AccessError: absent, empty, or readable by others.
+        AccessError: absent, empty, a link, another user's, or readable by others.
     """
     try:
-        mode = os.stat(path).st_mode
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
             token = file.read().strip()
     except OSError as error:
         raise AccessError(f"cannot read the run's token {path}: {error.strerror}") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise AccessError(f"{path} can be read by others (mode {stat.S_IMODE(mode):o})", hint=f"chmod 600 {path}")
+    # The folder's owner too: a share may give every file to one user (NFS with all_squash).
+    if status.st_uid not in (0, os.geteuid(), os.stat(os.path.dirname(path) or ".").st_uid):
+        raise AccessError(f"{path} belongs to another user (uid {status.st_uid})")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise AccessError(f"{path} can be read by others (mode {mode:o})", hint=f"chmod 600 {path}")
     if len(token) < 32:
         raise AccessError(f"{path} holds no token")
     return token

@@ -9,64 +9,70 @@ from __future__ import annotations
 
 import os
 import socket
-import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
+from muster.core.typed_json import Record
+from muster.protocol.codec import encode
 from muster.transport.secure_session import Session
 
+Message = TypeVar("Message")
 CHUNK_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 30.0
-#: The replicator's socket in its host's memory folder (``storage.paths``), where ranks hand their shares over.
+#: The replicator's socket in its host's memory folder (``storage.memory_dir``), where ranks hand their shares over.
 REPLICATOR_SOCKET = "replicator.sock"
 
 
-class Stream:
-    """One end. Making one exchanges the handshake.
+class Stream(Generic[Message]):
+    """One end. Making one exchanges the handshake. ``decode`` reads a frame (``protocol.codec.reader_of``).
 
     Raises (from every method):
         AccessError: the other end does not know the token.
-        OSError: the connection broke (ConnectionError), or nothing came for ``TIMEOUT_S`` (TimeoutError).
+        Unreadable: a frame is no message of this channel.
+        OSError: the connection broke (ConnectionError), or nothing came for ``timeout_s`` (TimeoutError).
     """
 
-    def __init__(self, sock: socket.socket, token: bytes, *, server: bool) -> None:
-        sock.settimeout(TIMEOUT_S)
+    def __init__(
+        self,
+        sock: socket.socket,
+        token: bytes,
+        *,
+        server: bool,
+        decode: Callable[[bytes], Message],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        sock.settimeout(timeout_s)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.session = sock, Session(token, server=server)
-        self._queued: list[dict[str, Any]] = []
+        self._decode = decode
+        self._queued: list[bytes] = []
         self._flush()
         while not self.session.ready:
             self._pump()
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self.session.send(message)
+    def send(self, message: Record) -> None:
+        self.session.send(encode(message))
         self._flush()
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Message:
         while not self._queued:
             self._pump()
-        return self._queued.pop(0)
+        return self._decode(self._queued.pop(0))
 
-    def send_bytes(self, data: memoryview) -> int:
-        """Send raw bytes; returns their CRC-32."""
-        crc = 0
+    def send_bytes(self, data: memoryview) -> None:
+        """Send raw bytes."""
         for start in range(0, len(data), CHUNK_BYTES):
-            part = data[start : start + CHUNK_BYTES]
-            crc = zlib.crc32(part, crc)
-            self.sock.sendall(part)
-        return crc
+            self.sock.sendall(data[start : start + CHUNK_BYTES])
 
-    def receive_bytes(self, into: memoryview) -> int:
-        """Fill ``into`` with raw bytes; returns their CRC-32. Raises ConnectionError when they end early."""
-        crc, done = 0, 0
+    def receive_bytes(self, into: memoryview) -> None:
+        """Fill ``into`` with raw bytes, which the caller verifies. Raises ConnectionError when they end early."""
+        done = 0
         while done < len(into):
             count = self.sock.recv_into(into[done : done + CHUNK_BYTES])
             if not count:
                 raise ConnectionError(f"ended after {done} of {len(into)} bytes")
-            crc = zlib.crc32(into[done : done + count], crc)
             done += count
-        return crc
 
     def send_file(self, fd: int) -> None:
         """Pass an open file, as one raw byte. Unix sockets only."""
@@ -93,5 +99,5 @@ class Stream:
         data = self.sock.recv(1 << 16)
         if not data:
             raise ConnectionError("the other end closed the connection")
-        self._queued += self.session.receive(data)
+        self._queued += self.session.frames(data)
         self._flush()

@@ -1,12 +1,14 @@
 """Preemption notices, from a server that answers as Compute Engine's metadata server does."""
 
-import json
 import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
 from fakes.metadata import change, metadata
+
+from muster.protocol.codec import reader_of
+from muster.protocol.pipes import PREEMPTION_NOTICES, PreemptionNotice
 
 
 @contextmanager
@@ -25,7 +27,8 @@ def test_a_notice_is_printed_when_the_value_changes(key, value):
     with metadata() as (server, url), listening(url) as child:
         change(server, "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")
         change(server, key, value)
-        assert json.loads(child.stdout.readline()) == {"notice": key, "value": value}
+        notice = reader_of(PREEMPTION_NOTICES)(child.stdout.readline().encode())
+        assert notice == PreemptionNotice(notice=key, value=value)
 
 
 def test_where_no_metadata_server_answers_it_ends_silently():

@@ -6,9 +6,13 @@ import pytest
 from fakes.host import RecordingHost
 
 from muster.agent import unsupervised_host
-from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, UnsupervisedHost
+from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON
 from muster.backends.gke.pod import main
-from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, list_snapshots
+from muster.core.snapshots import SnapshotCopy
+from muster.core.types import Checksum
+from muster.protocol.to_agent import CommitFlushed, FlushedFile, FlushSnapshots
+from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
 
 KEY = "r1s2t1p1c1e1"
 
@@ -25,28 +29,28 @@ class Host(RecordingHost):
 
     def __init__(self, memory, *, keep_hosts_after_failure_s=0.0):
         recovery = SimpleNamespace(keep_hosts_after_failure_s=keep_hosts_after_failure_s, grace_s=30.0)
-        super().__init__(memory, spec=SimpleNamespace(checkpoint=SimpleNamespace(dir=None), recovery=recovery))
-        self.run_dir, self.newest_attempt, self.attempt = memory / "run", 3, 3
+        spec = SimpleNamespace(checkpoint=SimpleNamespace(dir=None), recovery=recovery)
+        super().__init__(memory, run_dir=memory / "run", spec=spec)
         self.ranks, self.orders = [], []
-        self.alone = UnsupervisedHost(host=self, flush=self.flush)
-
-    def living(self):
-        return self.ranks
-
-    def flush(self, order, fence):
-        assert order["alone"] and fence == 3
-        self.orders.append(order)
+        self.alone = self.unsupervised(
+            is_working=lambda: bool(self.ranks),
+            held=lambda: [SnapshotCopy(host="host-0", **vars(found)) for found in list_snapshots(memory)],
+            flush=self.orders.append,
+        )
 
     def answer(self, **extra):
         order = self.orders[-1]
-        message = {"t": "flushed" if order["t"] == "flush" else "flush_committed", "ok": True, **extra}
-        self.alone.on_flush({"step": order["step"], "attempt": order["attempt"], **message}, order)
+        kind = SnapshotsFlushed if isinstance(order, FlushSnapshots) else FlushCommitted
+        self.alone.on_flush(kind(step=order.step, attempt=order.attempt, **extra))
+
+
+FILE = FlushedFile(rank=0, name="flushed-0", bytes=9, checksum=Checksum(value="0" * 16), data_offset=8)
 
 
 def hold(memory, tier, rank, *steps):
     ring = Ring.create(memory / file_name(tier, KEY, rank), header=b"{}", slot_bytes=64)
     for step in steps:
-        ring.commit(ring.begin(), step=step, attempt=2)
+        ring.commit(ring.begin(), step=step, attempt=2, rank=rank)
     ring.close()
 
 
@@ -92,11 +96,11 @@ def test_a_complete_version_is_saved_before_it_exits(tmp_path, now):
     host.alone.watch()
     host.alone.watch()
     (order,) = host.orders
-    assert (order["t"], order["step"], order["attempt"], order["layout"]) == ("flush", 8, 2, KEY)
-    assert order["uri"] == f"{tmp_path}/run/checkpoints"
-    assert [(each["rank"], each["tier"]) for each in order["ranks"]] == [(0, "memory"), (1, "peer")]
-    host.answer(files=[{"rank": 0}])
-    assert host.orders[-1]["t"] == "flush_commit" and host.orders[-1]["files"] == [{"rank": 0}]
+    assert (type(order), order.step, order.attempt, order.layout) == (FlushSnapshots, 8, 2, KEY)
+    assert order.uri == f"{tmp_path}/run/checkpoints"
+    assert [(each.rank, each.copy.tier) for each in order.ranks] == [(0, "memory"), (1, "peer")]
+    host.answer(files=(FILE,))
+    assert type(host.orders[-1]) is CommitFlushed and host.orders[-1].files == (FILE,)
     assert host.exit_reason is None
     host.answer(uri="there", bytes=1)
     assert host.exit_reason == REASON and host.notes == []
@@ -107,8 +111,8 @@ def test_what_is_on_the_disk_is_not_saved_again(tmp_path, now):
     hold(tmp_path, "own", 1, 8)
     host = left_alone(tmp_path, now)
     host.alone.watch()
-    host.answer(files=[])
-    assert [order["t"] for order in host.orders] == ["flush"] and host.exit_reason == REASON
+    host.answer(files=())
+    assert [type(order) for order in host.orders] == [FlushSnapshots] and host.exit_reason == REASON
 
 
 def test_after_a_version_that_cannot_be_saved_an_older_one_is(tmp_path, now):
@@ -117,8 +121,8 @@ def test_after_a_version_that_cannot_be_saved_an_older_one_is(tmp_path, now):
     host = left_alone(tmp_path, now)
     for step in (9, 8):
         host.alone.watch()
-        assert host.orders[-1]["step"] == step
-        host.answer(ok=False, reason="its checksum does not match")
+        assert host.orders[-1].step == step
+        host.answer(failure="its checksum does not match")
     host.alone.watch()
     assert host.exit_reason == REASON and len(host.notes) == 3 and "step 9 was not saved" in host.notes[0]
 
@@ -149,7 +153,7 @@ def test_the_host_of_rank_0_saves_first(tmp_path, now):
     assert host.orders == [] and host.exit_reason is None
     now[0] += 30
     host.alone.watch()
-    assert [order["step"] for order in host.orders] == [9]
+    assert [order.step for order in host.orders] == [9]
 
 
 def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
@@ -158,5 +162,5 @@ def test_a_supervisor_that_comes_back_meanwhile_finds_the_host(tmp_path, now):
     host = left_alone(tmp_path, now)
     host.alone.watch()
     host.alone.begin()
-    host.answer(files=[{"rank": 0}])
-    assert host.exit_reason is None and [order["t"] for order in host.orders] == ["flush"]
+    host.answer(files=(FILE,))
+    assert host.exit_reason is None and [type(order) for order in host.orders] == [FlushSnapshots]

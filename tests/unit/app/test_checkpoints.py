@@ -1,20 +1,23 @@
 """What ``muster checkpoints`` says of every tier, on rings and markers laid out by hand."""
 
 import json
+import tempfile
 import time
 
 import pytest
 
 from muster.app.inspect.checkpoints import checkpoints, missing_ranks
 from muster.checkpoint_format import manifest
-from muster.checkpoint_format.manifest import Manifest, StoredFile
+from muster.checkpoint_format.checksum import checksum_of
+from muster.checkpoint_format.manifest import Manifest
+from muster.checkpoint_format.shard_file import StoredFile
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.cli.main import run as command
 from muster.config.spec import RunSpec
 from muster.core.event_log import EventLog
 from muster.core.types import Layout
 from muster.storage import run_registry
-from muster.storage.paths import memory_dir
+from muster.storage.memory_dir import MemoryDir
 from muster.storage.store import open_store
 
 RESOLVED = RunSpec.model_validate({"name": "c", "model": {"config": {}}, "data": {"sources": [{"type": "random"}]}})
@@ -25,30 +28,32 @@ STEP = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 50, "supe
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("MUSTER_MEMORY_DIR", str(tmp_path / "shm"))
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    return run_registry.create("c-1", tmp_path / "run", run_file="name: c\n", resolved=RESOLVED.model_dump_json())
+    with tempfile.TemporaryDirectory() as memory:  # a short path, because of the sockets in it
+        monkeypatch.setenv("MUSTER_MEMORY_DIR", memory)
+        yield run_registry.create("c-1", tmp_path / "run", run_file="name: c\n", resolved=RESOLVED.model_dump_json())
 
 
 def hold(place, host, rank, *steps, tier="own", layout=LAYOUT, attempt=1):
     """A host's memory with these steps' snapshots of a rank."""
-    folder = memory_dir(place.path, place.run_id, host)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = MemoryDir.of_host(place.path, run_id=place.run_id, host=host).folder
     ring = Ring.create(folder / file_name(tier, layout.key, rank), header=b"{}", slot_bytes=1 << 20)
     for step in steps:
-        ring.commit(ring.begin(), step=step, attempt=attempt)
+        ring.commit(ring.begin(), step=step, attempt=attempt, rank=rank)
     ring.close()
 
 
 def save(place, step, *, attempt=1, data=b"0123456789"):
     found = Manifest(
         run_id=place.run_id, attempt=attempt, step=step, layout=LAYOUT, prefix=manifest.step_prefix(step, attempt),
-        files=(StoredFile(name="rank-00000.shard", bytes=len(data), crc32=manifest.crc32(data)),), bytes=len(data),
+        files=(StoredFile(name="rank-00000.shard", bytes=len(data), checksum=checksum_of(data)),), bytes=len(data),
+        index=StoredFile(name="index.json", bytes=2, checksum=checksum_of(b"{}")),
         created_ns=1, version="0", directory=str(place.checkpoints),
     )  # fmt: skip
     folder = place.checkpoints / found.prefix
     folder.mkdir(parents=True)
     (folder / "rank-00000.shard").write_bytes(data)
+    (folder / "index.json").write_bytes(b"{}")
     manifest.claim(open_store(), str(place.checkpoints), run_id=place.run_id, attempt=attempt)
     manifest.commit(open_store(), found)
     return folder

@@ -71,6 +71,7 @@ def test_a_plan_sets_the_price_where_it_chooses_the_machine(tmp_path, backend):
     if backend == "local":
         assert not {"resources.machine", "resources.provisioning_model", "resources.usd_per_host_hour"} & set(settings)
     else:
-        assert settings["resources.usd_per_host_hour"] == pytest.approx(found.plan.chosen["usd_per_hour"]
-                                                                        / found.plan.chosen["num_nodes"])  # fmt: skip
+        assert settings["resources.usd_per_host_hour"] == pytest.approx(
+            found.plan.chosen.usd_per_hour / found.plan.chosen.num_nodes
+        )
     assert "training.micro_batch_size" in settings

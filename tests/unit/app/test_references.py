@@ -11,7 +11,7 @@ import pytest
 from muster.app import reference_docs
 from muster.app.inspect.show import resolved_yaml
 from muster.config import load
-from muster.core.events import KINDS
+from muster.core.event_details.kinds import KINDS
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -63,4 +63,4 @@ def test_every_event_is_in_the_reference():
     text = reference_docs.events_reference()
     for name, kind in KINDS.items():
         assert f"\n## {name}\n" in text
-        assert all(f"* `{key}`" in text for key in (*kind.required, *kind.optional))
+        assert all(f"* `{key}`" in text for key in (*kind.required(), *kind.optional()))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import supervisor_words
 
 from muster.app.inspect import event_format, logs, status, supervisor_client
 from muster.app.run import recover, stop, submit
@@ -17,8 +18,10 @@ from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
+from muster.core.event_details.training import Step
 from muster.core.event_log import EventLog
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.protocol.client import AskStatus, FromClient, RestartRun, SupervisorStatus
 from muster.report.run_view import run_view
 from muster.storage import run_registry
 
@@ -269,7 +272,7 @@ def test_following_ends_with_the_run(paper: Paper):
 
 
 def test_every_step_line_holds_the_fields_terms(paper: Paper):
-    text = event_format.step_line(3, STEP)
+    text = event_format.step_line(3, Step(**STEP))
     for words in ("step 3", "loss 2.0000", "time 0.500 s", "200 tokens/s", "MFU 25.0%", "31%/47%/22%"):
         assert words in text
 
@@ -282,14 +285,14 @@ def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(pap
     paper.state = JobState.STOPPED
     assert stop.stop(run.run_id).was_running is False
     with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
-        supervisor_client.request(run, {"t": "status"})
+        supervisor_client.request(run, AskStatus())
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(paper: Paper):
     run = submitted().run
-    run.lease.write_text(json.dumps({"address": ["127.0.0.1", 1]}))
+    run.lease.write_bytes(supervisor_words.lease(("127.0.0.1", 1)))
     with pytest.raises(supervisor_client.SupervisorUnreachable, match="does not answer"):
-        supervisor_client.request(run, {"t": "status"}, timeout_s=0.5)
+        supervisor_client.request(run, AskStatus(), timeout_s=0.5)
 
 
 def test_down_ends_and_writes_the_end_once(paper: Paper):
@@ -341,25 +344,25 @@ def test_a_restart_is_refused_what_held_hosts_cannot_do(
 ):
     run = submitted().run
     before = run.resolved.read_text()
-    told: list[str] = []
+    told: list[FromClient] = []
 
-    def answer(_: object, message: Mapping[str, Any], **__: object) -> dict[str, Any]:
-        told.append(message["t"])
-        return {"phase": "hold", "hosts": {"host-0": {"connected": True}, "host-1": {"connected": False}}}
+    def answer(_: object, message: FromClient, **__: object) -> SupervisorStatus:
+        told.append(message)
+        return supervisor_words.status("hold", hosts=[("host-0", True), ("host-1", False)])
 
     monkeypatch.setattr("muster.app.run.stop.request", answer)
     with pytest.raises((ConflictError, UsageError)) as caught:
         stop.restart(run.run_id, [override])
-    assert words in str(caught.value) and told == ["status"] and run.resolved.read_text() == before
+    assert words in str(caught.value) and told == [AskStatus()] and run.resolved.read_text() == before
     stop.restart(run.run_id, ["training.steps=7", "resources.hosts=2", "resources.min_hosts=1"])
-    assert told[-1] == "restart"
+    assert told[-1] == RestartRun()
 
 
 def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
     paper: Paper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     run = submitted().run
-    monkeypatch.setattr("muster.app.run.stop.request", lambda *_, **__: {"phase": "hold"})
+    monkeypatch.setattr("muster.app.run.stop.request", lambda *_, **__: supervisor_words.status("hold"))
     (tmp_path / "mine.py").write_text("decide = 1\n")
     with pytest.raises(UsageError, match="has no decide"):
         stop.restart(run.run_id, [f"recovery.policy={tmp_path}/mine.py"])
@@ -368,7 +371,8 @@ def test_a_restart_with_a_policy_that_cannot_be_loaded_is_refused(
 def test_the_supervisors_sentence_stands_beside_the_back_ends(paper: Paper, monkeypatch: pytest.MonkeyPatch):
     run = submitted().run
     monkeypatch.setattr(
-        "muster.app.inspect.status.request", lambda *_, **__: {"phase": "hold", "reason": "failed; hosts are held"}
+        "muster.app.inspect.status.request",
+        lambda *_, **__: supervisor_words.status("hold", reason="failed; hosts are held"),
     )
     found = status.status(run.run_id).to_json()
     assert (found["reason"], found["now"], found["phase"]) == ("so it is", "failed; hosts are held", "hold")

@@ -6,6 +6,7 @@ from muster.app.inspect.watch import Watcher, watch
 from muster.cli.output import age
 from muster.cli.watch import _render, account, summary
 from muster.config.spec import RunSpec
+from muster.core.errors import BackendError
 from muster.core.event_log import EventLog
 from muster.storage import run_registry
 
@@ -156,7 +157,7 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
             return JobStatus(state=JobState.SUCCEEDED if len(slept) == 2 else JobState.RUNNING, reason="")
 
         def ask(self, run_id, message, **_):
-            return {"error": "no pod"}
+            raise BackendError("no pod")
 
         def mirror(self, run_id, folder):
             assert (run_id, folder) == (run.run_id, run.events)

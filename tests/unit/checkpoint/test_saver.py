@@ -11,7 +11,7 @@ from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.checkpoint_format.manifest import committed  # noqa: E402
 from muster.core.errors import BackendError, CheckpointError, ConflictError  # noqa: E402
-from muster.core.events import KINDS  # noqa: E402
+from muster.core.event_details.kinds import KINDS  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.storage import uris  # noqa: E402
 from muster.storage.store import blobs, open_store  # noqa: E402
@@ -32,8 +32,8 @@ class Seen:
     def __call__(self, kind, *, step, **detail):
         assert threading.get_ident() == self.thread
         known = KINDS[kind]
-        assert set(known.required) <= set(detail)
-        assert known.open or set(detail) <= set(known.required) | set(known.optional)
+        assert set(known.required()) <= set(detail)
+        assert known.open or set(detail) <= set(known.required()) | set(known.optional())
         self.events.append((kind.removeprefix("checkpoint."), step))
         self.last = detail
 
@@ -143,6 +143,21 @@ def test_an_older_attempt_is_refused(folder):
     with pytest.raises(ConflictError):
         late.finish()
     assert blobs.folders(folder) == []
+
+
+def test_a_damaged_index_is_passed_over_also_where_no_state_is_compared(folder):
+    store = open_store()
+    saves = saver(folder, asynchronous=False, keep_last=9)
+    for step in (1, 2):
+        saves.save(step, state(step), {})
+    index = uris.join(folder, "step-00000002.a1", "index.json")
+    data = bytearray(store.get(index).data)
+    data[9] ^= 1
+    store.put(index, bytes(data))
+    skipped = []
+    found = newest_valid(store, folder, lambda uri, reason: skipped.append((uris.name(uri), reason)))
+    assert found.step == 1
+    assert skipped == [("step-00000002.a1", "index.json does not match its checksum: damaged")]
 
 
 def test_damaged_and_foreign_checkpoints_are_named_and_skipped(folder):

@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from muster.checkpoint import reader, shards, staging  # noqa: E402
+from muster.checkpoint import shards, staging  # noqa: E402
+from muster.checkpoint_format import reader  # noqa: E402
 from muster.checkpoint_format import shards as wire  # noqa: E402
 from muster.core.errors import CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402

@@ -1,14 +1,18 @@
 """Manifests, commit markers, fences and pruning, on memory:// and on files."""
 
 import dataclasses
+import functools
+import json
 import uuid
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.checkpoint_format import fences, manifest
-from muster.checkpoint_format.manifest import Manifest, StoredFile, committed
+from muster.checkpoint_format import fences, manifest, shards
+from muster.checkpoint_format.checksum import checksum_of
+from muster.checkpoint_format.manifest import Manifest, committed
+from muster.checkpoint_format.shard_file import StoredFile, write_shard
 from muster.core.errors import CheckpointError, ConflictError
 from muster.core.types import Layout
 from muster.storage import uris
@@ -25,6 +29,21 @@ def store():
     return open_store()
 
 
+INDEX = StoredFile(name="index.json", bytes=2, checksum=checksum_of(b"{}"))
+SHARD = "rank-00000.shard"
+
+
+@functools.cache
+def shard(step, attempt, run_id, data):
+    """(the bytes of a shard file, its entry in a manifest)"""
+    header = shards.ShardHeader(
+        run_id=run_id, attempt=attempt, step=step, rank=0, layout=Layout(dp_shard=2), tensors=()
+    )
+    uri = f"memory://{uuid.uuid4().hex}/{SHARD}"
+    stored = write_shard(uri, (shards.preamble(header), data))
+    return blobs.read_range(uri, 0, stored.bytes), stored
+
+
 def made(folder, step, *, attempt=1, run_id="run", data=b"0123456789"):
     return Manifest(
         run_id=run_id,
@@ -32,7 +51,8 @@ def made(folder, step, *, attempt=1, run_id="run", data=b"0123456789"):
         step=step,
         layout=Layout(dp_shard=2),
         prefix=manifest.step_prefix(step, attempt),
-        files=(StoredFile(name="rank-00000.shard", bytes=len(data), crc32=manifest.crc32(data)),),
+        files=(shard(step, attempt, run_id, data)[1],),
+        index=INDEX,
         bytes=len(data),
         created_ns=1,
         version="0",
@@ -43,7 +63,8 @@ def made(folder, step, *, attempt=1, run_id="run", data=b"0123456789"):
 
 def write(store, folder, step, *, attempt=1, run_id="run", data=b"0123456789", marker=True):
     found = made(folder, step, attempt=attempt, run_id=run_id, data=data)
-    store.put(uris.join(found.uri, "rank-00000.shard"), data)
+    store.put(uris.join(found.uri, SHARD), shard(step, attempt, run_id, data)[0])
+    store.put(uris.join(found.uri, INDEX.name), b"{}")
     if marker:
         manifest.commit(store, found)
     return found
@@ -89,8 +110,8 @@ def test_a_moved_folder_still_restores(store, tmp_path):
         b"[]",
         b"null",
         b"\xff\xfe",
-        b'{"format": 1}',
-        b'{"format": 2, "run_id": "x"}',
+        b'{"format": 2}',
+        b'{"format": 2, "checksum": {}, "body": {}}',
     ],
 )
 def test_malformed_markers_are_named_and_skipped(store, folder, data):
@@ -110,16 +131,50 @@ def test_malformed_markers_are_named_and_skipped(store, folder, data):
         {"prefix": "../../etc"},
         {"prefix": "step-00000004.a1/../x"},
         {"files": ()},
-        {"files": (StoredFile(name="../secret", bytes=1, crc32=0),)},
-        {"files": (StoredFile(name="a/b", bytes=1, crc32=0),)},
-        {"files": (StoredFile(name="ok", bytes=-1, crc32=0),)},
+        {"files": (dataclasses.replace(INDEX, name="../secret"),)},
+        {"files": (dataclasses.replace(INDEX, name="a/b"),)},
+        {"files": (dataclasses.replace(INDEX, bytes=-1),)},
+        {"index": dataclasses.replace(INDEX, name="../secret")},
         {"step": -1},
-        {"attempt": "1"},
     ],
 )
 def test_markers_that_lead_astray_are_refused(change):
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="not a commit marker"):
         Manifest.decode(dataclasses.replace(made("d", 4), **change).encode(), directory="d")
+
+
+def test_markers_and_fences_of_format_1_are_refused_by_number(store, folder):
+    claim(store, folder, 1)
+    old = {**json.loads(made(folder, 4).encode())["body"], "format": 1}
+    store.put(manifest.marker_uri(folder, 4), json.dumps(old).encode())
+    skipped = []
+    assert steps(store, folder, on_skip=lambda *what: skipped.append(what)) == []
+    assert skipped[0][1] == "a commit marker of format 1, this version reads 2"
+    store.put(fences.fence_uri(folder), b'{"format": 1, "run_id": "run", "attempt": 1, "inherited": {}}')
+    with pytest.raises(CheckpointError, match="a fence of format 1, this version reads 2"):
+        committed(store, folder)
+
+
+@pytest.mark.parametrize("data, word", [(b"[]", "checksum"), (b"{", "checksum"), (None, "missing")])
+def test_a_damaged_index_is_found_by_whoever_reads_the_first_part(store, folder, data, word):
+    claim(store, folder, 1)
+    found = write(store, folder, 1)
+    uri = uris.join(found.uri, INDEX.name)
+    if data is None:
+        store.delete(uri)
+    else:
+        store.put(uri, data)
+    assert word in manifest.damage(found) and word in manifest.damage(found, part=0, parts=2)
+    assert manifest.damage(found, part=1, parts=2) is None
+
+
+def test_a_shard_of_another_step_is_no_part_of_this_one(store, folder):
+    """Even where a manifest names its checksum."""
+    claim(store, folder, 1)
+    other = dataclasses.replace(made(folder, 5), files=made(folder, 4).files)
+    store.put(uris.join(other.uri, SHARD), shard(4, 1, "run", b"0123456789")[0])
+    store.put(uris.join(other.uri, INDEX.name), b"{}")
+    assert manifest.damage(other) == f"{SHARD} is of step 4 of attempt 1 of run run"
 
 
 def test_a_marker_under_another_steps_name_is_skipped(store, folder):
@@ -138,12 +193,13 @@ def test_any_flipped_bit_is_found(data, place, bit):
     store, folder = open_store(), f"memory://{uuid.uuid4().hex}"
     claim(store, folder, 1)
     found = write(store, folder, 1, data=data)
-    broken = bytearray(data)
-    broken[place % len(data)] ^= 1 << bit
-    store.put(uris.join(found.uri, "rank-00000.shard"), bytes(broken))
+    whole, _ = shard(1, 1, "run", data)
+    broken = bytearray(whole)
+    broken[place % len(whole)] ^= 1 << bit
+    store.put(uris.join(found.uri, SHARD), bytes(broken))
     assert manifest.missing(found) is None
     assert "damaged" in manifest.damage(found)
-    store.put(uris.join(found.uri, "rank-00000.shard"), data[:-1])
+    store.put(uris.join(found.uri, SHARD), whole[:-1])
     assert "truncated" in manifest.missing(found)
     blobs.remove_tree(found.uri)
     assert "missing" in manifest.missing(found)
@@ -275,6 +331,19 @@ def test_orphans_of_older_attempts_go(store, folder):
     assert set(blobs.folders(folder)) == {"commits", "mine", "step-00000001.a1", "step-00000003.a2"}
     with pytest.raises(ConflictError):
         manifest.remove_orphans(store, folder, run_id="run", attempt=1)
+
+
+def test_the_data_of_a_marker_that_cannot_be_read_is_no_orphan(store, folder):
+    """A later release, or a person, may read it."""
+    claim(store, folder, 1)
+    found = write(store, folder, 1)
+    write(store, folder, 2, marker=False)
+    store.put(found.marker_uri, b"{}")
+    store.put(uris.join(folder, "commits", "notes.txt"), b"not ours")
+    claim(store, folder, 2)
+    removed = manifest.remove_orphans(store, folder, run_id="run", attempt=2)
+    assert list(map(uris.name, removed)) == ["step-00000002.a1"]
+    assert blobs.size(uris.join(found.uri, SHARD))
 
 
 @settings(max_examples=40, deadline=None)

@@ -31,7 +31,7 @@ def data_bytes(found):
 def split(data):
     """A whole shard's bytes as header and tensors' bytes."""
     end, begin = shards.preamble_bytes(bytes(data[:16]))
-    found = shards.decode_header(data[16:end])
+    found = shards.decode_header(bytes(data[16:end]))
     if len(data) < begin + data_bytes(found):
         raise CheckpointError("truncated shard")
     return found, data[begin:]

@@ -9,7 +9,7 @@ from muster.core.errors import CheckpointError
 def write(ring, step, attempt, byte):
     slot = ring.begin()
     ring.slot(slot)[:] = bytes([byte]) * ring.slot_bytes
-    ring.commit(slot, step=step, attempt=attempt)
+    ring.commit(slot, step=step, attempt=attempt, rank=0)
     return slot
 
 
@@ -70,24 +70,65 @@ def test_no_room_is_said_before_the_first_write(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checksum_belongs_to_one_version_of_a_slot(tmp_path):
+def test_no_version_is_without_a_checksum_and_each_is_verified_by_its_own(tmp_path):
     path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
     ring = Ring.create(path, header=b"{}", slot_bytes=10)
     write(ring, 1, 1, 1)
     first = ring.find(1, 1)
-    assert ring.checksum(first) is None
-    ring.set_checksum(first, -(1 << 63))
-    assert Ring.open(path).checksum(first) == -(1 << 63)
+    ring.verify(first)
+    assert Ring.open(path).checksum(first) == ring.checksum(first)
     for step in (2, 3, 4):  # the slot is taken again
         write(ring, step, 1, step)
     fourth = ring.find(4, 1)
-    assert fourth.slot == first.slot and ring.checksum(fourth) is None
-    ring.set_checksum(first, 5)  # by a thread that was slow
-    assert ring.checksum(fourth) is None and ring.checksum(first) is None
-    ring.set_checksum(fourth, 0)
-    assert ring.checksum(fourth) == 0
-    ring.set_checksum(fourth, None)
-    assert ring.checksum(fourth) is None
+    assert fourth.slot == first.slot and ring.checksum(first) is None
+    with pytest.raises(CheckpointError, match="is no longer there"):
+        ring.verify(first)
+    ring.slot(fourth.slot)[3] ^= 1
+    with pytest.raises(CheckpointError, match=r"step 4 of attempt 1 of rank 0 does not match its checksum"):
+        ring.verify(fourth)
+    ring.drop(fourth)
+    assert versions(ring) == [(3, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("change", [{"step": 8}, {"attempt": 2}, {"rank": 1}])
+def test_the_checksum_is_bound_to_step_attempt_and_rank(tmp_path, change):
+    ring = Ring.create(tmp_path / "own.r1s1t1p1c1e1.0.ring", header=b"{}", slot_bytes=10)
+    write(ring, 7, 1, 1)
+    given = {"step": 7, "attempt": 1, "rank": 0}
+    expected = ring.checksum(ring.find(7, 1))
+    slot = ring.begin()
+    ring.slot(slot)[:] = b"\x01" * 10
+    with pytest.raises(CheckpointError, match="does not match its checksum on arrival"):
+        ring.commit(slot, **{**given, **change}, expected=expected)
+    assert versions(ring) == [(7, 1)]
+    ring.commit(slot, **given, expected=expected)
+
+
+def test_the_checksum_covers_the_header(tmp_path):
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
+    ring = Ring.create(path, header=b'{"byte_offset":28736}', slot_bytes=10)
+    write(ring, 7, 1, 1)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"28736", b"68736"))
+    changed = Ring.open(path)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        changed.verify(changed.find(7, 1))
+
+
+def test_a_ring_of_an_older_format_is_refused_by_number(tmp_path):
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
+    Ring.create(path, header=b"{}", slot_bytes=10)
+    path.write_bytes(path.read_bytes().replace(b"MUSTRNG4", b"MUSTRNG3"))
+    with pytest.raises(CheckpointError, match="a snapshot ring of format 3, this version reads 4"):
+        Ring.open(path)
+
+
+def test_a_link_is_not_followed(tmp_path):
+    path = tmp_path / "own.r1s1t1p1c1e1.0.ring"
+    Ring.create(tmp_path / "elsewhere", header=b"{}", slot_bytes=10)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="no snapshot ring"):
+        Ring.open(path)
 
 
 def test_a_ring_grows_and_keeps_what_it_holds_and_takes_memory_for_no_more(tmp_path):
@@ -128,3 +169,16 @@ def test_marks_outlive_the_one_who_set_them(tmp_path):
     assert other.copied(world=4) == (-1, -1), "another attempt's peer may be another host"
     ring.request_copy(None)
     assert other.requested_copy() == (-1, -1)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["step", "attempt", "rank"])
+def test_a_stamp_with_a_flipped_sign_is_no_version(tmp_path, number):
+    """Every reader of a host's list refuses a negative number, and with it the whole list."""
+    path = tmp_path / file_name("own", "r1s2t1p1c1e1", 1)
+    ring = Ring.create(path, header=b"{}", slot_bytes=64)
+    write(ring, 8, 2, 1)
+    write(ring, 9, 2, 2)
+    slot = ring.find(9, 2).slot
+    ring.mapped[24 + 32 * (3 + slot) + 8 * number + 7] ^= 0x80
+    assert [(found.step, found.attempt) for found in list_snapshots(tmp_path)] == [(8, 2)]
+    assert ring.next_slot() == slot, "free again"

@@ -14,6 +14,8 @@ from muster import __version__
 from muster.app.api import RunView
 from muster.cli import main, tables
 from muster.core.errors import BackendError, CapacityError, MusterError, NoPlanError, UsageError
+from muster.core.event_details.training import Eval, Generation
+from muster.storage.run_registry import FORMAT
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HEAVY = (
@@ -166,11 +168,11 @@ def test_a_closed_pipe_is_no_traceback():
 
 def test_before_and_after():
     found = RunView(
-        evals={0: {"loss": 5.0, "execution_accuracy": 0.0}, 9: {"loss": 1.0, "execution_accuracy": 0.5}},
+        evals={0: Eval(loss=5.0, execution_accuracy=0.0), 9: Eval(loss=1.0, execution_accuracy=0.5)},
         samples={
             9: [
-                {"prompt": "how\nmany?", "completion": "SELECT 1", "expected": "SELECT 2", "correct": False},
-                {"prompt": "q", "completion": "SELECT 3", "expected": "SELECT 3", "correct": True},
+                Generation(prompt="how\nmany?", completion="SELECT 1", expected="SELECT 2", correct=False),
+                Generation(prompt="q", completion="SELECT 3", expected="SELECT 3", correct=True),
             ]
         },
     )
@@ -205,7 +207,7 @@ def test_a_run_that_cannot_be_read_is_not_left_out_silently(capsys: pytest.Captu
     folder = tmp_path / "home" / "runs" / "broken-1"
     folder.mkdir(parents=True)
     (folder / "run_id").write_text("broken-1\n")
-    (folder / "format").write_text("2\n")
+    (folder / "format").write_text(f"{FORMAT}\n")
     (folder / "resolved.json").write_text('{"name": "x", "model": {"con')
     code, out, err = run(capsys, "status")
     assert (code, out) == (0, "") and err.startswith("broken-1 cannot be read: ") and err.count("\n") == 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.core.batch_schedule import BatchSchedule, changed
+from muster.core.batch_schedule import BatchSchedule, BatchSegment, changed
 from muster.core.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def test_each_step_begins_where_the_one_before_ended(pieces, batch, steps):
     changes, first = [], 1
     for length, size in pieces:
         first += length
-        changes.append({"first_step": first, "global_batch_size": size, "learning_rate_scale": 1.0})
+        changes.append(BatchSegment(first_step=first, global_batch_size=size))
     batch_schedule, at = BatchSchedule.of(batch, changes), 0
     for step in range(1, steps + 1):
         assert batch_schedule.sequences_before(step) == at
@@ -30,12 +30,10 @@ def test_each_step_begins_where_the_one_before_ended(pieces, batch, steps):
 
 def test_a_change_begins_after_the_step_that_is_resumed_from_and_undoes_later_ones():
     one = changed([], resume_step=40, batch=12, requested={"global_batch_size": 8, "learning_rate_scale": 0.8})
-    assert one == [{"first_step": 41, "global_batch_size": 8, "learning_rate_scale": 0.8}]
+    assert one == (BatchSegment(first_step=41, global_batch_size=8, learning_rate_scale=0.8),)
     assert changed(one, resume_step=60, batch=12, requested={"global_batch_size": 8, "learning_rate_scale": 0.8}) == one
-    assert changed(one, resume_step=60, batch=12, requested={})[-1] == {
-        "first_step": 61, "global_batch_size": 12, "learning_rate_scale": 1.0,
-    }  # fmt: skip
-    assert changed(one, resume_step=30, batch=12, requested={}) == []
+    assert changed(one, resume_step=60, batch=12, requested={})[-1] == BatchSegment(first_step=61, global_batch_size=12)
+    assert changed(one, resume_step=30, batch=12, requested={}) == ()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from muster.core import event_log
 from muster.core.event_log import EventLog
-from muster.core.event_order import merge_by_monotonic_clock
+from muster.core.event_log.order import merge_by_monotonic_clock
 from muster.core.events import Event
 
 SECOND = 1_000_000_000

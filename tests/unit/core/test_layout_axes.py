@@ -28,7 +28,7 @@ def test_every_axis_is_in_headers_and_file_names(tmp_path) -> None:
     header = ShardHeader(rank=0, layout=ODD, tensors=())
     assert decode_header(encode_header(header)).layout == ODD
     ring = Ring.create(tmp_path / file_name("own", ODD.key, 3), header=b"{}", slot_bytes=16)
-    ring.commit(ring.begin(), step=1, attempt=1)
+    ring.commit(ring.begin(), step=1, attempt=1, rank=3)
     assert [Layout.from_key(held.layout) for held in list_snapshots(tmp_path)] == [ODD]
     assert Layout.of({"dp_shard": 2}) == Layout(dp_shard=2)
     with pytest.raises(TypeError):

@@ -1,13 +1,14 @@
 """From a run file to a plan file and back: the table, the refusals, prices and calibration that are the user's own."""
 
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import pytest
 
 from muster.app.planning import plan as use_case
 from muster.app.planning import prices
-from muster.app.planning.calibrate import calibration_for
+from muster.app.planning.calibrate import Entry, calibration_for
 from muster.cli import plan_table
 from muster.config.load import load
 from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
@@ -124,10 +125,10 @@ def test_fixed_keys_are_pins_and_defaults_are_free(run_file, home):
 def test_the_table_says_the_same_as_the_json(run_file, home):
     found = planned(run_file, home, "limits.max_hours=1000")
     text = "\n".join(plan_table.lines(found, every=True))
-    assert found.plan.chosen["title"] in text
-    assert f"{found.plan.chosen['mfu']:.1%}" in text
+    assert found.plan.chosen.title in text
+    assert f"{found.plan.chosen.mfu:.1%}" in text
     assert "chance   100% in time" in text
-    assert all(each["reason"] in text for each in found.plan.rejected)
+    assert all(each.reason in text for each in found.plan.rejected)
 
 
 def test_own_prices_change_the_choice(run_file, home):
@@ -136,8 +137,8 @@ def test_own_prices_change_the_choice(run_file, home):
         "machine,mode,region,usd_per_gpu_hour\na3-ultragpu-8g,flex_start,us-central1,0.25\n"
     )
     chosen = planned(run_file, home).plan.chosen
-    assert (chosen["machine"], chosen["mode"]) == ("a3-ultragpu-8g", "flex_start")
-    assert chosen["price"]["reliability"] == "user"
+    assert (chosen.machine, chosen.mode) == ("a3-ultragpu-8g", "flex_start")
+    assert chosen.price.reliability == "user"
 
 
 def test_prices_are_not_touched_without_credentials(home, monkeypatch):
@@ -194,10 +195,13 @@ def test_calibration_finds_the_constant_that_made_the_steps(run_file, home):
 def test_a_kept_calibration_is_used_and_narrows_the_plan(run_file, home):
     before = planned(run_file, home, "resources.accelerator=H100").plan.chosen
     home.mkdir()
-    entry = {"accelerator": "H100", "parameters": 8e9, "lora": False, "run_id": "r", "efficiency": 0.4}
-    (home / "calibration.json").write_text(json.dumps([entry]))
+    entry = Entry(
+        accelerator="H100", parameters=8 * 10**9, lora=False, run_id="r", made="then", efficiency=0.4,
+        measured_step_s=1.0, predicted_step_s=1.0, steps=9, spread=0.0, off=0.0,
+    )  # fmt: skip
+    (home / "calibration.json").write_text(json.dumps([asdict(entry)]))
     after = planned(run_file, home, "resources.accelerator=H100").plan.chosen
-    assert after["step_s"] > before["step_s"]
+    assert after.step_s > before.step_s
     spec = load(run_file, ["resources.accelerator=H100"]).spec
     constants, sigma = calibration_for(home, spec, planned(run_file, home).work)
     assert constants.efficiency == 0.4 and sigma == 0.05

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from muster.config.spec import Parallelism
 from muster.core.layout import Layout, layout_for
-from muster.protocol.held_snapshots import Choice, Snapshot, needed_shards, newest_complete
+from muster.core.snapshots import SnapshotCopy
+from muster.protocol.held_snapshots import Choice, needed_shards, newest_complete
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_layouts(given_axes, ranks, expected):
 
 
 def snap(rank, step, host, *, attempt=1, layout="r1s2t1p1c1e1", tier="memory"):
-    return Snapshot(step=step, attempt=attempt, rank=rank, layout=layout, host=host, tier=tier)
+    return SnapshotCopy(step=step, attempt=attempt, rank=rank, layout=layout, host=host, tier=tier)
 
 
 def test_the_newest_step_that_every_rank_has():
@@ -57,11 +58,11 @@ def test_a_replica_stands_in_for_its_twin():
 
 def test_an_order_to_flush_names_where_each_shard_is_held_own_snapshots_first():
     twins = newest_complete([snap(0, 7, "a", layout="r2s2t1p1c1e1"), snap(3, 7, "a", layout="r2s2t1p1c1e1")])
-    assert [(each["rank"], each["held_as"]) for each in twins.shards_on("a")] == [(0, 0), (1, 3), (2, 0), (3, 3)]
+    assert [(each.rank, each.copy.rank) for each in twins.flush_shards("a")] == [(0, 0), (1, 3), (2, 0), (3, 3)]
     copies = [snap(0, 9, "a", tier="peer"), snap(1, 9, "a", tier="peer")]
     own = newest_complete([*copies, snap(0, 9, "a"), snap(1, 9, "b")])
-    assert own.shards_on("a") == [{"rank": 0, "tier": "memory", "held_as": 0}]
-    assert own.shards_on("b") == [{"rank": 1, "tier": "memory", "held_as": 1}]
+    assert [(each.rank, each.copy.rank, each.copy.tier) for each in own.flush_shards("a")] == [(0, 0, "memory")]
+    assert [(each.rank, each.copy.rank, each.copy.tier) for each in own.flush_shards("b")] == [(1, 1, "memory")]
 
 
 def test_nothing_is_none():
@@ -109,7 +110,7 @@ def test_another_layout_needs_one_replica_and_what_lies_there_is_not_fetched(nam
     layout = Layout(dp_replicate=3, dp_shard=2)
     hosts = ["host-0", "host-0", "host-1", "host-1", "host-0", "host-2"]
     shards = {
-        rank: Snapshot(step=7, attempt=1, rank=rank, layout=layout.key, host=host, tier="memory")
+        rank: SnapshotCopy(step=7, attempt=1, rank=rank, layout=layout.key, host=host, tier="memory")
         for rank, host in enumerate(hosts)
     }
     assert needed_shards(Choice(step=7, attempt=1, layout=layout, shards=shards), name) == needed
@@ -117,16 +118,16 @@ def test_another_layout_needs_one_replica_and_what_lies_there_is_not_fetched(nam
 
 def test_a_host_takes_what_a_peers_copy_in_its_own_memory_holds_before_anybody_elses():
     held = [
-        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1p1c1e1", host="host-0", tier="memory"),
-        Snapshot(step=7, attempt=1, rank=0, layout="r1s2t1p1c1e1", host="host-1", tier="peer"),
-        Snapshot(step=7, attempt=1, rank=1, layout="r1s2t1p1c1e1", host="host-1", tier="memory"),
+        SnapshotCopy(step=7, attempt=1, rank=0, layout="r1s2t1p1c1e1", host="host-0", tier="memory"),
+        SnapshotCopy(step=7, attempt=1, rank=0, layout="r1s2t1p1c1e1", host="host-1", tier="peer"),
+        SnapshotCopy(step=7, attempt=1, rank=1, layout="r1s2t1p1c1e1", host="host-1", tier="memory"),
     ]
     choice = newest_complete(held)
     assert choice.nearest(0, "host-1").tier == "peer" and choice.nearest(0, "host-0").tier == "memory"
     assert choice.nearest(0, "host-2").host == "host-0" and choice.nearest(1, "host-0").host == "host-1"
     twins = newest_complete(
         [
-            Snapshot(step=7, attempt=1, rank=rank, layout="r2s1t1p1c1e1", host=f"host-{rank}", tier="memory")
+            SnapshotCopy(step=7, attempt=1, rank=rank, layout="r2s1t1p1c1e1", host=f"host-{rank}", tier="memory")
             for rank in (0, 1)
         ]
     )

@@ -3,9 +3,17 @@
 import pytest
 from fakes.small_model import spec_of
 
+from muster.config.spec import RunSpec
+from muster.core.layout import Layout
+from muster.protocol.rank_agent import RunRank, StandbyUnfit, StandbyWarm, WarmUp
+from muster.protocol.ranks import RankContext
 from muster.rank import fork_server, warmup
 
-RUN = {"t": "run", "context": {}}
+CONTEXT = RankContext(
+    run_id="run", run_dir="run", attempt=1, host="host-0", rank=0, local_rank=0, world_size=1, local_world_size=1,
+    layout=Layout(), master_addr="127.0.0.1", master_port=1,
+)  # fmt: skip
+RUN = RunRank(context=CONTEXT, log="log")
 
 
 class AgentConnection:
@@ -21,11 +29,11 @@ class AgentConnection:
         return found
 
     def send(self, message):
-        self.said.append(message["t"])
+        self.said.append(message)
 
 
 def first(line, *, context, **changes):
-    spec = spec_of().model_dump(mode="json") | changes
+    spec = RunSpec.model_validate(spec_of().model_dump(mode="json") | changes)
     return fork_server._first_assignment(line, spec, local_rank=1, context=context)
 
 
@@ -36,21 +44,21 @@ def test_one_that_gets_a_rank_at_once_does_nothing_before(monkeypatch):
 
 
 def test_one_that_cannot_open_a_context_says_so_and_still_takes_what_comes(capsys):
-    line = AgentConnection(TimeoutError(), [{"t": "warm"}], [RUN])
+    line = AgentConnection(TimeoutError(), [WarmUp()], [RUN])
     assert first(line, context=True) == RUN
-    assert line.said == ["unfit"] and "could not warm up" in capsys.readouterr().err
+    assert line.said == [StandbyUnfit()] and "could not warm up" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_on_the_cpu_a_warm_up_that_fails_makes_nobody_unfit(fits, monkeypatch):
     asked = []
     monkeypatch.setattr(warmup, "warm_up", lambda spec, gpu: asked.append(gpu) or fits)
-    line = AgentConnection([{"t": "warm"}], [RUN])
+    line = AgentConnection([WarmUp()], [RUN])
     assert first(line, context=False, resources={"device": "cpu"}) == RUN
-    assert asked == [None] and line.said == ["warm"]
+    assert asked == [None] and line.said == [StandbyWarm()]
 
 
 def test_imports_are_all_where_no_more_is_wanted(monkeypatch):
     monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("imports only"))
     line = AgentConnection(TimeoutError(), [RUN])
-    assert first(line, context=False, recovery={"warm_standby": "imports"}) == RUN and line.said == ["warm"]
+    assert first(line, context=False, recovery={"warm_standby": "imports"}) == RUN and line.said == [StandbyWarm()]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 
+from muster.config.spec import RunSpec
 from muster.core.types import Layout
 from muster.rank import warmup
 from muster.train.distributed.device_mesh import make_meshes
@@ -43,17 +44,17 @@ def test_a_trouble_is_a_note_and_no_failure(capsys, monkeypatch):
     ("changes", "expected"),
     [
         ({}, True),
-        ({"command": ["train.py"]}, False),
-        ({"model": None}, False),
+        ({"command": ["train.py"], "model": None, "data": None}, False),
         ({"resources": {"device": "cuda"}}, False),
         ({"recovery": {"warm_standby": "imports"}}, False),
     ],
 )
 def test_only_our_own_trainer_on_the_cpu_warms_up(changes, expected):
-    given = {"model": {"config": LLAMA}, "resources": {"device": "cpu"}, **changes}
+    given = RunSpec.model_validate({**spec_of().model_dump(), "resources": {"device": "cpu"}, **changes})
     assert warmup.applies(given) is expected
     if "resources" not in changes:
-        assert warmup.applies({**given, "resources": {"device": "cuda"}}, context=True) is expected
+        on_gpu = given.resources.model_copy(update={"device": "cuda"})
+        assert warmup.applies(given.model_copy(update={"resources": on_gpu}), context=True) is expected
 
 
 class Cuda:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-import zlib
 from pathlib import Path
+
+import xxhash
 
 SECOND = 1_000_000_000
 LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
@@ -49,10 +50,14 @@ class Book:
         folder = self.folder / "checkpoints"
         prefix = f"step-{step:08d}.a{attempt}"
         (folder / prefix).mkdir(parents=True)
-        (folder / prefix / "rank-0.bin").write_bytes(data)
+        sums = xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
+        (folder / prefix / "rank-0.bin").write_bytes(data + sums)
+        (folder / prefix / "index.json").write_bytes(b"{}")
         (folder / "commits").mkdir(exist_ok=True)
-        marker = {"prefix": prefix, "files": [{"name": "rank-0.bin", "bytes": len(data), "crc32": zlib.crc32(data)}]}
-        (folder / "commits" / f"step-{step:08d}.json").write_text(json.dumps(marker))
+        shard = {"name": "rank-0.bin", "bytes": len(data) + 8, "checksum": {"value": xxhash.xxh3_64_hexdigest(sums)}}
+        index = {"name": "index.json", "bytes": 2, "checksum": {"value": xxhash.xxh3_64_hexdigest(b"{}")}}
+        marker = {"prefix": prefix, "files": [shard], "index": index}
+        (folder / "commits" / f"step-{step:08d}.json").write_text(json.dumps({"body": marker}))
         return folder / prefix / "rank-0.bin"
 
 

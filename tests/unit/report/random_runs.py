@@ -6,7 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from muster.core.events import KINDS, PHASES, Event
+from fakes.event_details import random_detail
+
+from muster.core.event_details.kinds import KINDS
+from muster.core.events import PHASES, Event
 
 SECOND = 1_000_000_000
 Files = dict[str, list[Event]]
@@ -172,8 +175,9 @@ def implausible(seed: int) -> Files:
     pen.offset = {writer: rng.choice([0, rng.randint(-(10**12), 10**12)]) for writer in writers}
     for _ in range(rng.randint(1, 120)):
         kind = rng.choice(list(KINDS))
-        detail = {key: _VALUES.get(key, _default)(rng) for key in KINDS[kind].required}
-        detail |= {key: _VALUES.get(key, _default)(rng) for key in KINDS[kind].optional if rng.random() < 0.3}
+        drawn = random_detail(KINDS[kind], rng)
+        plausible = {key: _VALUES[key](rng) for key in drawn if key in _VALUES}
+        detail = drawn | {key: value for key, value in plausible.items() if type(value) is type(drawn[key])}
         pen.add(
             rng.choice(writers),
             rng.randint(0, 200) * SECOND + rng.randint(0, 5),
@@ -186,10 +190,6 @@ def implausible(seed: int) -> Files:
             detail=detail,
         )
     return pen.files
-
-
-def _default(rng: random.Random) -> Any:
-    return rng.choice([0, 1, 2])
 
 
 def _ns(rng: random.Random) -> int:
@@ -213,24 +213,15 @@ _VALUES: dict[str, Callable[[random.Random], Any]] = {
     "tokens_per_s": lambda rng: rng.uniform(1, 1000),
     "world_size": lambda rng: rng.randint(1, 4),
     "resume_step": lambda rng: rng.randint(-1, 8),
-    "layout": lambda rng: {},
     "hosts": lambda rng: {f"host-{n}": [n] for n in range(rng.randint(0, 3))},
-    "heads": lambda rng: {},
     "stages_ns": lambda rng: {"collected": 5},
     "incident_id": _incident,
     "cause": _incident,
     "reason": _incident,
     "incident": lambda rng: rng.choice(["rank_exit", "host_lost", "straggler"]),
-    "evidence": lambda rng: "something was seen",
     "action": lambda rng: rng.choice(["restart", "swap", "ignore", "stop", "wait"]),
     "replacement": lambda rng: "host-2",
-    "tier": lambda rng: rng.choice(["memory", "disk", "bucket"]),
-    "uri": lambda rng: "somewhere",
     "role": lambda rng: rng.choice(["active", "spare"]),
-    "outcome": lambda rng: rng.choice(["succeeded", "failed", "stopped"]),
     "usd_per_hour": lambda rng: rng.choice([0.0, 12.5]),
     "exit_code": lambda rng: rng.choice([0, 1, -9]),
-    "gpus": lambda rng: rng.randint(0, 8),
-} | dict.fromkeys(
-    ("text", "backend", "version", "spec_digest", "name", "machine", "location", "attention"), lambda rng: "a word"
-)
+}

@@ -43,7 +43,7 @@ def check(ledger: Ledger) -> None:
             inside = [tile for tile in tiles if begin <= tile[0] and tile[1] <= end]
             assert sum(b - a for a, b in inside) == end - begin, host
         assert sum(ledger.host_ns[host].values()) == lane.held_ns
-    found = document(ledger, {})
+    found = document(ledger, {}).to_json()
     json.dumps(found, allow_nan=False)
     assert found["host_time"]["identity_error"] == 0.0
 

@@ -8,6 +8,11 @@ from random_runs import Pen
 
 from muster.report.ledger.fold import fold
 
+STEP = {
+    "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "step_ns": SECOND, "tokens": 100, "supervised_tokens": 1,
+    "padding_tokens": 0,
+}  # fmt: skip
+
 
 class Run:
     """A short way to write attempts and steps of one host."""
@@ -31,7 +36,7 @@ class Run:
         return self
 
     def step(self, attempt, step, tokens=100):
-        detail = {"loss": 1.0, "step_ns": SECOND, "tokens": tokens, "supervised_tokens": 1, "padding_tokens": 0}
+        detail = {**STEP, "tokens": tokens}
         self.pen.add("h", self.t, "step", attempt=attempt, rank=0, step=step, detail=detail)
 
     def event(self, kind, attempt=0, step=None, **detail):

@@ -2,7 +2,7 @@
 
 import pytest
 from faulty_run import SECOND
-from test_lineage import Run
+from test_lineage import STEP, Run
 
 from muster.report.ledger import figures
 from muster.report.ledger.fold import fold
@@ -15,8 +15,7 @@ class Told(Run):
 
     def told(self, attempt, step, *, length=SECOND, stall=0, **held):
         self.t += length
-        detail = {"loss": 1.0, "step_ns": length, "tokens": 100, "supervised_tokens": 1, "padding_tokens": 0}
-        detail |= {"stall_ns": stall, **held}
+        detail = {**STEP, "step_ns": length, "stall_ns": stall, **held}
         self.pen.add("h", self.t, "step", attempt=attempt, rank=0, step=step, detail=detail)
 
 
@@ -34,20 +33,20 @@ def measured(taxed_ns, *, after=20):
 def test_the_tax_is_what_a_step_takes_beyond_the_reference():
     ledger = measured(SECOND)
     found = figures.goodput(ledger)
-    assert found["fault_tolerance_overhead"] == pytest.approx(0.1)
-    assert found["reference"]["source"] == "measured with fault tolerance off"
+    assert found.fault_tolerance_overhead == pytest.approx(0.1)
+    assert found.reference.source == "measured with fault tolerance off"
     assert ledger.identity_error == 0
 
 
 def test_the_steps_of_the_reference_itself_are_not_taxed():
-    overhead = figures.goodput(measured(SECOND, after=3))["fault_tolerance_overhead"]
+    overhead = figures.goodput(measured(SECOND, after=3)).fault_tolerance_overhead
     assert overhead is None, "step 3 and three more are too few"
     # Ten steps without it stand beside seven with it: a median over all of them would be the reference's own.
-    assert figures.goodput(measured(SECOND, after=6))["fault_tolerance_overhead"] == pytest.approx(0.1)
+    assert figures.goodput(measured(SECOND, after=6)).fault_tolerance_overhead == pytest.approx(0.1)
 
 
 def test_without_a_measured_reference_the_tax_is_unknown():
-    assert figures.goodput(fold(Run().attempt(1).steps(1, 1, 30).pen.files))["fault_tolerance_overhead"] is None
+    assert figures.goodput(fold(Run().attempt(1).steps(1, 1, 30).pen.files)).fault_tolerance_overhead is None
 
 
 def held_every_other_step():
@@ -72,8 +71,8 @@ def test_exposure_of_memory_and_peer():
     ledger = held_every_other_step()
     found = figures.exposure(ledger)
     # A saw from 0 to 2 s; the peer's is one snapshot behind: from 2 to 4 s.
-    assert found["memory"]["mean_age_s"] == pytest.approx(1.0) and found["memory"]["greatest_age_s"] == 2.0
-    assert found["peer"]["mean_age_s"] == pytest.approx(3.0) and found["peer"]["greatest_age_s"] == 4.0
+    assert found["memory"].mean_age_s == pytest.approx(1.0) and found["memory"].greatest_age_s == 2.0
+    assert found["peer"].mean_age_s == pytest.approx(3.0) and found["peer"].greatest_age_s == 4.0
     assert set(series(ledger)["ages"]) == {"memory", "peer"}
     assert max(series(ledger)["ages"]["peer"]["age"]) == 4.0
 

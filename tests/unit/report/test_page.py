@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from faulty_run import Writer, write
@@ -75,9 +76,10 @@ def test_curves_of_nonsense_are_still_json():
 def test_long_runs_are_thinned_but_keep_their_extremes(tmp_path):
     ledger = fold(plausible(7))
     model = ledger.lineage.steps[0]
-    steps = [type(model)(**{**vars(model), "step": n, "detail": {"loss": 1.0}, "end_ns": n}) for n in range(1, 50_001)]
-    steps[31_234].detail = {"loss": 99.0}
+    plain = replace(model.detail, loss=1.0)
+    steps = [replace(model, step=n, detail=plain, end_ns=n) for n in range(1, 50_001)]
+    steps[31_234].detail = replace(plain, loss=99.0)
     chosen = series._thinned(steps)
     assert len(chosen) < 3000
-    assert max(step.detail["loss"] for step in chosen) == 99.0
+    assert max(step.detail.loss for step in chosen) == 99.0
     assert chosen[0].step == 1 and chosen[-1].step == 50_000

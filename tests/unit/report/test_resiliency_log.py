@@ -30,7 +30,7 @@ def test_the_example_of_its_own_documentation():
         line(190, "checkpoint_saved", step=50),
         line(200, "user_terminated"),
     ]
-    assert resiliency_log.measure(resiliency_log.parse(lines), 120.0)["google_goodput"] == pytest.approx(0.5)
+    assert resiliency_log.measure(resiliency_log.parse(lines), 120.0).google_goodput == pytest.approx(0.5)
 
 
 def test_an_impossible_step_time_is_refused():
@@ -65,7 +65,7 @@ def test_a_torn_last_line_is_left_out():
 def found():
     if not LOG.is_file():
         pytest.skip(f"the 112-node log is not here ({LOG})")
-    return api.import_google(LOG, 8.0)
+    return api.import_google(LOG, 8.0).to_json()
 
 
 def test_the_112_node_log_by_its_own_calculator(found):

@@ -42,17 +42,17 @@ def test_an_empty_run_has_a_table_too(tmp_path):
 def test_runs_side_by_side(report, tmp_path):
     write(tmp_path / "events", price=48.0)
     found = api.compare(report, api.load(tmp_path))
-    row = found["figures"]["cost.usd"]
-    assert row["ratio"] == [1.0, pytest.approx(2.0)]
-    assert found["figures"]["tokens"]["change"] == [0, 0]
+    row = found.figures["cost.usd"]
+    assert row.ratio == [1.0, pytest.approx(2.0)]
+    assert found.figures["tokens"].change == [0, 0]
     text = api.render_comparison(found, width=140)
     assert "+100.0%" in text and "productive" in text
 
 
 def test_what_is_unknown_in_one_run_is_not_compared(report, tmp_path):
     write(tmp_path / "events", price=None)
-    row = api.compare(report, api.load(tmp_path))["figures"]["cost.usd"]
-    assert row["values"][1] is None and row["change"][1] is None and row["ratio"][1] is None
+    row = api.compare(report, api.load(tmp_path)).figures["cost.usd"]
+    assert row.values[1] is None and row.change[1] is None and row.ratio[1] is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from muster.simulate.cluster import Cluster
 from muster.simulate.rehearsal import Simulation, rehearse
 from muster.simulate.scenario import FaultKind, Saves, Scenario
 from muster.simulate.stage_arithmetic import Stages
-from muster.supervise.recovery.state import Settings
+from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 

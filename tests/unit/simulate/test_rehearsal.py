@@ -66,7 +66,7 @@ def test_policy_spares_and_interval_meet_the_same_blows():
 def test_the_ledger_folds_a_rehearsals_log_to_the_same_account():
     scenario = Scenario(spec=spec_for(), hosts=16, spares=2, hours=20.0, failures_per_day=24.0)
     ours = rehearse(scenario, 1)
-    ledger = document(ledger_of(scenario, 1), {})
+    ledger = document(ledger_of(scenario, 1), {}).to_json()
     assert ours.faults and ours.goodput_active < 0.99
     assert ledger["goodput"]["active"] == pytest.approx(ours.goodput_active, abs=0.004), "it starts at the first grant"
     shares = {name: row["host_s"] / ours.purchased_host_s for name, row in ledger["categories"].items()}

@@ -4,7 +4,7 @@ import pytest
 
 from muster.config import load
 from muster.core.errors import RunFileError
-from muster.core.events import KINDS
+from muster.core.event_details.kinds import KINDS
 from muster.train.baseline import BaselineWindow
 
 MS = 1_000_000
@@ -29,7 +29,7 @@ def test_the_window_is_measured_once_after_it_has_settled():
     assert told["steps"] == 17 and told["world_size"] == 2 and told["first_step"] == 11
     assert told["tokens_per_s"] == pytest.approx(1000 / 0.010)  # the wait for data is not in it
     assert told["mfu"] == 0.4 and 0 <= told["spread"] < 0.2
-    assert set(told) <= {*KINDS["baseline_rate"].required, *KINDS["baseline_rate"].optional}
+    assert set(told) <= {*KINDS["baseline_rate"].required(), *KINDS["baseline_rate"].optional()}
 
 
 @pytest.mark.parametrize(("steps", "resumed_at"), [(0, 0), (20, 8), (20, 15), (20, 500)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from muster.core.events import KINDS
+from muster.core.event_details.kinds import KINDS
 from muster.data.schedule import plan_step
 from muster.train.data_feed.batch_reader import StepWork, documents
 from muster.train.evaluation.evaluate import Verdict, summary
@@ -65,8 +65,8 @@ def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
     agent, tracker = written(0, 4e9)
     ((kind, detail),) = agent.events
     assert kind == "step" and detail.pop("step") == 3 and detail.pop("phase") is None
-    assert set(KINDS["step"].required) <= set(detail)
-    assert set(detail) <= set(KINDS["step"].required) | set(KINDS["step"].optional)
+    assert set(KINDS["step"].required()) <= set(detail)
+    assert set(detail) <= set(KINDS["step"].required()) | set(KINDS["step"].optional())
     seconds = detail["step_ns"] / 1e9
     assert seconds == pytest.approx(1.0, abs=0.2)
     assert detail["tokens_per_s"] == pytest.approx(1000 / seconds)

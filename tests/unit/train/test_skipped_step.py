@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
-from muster.core.events import KINDS
+from muster.core.event_details.kinds import KINDS
 from muster.train import loop
 from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import Round, StepWork
@@ -118,7 +118,7 @@ def test_the_step_counts_and_its_batch_does_not() -> None:
     assert event["skipped"] is True and event["skipped_tokens"] == 8 and event["rows"] == 2
     assert (event["tokens"], event["supervised_tokens"], event["loss"], event["grad_norm"]) == (0, 0, None, None)
     detail = set(event) - {"step"}
-    assert set(KINDS["step"].required) <= detail <= set(KINDS["step"].required) | set(KINDS["step"].optional)
+    assert set(KINDS["step"].required()) <= detail <= set(KINDS["step"].required()) | set(KINDS["step"].optional())
     assert not any("skipped" in each for each in agent.steps if each["step"] != BAD)
 
 

@@ -1,5 +1,7 @@
 """Sessions: a token proves itself, and nothing forged, replayed or reordered is taken."""
 
+import os
+
 import pytest
 
 from muster.core.errors import AccessError
@@ -11,37 +13,37 @@ TOKEN = b"k" * 32
 def joined(server_token=TOKEN, client_token=TOKEN):
     server, client = Session(server_token, server=True), Session(client_token, server=False)
     for _ in range(4):
-        client.receive(server.outgoing())
-        server.receive(client.outgoing())
+        client.frames(server.outgoing())
+        server.frames(client.outgoing())
     return server, client
 
 
 def test_messages_pass_both_ways_in_order():
     server, client = joined()
-    client.send({"t": "a", "n": 1})
-    client.send({"t": "b", "text": "ü"})
-    assert server.receive(client.outgoing()) == [{"t": "a", "n": 1}, {"t": "b", "text": "ü"}]
-    server.send({"t": "c"})
-    assert client.receive(server.outgoing()) == [{"t": "c"}]
+    client.send(b"a")
+    client.send("ü".encode())
+    assert server.frames(client.outgoing()) == [b"a", "ü".encode()]
+    server.send(b"c")
+    assert client.frames(server.outgoing()) == [b"c"]
 
 
 def test_messages_sent_before_the_handshake_wait_for_it():
     server, client = Session(TOKEN, server=True), Session(TOKEN, server=False)
-    client.send({"t": "early"})
+    client.send(b"early")
     found = []
     for _ in range(4):
-        client.receive(server.outgoing())
-        found += server.receive(client.outgoing())
-    assert found == [{"t": "early"}]
+        client.frames(server.outgoing())
+        found += server.frames(client.outgoing())
+    assert found == [b"early"]
 
 
 def test_bytes_may_arrive_one_by_one():
     server, client = joined()
-    client.send({"t": "a"})
+    client.send(b"a")
     found = []
     for byte in client.outgoing():
-        found += server.receive(bytes([byte]))
-    assert found == [{"t": "a"}]
+        found += server.frames(bytes([byte]))
+    assert found == [b"a"]
 
 
 def test_the_token_never_travels():
@@ -50,10 +52,10 @@ def test_the_token_never_travels():
     for _ in range(3):
         out = server.outgoing()
         seen += out
-        client.receive(out)
+        client.frames(out)
         out = client.outgoing()
         seen += out
-        server.receive(out)
+        server.frames(out)
     assert TOKEN not in seen
 
 
@@ -65,31 +67,31 @@ def test_a_wrong_token_is_refused_by_either_end(wrong):
 
 def test_an_altered_a_replayed_and_a_reordered_frame_are_refused():
     server, client = joined()
-    client.send({"t": "pay", "usd": 1})
+    client.send(b"pay 1")
     frame = bytearray(client.outgoing())
     frame[-3] ^= 1
     with pytest.raises(AccessError):
-        server.receive(bytes(frame))
+        server.frames(bytes(frame))
 
     server, client = joined()
-    client.send({"t": "stop"})
+    client.send(b"stop")
     frame = client.outgoing()
-    assert server.receive(frame)
+    assert server.frames(frame)
     with pytest.raises(AccessError):
-        server.receive(frame)
+        server.frames(frame)
 
     server, client = joined()
-    client.send({"t": "first"})
+    client.send(b"first")
     first = client.outgoing()
-    client.send({"t": "second"})
+    client.send(b"second")
     with pytest.raises(AccessError):
-        server.receive(client.outgoing() + first)
+        server.frames(client.outgoing() + first)
 
 
 def test_a_frame_of_an_absurd_length_is_refused_before_it_is_read():
     server, _ = joined()
     with pytest.raises(AccessError, match="over the limit"):
-        server.receive(b"\xff\xff\xff\xff")
+        server.frames(b"\xff\xff\xff\xff")
 
 
 def test_a_token_file_that_others_can_read_is_refused(tmp_path):
@@ -102,3 +104,18 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path):
     assert read_token(str(path)) == b"a" * 64
     with pytest.raises(AccessError, match="cannot read"):
         read_token(str(tmp_path / "absent"))
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(AccessError, match="cannot read"):
+        read_token(str(tmp_path / "link"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_token_is_refused(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("a" * 64)
+    path.chmod(0o600)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(AccessError, match="belongs to another user"):
+        read_token(str(path))
+    os.chown(tmp_path, 12345, 12345)  # as on a share where every file is one user's
+    assert read_token(str(path)) == b"a" * 64

@@ -6,34 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from muster.protocol.values import LastWords
 from muster.transport.connections import Connection, ConnectionPool
-
-
-@dataclass(kw_only=True)
-class Standby:
-    """A forked process that waits for a rank."""
-
-    pid: int
-    peer: Connection
-    local_rank: int = 0
-    """The rank of the host that it was forked for."""
-    bound: bool = False
-    """It holds a CUDA context on that local rank's GPU, so that it can take no other."""
-    warm: bool = False
-    """It has run the work of a first step in advance, or cannot."""
-
-
-def standby_for(local_rank: int, standbys: Iterable[Standby]) -> Standby | None:
-    """The one that was forked for this local rank, else one that fits any; None where there is neither.
-
-    One that holds a context on another GPU would keep that memory for as long as it lives.
-    """
-    usable = [standby for standby in standbys if standby.local_rank == local_rank or not standby.bound]
-    return min(usable, key=lambda standby: standby.local_rank != local_rank, default=None)
 
 
 @dataclass(kw_only=True)
@@ -55,7 +32,8 @@ class Worker:
     """Monotonic time of the last progress (step or micro-batch)."""
     seen_s: float = 0.0
     """Monotonic time of the last message."""
-    last: Mapping[str, Any] = field(default_factory=dict)
+    last: LastWords | None = None
+    """Why it ends, in its own words."""
     exit_code: int | None = None
     orphaned: bool = False
     """Its parent died first: its exit code is a guess."""
@@ -68,7 +46,7 @@ class Worker:
     def begin(self, rank: int, attempt: int, *, now_s: float) -> None:
         """Become ``rank`` of ``attempt``."""
         self.rank, self.attempt = rank, attempt
-        self.retained, self.paused, self.reported_hang, self.last = False, None, False, {}
+        self.retained, self.paused, self.reported_hang, self.last = False, None, False, None
         self.first_step, self.stepped = None, False
         self.progress_s = self.seen_s = now_s
 
@@ -96,7 +74,7 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def end_child(child: subprocess.Popen[Any] | None) -> None:
+def end_child(child: subprocess.Popen[bytes] | None) -> None:
     """Kill it; never waits long."""
     if child is not None:
         child.kill()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from muster.agent.ranks.rank_process import Worker, is_stopped
+from muster.protocol.ranks import RankContext
 
 
 @dataclass
@@ -30,9 +30,9 @@ class RetainedRanks:
                 selected.append(worker)
         return selected
 
-    def assigned(self, living: Iterable[Worker], contexts: Iterable[Mapping[str, Any]]) -> list[Worker]:
+    def assigned(self, living: Iterable[Worker], contexts: Iterable[RankContext]) -> list[Worker]:
         """The paused workers that have a rank in the new attempt."""
-        ranks = {context.get("kept_rank") for context in contexts} - {None}
+        ranks = {context.kept_rank for context in contexts} - {None}
         return [worker for worker in living if worker.paused is not None and worker.rank in ranks and worker.peer]
 
     def overdue(self, living: Iterable[Worker], *, now_s: float, silence_s: float) -> list[Worker]:

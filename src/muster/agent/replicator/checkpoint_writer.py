@@ -1,12 +1,8 @@
 """What the replicator writes to the disk or the bucket: the shards that its host's ranks hand over.
 
 A rank connects to a Unix socket in the host's memory folder, passes the memory that holds its shard (a file
-descriptor: nothing is copied) and waits for the answer in a thread of its own::
-
-    rank       -> replicator  {"t": "write", "uri", "bytes", "preamble_bytes"}
-    replicator -> rank        {"t": "go"}
-    rank       -> replicator  the descriptor, then the preamble's bytes
-    replicator -> rank        {"t": "busy"} every ``BUSY_S``, then {"t": "written", "bytes", "crc32"} or {"t": "failed"}
+descriptor: nothing is copied) and waits for the answer in a thread of its own; the messages are
+``protocol.handover``'s. What is written is summed on the way, preamble and all.
 
 A connection that ends early (the rank died, its attempt was ended) stops the write. Nothing is committed here:
 rank 0 writes the marker when every shard is there.
@@ -22,35 +18,44 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from muster.checkpoint_format.shard_file import write_shard
 from muster.core.errors import MusterError
+from muster.protocol.codec import reader_of
+from muster.protocol.handover import TO_WRITER, Busy, WriteFailed, WriteShard, Written
+from muster.protocol.replicator_peers import Go
+from muster.storage.memory_dir import MemoryDir
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 #: How often a rank is told that its shard is still being written.
 BUSY_S = 2.0
+_Message = TypeVar("_Message")
 
 
-def listen_for_ranks(memory: Path) -> socket.socket:
+def listen_for_ranks(memory: MemoryDir) -> socket.socket:
     """The socket; each of its connections is for ``write_shard_for``."""
-    path = memory / REPLICATOR_SOCKET
-    path.unlink(missing_ok=True)  # a dead predecessor's
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
+    listener.bind(memory.bind_address(REPLICATOR_SOCKET))
     listener.listen(64)
     return listener
 
 
-def serve_connections(listener: socket.socket, token: bytes, talk: Callable[[Stream], None], *, peer: str) -> None:
+def serve_connections(
+    listener: socket.socket,
+    token: bytes,
+    talk: Callable[[Stream[_Message]], None],
+    *,
+    decode: Callable[[bytes], _Message],
+    peer: str,
+) -> None:
     """Never returns; each connection has a thread in which ``talk`` uses it until it returns or raises."""
 
     def answer(sock: socket.socket) -> None:
         try:
             with sock:
-                talk(Stream(sock, token, server=True))
-        except (OSError, MusterError, ValueError, KeyError) as error:
+                talk(Stream(sock, token, server=True, decode=decode))
+        except (OSError, MusterError, ValueError) as error:
             if not isinstance(error, ConnectionError):
                 log_error(f"answering {peer}: {error}")
 
@@ -65,43 +70,49 @@ def log_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def write_shard_for(stream: Stream) -> None:
+#: What a rank asks for.
+decode_request = reader_of(TO_WRITER)
+
+
+def write_shard_for(stream: Stream[WriteShard]) -> None:
     """Read one request, write its shard and answer; returns without an answer when the rank is gone."""
     request = stream.receive()
-    size, preamble = int(request["bytes"]), bytearray(int(request["preamble_bytes"]))
-    stream.send({"t": "go"})
+    preamble = bytearray(request.preamble_bytes)
+    stream.send(Go())
     fd = stream.receive_file()
     try:
         stream.receive_bytes(memoryview(preamble))
-        mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(fd, request.bytes, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
-    answer: dict[str, Any] = {}
+    answers: list[Written | WriteFailed] = []
     cancelled = threading.Event()
     done, writing = socket.socketpair()
 
     def write() -> None:
         with writing:  # its end wakes the loop below
-            answer.update(_write(str(request["uri"]), (preamble, memoryview(mapped)), cancelled))
+            answers.append(_write(request.uri, (preamble, memoryview(mapped)), cancelled))
 
     with done:
-        threading.Thread(target=write, name=f"shard {request['uri']}", daemon=True).start()
+        threading.Thread(target=write, name=f"shard {request.uri}", daemon=True).start()
         while True:
             ready, _, _ = select.select([stream.sock, done], [], [], BUSY_S)
             if done in ready:
-                stream.send(answer)
+                stream.send(answers[0])
                 return
             if stream.sock in ready:
                 cancelled.set()  # a rank sends nothing before the answer: it has disconnected
                 return
-            stream.send({"t": "busy"})
+            stream.send(Busy())
 
 
-def _write(uri: str, parts: tuple[bytes | bytearray | memoryview, ...], cancelled: threading.Event) -> dict[str, Any]:
+def _write(
+    uri: str, parts: tuple[bytes | bytearray | memoryview, ...], cancelled: threading.Event
+) -> Written | WriteFailed:
     """The answer to a rank: what was written, or why it failed."""
     try:
-        count, crc = write_shard(uri, parts, still_needed=lambda: not cancelled.is_set())
-        return {"t": "written", "bytes": count, "crc32": crc}
+        stored = write_shard(uri, parts, still_needed=lambda: not cancelled.is_set())
+        return Written(bytes=stored.bytes, checksum=stored.checksum)
     except Exception as error:  # noqa: BLE001 (a thread's edge; the rank logs an event)
         hint = error.hint if isinstance(error, MusterError) else None
-        return {"t": "failed", "reason": str(error) or type(error).__name__, "hint": hint}
+        return WriteFailed(reason=str(error) or type(error).__name__, hint=hint)

@@ -11,10 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from muster.agent.replicator.checkpoint_writer import log_error
-from muster.checkpoint_format.snapshot_ring import Ring
+from muster.agent.replicator.transfer import PeerStream, send_slot
+from muster.checkpoint_format.snapshot_ring import Ring, Version
 from muster.core.errors import CheckpointError, ConflictError, MusterError
+from muster.core.snapshots import SnapshotCopy
+from muster.protocol.codec import reader_of
+from muster.protocol.hello import Refused
+from muster.protocol.replicator_peers import REPLICATOR_PEERS, Go, Held, PeerHello, PushRefused, PushVersion
+from muster.protocol.version import MINE
 from muster.transport.stream import TIMEOUT_S, Stream
 
+#: What replicators say to each other.
+decode_peer = reader_of(REPLICATOR_PEERS)
+#: A version is ordered when it is copied, and counts when its checksum is there: waited for this long.
+COMMIT_WAIT_S = 30.0
 #: A peer without room is asked again after this long.
 RETRY_S = 30.0
 
@@ -29,14 +39,16 @@ class SnapshotSender:
     def __init__(
         self, own: Path, copy: str, *, peer: tuple[str, int], attempt: int, token: bytes,
         note: Callable[[str], None] = lambda text: None,
+        reject: Callable[[Ring, Version, str], None] = lambda ring, version, reason: None,
     ) -> None:  # fmt: skip
-        """``own``: the rank's ring. ``copy``: its copy's file at the peer. ``note``: to the run's log."""
+        """``own``: the rank's ring. ``copy``: its copy's file at the peer. ``note``: to the run's log. ``reject``: of a
+        version that the peer found damaged."""
         self._own, self._copy, self._peer, self._attempt, self._token = own, copy, peer, attempt, token
-        self._note = note
+        self._note, self._reject = note, reject
         self._ordered = threading.Event()
         self._lock = threading.Lock()
         self._stopped = False
-        self._stream: Stream | None = None
+        self._stream: PeerStream | None = None
         self._sent = (-1, -1)
         self._retry_at_s = 0.0
         self._refused = False
@@ -63,7 +75,7 @@ class SnapshotSender:
                 continue
             try:
                 self._send()
-            except (OSError, MusterError, ValueError, KeyError) as error:
+            except (OSError, MusterError, ValueError) as error:
                 if not self._stopped:
                     log_error(f"copying {self._own.name} to {self._peer}: {error}")
                 self._disconnect()
@@ -71,33 +83,54 @@ class SnapshotSender:
     def _send(self) -> None:
         ring = Ring.open(self._own, writable=True)
         try:
-            version = ring.find(*ring.requested_copy())
-            if version is None or self._sent == (version.step, version.attempt):
+            version = self._ordered_version(ring)
+            if version is None:
                 return
             stream = self._stream or self._connect()
-            name = {"file": self._copy, "world": self._attempt, "step": version.step, "attempt": version.attempt}
-            shape = {"header": ring.header.decode(), "slot_bytes": ring.slot_bytes}
-            stream.send({"t": "push", **name, **shape, "keep": ring.agreed()})
+            layout = self._own.name.split(".")[1]
+            copy = SnapshotCopy(
+                step=version.step, attempt=version.attempt, rank=version.rank, layout=layout, host="", tier="memory"
+            )
+            stream.send(
+                PushVersion(
+                    file=self._copy, attempt=self._attempt, header=ring.header.decode(), slot_bytes=ring.slot_bytes,
+                    copy=copy, keep=ring.agreed(),
+                )
+            )  # fmt: skip
             answer = stream.receive()
-            if answer.get("t") == "refused":
-                self._on_refusal(str(answer["reason"]), no_room=bool(answer["no_room"]))
+            if isinstance(answer, PushRefused):
+                self._on_refusal(answer.reason, no_room=answer.no_room)
                 return
-            if answer.get("t") == "go":
-                crc = stream.send_bytes(ring.slot(version.slot))
-                stream.receive()
-                seal, whole = ring.checksum(version), ring.find(version.step, version.attempt) == version
-                stream.send({"t": "whole" if whole else "torn", "crc": crc, "seal": seal})
-                if not whole:
-                    return
-                answer = stream.receive()
-            if answer.get("t") != "held":
-                raise CheckpointError(f"the peer answered {answer.get('t')!r}")
+            if isinstance(answer, Refused):
+                self._on_refusal(answer.reason, no_room=False)
+                raise ConnectionError(answer.reason)
+            if isinstance(answer, Go):
+                try:
+                    if not send_slot(ring, version, stream):
+                        self._disconnect()  # the peer ends a connection over which no whole version came
+                        return
+                except CheckpointError as error:
+                    self._reject(ring, version, str(error))
+                    raise
+            elif not isinstance(answer, Held):
+                raise CheckpointError(f"the peer answered {type(answer).__name__}")
             with self._lock:  # a copy at an older attempt's peer must not be recorded once there is another peer
                 if not self._stopped:
                     ring.note_copied(version, world=self._attempt)
                     self._sent = (version.step, version.attempt)
         finally:
             ring.close()
+
+    def _ordered_version(self, ring: Ring) -> Version | None:
+        """The version to send, once it counts; None: nothing new is ordered, or it never counted."""
+        until = time.monotonic() + COMMIT_WAIT_S
+        ordered = ring.requested_copy()
+        while ordered not in ((-1, -1), self._sent) and ring.requested_copy() == ordered and not self._stopped:
+            version = ring.find(*ordered)
+            if version is not None or time.monotonic() > until:
+                return version
+            time.sleep(0.01)
+        return None
 
     def _on_refusal(self, reason: str, *, no_room: bool) -> None:
         self._retry_at_s = time.monotonic() + RETRY_S
@@ -109,9 +142,8 @@ class SnapshotSender:
                 "costs the steps since the last save (checkpoint.replicate_snapshots: false turns copies off)"
             )
 
-    def _connect(self) -> Stream:
-        sock = socket.create_connection(self._peer, timeout=TIMEOUT_S)
-        stream = Stream(sock, self._token, server=False)
+    def _connect(self) -> PeerStream:
+        stream = connect(self._peer, self._token)
         with self._lock:
             self._stream = stream
             if self._stopped:
@@ -123,6 +155,13 @@ class SnapshotSender:
             stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+
+
+def connect(address: tuple[str, int], token: bytes) -> PeerStream:
+    """A stream to another host's replicator, which has been told this one's version."""
+    stream = Stream(socket.create_connection(address, timeout=TIMEOUT_S), token, server=False, decode=decode_peer)
+    stream.send(PeerHello(version=MINE))
+    return stream
 
 
 class SnapshotReceiver:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from muster import backends
 from muster.backends.backend import RenderedFiles
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 from muster.storage import run_registry
 
 
@@ -19,7 +18,7 @@ def render(
     format: str | None = None,
     run_id: str | None = None,
     run_dir: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
 ) -> RenderedFiles:
     """Everything that a run needs on a cluster, without project, credentials or network.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from muster import backends
 from muster.backends.cluster import Cluster, Down
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
+from muster.core.typed_json import Json
 
 
 def cluster_of(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
@@ -26,7 +25,7 @@ def cluster_of(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -
     return open_cluster(spec, zone=zone, adopt=adopt)
 
 
-def down_to_json(cluster: Cluster, down: Down) -> dict[str, Any]:
+def down_to_json(cluster: Cluster, down: Down) -> dict[str, Json]:
     """What is left after ``down``, for programs."""
     rows = [
         {"kind": row.kind, "name": row.name, "kept": row.kept, "bills": row.bills, "usd_per_day": row.usd_per_day}

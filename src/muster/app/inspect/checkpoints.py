@@ -1,7 +1,7 @@
 """Checkpoints of a run, over every tier: what is where, how old it is, and which one a restart would take.
 
 Disk and bucket are read by their markers. The hosts' memories are read where they are on this machine (a run here, or
-this host's share of a Slurm job): a snapshot is a file on tmpfs that anyone may look at. Of a memory out of reach only
+this host's share of a Slurm job): a snapshot is a file on tmpfs. Of a memory out of reach only
 the run's own last word is passed on.
 """
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from muster import backends
 from muster.app.inspect.status import spec_of, supervisor_status
@@ -19,11 +18,14 @@ from muster.checkpoint_format import manifest, snapshot_ring
 from muster.checkpoint_format.manifest import Manifest
 from muster.core import event_log
 from muster.core.errors import CheckpointError, MusterError
+from muster.core.event_details.training import Step
 from muster.core.events import Event
+from muster.core.snapshots import SnapshotCopy, Tier
+from muster.core.typed_json import Json
 from muster.core.types import Layout
-from muster.protocol.held_snapshots import Choice, Snapshot, newest_complete, replica_peers
+from muster.protocol.held_snapshots import Choice, newest_complete, replica_peers
 from muster.storage import run_registry, uris
-from muster.storage.paths import memory_dir, memory_prefix
+from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir
 from muster.storage.store import open_store
 
@@ -87,7 +89,7 @@ class Catalogue:
         """Seconds since it was written."""
         return None if version.written_ns is None else max(0, self.now_ns - version.written_ns) / 1e9
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         return {
             "run_id": self.run.run_id,
             "directory": self.directory,
@@ -137,9 +139,7 @@ def checkpoints(reference: str) -> Catalogue:
 
 def memories(run: RunDir) -> dict[str, Path]:
     """Host -> its folder of snapshots, for each that is on this machine; the next attempt's agents look there too."""
-    prefix = memory_prefix(run.path, run.run_id) + "-"
-    root = memory_dir(run.path, run.run_id, "x").parent
-    return {path.name.removeprefix(prefix): path for path in sorted(root.glob(prefix + "*")) if path.is_dir()}
+    return {host: memory.folder for host, memory in sorted(MemoryDir.of_run(run.path).items())}
 
 
 def in_memory(
@@ -215,13 +215,15 @@ def _on_disk(result: Manifest) -> Version:
 
 def _chosen(result: Sequence[Version]) -> list[Version]:
     """Mark what a restart would take: the newest version that is whole, the hosts' memories together as one."""
+    tiers: tuple[Tier, ...] = ("memory", "peer")
     memory = newest_complete(
         [
-            Snapshot(
-                step=version.step, attempt=version.attempt, rank=rank, layout=version.layout, host="", tier=version.tier
+            SnapshotCopy(
+                step=version.step, attempt=version.attempt, rank=rank, layout=version.layout, host="", tier=tier
             )
             for version in result
-            if version.tier in ("memory", "peer") and version.problem is None
+            for tier in tiers
+            if version.tier == tier and version.problem is None
             for rank in version.ranks
         ]
     )
@@ -245,14 +247,17 @@ def _hosts(run: RunDir) -> tuple[set[str] | None, set[str]]:
     """(hosts the supervisor is connected to, those that run ranks); (None, nothing) where none answers."""
     if not run.lease.exists() and backends.load(spec_of(run).backend).remote is None:
         return None, set()
-    hosts = supervisor_status(run, timeout_s=ASK_TIMEOUT_S).get("hosts")
-    if hosts is None:
+    status = supervisor_status(run, timeout_s=ASK_TIMEOUT_S)
+    if status is None:
         return None, set()
-    connected = {str(name) for name, host in hosts.items() if host["connected"]}
-    return connected, {name for name in connected if hosts[name]["active"]}
+    connected = {name for name, host in status.hosts.items() if host.connected}
+    return connected, {name for name in connected if status.hosts[name].active}
 
 
 def _reported(last: Event | None) -> tuple[tuple[str, int], ...]:
-    said = dict(last.detail) if last is not None else {}
-    names = {"memory": said.get("snapshot_step"), "peer": said.get("peer_step")}
-    return tuple((tier, int(step)) for tier, step in names.items() if step is not None)
+    if last is None:
+        return ()
+    held = last.read(Step)
+    return tuple(
+        (tier, step) for tier, step in (("memory", held.snapshot_step), ("peer", held.peer_step)) if step is not None
+    )

@@ -2,76 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
+from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
 from muster.core.events import Event
 
 
 def line(event: Event) -> str | None:
     """One line about the event, or None."""
     render = _RENDER.get(event.kind)
-    return render(event, event.detail) if render else None
+    return render(event) if render else None
 
 
-def step_line(step: int | None, detail: Mapping[str, Any]) -> str:
+def step_line(step: int | None, detail: training.Step) -> str:
     """``step 12  loss 2.3451  time 0.18 s  ...``; what is unknown is left out."""
-    seconds = detail["step_ns"] / 1e9
+    seconds = detail.step_ns / 1e9
     parts = [f"step {step}"]
-    if detail["loss"] is not None:
-        parts.append(f"loss {detail['loss']:.4f}")
-    if detail.get("skipped"):
+    if detail.loss is not None:
+        parts.append(f"loss {detail.loss:.4f}")
+    if detail.skipped:
         parts.append("left out")
     parts.append(f"time {seconds:.3f} s")
-    if "tflops_per_rank" in detail:
-        parts.append(f"{detail['tflops_per_rank']:.4g} TFLOP/s/GPU")
-    if seconds > 0 and detail["tokens"] is not None:
-        parts.append(f"{detail['tokens'] / seconds:,.0f} tokens/s")
-    if detail["grad_norm"] is not None:
-        parts.append(f"grad_norm {detail['grad_norm']:.3f}")
-    if detail["learning_rate"] is not None:
-        parts.append(f"lr {detail['learning_rate']:.2e}")
-    if "memory_bytes" in detail:
-        parts.append(f"memory {detail['memory_bytes'] / 2**30:.2f} GiB")
-    if detail.get("mfu") is not None:
-        parts.append(f"MFU {detail['mfu']:.1%}")
-    if detail["tokens"] is not None:
-        parts.append(token_split(detail))
+    if detail.tflops_per_rank is not None:
+        parts.append(f"{detail.tflops_per_rank:.4g} TFLOP/s/GPU")
+    if seconds > 0 and detail.tokens is not None:
+        parts.append(f"{detail.tokens / seconds:,.0f} tokens/s")
+    if detail.grad_norm is not None:
+        parts.append(f"grad_norm {detail.grad_norm:.3f}")
+    if detail.learning_rate is not None:
+        parts.append(f"lr {detail.learning_rate:.2e}")
+    if detail.memory_bytes is not None:
+        parts.append(f"memory {detail.memory_bytes / 2**30:.2f} GiB")
+    if detail.mfu is not None:
+        parts.append(f"MFU {detail.mfu:.1%}")
+    if detail.tokens is not None:
+        parts.append(token_split(detail.tokens, detail.supervised_tokens or 0, detail.padding_tokens or 0))
     return "  ".join(parts)
 
 
-def step_figures(detail: Mapping[str, Any]) -> list[str]:
+def step_figures(detail: training.Step | None) -> list[str]:
     """Loss, tokens/s and MFU of a step, where they are known: for a line that is redrawn."""
-    parts = []
-    if detail.get("loss") is not None:
-        parts.append(f"loss {detail['loss']:.4f}")
-    if detail.get("tokens") and detail.get("step_ns"):
-        parts.append(f"{detail['tokens'] / detail['step_ns'] * 1e9:,.0f} tokens/s")
-    if detail.get("mfu") is not None:
-        parts.append(f"MFU {detail['mfu']:.1%}")
+    parts: list[str] = []
+    if detail is None:
+        return parts
+    if detail.loss is not None:
+        parts.append(f"loss {detail.loss:.4f}")
+    if detail.tokens and detail.step_ns:
+        parts.append(f"{detail.tokens / detail.step_ns * 1e9:,.0f} tokens/s")
+    if detail.mfu is not None:
+        parts.append(f"MFU {detail.mfu:.1%}")
     return parts
 
 
-def token_split(detail: Mapping[str, Any]) -> str:
+def token_split(tokens: int, supervised: int, padding: int) -> str:
     """Shares of the step's positions: supervised / context / padding."""
-    tokens, supervised, padding = detail["tokens"], detail["supervised_tokens"], detail["padding_tokens"]
     whole = max(1, tokens + padding)
     shares = (supervised / whole, (tokens - supervised) / whole, padding / whole)
     return "supervised/context/padding " + "/".join(f"{share:.0%}" for share in shares)
 
 
-def eval_line(step: int | None, detail: Mapping[str, Any]) -> str:
+def eval_line(step: int | None, detail: training.Eval) -> str:
     """Held-out figures in one line."""
     parts = [f"eval after step {step}"]
-    if detail.get("loss") is not None:
-        parts.append(f"held-out loss {detail['loss']:.4f}")
-    if detail.get("execution_accuracy") is not None:
-        parts.append(f"execution accuracy {detail['execution_accuracy']:.3f} of {detail.get('questions', '?')}")
-    if detail.get("query_match") is not None:
-        parts.append(f"query match {detail['query_match']:.3f}")
-    if detail.get("baseline_accuracy") is not None:
-        parts.append(f"majority baseline {detail['baseline_accuracy']:.3f}")
+    if detail.loss is not None:
+        parts.append(f"held-out loss {detail.loss:.4f}")
+    if detail.execution_accuracy is not None:
+        of = "?" if detail.questions is None else detail.questions
+        parts.append(f"execution accuracy {detail.execution_accuracy:.3f} of {of}")
+    if detail.query_match is not None:
+        parts.append(f"query match {detail.query_match:.3f}")
+    if detail.baseline_accuracy is not None:
+        parts.append(f"majority baseline {detail.baseline_accuracy:.3f}")
     return "  ".join(parts)
+
+
+def eval_figures(detail: training.Eval) -> Iterator[tuple[str, str]]:
+    """(label, figure) of those that the evaluation has, in the order of a table."""
+    for label, value, form in (
+        ("held-out loss", detail.loss, "{:.4f}"),
+        ("execution accuracy", detail.execution_accuracy, "{:.3f}"),
+        ("query match", detail.query_match, "{:.3f}"),
+        ("majority baseline", detail.baseline_accuracy, "{:.3f}"),
+    ):
+        if value is not None:
+            yield label, form.format(value)
+
+
+def sample_lines(detail: training.Generation) -> Iterator[str]:
+    """A question, what was written for it, and what was expected."""
+    mark = {True: "right", False: "wrong", None: ""}[detail.correct]
+    yield f"  prompt   {one_line(detail.prompt, 200)}"
+    yield f"  wrote    {one_line(detail.completion, 200)}  {mark}".rstrip()
+    if detail.correct is False and detail.expected:
+        yield f"  expected {one_line(detail.expected, 200)}"
 
 
 def one_line(text: object, width: int = 100) -> str:
@@ -80,48 +103,116 @@ def one_line(text: object, width: int = 100) -> str:
     return flat if len(flat) <= width else flat[: width - 3] + "..."
 
 
-def _model(_: Event, detail: Mapping[str, Any]) -> str:
-    return (
-        f"model: {detail['parameters']:,} parameters, {detail['trainable_parameters']:,} train; "
-        f"attention: {detail['attention']}"
-    )
+def _step(event: Event) -> str:
+    return step_line(event.step, event.read(training.Step))
 
 
-def _data(_: Event, detail: Mapping[str, Any]) -> str:
-    cached = " (cached)" if detail.get("cached") else ""
-    return f"data: {detail['tokens']:,} tokens in {detail['sequences']:,} sequences{cached}"
+def _eval(event: Event) -> str:
+    return eval_line(event.step, event.read(training.Eval))
 
 
-def _attempt(event: Event, detail: Mapping[str, Any]) -> str:
-    resumed = detail.get("resume_step", -1)
-    where = f", resumes after step {resumed}" if isinstance(resumed, int) and resumed > 0 else ""
-    layout = " x ".join(f"{axis} {size}" for axis, size in detail["layout"].items() if size != 1) or "one rank"
-    return f"attempt {event.attempt}: {detail['world_size']} ranks ({layout}) on {', '.join(detail['hosts'])}{where}"
+def _model(event: Event) -> str:
+    detail = event.read(training.ModelReady)
+    counts = f"{detail.parameters:,} parameters, {detail.trainable_parameters:,} train"
+    return f"model: {counts}; attention: {detail.attention}"
 
 
-_RENDER: Mapping[str, Callable[[Event, Mapping[str, Any]], str]] = {
-    "step": lambda event, detail: step_line(event.step, detail),
-    "eval": lambda event, detail: eval_line(event.step, detail),
-    "model.ready": _model,
-    "data.prepared": _data,
-    "attempt.started": _attempt,
-    "run.message": lambda _, detail: f"note: {detail['text']}",
-    "run.restarted": lambda _, detail: detail["reason"],
-    "incident.detected": lambda _, detail: (
-        f"incident {detail['incident_id']}: {detail['incident']}: {detail['evidence']}"
+def _data(event: Event) -> str:
+    detail = event.read(training.DataPrepared)
+    cached = " (cached)" if detail.cached else ""
+    return f"data: {detail.tokens:,} tokens in {detail.sequences:,} sequences{cached}"
+
+
+def _attempt(event: Event) -> str:
+    detail = event.read(attempts.AttemptStarted)
+    resumed = detail.resume_step or -1
+    where = f", resumes after step {resumed}" if resumed > 0 else ""
+    layout = " x ".join(f"{axis} {size}" for axis, size in detail.layout.items() if size != 1) or "one rank"
+    return f"attempt {event.attempt}: {detail.world_size} ranks ({layout}) on {', '.join(detail.hosts)}{where}"
+
+
+def _message(event: Event) -> str:
+    return f"note: {event.read(run.RunMessage).text}"
+
+
+def _detected(event: Event) -> str:
+    detail = event.read(incidents.IncidentDetected)
+    return f"incident {detail.incident_id}: {detail.incident}: {detail.evidence}"
+
+
+def _decided(event: Event) -> str:
+    detail = event.read(incidents.IncidentDecided)
+    return f"decision on {detail.incident_id}: {detail.action}: {detail.reason}"
+
+
+def _resolved(event: Event) -> str:
+    detail = event.read(incidents.IncidentResolved)
+    return f"recovered from {detail.incident_id} in {detail.lost_ns / 1e9:.2f} s"
+
+
+def _notice(event: Event) -> str:
+    detail = event.read(hosts.TerminationNotice)
+    return f"notice: {detail.notice} ({detail.source})"
+
+
+def _rejected(event: Event) -> str:
+    detail = event.read(checkpoints.CheckpointRejected)
+    return f"checkpoint passed over: {detail.uri}: {detail.reason}"
+
+
+def _rejected_copy(event: Event) -> str:
+    detail = event.read(checkpoints.SnapshotRejected)
+    copy = f"step {detail.copy.step} of rank {detail.copy.rank} on {detail.copy.host} ({detail.copy.tier})"
+    return f"snapshot passed over: {copy}: {detail.reason}"
+
+
+def _restored(event: Event) -> str:
+    return f"restored step {event.step} from {event.read(checkpoints.CheckpointRestored).tier} on rank {event.rank}"
+
+
+def _held(event: Event) -> str:
+    detail = event.read(run.RunHeld)
+    return f"held for {detail.hold_s:.0f} s: muster restart {event.run_id}"
+
+
+def _finished(event: Event) -> str:
+    detail = event.read(run.RunFinished)
+    return f"{detail.outcome}: {detail.reason}"
+
+
+_RENDER: Mapping[str, Callable[[Event], str]] = {
+    training.Step.kind: _step,
+    training.Eval.kind: _eval,
+    training.ModelReady.kind: _model,
+    training.DataPrepared.kind: _data,
+    attempts.AttemptStarted.kind: _attempt,
+    attempts.AttemptAdopted.kind: lambda event: f"attempt {event.attempt} continues under a new supervisor",
+    attempts.AttemptAbandoned.kind: lambda event: event.read(attempts.AttemptAbandoned).reason,
+    run.RunMessage.kind: _message,
+    run.RunRestarted.kind: lambda event: event.read(run.RunRestarted).reason,
+    run.RunHeld.kind: _held,
+    incidents.IncidentDetected.kind: _detected,
+    incidents.IncidentDecided.kind: _decided,
+    incidents.IncidentResolved.kind: _resolved,
+    hosts.TerminationNotice.kind: _notice,
+    checkpoints.CheckpointCommitted.kind: lambda event: (
+        f"checkpoint of step {event.step} in {event.read(checkpoints.CheckpointCommitted).uri}"
     ),
-    "incident.decided": lambda _, detail: (
-        f"decision on {detail['incident_id']}: {detail['action']}: {detail['reason']}"
+    checkpoints.CheckpointFailed.kind: lambda event: (
+        f"checkpoint not written: {event.read(checkpoints.CheckpointFailed).reason}"
     ),
-    "incident.resolved": lambda _, detail: f"recovered from {detail['incident_id']} in {detail['lost_ns'] / 1e9:.2f} s",
-    "termination.notice": lambda _, detail: f"notice: {detail['notice']} ({detail['source']})",
-    "checkpoint.committed": lambda event, detail: f"checkpoint of step {event.step} in {detail['uri']}",
-    "checkpoint.failed": lambda _, detail: f"checkpoint not written: {detail['reason']}",
-    "checkpoint.rejected": lambda _, detail: f"checkpoint passed over: {detail['uri']}: {detail['reason']}",
-    "checkpoint.restored": lambda event, detail: (
-        f"restored step {event.step} from {detail['tier']} on rank {event.rank}"
+    checkpoints.CheckpointRejected.kind: _rejected,
+    checkpoints.SnapshotRejected.kind: _rejected_copy,
+    checkpoints.CheckpointRestored.kind: _restored,
+    hosts.HostLost.kind: lambda event: f"{event.host} is lost: {event.read(hosts.HostLost).evidence}",
+    hosts.HostSetAside.kind: lambda event: (
+        f"{event.host} cannot start and is set aside: {event.read(hosts.HostSetAside).reason}"
     ),
-    "host.lost": lambda event, detail: f"{event.host} is lost: {detail['evidence']}",
-    "host.readmitted": lambda event, detail: f"{event.host} may be used again: {detail['reason']}",
-    "run.finished": lambda _, detail: f"{detail['outcome']}: {detail['reason']}",
+    hosts.HostReadmitted.kind: lambda event: (
+        f"{event.host} may be used again: {event.read(hosts.HostReadmitted).reason}"
+    ),
+    run.ConnectionRefused.kind: lambda event: (
+        f"{event.read(run.ConnectionRefused).who} was refused: {event.read(run.ConnectionRefused).reason}"
+    ),
+    run.RunFinished.kind: _finished,
 }

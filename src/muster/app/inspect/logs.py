@@ -10,7 +10,8 @@ from muster.backends.protocols import Launcher
 from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
-from muster.core.events import KINDS, Event
+from muster.core.event_details.kinds import KINDS
+from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.core.types import JobHandle, LogChunk
 from muster.storage import run_registry

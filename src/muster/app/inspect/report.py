@@ -6,12 +6,13 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 from muster.report import api
 from muster.report.api import Report
 from muster.report.render import page
+from muster.report.resiliency_log import ByNodes, Measured
 from muster.storage import run_registry
 
 #: Formats of foreign logs.
@@ -48,9 +49,9 @@ def table(result: list[Report]) -> str:
     return api.render_comparison(api.compare(*result), width=width)
 
 
-def to_json(result: list[Report]) -> dict[str, Any]:
+def to_json(result: list[Report]) -> JsonObject:
     """The same for programs."""
-    return result[0].to_json() if len(result) == 1 else api.compare(*result)
+    return result[0].to_json() if len(result) == 1 else api.compare(*result).to_json()
 
 
 def write_page(result: Report, reference: str, target: str | None) -> Path:
@@ -64,7 +65,7 @@ def write_page(result: Report, reference: str, target: str | None) -> Path:
     return page.write(api.render_html(result), path, hint="choose another place with --output")
 
 
-def foreign(log: str, *, form: str, step_time_s: float | None) -> dict[str, Any]:
+def foreign(log: str, *, form: str, step_time_s: float | None) -> Measured:
     """Goodput of another system's log by its own definition and by ours.
 
     Raises:
@@ -80,13 +81,13 @@ def foreign(log: str, *, form: str, step_time_s: float | None) -> dict[str, Any]
     return api.import_google(log, step_time_s)
 
 
-def foreign_table(result: dict[str, Any]) -> str:
+def foreign_table(result: Measured) -> str:
     """The same in words."""
-    own, ours = result["google"], result["goodput"]
+    own, ours = result.google, result.goodput
     lines = [
-        f"goodput by its own definition: {result['google_goodput']:.2%}",
-        f"  {own['definition']}: {own['steps']} steps x {own['step_time_s']:g} s / {own['runtime_s']:,.0f} s",
+        f"goodput by its own definition: {result.google_goodput:.2%}",
+        f"  {own.definition}: {own.steps} steps x {own.step_time_s:g} s / {own.runtime_s:,.0f} s",
     ]
-    if ours["step_s"] is not None:
-        lines.append(f"goodput by ours: {ours['active']:.2%} of {ours['nodes']} nodes")
-    return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in result["differences"])])
+    if isinstance(ours, ByNodes):
+        lines.append(f"goodput by ours: {ours.active:.2%} of {ours.nodes} nodes")
+    return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in result.differences)])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 from muster.config.spec import RunSpec
 from muster.core.redact import redact_value
+from muster.core.typed_json import Json
 
 
 def resolved_yaml(spec: RunSpec) -> str:
@@ -22,6 +22,6 @@ def resolved_yaml(spec: RunSpec) -> str:
     return out.getvalue()
 
 
-def resolved_json(spec: RunSpec) -> dict[str, Any]:
+def resolved_json(spec: RunSpec) -> dict[str, Json]:
     """The same as plain values."""
     return {key: redact_value(key, value) for key, value in spec.model_dump(mode="json").items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from muster import backends
 from muster.app.inspect.supervisor_client import request
@@ -13,7 +12,9 @@ from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import MusterError
+from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobStatus
+from muster.protocol.client import AskStatus, SupervisorStatus
 from muster.report.run_view import RunView, run_view
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
@@ -27,10 +28,10 @@ class RunStatus:
     backend: str
     status: JobStatus
     summary: RunView
-    live: dict[str, Any] = field(default_factory=dict)
+    live: SupervisorStatus | None = None
     """The supervisor's own status, where one answers."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         summary = self.summary
         return {
             "run_id": self.run.run_id,
@@ -39,10 +40,10 @@ class RunStatus:
             "backend": self.backend,
             "state": self.status.state.value,
             "reason": self.status.reason,
-            "now": self.live.get("reason"),
+            "now": self.live.reason if self.live else None,
             "exit_code": self.status.exit_code,
             "tasks": dict(self.status.tasks),
-            "phase": self.live.get("phase"),
+            "phase": self.live.phase if self.live else None,
             "attempt": summary.attempt,
             "step": summary.last_step,
             "loss": summary.final_loss,
@@ -62,7 +63,7 @@ def status(reference: str) -> RunStatus:
     launcher, handle = job(run)
     result = launcher.poll(handle)
     mirror(launcher, run)
-    live = {} if result.state.ended else supervisor_status(run)
+    live = None if result.state.ended else supervisor_status(run)
     return RunStatus(
         run=run, backend=launcher.name, status=result, summary=run_view(event_log.merged(run.events)), live=live
     )
@@ -79,12 +80,12 @@ def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, reaso
     return result
 
 
-def supervisor_status(run: RunDir, *, timeout_s: float = 1.0) -> dict[str, Any]:
-    """What the run's supervisor says of it; empty where none answers in time."""
+def supervisor_status(run: RunDir, *, timeout_s: float = 1.0) -> SupervisorStatus | None:
+    """What the run's supervisor says of it; None where none answers in time."""
     try:
-        return request(run, {"t": "status"}, timeout_s=timeout_s)
+        return request(run, AskStatus(), timeout_s=timeout_s)
     except MusterError:
-        return {}
+        return None
 
 
 def job(run: RunDir) -> tuple[Launcher, JobHandle]:

@@ -6,16 +6,16 @@ Where the run's folder cannot be reached (pods in a cluster), the launcher's ``r
 from __future__ import annotations
 
 import json
-import socket
-import time
-from collections.abc import Mapping
-from typing import Any
 
 from muster import backends
-from muster.core.errors import AccessError, MusterError
+from muster.core.errors import BackendError, MusterError
+from muster.core.typed_json import Unreadable
+from muster.protocol.client import FromClient, SupervisorStatus
+from muster.protocol.lease import read_lease
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
-from muster.transport.secure_session import Session, read_token
+from muster.transport.client import ask_supervisor
+from muster.transport.secure_session import read_token
 
 
 class SupervisorUnreachable(MusterError):
@@ -23,54 +23,41 @@ class SupervisorUnreachable(MusterError):
 
 
 def request(
-    run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
-) -> dict[str, Any]:
+    run: RunDir, message: FromClient, *, timeout_s: float = 5.0, resolved: str | None = None
+) -> SupervisorStatus:
     """Send one message and return the answer; ``resolved`` replaces the run file before it.
 
     Raises:
         SupervisorUnreachable: there is no supervisor, or it does not answer in time.
+        OtherVersion: it is of another version of Muster.
         AccessError: the token cannot be read, or does not prove us.
     """
     remote = backends.load(_backend(run)).remote
     if remote is not None:
-        reply = remote.ask(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
-        if "answer" not in reply:
-            raise SupervisorUnreachable(str(reply.get("error", "no answer")), hint=reply.get("hint"))
-        answer: dict[str, Any] = reply["answer"]
-        return answer
+        try:
+            return remote.ask(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
+        except BackendError as error:
+            raise SupervisorUnreachable(str(error), hint=error.hint) from error
     if resolved is not None:
         run_registry.replace_text(run.resolved, resolved)
     return request_here(run, message, timeout_s=timeout_s)
 
 
-def request_here(run: RunDir, message: Mapping[str, Any], *, timeout_s: float = 5.0) -> dict[str, Any]:
+def request_here(run: RunDir, message: FromClient, *, timeout_s: float = 5.0) -> SupervisorStatus:
     """The same, where the run's folder is: over the supervisor's own socket. Raises as ``request``."""
-    address = _address(run)
+    try:
+        address = read_lease(run.lease.read_bytes(), me="this command").address
+    except (OSError, Unreadable):
+        address = None
     if address is None:
         raise SupervisorUnreachable(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
-    session = Session(read_token(str(run.token)), server=False)
-    session.send({"t": "hello", "role": "client"})
-    session.send(message)
-    until = time.monotonic() + timeout_s
+    token = read_token(str(run.token))
     try:
-        with socket.create_connection(address, timeout=timeout_s) as sock:
-            while True:
-                sock.settimeout(max(0.01, until - time.monotonic()))
-                sock.sendall(session.outgoing())
-                data = sock.recv(1 << 16)
-                if not data:
-                    raise SupervisorUnreachable(
-                        f"the supervisor of {run.run_id} closed the connection", hint=f"muster status {run.run_id}"
-                    )
-                answers = session.receive(data)
-                sock.sendall(session.outgoing())
-                if answers:
-                    return answers[0]
-    except AccessError:
-        raise
-    except OSError as error:
+        return ask_supervisor(address, token, message, timeout_s=timeout_s)
+    except (OSError, Unreadable) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise SupervisorUnreachable(
-            f"the supervisor of {run.run_id} does not answer: {error.strerror or error}",
+            f"the supervisor of {run.run_id} does not answer: {reason}",
             hint=f"muster recover {run.run_id} takes over, muster down {run.run_id} ends everything",
         ) from error
 
@@ -80,12 +67,3 @@ def _backend(run: RunDir) -> str:
         return str(json.loads(run.resolved.read_text()).get("backend", "local"))
     except (OSError, ValueError):
         return "local"
-
-
-def _address(run: RunDir) -> tuple[str, int] | None:
-    try:
-        result = json.loads(run.lease.read_text())
-        host, port = result["address"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(host), int(port)

@@ -11,11 +11,13 @@ from muster.app.inspect.status import job, mirror, spec_of, supervisor_status
 from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
+from muster.core.event_details.incidents import IncidentDecided, IncidentDetected, IncidentResolved
+from muster.core.event_details.run import RunFinished
 from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.report.run_view import HostView, RunView
 from muster.storage import run_registry
-from muster.storage.paths import memory_dir
+from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir
 
 __all__ = ["HostView", "View", "Watcher", "watch"]
@@ -104,12 +106,12 @@ class Watcher:
     def _ask(self) -> None:
         """The supervisor's own word, where one answers; without one the back end's stands."""
         self.view.phase = None
-        live = {} if self.view.ended else supervisor_status(self.run)
+        live = None if self.view.ended else supervisor_status(self.run)
         if live:
-            self.view.phase, self.view.sentence = str(live.get("phase")), str(live.get("reason"))
+            self.view.phase, self.view.sentence = live.phase, live.reason
 
     def _tiers(self, now_ns: int) -> Iterator[TierView]:
-        folders = [memory_dir(self.run.path, self.run.run_id, name) for name in self.view.hosts]
+        folders = [memory.folder for memory in MemoryDir.of_run(self.run.path).values()]
         held = [snapshot for folder in folders for snapshot in list_snapshots(folder)]
         for tier in ("memory", "peer"):
             step = _complete([snapshot for snapshot in held if snapshot.tier == tier], self.view.world_size)
@@ -124,25 +126,23 @@ class Watcher:
 
     def _account(self, now_ns: int) -> None:
         """Figures and sentences come from the whole log: now and then, and when something has changed about them."""
-        kinds = {"incident.detected", "incident.decided", "incident.resolved", "run.finished"}
+        kinds = {IncidentDetected.kind, IncidentDecided.kind, IncidentResolved.kind, RunFinished.kind}
         if now_ns < self._account_due_ns and not any(event.kind in kinds for event in self.view.news):
             return
         began_ns = self.clock.monotonic_ns()
         try:
-            document = report(str(self.run.path)).to_json()
+            document = report(str(self.run.path)).document
         except MusterError:
             return
         took_ns = self.clock.monotonic_ns() - began_ns
         self._account_due_ns = now_ns + max(int(ACCOUNT_EVERY_S * 1e9), ACCOUNT_SHARE * took_ns)
-        self.view.incidents = tuple(str(incident["sentence"]) for incident in document["incidents"][-SHOWN_INCIDENTS:])
-        shares = {
-            name: category["share"] or 0.0 for name, category in document["categories"].items() if name != "productive"
-        }
+        self.view.incidents = tuple(incident.sentence for incident in document.incidents[-SHOWN_INCIDENTS:])
+        shares = {name: spent.share or 0.0 for name, spent in document.categories.items() if name != "productive"}
         losses = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN_LOSSES]
         self.view.account = Account(
-            goodput_active=document["goodput"]["active"],
-            goodput_purchased=document["goodput"]["purchased"],
-            usd=document["cost"]["usd"],
+            goodput_active=document.goodput.active,
+            goodput_purchased=document.goodput.purchased,
+            usd=document.cost.usd,
             losses=tuple((name, share) for name, share in losses if share > 0.001),
         )
 

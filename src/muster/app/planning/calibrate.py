@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from muster.app.inspect.status import first_problem
 from muster.app.planning.model_shape import shape_of
@@ -17,9 +16,12 @@ from muster.catalog.rows import Accelerator
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import UsageError
+from muster.core.event_details.attempts import AttemptStarted
+from muster.core.event_details.training import ModelReady, Step
 from muster.core.events import Event
 from muster.core.flops import ModelShape
 from muster.core.layout import Layout, layout_for
+from muster.core.typed_json import JsonObject, Record, Unreadable, decode
 from muster.core.types import Offer
 from muster.plan.calibrate import Calibration, calibrate
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
@@ -35,6 +37,23 @@ CPU_BYTES_PER_S = 10e9
 
 
 @dataclass(frozen=True, kw_only=True)
+class Entry(Record):
+    """One run's calibration as ``calibration.json`` keeps it."""
+
+    accelerator: str
+    parameters: int
+    lora: bool
+    run_id: str
+    made: str
+    efficiency: float
+    measured_step_s: float
+    predicted_step_s: float
+    steps: int
+    spread: float
+    off: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibrated:
     """A calibration and where it was kept."""
 
@@ -43,7 +62,7 @@ class Calibrated:
     path: Path
     calibration: Calibration
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "run_id": self.run_id,
             "accelerator": self.accelerator,
@@ -68,7 +87,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     except ValueError as error:
         raise UsageError(f"{path / 'resolved.json'} cannot be taken: {first_problem(error)}") from error
     events = event_log.merged(path / "events")
-    steps = [event for event in events if event.kind == "step"]
+    steps = [event for event in events if event.kind == Step.kind]
     layout = layout_of(events, spec)
     work = replace(workload(spec, shape_of_run(path, spec, events)), checkpoint_every=0)
     setting = Setting(
@@ -80,18 +99,18 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), DEFAULT)
     run_id = steps[0].run_id
     file = home / FILE
-    entry = {
-        "accelerator": option.accelerator.name,
-        "parameters": work.shape.parameters,
-        "lora": work.lora_rank > 0,
-        "run_id": run_id,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    entry = Entry(
+        accelerator=option.accelerator.name,
+        parameters=work.shape.parameters,
+        lora=work.lora_rank > 0,
+        run_id=run_id,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(result),
-        "off": result.off,
-    }
-    kept = [row for row in _read(file) if row["run_id"] != run_id]
-    home.mkdir(parents=True, exist_ok=True)
-    run_registry.replace_text(file, json.dumps([*kept, entry], indent=1) + "\n")
+        off=result.off,
+    )
+    kept = [row for row in _read(file) if row.run_id != run_id]
+    run_registry.make_folder(home)
+    run_registry.replace_text(file, json.dumps([asdict(row) for row in (*kept, entry)], indent=1) + "\n")
     return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=result)
 
 
@@ -100,30 +119,25 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     CPU runs do not speak for GPUs.
     """
-    entries = [row for row in _read((home or run_registry.home()) / FILE) if row["accelerator"] in rows.accelerators()]
+    entries = [row for row in _read((home or run_registry.home()) / FILE) if row.accelerator in rows.accelerators()]
     if not entries:
         return DEFAULT, STEP_SIGMA
     accelerator = (spec.resources.accelerator or "").lower()
 
-    def distance(entry: dict[str, Any]) -> tuple[bool, bool, float]:
-        ratio = entry["parameters"] / work.shape.parameters
-        return (
-            entry["accelerator"].lower() != accelerator,
-            entry["lora"] != (work.lora_rank > 0),
-            max(ratio, 1 / ratio),
-        )
+    def distance(entry: Entry) -> tuple[bool, bool, float]:
+        ratio = entry.parameters / work.shape.parameters
+        return (entry.accelerator.lower() != accelerator, entry.lora != (work.lora_rank > 0), max(ratio, 1 / ratio))
 
     best = min(entries, key=distance)
-    sigma = CALIBRATED_SIGMA if best["accelerator"].lower() == accelerator else OTHER_CHIP_SIGMA
-    return replace(DEFAULT, efficiency=best["efficiency"]), sigma
+    sigma = CALIBRATED_SIGMA if best.accelerator.lower() == accelerator else OTHER_CHIP_SIGMA
+    return replace(DEFAULT, efficiency=best.efficiency), sigma
 
 
 def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:
     """The layout that ran: an event says it, or the run file's axes fill the ranks."""
     for event in events:
-        held = event.detail.get("layout")
-        if isinstance(held, dict):
-            return Layout.of(held)
+        if event.kind == AttemptStarted.kind:
+            return Layout.of(event.read(AttemptStarted).layout)
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
     return layout_for(spec.parallelism.axes, ranks, resize=True) or Layout()
 
@@ -132,8 +146,8 @@ def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelSha
     """The shape of the model that ran; a trained tokenizer's real size where it is known."""
     shape = shape_of(spec)
     for event in events:
-        total = event.detail.get("parameters") if event.kind == "model.ready" else None
-        if isinstance(total, int) and total != shape.parameters:
+        total = event.read(ModelReady).parameters if event.kind == ModelReady.kind else shape.parameters
+        if total != shape.parameters:
             columns = 1 if shape.tied else 2
             vocab = shape.vocab + round((total - shape.parameters) / (columns * shape.hidden))
             return shape.with_vocab(vocab) if vocab > 0 else shape
@@ -148,16 +162,16 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     machine = rows.machines().get(spec.resources.machine or "")
     if chip is not None and machine is not None:
         return offers.option(machine, mode, "here", None)
-    ready = (event.detail for event in events if event.kind == "model.ready")
-    peak = next((detail["peak_flops"] for detail in ready if "peak_flops" in detail), None)
-    if chip is None and not isinstance(peak, int | float):
+    ready = (event.read(ModelReady) for event in events if event.kind == ModelReady.kind)
+    peak = next((detail.peak_flops for detail in ready if detail.peak_flops is not None), None)
+    if chip is None and peak is None:
         raise UsageError(
             "the run does not say what it ran on, nor a measured matmul rate",
             hint="set resources.accelerator (for example H200) in its run file",
         )
     chip = chip or Accelerator(
         name="CPU", kind="cpu", memory_bytes=0, memory_bytes_per_s=CPU_BYTES_PER_S,
-        peak_flops={"bf16": float(peak or 0)}, matmul_flops={"bf16": float(peak or 0)},
+        peak_flops={"bf16": peak or 0.0}, matmul_flops={"bf16": peak or 0.0},
         origin="measured by the run", reliability="measured",
     )  # fmt: skip
     ceiling, measured = chip.ceiling(offers.matmul_share())
@@ -176,19 +190,17 @@ def _seconds(steps: Iterable[Event]) -> list[float]:
     """Each step's time once, in the order they were made."""
     by_step: dict[int, float] = {}
     for event in steps:
-        took = event.detail.get("step_ns")
-        if event.step is not None and isinstance(took, int):
-            by_step[event.step] = took / 1e9
+        if event.step is not None:
+            by_step[event.step] = event.read(Step).step_ns / 1e9
     if not by_step:
         raise UsageError("the run has no steps", hint="calibrate with a run of at least 6 steps")
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> tuple[Entry, ...]:
     if not path.exists():
-        return []
+        return ()
     try:
-        result = json.loads(path.read_text())
-    except ValueError as error:
+        return decode(tuple[Entry, ...], path.read_bytes())
+    except Unreadable as error:
         raise UsageError(f"{path} is unreadable: {error}", hint="remove it and calibrate again") from error
-    return result if isinstance(result, list) else []

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from muster.app.planning.plan import Planned
 from muster.config import load
 from muster.core.clock import SystemShell
 from muster.core.errors import BackendError
 from muster.core.protocols import Shell
+from muster.core.typed_json import JsonObject
 from muster.plan.memory import DeviceOverhead, memory
 from muster.plan.plan_file import settings_as_overrides
 
@@ -21,7 +23,21 @@ BARE = DeviceOverhead(context_bytes=0, communicator_bytes=0, fragmentation=0.0, 
 TOLERANCE = 0.05
 
 
-def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The closed form beside the trace: bytes of tensors on one rank."""
+
+    closed_form_bytes: int
+    closed_form_by_item: Mapping[str, int]
+    trace_bytes: int
+    trace_by_kind: JsonObject
+    trace_moment: str
+    difference: float
+    within_tolerance: bool
+    seconds: float
+
+
+def compare(planned: Planned, *, shell: Shell | None = None) -> Compared:
     """Trace the chosen plan's rank 0 and compare it with the closed form.
 
     Raises:
@@ -35,7 +51,7 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
     shape = planned.work.shape
     request = {
         "spec": spec.model_dump(mode="json"),
-        "layout": plan.chosen["layout"],
+        "layout": dict(plan.chosen.layout),
         "vocab_size": shape.vocab,
         "config": config_of(planned),
     }
@@ -48,22 +64,22 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise BackendError(f"the memory trace failed: {last}", hint="it needs torch: pip install 'muster[train]'")
-    result: dict[str, Any] = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     closed = memory(planned.work, setting, BARE)
     difference = closed.total_bytes / result["peak_bytes"] - 1
-    return {
-        "closed_form_bytes": closed.total_bytes,
-        "closed_form_by_item": dict(closed.items),
-        "trace_bytes": result["peak_bytes"],
-        "trace_by_kind": result["kinds"],
-        "trace_moment": result["moment"],
-        "difference": difference,
-        "within_tolerance": abs(difference) <= TOLERANCE,
-        "seconds": result["seconds"],
-    }
+    return Compared(
+        closed_form_bytes=closed.total_bytes,
+        closed_form_by_item=dict(closed.items),
+        trace_bytes=result["peak_bytes"],
+        trace_by_kind=result["kinds"],
+        trace_moment=result["moment"],
+        difference=difference,
+        within_tolerance=abs(difference) <= TOLERANCE,
+        seconds=result["seconds"],
+    )
 
 
-def config_of(planned: Planned) -> dict[str, Any]:
+def config_of(planned: Planned) -> JsonObject:
     """A transformers config with the plan's shape: the trace needs no hub either."""
     shape = planned.work.shape
     return {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
@@ -23,12 +23,15 @@ from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import NoPlanError, RunFileError, UsageError
+from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import format as format
 from muster.plan import plan_file
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
 from muster.plan.nearest_fit import explain
-from muster.plan.plan_file import Plan
+from muster.plan.plan_file import NotTaken as NotTaken
+from muster.plan.plan_file import Plan as Plan
+from muster.plan.plan_file import PlannedWay as PlannedWay
 from muster.plan.search import Candidate, Limits, Outcome, Problem, search
 from muster.plan.step_time import DEFAULT
 from muster.plan.workload import Workload, workload
@@ -37,6 +40,7 @@ from muster.plan.workload import Workload, workload
 _ELSEWHERE = tuple(
     f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour")
 )
+Setting = TypeVar("Setting")
 LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
 
 
@@ -77,7 +81,7 @@ def plan(
         message, hint = explain(problem, outcome)
         raise NoPlanError(impossible or message, hint=hint if outcome.cheapest is None else _works(outcome.cheapest))
     chosen = outcome.fastest if fastest else outcome.cheapest
-    frontier, rejected = plan_file.outcome_json(work, outcome)
+    frontier, rejected = plan_file.ways(work, outcome)
     return Planned(
         work=work,
         outcome=outcome,
@@ -90,14 +94,16 @@ def plan(
             spec=spec.model_dump(mode="json"),
             made=now.isoformat(timespec="seconds"),
             settings=_settings(spec, work, chosen),
-            chosen={**plan_file.candidate_json(work, chosen), **_chances(problem.limits, chosen)},
-            cheapest=plan_file.candidate_json(work, outcome.cheapest),
-            fastest=plan_file.candidate_json(work, outcome.fastest),
-            frontier=tuple(frontier),
-            rejected=tuple(rejected),
+            chosen=plan_file.planned_way(work, chosen),
+            chances=_chances(problem.limits, chosen),
+            cheapest=plan_file.planned_way(work, outcome.cheapest),
+            fastest=plan_file.planned_way(work, outcome.fastest),
+            frontier=frontier,
+            rejected=rejected,
             assumptions=tuple(assumptions(problem)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
-            extra={"evaluated_settings": outcome.evaluated, "job": work.title, "chart": plan_file.chart(frontier)},
+            job=work.title,
+            evaluated_settings=outcome.evaluated,
         ),
     )
 
@@ -110,20 +116,20 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """
     source = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {source}: {error}") from error
-    result = plan_file.read(text, source=source)
+    result = plan_file.read(content, source=source)
     if overrides:
         raise UsageError(
             f"a plan is used unchanged, and {overrides[0]!r} would change it",
-            hint=f"muster plan {result['run_file']} {' '.join(overrides)} --out {source}",
+            hint=f"muster plan {text(result, 'run_file')} {' '.join(overrides)} --out {source}",
         )
-    given = result["overrides"]
-    settings = plan_file.settings_as_overrides(result["settings"])
-    run_file = Path(result["run_file"])
+    given = texts(result, "overrides")
+    settings = plan_file.settings_as_overrides(child(result, "settings"))
+    run_file = Path(text(result, "run_file"))
     if not run_file.exists():
-        return load.loads(result["run_text"], [*given, *settings], source=f"{source} (its run file is gone)")
+        return load.loads(text(result, "run_text"), [*given, *settings], source=f"{source} (its run file is gone)")
     now = load.load(run_file, given).spec.model_dump(mode="json")
     plan_file.check_fresh(result, now, source=source)
     return load.load(run_file, [*given, *settings])
@@ -181,7 +187,7 @@ def pins_of(loaded: Loaded) -> Pins:
     spec = loaded.spec
     given = {".".join(str(part) for part in path) for path in loaded.origins}
 
-    def fixed(key: str, value: Any) -> Any:
+    def fixed(key: str, value: Setting) -> Setting | None:
         return value if key in given else None
 
     return Pins(
@@ -207,7 +213,7 @@ def limits_of(spec: RunSpec, now: datetime) -> Limits:
     return limits
 
 
-def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> dict[str, Any]:
+def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> JsonObject:
     """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
     result = plan_file.settings_of(chosen, every_steps=every)

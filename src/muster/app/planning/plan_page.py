@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from muster.app.planning.plan import Planned
+from muster.core.typed_json import Json, JsonObject
 from muster.report.render import page
 
 #: Of a plan's document: the run file's own text has no place on a page that is passed on.
@@ -16,10 +15,10 @@ _LEFT_OUT = ("run_text", "spec", "spec_digest", "settings")
 def render(result: Planned) -> str:
     """The page. It loads nothing from anywhere."""
     plan = {key: value for key, value in result.plan.to_json().items() if key not in _LEFT_OUT}
-    taken = {candidate["title"] for candidate in plan["frontier"]}
+    taken = {way.title for way in result.plan.frontier}
     others = [point for point in _points(result) if point["title"] not in taken]
-    data = {"plan": plan, "others": others, "limits": result.limits}
-    return page.fill(data, title=f"{plan['job']} · Muster plan", script="plan.js", plain="muster plan RUN.yaml")
+    data: dict[str, Json] = {"plan": plan, "others": others, "limits": result.limits}
+    return page.fill(data, title=f"{result.plan.job} · Muster plan", script="plan.js", plain="muster plan RUN.yaml")
 
 
 def write(result: Planned, target: str) -> Path:
@@ -31,7 +30,7 @@ def write(result: Planned, target: str) -> Path:
     return page.write(render(result), target, hint="choose another place with --html")
 
 
-def _points(result: Planned) -> list[Mapping[str, Any]]:
+def _points(result: Planned) -> list[JsonObject]:
     """Everything else that fits, at its best setting."""
     return [
         {

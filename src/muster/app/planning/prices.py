@@ -6,7 +6,6 @@ The user's row wins over a fetched one, which wins over the one that ships.
 
 from __future__ import annotations
 
-import json
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from muster.catalog import billing, rows
 from muster.catalog.rows import Price
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError
+from muster.core.typed_json import JsonObject, children, parse_object
 from muster.storage import run_registry
 
 OWN, FETCHED = "prices.csv", "prices-google.csv"
@@ -27,7 +26,7 @@ OWN, FETCHED = "prices.csv", "prices-google.csv"
 SKUS = "https://cloudbilling.googleapis.com/v1/services/6F81-5844-456A/skus"
 TIMEOUT_S = 30.0
 MAX_PAGES = 100
-Fetch = Callable[[str, Mapping[str, str]], dict[str, Any]]
+Fetch = Callable[[str, Mapping[str, str]], JsonObject]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +60,13 @@ def update(home: Path | None = None, *, api_key: str | None = None, fetch: Fetch
     """
     home = home or run_registry.home()
     headers, query = credentials(api_key)
-    result: list[dict[str, Any]] = []
+    result: list[JsonObject] = []
     token = ""
     for _ in range(MAX_PAGES):
         asked = {**query, "pageSize": "5000", "currencyCode": "USD", **({"pageToken": token} if token else {})}
         page = (fetch or _get)(f"{SKUS}?{urllib.parse.urlencode(asked)}", headers)
-        result += page.get("skus", [])
-        token = page.get("nextPageToken", "")
+        result += children(page, "skus")
+        token = str(page.get("nextPageToken", ""))
         if not token:
             break
     now = datetime.now(UTC).date().isoformat()
@@ -75,7 +74,7 @@ def update(home: Path | None = None, *, api_key: str | None = None, fetch: Fetch
     if not prices:
         raise BackendError(f"the billing catalogue's {len(result)} SKUs hold no price that is understood")
     path = home / FETCHED
-    home.mkdir(parents=True, exist_ok=True)
+    run_registry.make_folder(home)
     run_registry.replace_text(path, billing.as_csv(prices))
     return Updated(path=path, prices=tuple(prices), skus=len(result), missing=tuple(missing))
 
@@ -129,12 +128,11 @@ def _within(place: str, region: str) -> bool:
     return place == region or place.startswith(region + "-")
 
 
-def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+def _get(url: str, headers: Mapping[str, str]) -> JsonObject:
     shown = url.split("?")[0]
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers)), timeout=TIMEOUT_S) as answer:
-            result: dict[str, Any] = json.load(answer)
-            return result
+            return parse_object(answer.read())
     except urllib.error.HTTPError as error:
         kind = AccessError if error.code in (400, 401, 403) else BackendError
         raise kind(f"{shown} answered {error.code} {error.reason}", hint="prices stay as they are") from error

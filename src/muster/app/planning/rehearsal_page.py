@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from muster.core.event_details.attempts import AttemptStarted
 from muster.core.events import Event
+from muster.core.typed_json import JsonObject
 from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import page
 from muster.report.render.document import document
 from muster.simulate.ensembles import Study
 from muster.simulate.rehearsal import Simulation
 from muster.simulate.scenario import Scenario
-from muster.supervise.recovery.state import SECOND_NS
+from muster.supervise.recovery.inputs import SECOND_NS
 
 RUN_ID = "rehearsal"
 
@@ -27,8 +29,8 @@ def write_page(study: Study, target: str) -> Path:
     ordered = sorted(study.outcomes, key=lambda outcome: outcome.goodput_active)
     seed = ordered[len(ordered) // 2].seed
     ledger = ledger_of(study.scenario, seed)
-    result = document(ledger, {})
-    result["name"] = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
+    name = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
+    result = replace(document(ledger, {}), name=name)
     return page.write(page.render(ledger, result), target)
 
 
@@ -60,7 +62,7 @@ def _ranks(play: Simulation, tokens: int) -> Iterator[Event]:
     """Phases of every host's rank, and the steps; in order of time within each attempt."""
     cluster, seq = play.cluster, 0
     worlds = {
-        number + 1: (at_s, dict(log.detail["hosts"]))
+        number + 1: (at_s, AttemptStarted.of(log.detail).hosts)
         for number, (at_s, log) in enumerate(entry for entry in cluster.log if entry[1].kind == "attempt.started")
     }
     segments = {attempt: (last, run) for attempt, last, run in cluster.history}
@@ -99,7 +101,18 @@ def _held(scenario: Scenario, step: int, first_step: int) -> dict[str, int]:
     return {"snapshot_step": taken, **({"peer_step": taken - every} if copied else {})}
 
 
-def _event(seq: int, at_s: float, kind: str, attempt: int, host: str, detail: dict[str, Any], **more: Any) -> Event:
+def _event(
+    seq: int,
+    at_s: float,
+    kind: str,
+    attempt: int,
+    host: str,
+    detail: JsonObject,
+    *,
+    rank: int | None = None,
+    step: int | None = None,
+    phase: str | None = None,
+) -> Event:
     at_ns = round(at_s * SECOND_NS)
     return Event(run_id=RUN_ID, attempt=attempt, seq=seq, mono_ns=at_ns, wall_ns=at_ns, host=host, kind=kind,
-                 detail=detail, **more)  # fmt: skip
+                 detail=detail, rank=rank, step=step, phase=phase)  # fmt: skip

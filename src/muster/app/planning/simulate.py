@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import UsageError
+from muster.core.event_details.attempts import AttemptStarted
+from muster.core.event_details.hosts import HostAllocated
+from muster.core.event_details.training import Step
 from muster.core.incidents import KINDS, traits_of
+from muster.core.typed_json import Json
 from muster.report import api
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate import stage_times as profiles
@@ -162,34 +165,34 @@ def profile_of(name: str | None, *, cpu: bool = False) -> Profile:
 
 def measure(run_dir: Path) -> Profile:
     """Stage times of a run's own log: steps, start, and each healed incident."""
-    document = api.load(run_dir).to_json()
+    document = api.load(run_dir).document
     simulated_as = {kind: traits_of(kind).simulated_as for kind in KINDS.names()}
     recoveries = [
         Recovery(
             kind=fault,
-            detect_s=incident["detect_s"],
-            started_s=incident["stages_s"]["started"],
-            first_step_s=incident["stages_s"]["first_step"],
+            detect_s=incident.detect_s,
+            started_s=incident.stages_s["started"],
+            first_step_s=incident.stages_s["first_step"],
         )
-        for incident in document["incidents"]
-        if (fault := simulated_as.get(incident["kind"]))
-        and {"collected", "started", "first_step"} <= set(incident["stages_s"])
+        for incident in document.incidents
+        if (fault := simulated_as.get(incident.kind))
+        and {"collected", "started", "first_step"} <= incident.stages_s.keys()
     ]
     events = event_log.merged(run_dir / "events" if (run_dir / "events").is_dir() else run_dir)
-    taken = [event for event in events if event.kind == "step"]
+    taken = [event for event in events if event.kind == Step.kind]
     firsts = {event.attempt: event.seq for event in reversed(taken)}
-    steps = [event.detail["step_ns"] / 1e9 for event in taken if firsts[event.attempt] != event.seq]
-    started = next((event for event in events if event.kind == "attempt.started"), None)
+    steps = [event.read(Step).step_ns / 1e9 for event in taken if firsts[event.attempt] != event.seq]
+    started = next((event for event in events if event.kind == AttemptStarted.kind), None)
     first = next(iter(taken), None)
-    reference, reference_s = document["goodput"]["reference"], None
-    if reference is not None and document["steps"]:
-        reference_s = document["tokens"] / document["steps"] / reference["tokens_per_s"]
-    bought = next((event for event in events if event.kind == "host.allocated"), None)
+    reference, reference_s = document.goodput.reference, None
+    if reference is not None and document.steps:
+        reference_s = document.tokens / document.steps / reference.tokens_per_s
+    bought = next((event for event in events if event.kind == HostAllocated.kind), None)
     agent_start_s = first_start_s = None
     if started is not None and bought is not None:
         agent_start_s = max(0.0, (started.wall_ns - bought.wall_ns) / 1e9)
     if started is not None and first is not None:
-        first_start_s = max(0.0, (first.wall_ns - started.wall_ns - first.detail["step_ns"]) / 1e9)
+        first_start_s = max(0.0, (first.wall_ns - started.wall_ns - first.read(Step).step_ns) / 1e9)
     return profiles.measured(
         run_dir.name,
         step_s=steps,
@@ -214,7 +217,7 @@ def simulate(
     return ensembles.study(scenario, seeds=seeds, paired=paired, workers=workers, progress=progress)
 
 
-def to_json(study: Study) -> dict[str, Any]:
+def to_json(study: Study) -> dict[str, Json]:
     """The answer for programs. Shares are of purchased host-time; ``change`` is against the scenario as given."""
     scenario = study.scenario
     host_s, purchased = study.host_s, sum(outcome.purchased_host_s for outcome in study.outcomes) / len(study.outcomes)
@@ -261,9 +264,9 @@ def to_json(study: Study) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _choice(choice: Choice, scenario: Scenario) -> dict[str, Any]:
+def _choice(choice: Choice, scenario: Scenario) -> dict[str, Json]:
     result = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(choice).items()}
-    price, ratio = scenario.usd_per_host_hour, result["cost_ratio"]
+    price, ratio = scenario.usd_per_host_hour, _finite(choice.cost_ratio)
     return {**result, "usd_per_useful_host_hour": None if price is None or ratio is None else price * ratio}
 
 

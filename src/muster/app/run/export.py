@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import run_visibly
+from muster.core.typed_json import JsonObject, at, parse_object
 from muster.storage import run_registry
 
 
@@ -42,15 +41,18 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
     if not merge:
         argv.append("--adapter")
     code, printed = run_visibly(argv)
-    record: dict[str, Any] = {}
+    record: JsonObject = {}
     for line in reversed(printed.splitlines()):
         try:
-            record = json.loads(line)
+            record = parse_object(line)
             break
         except ValueError:
             continue
     if code != 0 or "folder" not in record:
-        error = MusterError(str(record.get("error", f"the export ended with code {code}")), hint=record.get("hint"))
-        error.exit_code = int(record.get("exit_code", 1)) or 1
+        hint = record.get("hint")
+        reason = str(record.get("error", f"the export ended with code {code}"))
+        error = MusterError(reason, hint=str(hint) if hint else None)
+        error.exit_code = int(str(record.get("exit_code", 1))) or 1
         raise error
-    return Exported(folder=Path(record["folder"]), lines=tuple(record.get("lines", ())))
+    lines = at(record, "lines")
+    return Exported(folder=Path(str(record["folder"])), lines=tuple(map(str, lines if isinstance(lines, list) else ())))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from muster import backends
 from muster.app.inspect.status import job, spec_of
@@ -19,6 +18,7 @@ from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Clock
 from muster.core.types import JobStatus
 from muster.policy.load import load_policy
+from muster.protocol.client import AskStatus, FromClient, RestartRun, StopRun, SupervisorStatus
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
@@ -50,7 +50,7 @@ def stop(
     if result.state.ended:
         return Stopping(run=run, status=result, was_running=False)
     clock = clock or SystemClock()
-    _request_until_ready(run, {"t": "stop", "save": save, "force": force}, clock)
+    _request_until_ready(run, StopRun(save=save, force=force), clock)
     limit_s = spec_of(run).recovery.grace_s + EXTRA_S
     until = clock.monotonic_ns() + int(limit_s * 1e9)
     while wait and not (result := launcher.poll(handle)).state.ended:
@@ -69,17 +69,17 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
         SupervisorUnreachable: no supervisor holds hosts for this run.
     """
     run = run_registry.find(reference)
-    held = request(run, {"t": "status"})
-    if held.get("phase") != "hold":
+    held = request(run, AskStatus())
+    if held.phase != "hold":
         raise ConflictError(
-            f"{run.run_id} holds no hosts: it is in phase {held.get('phase')}",
+            f"{run.run_id} holds no hosts: it is in phase {held.phase}",
             hint=f"muster recover {run.run_id} starts an ended run again",
         )
     loaded = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved))
     _check_correction(run, spec_of(run), loaded.spec, held)
     resolved = loaded.spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, loaded.spec, resolved, ("muster", "restart", reference, *overrides))
-    request(run, {"t": "restart"}, resolved=resolved)
+    request(run, RestartRun(), resolved=resolved)
     run_registry.replace_text(run.resolved, resolved)
     return run
 
@@ -93,13 +93,13 @@ _STARTED_WITH = (
 )  # fmt: skip
 
 
-def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Mapping[str, Any]) -> None:
+def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: SupervisorStatus) -> None:
     """Refuse now what the held hosts cannot do; otherwise the run would wait indefinitely."""
     hint = f"muster stop {run.run_id}, then muster recover {run.run_id} KEY=VALUE starts new hosts"
     for key in (*_STARTED_WITH, *backends.get(before.backend).fixed_keys):
         if operator.attrgetter(key)(before) != operator.attrgetter(key)(after):
             raise ConflictError(f"{key} cannot change while hosts are held: they were started with it", hint=hint)
-    hosts = [host for host in held.get("hosts", {}).values() if host.get("connected")]
+    hosts = [host for host in held.hosts.values() if host.connected]
     needed = after.resources.min_hosts or after.resources.hosts
     if hosts and needed > len(hosts):
         raise ConflictError(f"{needed} hosts are needed, and {len(hosts)} are held", hint=hint)
@@ -143,7 +143,7 @@ def _finished_since(run: RunDir, wall_ns: int) -> bool:
     return any(event.kind == "run.finished" and event.wall_ns >= wall_ns for _, event in event_log.read(run.events))
 
 
-def _request_until_ready(run: RunDir, message: dict[str, object], clock: Clock) -> None:
+def _request_until_ready(run: RunDir, message: FromClient, clock: Clock) -> None:
     """A supervisor that has just been started may not be listening yet."""
     until = clock.monotonic_ns() + 10_000_000_000
     while True:

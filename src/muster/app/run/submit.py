@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from muster import __version__, backends
 from muster.app.planning.prices import priced
@@ -19,6 +18,7 @@ from muster.config.spec import RunSpec
 from muster.core.errors import ConflictError, MusterError
 from muster.core.event_log import EventLog
 from muster.core.redact import redact_argv
+from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobRequest
 from muster.policy.load import load_policy
 from muster.storage import run_registry
@@ -147,7 +147,7 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
 
 def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -> None:
     """Write ``run.submitted``, to the disk, before anything is done about it."""
-    detail = {
+    detail: JsonObject = {
         "spec_digest": run_registry.spec_digest(resolved),
         "backend": spec.backend,
         "version": __version__,
@@ -157,7 +157,7 @@ def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -
     log_event(run, "run.submitted", detail)
 
 
-def log_event(run: RunDir, kind: str, detail: Mapping[str, Any]) -> None:
+def log_event(run: RunDir, kind: str, detail: JsonObject) -> None:
     """Write one event of this command, to the disk."""
     with contextlib.closing(EventLog(run.run_id, run.events, "client", 0)) as log:
         log.append(kind, detail=detail)

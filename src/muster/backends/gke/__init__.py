@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from muster.backends.backend import Backend, RenderedFiles
 from muster.backends.cluster import Cluster
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
+from muster.core.typed_json import JsonObject
 
 
 def _launcher() -> Launcher:
@@ -19,9 +18,7 @@ def _launcher() -> Launcher:
     return GkeLauncher()
 
 
-def _rendered(
-    form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]
-) -> RenderedFiles:
+def _rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
     from muster.backends.gke.manifests.formats import rendered
 
     return rendered(form, spec, run_id=run_id, run_dir=run_dir, options=options)

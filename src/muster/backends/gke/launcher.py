@@ -11,14 +11,12 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from muster.backends import code_bundle
 from muster.backends.gke.google.http import GoogleHttp, Http
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.jobset import Manifest
 from muster.backends.gke.manifests.placement import place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec
@@ -36,7 +34,11 @@ from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.protocols import Clock, Store
+from muster.core.typed_json import JsonObject, changed, child, text
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
+from muster.protocol.client import FromClient, SupervisorStatus
+from muster.protocol.codec import encode
+from muster.protocol.pipes import AskInPod
 from muster.storage import run_registry
 from muster.storage.store import open_store
 
@@ -98,28 +100,28 @@ class GkeLauncher:
             AccessError: not allowed.
             ConflictError: an older submission of the run is still being removed.
         """
-        manifests = _documents(request.files["run.yaml"])
-        spec = _spec_of(manifests)
+        manifests = {text(manifest, "kind"): manifest for manifest in _documents(request.files["run.yaml"])}
+        config, jobset = manifests["ConfigMap"], manifests["JobSet"]
+        spec = RunSpec.model_validate_json(text(config, "data", "resolved.json"))
         cluster = locate.needed(spec, request.run_id, self.options, self._session())
         number = request.labels.get(SUBMISSION, "1")
-        jobset = next(manifest for manifest in manifests if manifest["kind"] == "JobSet")
-        jobset["metadata"]["annotations"][ANNOTATION] = number
-        config = next(manifest for manifest in manifests if manifest["kind"] == "ConfigMap")
-        config["data"][SUBMISSION] = number
+        jobset = changed(jobset, number, "metadata", "annotations", ANNOTATION)
+        config = changed(config, number, "data", SUBMISSION)
         shipped, code = code_bundle.pack(spec, request.run_dir)
         if code is not None:
-            config["data"]["resolved.json"] = shipped.model_dump_json(indent=1) + "\n"
-            config["binaryData"] = {CODE: base64.b64encode(code).decode()}
+            config = changed(config, shipped.model_dump_json(indent=1) + "\n", "data", "resolved.json")
+            config = changed(config, base64.b64encode(code).decode(), "binaryData", CODE)
+        manifests |= {"ConfigMap": config, "JobSet": jobset}
         there = self._jobset(cluster, request.run_id)
-        if there is not None and _ended(there) and there["metadata"]["annotations"].get(ANNOTATION) != number:
+        if there is not None and _ended(there) and text(there, "metadata", "annotations", ANNOTATION) != number:
             self._clear(cluster, request.run_id)
             there = None
         if there is None:
             refuse_unknown_queue(cluster, jobset)
-            for manifest in manifests:
+            for manifest in manifests.values():
                 cluster.apply(manifest, dry_run=True)
             cluster.apply(self._token(request, jobset))
-            for manifest in manifests:
+            for manifest in manifests.values():
                 cluster.apply(manifest)
         self._record(request, number)
         return self._handle(request.run_id, request.run_dir, there or jobset)
@@ -170,13 +172,13 @@ class GkeLauncher:
     # ------------------------------------------------------------ inside
 
     def ask(
-        self, run_id: str, message: Mapping[str, Any], *, timeout_s: float = 5.0, resolved: str | None = None
-    ) -> dict[str, Any]:
+        self, run_id: str, message: FromClient, *, timeout_s: float = 5.0, resolved: str | None = None
+    ) -> SupervisorStatus:
         """Carry a question to the run's supervisor, in its pod; ``resolved`` replaces the run file before it."""
         cluster = self._known(run_id)
         if cluster is None:
-            return {"error": f"{run_id} has no cluster", "hint": f"muster status {run_id}"}
-        question = {"do": "ask", "message": dict(message), "timeout_s": timeout_s}
+            raise BackendError(f"{run_id} has no cluster", hint=f"muster status {run_id}")
+        question = AskInPod(message=encode(message).decode(), timeout_s=timeout_s)
         return pod_exec.ask(cluster, self._pods(cluster, run_id), question, run_id, resolved)
 
     def mirror(self, run_id: str, folder: Path) -> int:
@@ -225,7 +227,7 @@ class GkeLauncher:
 
     # ------------------------------------------------------------ below
 
-    def _labelled(self, cluster: Cluster, run_id: str) -> list[Manifest]:
+    def _labelled(self, cluster: Cluster, run_id: str) -> list[JsonObject]:
         kinds = [
             (JOBSET_API, "JobSet", "jobsets"),
             ("v1", "ConfigMap", "configmaps"),
@@ -240,12 +242,12 @@ class GkeLauncher:
 
     def _left(self, cluster: Cluster, run_id: str) -> list[str]:
         pods = [{**pod, "kind": "Pod"} for pod in self._pods(cluster, run_id)]
-        return [f"{row['kind']}/{row['metadata']['name']}" for row in [*self._labelled(cluster, run_id), *pods]]
+        return [f"{row['kind']}/{text(row, 'metadata', 'name')}" for row in [*self._labelled(cluster, run_id), *pods]]
 
-    def _pods(self, cluster: Cluster, run_id: str) -> Sequence[Mapping[str, Any]]:
+    def _pods(self, cluster: Cluster, run_id: str) -> Sequence[JsonObject]:
         return cluster.list("v1", "pods", namespace=self.options.namespace, labels=label(run_id))
 
-    def _jobset(self, cluster: Cluster, run_id: str) -> Mapping[str, Any] | None:
+    def _jobset(self, cluster: Cluster, run_id: str) -> JsonObject | None:
         return newest(cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)))
 
     def _clear(self, cluster: Cluster, run_id: str) -> None:
@@ -255,20 +257,20 @@ class GkeLauncher:
             for row in there if waited_s == 0 else ():
                 cluster.delete({**row, "apiVersion": JOBSET_API, "kind": "JobSet"})
             if waited_s >= GONE_WITHIN_S:
-                name = there[0]["metadata"]["name"]
+                name = text(there[0], "metadata", "name")
                 raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
             self.clock.sleep(2.0)
             waited_s += 2.0
 
-    def _token(self, request: JobRequest, jobset: Manifest) -> Manifest:
+    def _token(self, request: JobRequest, jobset: JsonObject) -> JsonObject:
         """The secret by which agents and supervisor know each other: the run folder's, or a new one."""
         local = _local_dir(request.run_id)
         path = local / "token" if local else None
         token = path.read_text().strip() if path and path.exists() else secrets.token_hex(32)
-        metadata = {
-            "name": f"{jobset['metadata']['name']}-token",
-            "namespace": jobset["metadata"]["namespace"],
-            "labels": dict(jobset["metadata"]["labels"]),
+        metadata: JsonObject = {
+            "name": f"{text(jobset, 'metadata', 'name')}-token",
+            "namespace": text(jobset, "metadata", "namespace"),
+            "labels": dict(child(jobset, "metadata", "labels")),
         }
         data = {"token": base64.b64encode(token.encode()).decode()}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
@@ -279,9 +281,8 @@ class GkeLauncher:
             record = {"version": 1, "run_id": request.run_id, "backend": self.name, SUBMISSION: int(number)}
             run_registry.replace_text(local / "job.json", json.dumps({**record, "run_dir": request.run_dir}) + "\n")
 
-    def _handle(self, run_id: str, run_dir: str, jobset: Mapping[str, Any]) -> JobHandle:
-        metadata = jobset["metadata"]
-        job_id = f"{metadata['namespace']}/{metadata['name']}"
+    def _handle(self, run_id: str, run_dir: str, jobset: JsonObject) -> JobHandle:
+        job_id = f"{text(jobset, 'metadata', 'namespace')}/{text(jobset, 'metadata', 'name')}"
         return JobHandle(run_id=run_id, backend=self.name, job_id=job_id, run_dir=run_dir)
 
     def _remembered(self, run_id: str) -> RunSpec | None:
@@ -318,16 +319,11 @@ def _local_dir(run_id: str) -> Path | None:
         return None
 
 
-def _documents(text: str) -> list[Manifest]:
+def _documents(text: str) -> list[JsonObject]:
     from ruamel.yaml import YAML
 
     return [document for document in YAML(typ="safe", pure=True).load_all(text) if document]
 
 
-def _spec_of(manifests: list[Manifest]) -> RunSpec:
-    config = next(manifest for manifest in manifests if manifest["kind"] == "ConfigMap")
-    return RunSpec.model_validate_json(config["data"]["resolved.json"])
-
-
-def _ended(jobset: Mapping[str, Any]) -> bool:
+def _ended(jobset: JsonObject) -> bool:
     return any((condition(jobset, kind) or {}).get("status") == "True" for kind in ("Completed", "Failed"))

@@ -13,9 +13,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import muster.backends.local.hardware as machine
 from muster.backends.local.resolve import resolve
@@ -25,12 +25,33 @@ from muster.core.clock import SystemClock, SystemShell
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.processes import Process
 from muster.core.protocols import Clock, Shell
+from muster.core.typed_json import Record
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
-from muster.storage import job_record, run_output, run_registry
-from muster.storage.paths import memory_prefix
+from muster.storage import job_record, memory_dir, run_output, run_registry
 
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task(Record):
+    """A process of the job."""
+
+    pid: int
+    start_ticks: int
+    argv: tuple[str, ...] = ()
+    foreground: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job(job_record.JobRecord):
+    state: Literal["starting", "started", "cancelled"] = "starting"
+    cwd: str
+    tasks: Mapping[str, _Task] = field(default_factory=dict)
+
+    def with_task(self, name: str, process: Process, *, argv: tuple[str, ...] = (), foreground: bool = False) -> _Job:
+        task = _Task(pid=process.pid, start_ticks=process.start_ticks, argv=argv, foreground=foreground)
+        return replace(self, tasks={**self.tasks, name: task})
 
 
 @dataclass(frozen=True)
@@ -103,16 +124,16 @@ class LocalLauncher:
             ConflictError: the folder belongs to another run.
         """
         run_dir = Path(request.run_dir)
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        run_registry.make_folder(run_dir / "logs")
         number = int(request.labels.get(SUBMISSION, "1"))
         with job_record.locked(run_dir):
-            record = job_record.read(run_dir, mark="tasks")
-            if record and record["run_id"] != request.run_id:
-                raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
-            if not record or number > record[SUBMISSION]:
+            record = job_record.read(run_dir, _Job, backend=self.name)
+            if record and record.run_id != request.run_id:
+                raise ConflictError(f"{run_dir} holds the run {record.run_id}", hint="choose another run_dir")
+            if not record or number > record.submission:
                 record = self._new_record(request, number)
                 job_record.write(run_dir, record)
-            if record["state"] != "cancelled":
+            if record.state != "cancelled":
                 self._start_missing(request, record, run_dir)
         return _handle(record, run_dir)
 
@@ -121,40 +142,33 @@ class LocalLauncher:
         run_dir = Path(handle.run_dir)
         process = processes.look(pid)
         with job_record.locked(run_dir):
-            record = job_record.read(run_dir, mark="tasks")
+            record = job_record.read(run_dir, _Job, backend=self.name)
             if record and process:
-                record["tasks"][task] = {"pid": pid, "start_ticks": process.start_ticks, "foreground": True}
-                job_record.write(run_dir, record)
+                job_record.write(run_dir, record.with_task(task, process, foreground=True))
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; else by the label of a living process."""
         with contextlib.suppress(UsageError, BackendError):
             run = run_registry.find(run_id)
-            record = job_record.read(run.path, mark="tasks")
+            record = job_record.read(run.path, _Job, backend=self.name)
             if record:
                 return _handle(record, run.path)
         for process in processes.labelled(run_id):
             return JobHandle(run_id=run_id, backend=self.name, job_id=str(process.pid), run_dir=process.run_dir)
         return None
 
-    def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
-        return {
-            "version": 1,
-            "run_id": request.run_id,
-            "backend": self.name,
-            SUBMISSION: number,
-            "state": "starting",
-            "submitted_wall_ns": self.clock.wall_ns(),
-            "cwd": os.getcwd(),
-            "tasks": {},
-        }
+    def _new_record(self, request: JobRequest, number: int) -> _Job:
+        return _Job(
+            run_id=request.run_id, backend=self.name, submission=number, submitted_wall_ns=self.clock.wall_ns(),
+            cwd=os.getcwd(),
+        )  # fmt: skip
 
-    def _start_missing(self, request: JobRequest, record: dict[str, Any], run_dir: Path) -> None:
+    def _start_missing(self, request: JobRequest, record: _Job, run_dir: Path) -> None:
         living = {process.argv: process for process in processes.labelled(request.run_id)}
         for task in request.tasks:
             for index in range(task.count):
                 name, argv = _copy(task, index)
-                if name in record["tasks"]:
+                if name in record.tasks:
                     continue
                 process = living.get(argv) or processes.start(
                     argv,
@@ -164,10 +178,9 @@ class LocalLauncher:
                     log=run_dir / "logs" / f"{name}.log",
                     cwd=run_dir,
                 )
-                record["tasks"][name] = {"pid": process.pid, "start_ticks": process.start_ticks, "argv": list(argv)}
+                record = record.with_task(name, process, argv=argv)
                 job_record.write(run_dir, record)
-        record["state"] = "started"
-        job_record.write(run_dir, record)
+        job_record.write(run_dir, replace(record, state="started"))
 
     # ------------------------------------------------------------ watch
 
@@ -175,18 +188,18 @@ class LocalLauncher:
         """Look once: at the record, at ``/proc``, and for a result at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
         try:
-            record = job_record.read(run_dir, mark="tasks")
+            record = job_record.read(run_dir, _Job, backend=self.name)
         except BackendError as error:  # damaged: living processes are still found by their label
             state = JobState.RUNNING if processes.labelled(handle.run_id) else JobState.FAILED
             return JobStatus(state=state, reason=f"{error}; muster down ends what runs")
         if not record:
             return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
-        tasks = record["tasks"]
-        living = {name: processes.lives(task["pid"], task["start_ticks"]) for name, task in tasks.items()}
+        living = {name: processes.lives(task.pid, task.start_ticks) for name, task in record.tasks.items()}
         tasks_text = {
-            name: f"running (pid {tasks[name]['pid']})" if alive else "ended" for name, alive in sorted(living.items())
+            name: f"running (pid {record.tasks[name].pid})" if alive else "ended"
+            for name, alive in sorted(living.items())
         }
-        state, reason, code = _judge(record, living, run_output.verdict(run_dir, record["submitted_wall_ns"]))
+        state, reason, code = _judge(record, living, run_output.verdict(run_dir, record.submitted_wall_ns))
         return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks_text)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
@@ -207,13 +220,10 @@ class LocalLauncher:
             with job_record.locked(run_dir):
                 record = None
                 with contextlib.suppress(BackendError):  # damaged: the label finds them
-                    record = job_record.read(run_dir, mark="tasks")
+                    record = job_record.read(run_dir, _Job, backend=self.name)
                 if record:
-                    record["state"] = "cancelled"
-                    job_record.write(run_dir, record)
-                    recorded = [
-                        Process(pid=task["pid"], start_ticks=task["start_ticks"]) for task in record["tasks"].values()
-                    ]
+                    job_record.write(run_dir, replace(record, state="cancelled"))
+                    recorded = [Process(pid=task.pid, start_ticks=task.start_ticks) for task in record.tasks.values()]
         spared = processes.ancestors()
         processes.send([process for process in recorded if process.pid not in spared], signal.SIGTERM)
         self._wait_until_gone(handle.run_id, recorded, spared, self.grace_s if recorded else 0.0)
@@ -236,8 +246,8 @@ class LocalLauncher:
         """What still exists of the run: the proof of a tear-down."""
         left = _remaining(handle.run_id, [], processes.ancestors())
         lines = [f"process {process.pid}: {' '.join(process.argv)[:80]}" for process in left]
-        prefix = Path(memory_prefix(handle.run_dir, handle.run_id)).name
-        return lines + [f"memory {path}" for path in _memory(prefix)]
+        ours, _ = memory_dir.left_over(Path(handle.run_dir), handle.run_id)
+        return lines + [f"memory {path}" for path in ours]
 
     def _wait_until_gone(self, run_id: str, recorded: Sequence[Process], spared: set[int], seconds: float) -> None:
         until = self.clock.monotonic_ns() + int(seconds * 1e9)
@@ -256,24 +266,23 @@ def _copy(task: TaskSpec, index: int) -> tuple[str, tuple[str, ...]]:
     return f"{task.name}-host-{index}", argv
 
 
-def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
-    return JobHandle(run_id=record["run_id"], backend="local", job_id=record["run_id"], run_dir=str(run_dir))
+def _handle(record: _Job, run_dir: Path) -> JobHandle:
+    return JobHandle(run_id=record.run_id, backend="local", job_id=record.run_id, run_dir=str(run_dir))
 
 
 # ---------------------------------------------------------------- judging
 
 
 def _judge(
-    record: Mapping[str, Any], living: Mapping[str, bool], verdict: Mapping[str, Any] | None
+    record: _Job, living: Mapping[str, bool], verdict: run_output.Verdict | None
 ) -> tuple[JobState, str, int | None]:
     alive = sum(living.values())
-    if record["state"] == "cancelled" and (verdict is None or verdict["outcome"] == "preempted"):
+    if record.state == "cancelled" and (verdict is None or verdict.outcome == "preempted"):
         # SIGTERM means preemption to a supervisor; this one came from `cancel`.
         return JobState.STOPPED, "cancelled" + (f", {alive} processes are ending" if alive else ""), None
     if verdict is not None:
-        code = int(verdict.get("exit_code", 1))
-        return JobState(verdict["outcome"]), str(verdict.get("reason", "")), code
-    if record["state"] == "starting":
+        return JobState(verdict.outcome), verdict.reason, verdict.exit_code
+    if record.state == "starting":
         reason = f"{alive} processes started; the submit was interrupted" if alive else "being started"
         return JobState.WAITING, reason, None
     if alive == 0:
@@ -293,11 +302,10 @@ def _remaining(run_id: str, recorded: Sequence[Process], spared: set[int]) -> li
     return [process for pid, process in sorted(living.items()) if pid not in spared]
 
 
-def _memory(prefix: str) -> list[Path]:
-    return sorted(environment.current().memory_root.glob(f"{prefix}-*"))
-
-
 def _remove_memory(run_dir: Path, run_id: str) -> None:
-    """Delete the snapshots in memory that killed agents left."""
-    for path in _memory(memory_prefix(run_dir, run_id)):
+    """Delete the snapshots in memory that killed agents left. Another user's folder of such a name is none of ours."""
+    ours, theirs = memory_dir.left_over(run_dir, run_id)
+    for path in ours:
         shutil.rmtree(path, ignore_errors=True)
+    for path in theirs:
+        print(f"note: {path} belongs to another user: the run did not make it, and it is left alone", file=sys.stderr)

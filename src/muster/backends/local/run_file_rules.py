@@ -8,8 +8,9 @@ from pathlib import Path
 
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
+from muster.core import environment
 from muster.core.errors import Problem, UsageError
-from muster.storage.paths import check_memory_dir, memory_dir
+from muster.storage.memory_dir import check_path_length
 
 #: Settings that describe hosts somewhere else.
 HOSTS_ELSEWHERE = (
@@ -26,7 +27,7 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
 def host_checks(spec: RunSpec) -> Iterator[Problem]:
     """What is missing on this machine."""
     try:
-        check_memory_dir(memory_dir(".", "", f"host-{spec.resources.hosts}"))
+        check_path_length(environment.current().memory_root, ".", run_id="", host=f"host-{spec.resources.hosts}")
     except UsageError as error:
         yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint=error.hint)
     tracker = spec.output.tracker

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from muster.backends.backend import Backend, RenderedFiles
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
+from muster.core.typed_json import JsonObject
 
 
 def _launcher() -> Launcher:
@@ -17,7 +15,7 @@ def _launcher() -> Launcher:
     return SlurmLauncher()
 
 
-def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
+def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
     """The job's script."""
     from muster.backends.slurm.script import SCRIPT, script
     from muster.storage import run_registry
@@ -26,7 +24,7 @@ def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping
     return RenderedFiles(files={SCRIPT: script(spec, run_id=run_id, run_dir=run_dir)})
 
 
-def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]) -> RenderedFiles:
+def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
     """A Cluster Toolkit blueprint of the cluster that the job runs on."""
     from muster.backends.slurm.toolkit import blueprint
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from muster.backends.slurm import locate
 from muster.backends.slurm.commands import Slurm
@@ -30,6 +29,7 @@ from muster.backends.slurm.script import program, python_of
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.errors import MusterError
+from muster.protocol.client import AskStatus, StopRun
 from muster.storage import run_output, run_registry
 from muster.transport.secure_session import read_token
 
@@ -38,7 +38,7 @@ CONTROLLERS = "controllers.json"
 #: Wait after the run's result: steps of nodes that are cut off do not end by themselves.
 LINGER_S = 5.0
 #: The request before the time limit: save, exit, run again.
-TIME_LIMIT_STOP: Mapping[str, object] = {"t": "stop", "save": True, "again": True, "source": "Slurm's time limit"}
+TIME_LIMIT_STOP = StopRun(again=True, source="Slurm's time limit")
 #: A step that ended although the run continues is started this often at most.
 STEP_STARTS = 4
 STEP_PAUSE_S = 10.0
@@ -86,12 +86,11 @@ class Batch:
         if verdict is None:
             _log("the run recorded no result; see logs/ and events/")
             return 1
-        code = int(verdict.get("exit_code", 1))
-        _log(f"{verdict.get('outcome')}: {verdict.get('reason', '')}")
-        to_resubmit = self.notice and code == 75
+        _log(f"{verdict.outcome}: {verdict.reason}")
+        to_resubmit = self.notice and verdict.exit_code == 75
         if to_resubmit and resubmit(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, _log):
             return 0  # for Slurm this job succeeded
-        return code
+        return verdict.exit_code
 
     # ------------------------------------------------------------ steps
 
@@ -119,7 +118,7 @@ class Batch:
         gpus = ["--nv"] if self.spec.resources.device == "cuda" else []
         return ["apptainer", "exec", *gpus, *mounts, container.image, *argv]
 
-    def _wait(self, steps: list[Step], wake: socket.socket) -> Mapping[str, Any] | None:
+    def _wait(self, steps: list[Step], wake: socket.socket) -> run_output.Verdict | None:
         """Wait until the run has a result and the steps have ended (or linger), or until no step is left."""
         seen_s: float | None = None
         while True:
@@ -198,19 +197,18 @@ def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:
     return argv
 
 
-def send_to_supervisor(run_dir: Path, request: Mapping[str, object]) -> bool:
+def send_to_supervisor(run_dir: Path, request: StopRun) -> bool:
     """Send the supervisor a stop request, unless it is stopping already; False: it did not answer."""
-    try:
-        host, port = json.loads((run_dir / "lease.json").read_text())["address"]
-    except (OSError, ValueError, KeyError, TypeError):
+    record = locate.lease(run_dir)
+    if record is None or record.address is None:
         return False
-    address, token = (str(host), int(port)), read_token(str(run_dir / "token"))
-    status = locate.request(address, token, {"t": "status"})
+    token = read_token(str(run_dir / "token"))
+    status = locate.request(record.address, token, AskStatus())
     if status is None:
         return False
-    if status.get("phase") in ("stopping", "ended"):  # a second stop would make it exit without saving
+    if status.phase in ("stopping", "ended"):  # a second stop would make it exit without saving
         return True
-    return locate.request(address, token, request) is not None
+    return locate.request(record.address, token, request) is not None
 
 
 def _mounts(spec: RunSpec, run_dir: str) -> list[str]:

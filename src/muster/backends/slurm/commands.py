@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.backends.slurm import parse, reason_text
 from muster.core.clock import SystemShell
@@ -164,6 +163,8 @@ def is_of(name: str, run_id: str, submission: int | None = None) -> bool:
 
 
 def _job(row: Mapping[str, str]) -> Job:
-    numbers = {key: int(row[key]) if row[key].isdigit() else None for key in ("id", "count", "start_s", "end_s")}
-    values: dict[str, Any] = {**row, **numbers, "id": str(numbers["id"] or 0), "count": numbers["count"] or 0}
-    return Job(**values)
+    job_id, count, start_s, end_s = (
+        int(row[key]) if row[key].isdigit() else None for key in ("id", "count", "start_s", "end_s")
+    )
+    words = {key: row[key] for key in ("name", "state", "reason", "nodes", "folder", "partition")}
+    return Job(id=str(job_id or 0), count=count or 0, start_s=start_s, end_s=end_s, **words)

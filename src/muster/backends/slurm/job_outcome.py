@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job
 from muster.core.types import JobState, JobStatus
+from muster.storage.job_record import JobRecord
+from muster.storage.run_output import Verdict
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "RESV_DEL_HOLD")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob(JobRecord):
+    """What the run's folder says of its job. ``interrupted`` is never written: nobody submits it any more."""
+
+    state: Literal["submitting", "submitted", "cancelled", "interrupted"] = "submitting"
+    job_id: str | None = None
+
+
 def judge(
-    record: Mapping[str, Any] | None,
+    record: SlurmJob | None,
     jobs: Sequence[Job],
-    verdict: Mapping[str, Any] | None,
+    verdict: Verdict | None,
     accounted: Mapping[str, str] | None,
     *,
     run_dir: Path,
@@ -25,13 +36,12 @@ def judge(
     living = [job for job in jobs if not job.ended]
     if record is None and not jobs:
         return JobStatus(state=JobState.ABSENT, reason="Slurm has no job of this run")
-    if record is not None and record["state"] == "cancelled" and (verdict is None or _preempted(verdict)):
+    if record is not None and record.state == "cancelled" and (verdict is None or _preempted(verdict)):
         ending = f", job {living[-1].id} is ending" if living else ""
         return JobStatus(state=JobState.STOPPED, reason=f"cancelled{ending}", tasks=_tasks(living))
     if verdict is not None and not _continues(verdict, living):
-        code = int(verdict.get("exit_code", 1))
         return JobStatus(
-            state=JobState(verdict["outcome"]), reason=str(verdict.get("reason", "")), exit_code=code,
+            state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code,
             tasks={"job": f"ending ({living[-1].id})"} if living else {},
         )  # fmt: skip
     if living:
@@ -40,11 +50,11 @@ def judge(
         return _ended(jobs[-1].state, jobs[-1].id, run_dir)
     if accounted and accounted.get("State"):
         return _ended(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir)
-    if record is not None and record["state"] == "interrupted":
+    if record is not None and record.state == "interrupted":
         return JobStatus(state=JobState.FAILED, reason="its submission was interrupted, and Slurm has no job of it")
-    if record is not None and record["job_id"] is None:
+    if record is not None and record.job_id is None:
         return JobStatus(state=JobState.WAITING, reason="being submitted")
-    job_id = record["job_id"] if record else ""
+    job_id = record.job_id if record else ""
     log = f"{run_dir}/logs/slurm-{job_id}.log"
     return JobStatus(
         state=JobState.FAILED, reason=f"Slurm no longer knows job {job_id}, and it recorded no result; its log is {log}"
@@ -78,12 +88,12 @@ def _tasks(living: Sequence[Job]) -> dict[str, str]:
     return {"supervisor": f"running (job {running[-1].id})"} if running else {}
 
 
-def _continues(verdict: Mapping[str, Any], living: Sequence[Job]) -> bool:
+def _continues(verdict: Verdict, living: Sequence[Job]) -> bool:
     """Whether the run saved on notice, and its next job (or the same one, requeued) waits or has begun."""
     return _preempted(verdict) and any(
-        job.state in _WAITING or (job.start_s or 0) * 1_000_000_000 > int(verdict.get("wall_ns", 0)) for job in living
+        job.state in _WAITING or (job.start_s or 0) * 1_000_000_000 > verdict.wall_ns for job in living
     )
 
 
-def _preempted(verdict: Mapping[str, Any]) -> bool:
-    return verdict.get("outcome") == "preempted"
+def _preempted(verdict: Verdict) -> bool:
+    return verdict.outcome == "preempted"

@@ -9,14 +9,13 @@ import contextlib
 import json
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from muster.backends.protocols import Terminal
 from muster.backends.slurm.commands import Job, NoAnswer, Slurm, name_of
 from muster.backends.slurm.job_exec import execute
-from muster.backends.slurm.job_outcome import judge
+from muster.backends.slurm.job_outcome import SlurmJob, judge
 from muster.backends.slurm.offers import offers, resolved_spec
 from muster.backends.slurm.script import SCRIPT, program, python_of, script
 from muster.config import validation
@@ -93,32 +92,30 @@ class SlurmLauncher:
             ConflictError: the folder belongs to another run.
         """
         run_dir = Path(request.run_dir)
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        run_registry.make_folder(run_dir / "logs")
         number = int(request.labels.get(SUBMISSION, "1"))
         with job_record.locked(run_dir):
-            record = job_record.read(run_dir, mark="job_id")
-            if record and record["run_id"] != request.run_id:
-                raise ConflictError(f"{run_dir} holds the run {record['run_id']}", hint="choose another run_dir")
-            if record and number > record[SUBMISSION]:
+            record = job_record.read(run_dir, SlurmJob, backend=self.name)
+            if record and record.run_id != request.run_id:
+                raise ConflictError(f"{run_dir} holds the run {record.run_id}", hint="choose another run_dir")
+            if record and number > record.submission:
                 self._refuse_second(record, run_dir)
-            if not record or number > record[SUBMISSION]:
+            if not record or number > record.submission:
                 record = self._new_record(request, number)
                 job_record.write(run_dir, record)
-            if record["job_id"] is None and record["state"] != "cancelled":
-                record["job_id"] = self._submit_script(request, run_dir, number)
-                record["state"] = "submitted"
+            if record.job_id is None and record.state != "cancelled":
+                record = replace(record, job_id=self._submit_script(request, run_dir, number), state="submitted")
                 job_record.write(run_dir, record)
         return _handle(record, run_dir)
 
-    def _refuse_second(self, record: Mapping[str, Any], run_dir: Path) -> None:
+    def _refuse_second(self, record: SlurmJob, run_dir: Path) -> None:
         """Refuse a second job: both would act as the run's hosts."""
-        if record["job_id"] is None and not self.slurm.jobs(record["run_id"]):
+        if record.job_id is None and not self.slurm.jobs(record.run_id):
             return  # its submit was interrupted before there was a job
         status = self.poll(_handle(record, run_dir))
         if not status.state.ended and status.state is not JobState.ABSENT:
             raise ConflictError(
-                f"{record['run_id']} continues by itself: {status.reason}",
-                hint=f"muster down {record['run_id']} ends it",
+                f"{record.run_id} continues by itself: {status.reason}", hint=f"muster down {record.run_id} ends it"
             )
 
     def _submit_script(self, request: JobRequest, run_dir: Path, number: int) -> str:
@@ -138,23 +135,17 @@ class SlurmLauncher:
                 return existing[-1].id
             raise BackendError(str(error), hint="run `scontrol ping` to check the controller") from error
 
-    def _new_record(self, request: JobRequest, number: int) -> dict[str, Any]:
-        return {
-            "version": 1,
-            "run_id": request.run_id,
-            "backend": self.name,
-            SUBMISSION: number,
-            "state": "submitting",
-            "submitted_wall_ns": self.clock.wall_ns(),
-            "job_id": None,
-        }
+    def _new_record(self, request: JobRequest, number: int) -> SlurmJob:
+        return SlurmJob(
+            run_id=request.run_id, backend=self.name, submission=number, submitted_wall_ns=self.clock.wall_ns()
+        )
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; failing that, by the name of a job that has not ended."""
         with contextlib.suppress(UsageError):
             run = run_registry.find(run_id)
-            record = job_record.read(run.path, mark="job_id")
-            if record and record["run_id"] == run_id:
+            record = job_record.read(run.path, SlurmJob, backend=self.name)
+            if record and record.run_id == run_id:
                 return _handle(record, run.path)
         jobs = self._living(run_id)
         if not jobs:
@@ -166,15 +157,14 @@ class SlurmLauncher:
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once: at the queue, and for a result at the end of the supervisor's log."""
         run_dir = Path(handle.run_dir)
-        record = job_record.read(run_dir, mark="job_id")
-        jobs = self.slurm.jobs(handle.run_id, record[SUBMISSION] if record else None)
-        submitting = record and record["job_id"] is None and record["state"] == "submitting"
-        if record and submitting and not job_record.is_locked(run_dir):
-            record["state"] = "interrupted"
-        since = record["submitted_wall_ns"] if record else 0
+        record = job_record.read(run_dir, SlurmJob, backend=self.name)
+        jobs = self.slurm.jobs(handle.run_id, record.submission if record else None)
+        if record and record.job_id is None and record.state == "submitting" and not job_record.is_locked(run_dir):
+            record = replace(record, state="interrupted")
+        since = record.submitted_wall_ns if record else 0
         last = None
-        if not jobs and record and record["job_id"]:
-            last = self.slurm.accounted(record["job_id"])  # Slurm forgets a job some minutes after its end
+        if not jobs and record and record.job_id:
+            last = self.slurm.accounted(record.job_id)  # Slurm forgets a job some minutes after its end
         return judge(record, jobs, run_output.verdict(run_dir, since), last, run_dir=run_dir)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
@@ -192,10 +182,9 @@ class SlurmLauncher:
         run_dir = Path(handle.run_dir)
         if run_dir.is_dir():
             with job_record.locked(run_dir):
-                record = job_record.read(run_dir, mark="job_id")
+                record = job_record.read(run_dir, SlurmJob, backend=self.name)
                 if record:
-                    record["state"] = "cancelled"
-                    job_record.write(run_dir, record)
+                    job_record.write(run_dir, replace(record, state="cancelled"))
         cancelled: set[str] = set()
         began_ns = self.clock.monotonic_ns()
         while living := self._living(handle.run_id):
@@ -252,5 +241,5 @@ def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
         return {}
 
 
-def _handle(record: Mapping[str, Any], run_dir: Path) -> JobHandle:
-    return JobHandle(run_id=record["run_id"], backend="slurm", job_id=record["job_id"] or "", run_dir=str(run_dir))
+def _handle(record: SlurmJob, run_dir: Path) -> JobHandle:
+    return JobHandle(run_id=record.run_id, backend="slurm", job_id=record.job_id or "", run_dir=str(run_dir))

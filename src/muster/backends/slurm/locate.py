@@ -6,10 +6,14 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
-from muster.transport.connections import ConnectionPool
+from muster.core.typed_json import Unreadable
+from muster.protocol.client import FromClient, SupervisorStatus
+from muster.protocol.lease import LeaseRecord, read_lease
+from muster.transport.client import ask_supervisor
 
 
 def address_of_this_node(peers: Iterable[str], *, interface: str | None = None) -> str:
@@ -45,27 +49,21 @@ def connects(address: tuple[str, int], *, timeout_s: float = 1.0) -> bool:
 
 
 def request(
-    address: tuple[str, int], token: bytes, message: Mapping[str, object], *, timeout_s: float = 5.0
-) -> Mapping[str, object] | None:
+    address: tuple[str, int], token: bytes, message: FromClient, *, timeout_s: float = 5.0
+) -> SupervisorStatus | None:
     """Send the supervisor one message and return its answer; None when none comes."""
-    answers: list[Mapping[str, object]] = []
-    lost: list[str] = []
-    hub = ConnectionPool(
-        token=token, on_message=lambda _, answer: answers.append(answer), on_gone=lambda _, reason: lost.append(reason)
-    )
     try:
-        peer = hub.connect(*address, timeout_s=timeout_s)
-        hub.send(peer, {"t": "hello", "role": "client"})
-        hub.send(peer, message)
-        for _ in range(int(timeout_s / 0.1)):
-            if answers or lost:
-                break
-            hub.run_once(0.1)
-    except (OSError, MusterError):
+        return ask_supervisor(address, token, message, timeout_s=timeout_s)
+    except (OSError, MusterError, Unreadable):
         return None
-    finally:
-        hub.shutdown()
-    return answers[0] if answers else None
+
+
+def lease(run_dir: Path) -> LeaseRecord | None:
+    """The record of the run's lease; None: there is none. Raises OtherVersion."""
+    try:
+        return read_lease((run_dir / "lease.json").read_bytes(), me="this job")
+    except (OSError, Unreadable):
+        return None
 
 
 def _address_of(interface: str) -> str:

@@ -19,10 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from muster.backends.slurm import locate
 from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_LIMIT_STOP, send_to_supervisor, wake_on_signals
@@ -31,8 +30,11 @@ from muster.backends.slurm.nccl_settings import with_nccl_settings
 from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, processes
 from muster.core.errors import ConflictError, MusterError
+from muster.core.typed_json import encode
+from muster.protocol.client import StopRun
+from muster.protocol.lease import LeaseRecord, read_lease
 from muster.storage import run_output
 from muster.storage.store import open_store
 
@@ -99,13 +101,13 @@ class Node:
                 self._watch_lease()
                 if self.term and self.supervisor is not None:
                     self._forward_term()
-                elif self.term and not (_lease(self.run_dir) or {}).get("address"):
+                elif self.term and not self._has_supervisor():
                     return self._give_up()
                 if self.ends_s is not None and time.time() > self.ends_s and not self.noticed:
                     self._notice()
         self._end_children()
-        verdict = self._verdict() or {}
-        code = int(verdict.get("exit_code", 1))
+        verdict = self._verdict()
+        code = verdict.exit_code if verdict is not None else 1
         if self.starts and self.index:
             self._replace_batch(code)
         _log("exited")
@@ -148,7 +150,7 @@ class Node:
         return program(module, sys.executable, run_id=self.run_id, run_dir=str(self.run_dir))
 
     def _start(self, name: str, argv: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        with open(self.run_dir / "logs" / f"{name}.log", "ab") as output:
+        with processes.open_log(self.run_dir / "logs" / f"{name}.log") as output:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self.run_dir,
                 env={**self.environ, **variables},
@@ -187,10 +189,14 @@ class Node:
             return False
         return self._verdict() is not None
 
-    def _verdict(self) -> Mapping[str, Any] | None:
+    def _verdict(self) -> run_output.Verdict | None:
         return run_output.verdict(self.run_dir, self.began_wall_ns)
 
     # ------------------------------------------------------------ the lease
+
+    def _has_supervisor(self) -> bool:
+        record = locate.lease(self.run_dir)
+        return record is not None and record.address is not None
 
     def _watch_lease(self) -> None:
         now = time.monotonic()
@@ -200,13 +206,13 @@ class Node:
         self.checked_s = now
         if self._verdict() is not None or self.failures >= SUPERVISOR_FAILURES:
             return
-        record = _lease(self.run_dir)
-        if record is None or not record.get("address"):
+        record = locate.lease(self.run_dir)
+        if record is None or record.address is None:
             # It was not taken yet, or the previous job released it.
             if self.index == 0 or now - self.began_s > FIRST_START_S + self.silence_limit_s:
                 self._take_over("the run's lease is free")
             return
-        address = (str(record["address"][0]), int(record["address"][1]))
+        address = record.address
         if locate.connects(address):
             self.reached_s, self.cut_off = time.monotonic(), False
             return
@@ -231,15 +237,15 @@ class Node:
             known = []
         return not known or any(locate.connects((str(host), int(port))) for host, port in known)
 
-    def _vacate(self, record: Mapping[str, Any]) -> bool:
+    def _vacate(self, record: LeaseRecord) -> bool:
         """Expire the lease of a holder that cannot be reached: its renewals fail from then on, and it exits."""
         store, uri = open_store(), str(self.run_dir / "lease.json")
         try:
             stored = store.get(uri)
-            current = json.loads(stored.data)
-            if current.get("term") != record.get("term"):
+            current = read_lease(stored.data, me="this job")
+            if current.term != record.term:
                 return False  # another node was faster
-            store.put_if(uri, json.dumps({**current, "expires_wall_ns": 0}).encode(), stored.generation)
+            store.put_if(uri, encode(replace(current, expires_wall_ns=0)), stored.generation)
         except (ConflictError, FileNotFoundError, ValueError):
             return False  # it was just renewed: check again
         return True
@@ -276,8 +282,7 @@ class Node:
 
         One that is saving already (the notice before the limit came first) is left alone: a second stop would end it.
         """
-        request = {"t": "stop", "save": True, "again": True, "source": "SIGTERM from Slurm"}
-        if send_to_supervisor(self.run_dir, request):
+        if send_to_supervisor(self.run_dir, StopRun(again=True, source="SIGTERM from Slurm")):
             self.term = False
 
 
@@ -290,14 +295,6 @@ def end_labelled(run_id: str, host: str, *, spared: set[int]) -> None:
         with contextlib.suppress(OSError):
             if labels <= set(Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0")):
                 os.kill(int(entry.name), signal.SIGKILL)
-
-
-def _lease(run_dir: Path) -> Mapping[str, Any] | None:
-    try:
-        record = json.loads((run_dir / "lease.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _job_began_wall_ns(run_dir: Path, job_id: str) -> int:
@@ -329,9 +326,9 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
     environ = environment.inherited()
-    log = os.open(arguments.run_dir / "logs" / f"node-{arguments.host}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    with processes.open_log(arguments.run_dir / "logs" / f"node-{arguments.host}.log") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     try:
         spec = RunSpec.model_validate_json((arguments.run_dir / "resolved.json").read_text())
         address = locate.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import io
 import re
-from functools import cache
-from importlib import resources
-from typing import Any
+from collections.abc import Mapping
 
 from muster.backends.slurm.toolkit_scripts import build_runners, controller_runners, node_runners
+from muster.catalog.toolkit import Family, Toolkit, toolkit
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem, RunFileError
+from muster.core.typed_json import Json, JsonObject
 from muster.storage import run_registry
 
-Module = dict[str, Any]
 #: Of the image; no disk that is made from it may be smaller (a nodeset's default is 50).
 DISK_GB = 100
 VPC = "modules/network/vpc"
@@ -34,11 +33,11 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
         RunFileError: a machine without blueprint, no project or zone, or a provisioning model that is not offered.
     """
     _refuse(spec)
-    table = _table()
-    family = table["families"][spec.resources.machine]
+    table = toolkit()
+    family = table.families[spec.resources.machine or ""]
     name = run_registry.slug(spec.name, 20)
     zone = spec.resources.locations[0]
-    deployment = {
+    deployment: JsonObject = {
         "terraform_backend_defaults": {
             "type": "gcs",
             "configuration": {"bucket": f"{spec.resources.project}-tf-state"},
@@ -52,12 +51,12 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
             **_provisioning(spec),
         },
     }
-    blueprint_yaml = {
-        "blueprint_name": f"muster-{family['partition']}",
+    blueprint_yaml: JsonObject = {
+        "blueprint_name": f"muster-{family.partition}",
         "vars": _variables(table, family),
         "deployment_groups": [
             {"group": "network", "modules": _networks(family)},
-            {"group": "image-script", "modules": [_build_script(table, family)]},
+            {"group": "image-script", "modules": [_build_script(family)]},
             {"group": "image", "modules": [_image(family)]},
             {"group": "cluster", "modules": _cluster(table, family, spec)},
         ],
@@ -65,7 +64,7 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
     heading = (
         f"# Slurm on Google Cloud for the run {spec.name!r}: {spec.resources.hosts} hosts and"
         f" {spec.resources.spare_hosts} spares of {spec.resources.machine}.\n"
-        f"# Written by muster render --format toolkit; settings as of Cluster Toolkit {table['toolkit']}.\n"
+        f"# Written by muster render --format toolkit; settings as of Cluster Toolkit {table.toolkit}.\n"
         f"# deploy:   gcluster deploy -d deployment.yaml blueprint.yaml --auto-approve\n"
         f"# destroy:  gcluster destroy {name} --auto-approve\n"
         "# It bills from its deployment until it is destroyed. The home (Filestore) is protected against deletion:\n"
@@ -76,12 +75,12 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
 
 def _refuse(spec: RunSpec) -> None:
     resources, problems = spec.resources, []
-    family = _table()["families"].get(resources.machine)
+    family = toolkit().families.get(resources.machine or "")
     if family is None:
         problems.append(
             Problem(
                 key="resources.machine", message="has no Cluster Toolkit blueprint here", value=resources.machine,
-                hint="one of " + ", ".join(_table()["families"]),
+                hint="one of " + ", ".join(toolkit().families),
             )
         )  # fmt: skip
     if resources.project is None:
@@ -93,11 +92,11 @@ def _refuse(spec: RunSpec) -> None:
             )
         )
     mode = resources.provisioning_model or ""
-    if family is not None and mode not in family["modes"]:
+    if family is not None and mode not in family.modes:
         problems.append(
             Problem(
                 key="resources.provisioning_model",
-                message=f"{resources.machine} is offered as {', '.join(family['modes'])}",
+                message=f"{resources.machine} is offered as {', '.join(family.modes)}",
                 value=mode,
             )
         )
@@ -107,7 +106,7 @@ def _refuse(spec: RunSpec) -> None:
         raise RunFileError(problems)
 
 
-def _provisioning(spec: RunSpec) -> dict[str, Any]:
+def _provisioning(spec: RunSpec) -> JsonObject:
     mode = spec.resources.provisioning_model
     return {
         "reservation_name": spec.resources.reservation or "",
@@ -116,16 +115,16 @@ def _provisioning(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _variables(table: Module, family: Module) -> Module:
+def _variables(table: Toolkit, family: Family) -> JsonObject:
     return {
-        "base_image": dict(table["base_image"]),
+        "base_image": dict(table.base_image),
         "image_family": "$(vars.deployment_name)-u22",
-        "slurm_gcp_version": str(table["slurm_gcp"]),
+        "slurm_gcp_version": table.slurm_gcp,
         "system_range": "192.168.0.0/19",
         "filestore_range": "192.168.32.0/24",
         **(
             {"second_range": "192.168.64.0/18", "rdma_range": "192.168.128.0/18"}
-            if family["fabric"] == "roce"
+            if family.fabric == "roce"
             else {"data_range": "10.0.0.0/9"}
         ),
         "local_ssd": "/mnt/localssd",
@@ -138,19 +137,19 @@ def _variables(table: Module, family: Module) -> Module:
 # ---------------------------------------------------------------- networks
 
 
-def _networks(family: Module) -> list[Module]:
-    networks = [_vpc("system-net", "sys", "$(vars.system_range)", family["mtu"])]
-    if family["fabric"] == "tcpxo":
-        settings = {
+def _networks(family: Family) -> list[JsonObject]:
+    networks = [_vpc("system-net", "sys", "$(vars.system_range)", family.mtu)]
+    if family.fabric == "tcpxo":
+        settings: JsonObject = {
             "network_name_prefix": "$(vars.deployment_name)-data",
             "global_ip_address_range": "$(vars.data_range)",
             "network_count": 8,
             "subnetwork_cidr_suffix": 20,
-            "mtu": family["mtu"],
+            "mtu": family.mtu,
         }
         return [*networks, {"id": "data-nets", "source": "modules/network/multivpc", "settings": settings}]
     profile = "https://www.googleapis.com/compute/beta/projects/$(vars.project_id)/global/networkProfiles/$(vars.zone)-vpc-roce"
-    rdma = {
+    rdma: JsonObject = {
         "network_name": "$(vars.deployment_name)-rdma",
         "network_profile": profile,
         "network_routing_mode": "REGIONAL",
@@ -163,18 +162,18 @@ def _networks(family: Module) -> list[Module]:
     }
     return [
         *networks,
-        _vpc("second-net", "second", "$(vars.second_range)", family["mtu"]),
+        _vpc("second-net", "second", "$(vars.second_range)", family.mtu),
         {"id": "rdma-net", "source": "modules/network/gpu-rdma-vpc", "settings": rdma},
     ]
 
 
-def _vpc(name: str, short: str, cidr: str, mtu: int) -> Module:
-    rule = {
+def _vpc(name: str, short: str, cidr: str, mtu: int) -> JsonObject:
+    rule: JsonObject = {
         "name": f"$(vars.deployment_name)-{short}-internal",
         "ranges": [cidr],
         "allow": [{"protocol": "tcp"}, {"protocol": "udp"}, {"protocol": "icmp"}],
     }
-    subnet = {
+    subnet: JsonObject = {
         "subnet_name": f"$(vars.deployment_name)-{short}",
         "subnet_region": "$(vars.region)",
         "subnet_ip": cidr,
@@ -196,23 +195,23 @@ def _vpc(name: str, short: str, cidr: str, mtu: int) -> Module:
 # ---------------------------------------------------------------- image and cluster
 
 
-def _build_script(table: Module, family: Module) -> Module:
-    settings = {
+def _build_script(family: Family) -> JsonObject:
+    settings: JsonObject = {
         "install_ansible": True,
         "enable_gpu_network_wait_online": True,
-        "runners": build_runners(table, family),
+        "runners": build_runners(family),
     }
     return {"id": "build-script", "source": STARTUP, "settings": settings}
 
 
-def _image(family: Module) -> Module:
+def _image(family: Family) -> JsonObject:
     return {
         "id": "node-image",
         "source": "modules/packer/custom-image",
         "kind": "packer",
         "use": ["system-net", "build-script"],
         "settings": {
-            "machine_type": family["build_machine"],
+            "machine_type": family.build_machine,
             "source_image": "$(vars.base_image.image)",
             "source_image_project_id": ["$(vars.base_image.project)"],
             "image_family": "$(vars.image_family)",
@@ -222,9 +221,9 @@ def _image(family: Module) -> Module:
     }
 
 
-def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
-    image = {"project": "$(vars.project_id)", "family": "$(vars.image_family)"}
-    home = {
+def _cluster(table: Toolkit, family: Family, spec: RunSpec) -> list[JsonObject]:
+    image: JsonObject = {"project": "$(vars.project_id)", "family": "$(vars.image_family)"}
+    home: JsonObject = {
         "id": "homefs",
         "source": "modules/file-system/filestore",
         "use": ["system-net"],
@@ -238,17 +237,17 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
         },
         "outputs": ["network_storage"],
     }
-    startup = {
+    startup: JsonObject = {
         "local_ssd_filesystem": {"mountpoint": "$(vars.local_ssd)", "permissions": "1777"},
         "runners": node_runners(table, family),
     }
-    login = {
+    login: JsonObject = {
         "instance_image": image,
         "machine_type": "n2-standard-8",
         "disk_size_gb": 3 * DISK_GB,
         "enable_login_public_ips": True,
     }
-    controller: Module = {
+    controller: JsonObject = {
         "instance_image": image,
         "machine_type": "n2-standard-16",
         "disk_size_gb": 3 * DISK_GB,
@@ -256,8 +255,8 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
         "enable_external_prolog_epilog": True,
         "controller_startup_script": "$(controller-startup.startup_script)",
     }
-    partition = {
-        "partition_name": spec.resources.queue or family["partition"],
+    partition: JsonObject = {
+        "partition_name": spec.resources.queue or family.partition,
         "is_default": True,
         "exclusive": False,
         # Whole nodes; a node that boots slowly is not abandoned while a job waits for it.
@@ -280,25 +279,25 @@ def _cluster(table: Module, family: Module, spec: RunSpec) -> list[Module]:
     ]
 
 
-def _nodeset(family: Module, image: Module) -> Module:
-    settings: Module = {
+def _nodeset(family: Family, image: JsonObject) -> JsonObject:
+    settings: dict[str, Json] = {
         "instance_image": image,
-        "machine_type": next(name for name, row in _table()["families"].items() if row is family),
+        "machine_type": family.name,
         "node_count_static": "$(vars.cluster_size)",
         "node_count_dynamic_max": 0,
-        "disk_type": family["disk_type"],
+        "disk_type": family.disk_type,
         "disk_size_gb": DISK_GB,
         "bandwidth_tier": "gvnic_enabled",
         "enable_placement": False,
         "on_host_maintenance": "TERMINATE",
-        "node_conf": dict(family["node_conf"]),
+        "node_conf": dict(family.node_conf),
         "advanced_machine_features": {"threads_per_core": None},
         "reservation_name": "$(vars.reservation_name)",
         "enable_spot_vm": "$(vars.enable_spot_vm)",
         "dws_flex": {"enabled": "$(vars.dws_flex_enabled)"},
     }
     uses = ["system-net", "node-startup"]
-    if family["fabric"] == "tcpxo":
+    if family.fabric == "tcpxo":
         uses.append("data-nets")
     else:
         second = (
@@ -310,12 +309,12 @@ def _nodeset(family: Module, image: Module) -> Module:
     return {"id": "nodeset", "source": NODESET, "use": uses, "settings": settings}
 
 
-def _dump(value: Module) -> str:
+def _dump(value: JsonObject) -> str:
     from ruamel.yaml import YAML
     from ruamel.yaml.scalarstring import LiteralScalarString
 
-    def literal(node: Any) -> Any:
-        if isinstance(node, dict):
+    def literal(node: Json) -> Json:
+        if isinstance(node, Mapping):
             return {key: literal(item) for key, item in node.items()}
         if isinstance(node, list):
             return [literal(item) for item in node]
@@ -326,12 +325,3 @@ def _dump(value: Module) -> str:
     yaml.indent(mapping=2, sequence=2, offset=0)
     yaml.dump(literal(value), out)
     return out.getvalue()
-
-
-@cache
-def _table() -> Module:
-    from ruamel.yaml import YAML
-
-    text = resources.files("muster.catalog").joinpath("toolkit.yaml").read_text(encoding="utf-8")
-    loaded: Module = YAML(typ="safe", pure=True).load(text)
-    return loaded

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from muster.catalog.toolkit import Family, Toolkit
 
-Runner = dict[str, Any]
+Runner = dict[str, str]
 
 LIMITS = "* - memlock unlimited\n* - nproc unlimited\n* - stack unlimited\n* - nofile 1048576\n"
 #: slurm-gcp's own playbook, without the parts that a training node does not need.
@@ -74,7 +74,7 @@ ln -sf "$ROOT/scripts/rxdm" "$ROOT/partition-{partition}-epilog_slurmd.d/rxdm.ep
 NOTHING = "#!/bin/bash\ntrue\n"
 
 
-def build_runners(table: Runner, family: Runner) -> list[Runner]:
+def build_runners(family: Family) -> list[Runner]:
     """While the image is built."""
     runners = [
         {"type": "shell", "destination": "hold-driver.sh", "content": HOLD_DRIVER},
@@ -83,20 +83,20 @@ def build_runners(table: Runner, family: Runner) -> list[Runner]:
         {"type": "data", "destination": "/etc/security/limits.d/99-muster.conf", "content": LIMITS},
         {"type": "shell", "destination": "install-python.sh", "content": PYTHON},
     ]
-    if family["fabric"] == "tcpxo":
+    if family.fabric == "tcpxo":
         runners.append({"type": "shell", "destination": "install-tcpxo.sh", "content": TCPXO})
     return runners
 
 
-def node_runners(table: Runner, family: Runner) -> list[Runner]:
+def node_runners(table: Toolkit, family: Family) -> list[Runner]:
     """When a GPU node starts."""
-    if family["fabric"] != "roce":
+    if family.fabric != "roce":
         return [{"type": "shell", "destination": "ready.sh", "content": NOTHING}]
-    text = GIB.format(libnccl=table["nccl"]["libnccl"], gib=table["nccl"]["gib"])
+    text = GIB.format(libnccl=table.nccl["libnccl"], gib=table.nccl["gib"])
     return [{"type": "shell", "destination": "install-gib.sh", "content": text}]
 
 
-def controller_runners(family: Runner, partition: str) -> list[Runner]:
+def controller_runners(family: Family, partition: str) -> list[Runner]:
     """When the controller starts: prologs that every node runs before a job."""
-    text = PROLOG.format(partition=partition, prolog=family["prolog"]) if "prolog" in family else NOTHING
+    text = PROLOG.format(partition=partition, prolog=family.prolog) if family.prolog else NOTHING
     return [{"type": "shell", "destination": "stage-prologs.sh", "content": text}]

@@ -15,6 +15,7 @@ from typing import Any
 
 from muster.catalog import rows
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject, at, child, text, whole
 
 QUEUED = "flex_start_queued"
 #: Share of a machine's memory that ``/dev/shm`` may take: a full training's snapshots fill it, and what is left holds
@@ -120,10 +121,21 @@ class Family:
     tuner_config: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """What one kind of thing costs while it stays behind; None and empty: not known."""
+
+    name: str
+    how: str = ""
+    usd_per_day: float | None = None
+    usd_per_gb_month: Mapping[str, float] = field(default_factory=dict)
+    usd_per_hour: Mapping[str, float] = field(default_factory=dict)
+
+
 @cache
 def families() -> Mapping[str, Family]:
     """Every family, by name."""
-    fabrics = rows.typed(Fabric, {name: _fabric(row) for name, row in _table("fabrics.yaml")["fabrics"].items()})
+    fabrics = {name: _fabric(name, row) for name, row in _table("fabrics.yaml")["fabrics"].items()}
     return rows.typed(
         Family, {name: _family(row, fabrics) for name, row in _table("families.yaml")["families"].items()}
     )
@@ -165,14 +177,16 @@ def installers_url() -> str:
     return str(_table("fabrics.yaml")["installers"])
 
 
-def versions() -> dict[str, Any]:
+def versions() -> JsonObject:
     """Releases to install, least GKE versions, and pairs known to work together."""
-    return _table("versions.yaml")
+    return child(_table("versions.yaml"))
 
 
-def leftovers() -> dict[str, Any]:
-    """Prices of what stays behind."""
-    return _table("leftovers.yaml")
+@cache
+def leftovers() -> Mapping[str, Leftover]:
+    """Prices of what stays behind, by kind."""
+    table = _table("leftovers.yaml").items()
+    return rows.typed(Leftover, {kind: row for kind, row in table if isinstance(row, Mapping)})
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
@@ -180,25 +194,30 @@ def _nearest(name: str, known: Mapping[str, object]) -> str:
     return "did you mean " + " or ".join(near) + "?" if near else "known: " + ", ".join(sorted(known))
 
 
-def _table(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = rows.table(name, "gke")
-    return loaded
+def _table(name: str) -> Any:
+    return rows.table(name, "gke")
 
 
-def _family(row: Mapping[str, Any], fabrics: Mapping[str, Fabric]) -> dict[str, Any]:
+def _family(row: JsonObject, fabrics: Mapping[str, JsonObject]) -> JsonObject:
     """A machine has its family's modes and fabric where it names none of its own."""
     machines = {
-        name: {"name": name, "modes": row["modes"], **facts, "fabric": fabrics[facts.get("fabric", row["fabric"])]}
-        for name, facts in row["machines"].items()
+        name: {
+            "name": name,
+            "modes": row["modes"],
+            **child(row, "machines", name),
+            "fabric": fabrics[text(row, "machines", name, "fabric", default=text(row, "fabric"))],
+        }
+        for name in child(row, "machines")
     }
     return {**row, "machines": machines}
 
 
-def _fabric(row: Mapping[str, Any]) -> dict[str, Any]:
-    claim, sidecar = row.get("claim", {}), row.get("sidecar")
+def _fabric(name: str, row: JsonObject) -> JsonObject:
+    sidecar = child(row, "sidecar")
     return {
         **row,
-        "claim_class": claim.get("device_class"),
-        "claim_count": claim.get("count", 0),
-        "sidecar": sidecar and {**sidecar, "image": row["images"][sidecar["image"]]},
+        "name": name,
+        "claim_class": at(row, "claim", "device_class"),
+        "claim_count": whole(row, "claim", "count"),
+        "sidecar": {**sidecar, "image": text(row, "images", text(sidecar, "image"))} if sidecar else None,
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from muster.config.sources import FileSource
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 from muster.data.row_files import find_files, identify, read_files
 from muster.data.source_type import OpenedSource, SourceType
 
@@ -31,8 +31,8 @@ def _open(section: FileSource) -> OpenedSource:
     )
 
 
-def _scoring_context(section: FileSource) -> dict[str, Any]:
-    return {"database": Path(section.database).expanduser()} if section.database else {}
+def _scoring_context(section: FileSource) -> JsonObject:
+    return {"database": str(Path(section.database).expanduser())} if section.database else {}
 
 
 SOURCE = SourceType(section=FileSource, open=_open, task="text2sql", scoring_context=_scoring_context)

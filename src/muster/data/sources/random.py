@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from muster.config.sources import RandomSource
 from muster.data.source_type import OpenedSource, SourceType, TokenRows
+
+if TYPE_CHECKING:
+    from muster.data.arrays import Int32s
 
 _BLOCK_TOKENS = 1_000_000
 
@@ -28,7 +31,7 @@ def _token_rows(section: RandomSource, length: int, vocab_size: int) -> TokenRow
 
     tokens = min(section.row_length or length, length) + 1
 
-    def blocks() -> Iterator[Any]:
+    def blocks() -> Iterator[Int32s]:
         generator = np.random.Generator(np.random.Philox(section.seed))
         rows = max(1, _BLOCK_TOKENS // tokens)
         for first in range(0, section.rows, rows):

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from muster.report.audit.history import Finding, History, LayoutHistory, Line, layout_histories, load, up_to
 
@@ -254,20 +255,30 @@ def _checkpoints(history: History, finding: Finding) -> None:
 def _damage(marker: Path, directory: Path) -> str | None:
     """What is wrong with the data that a marker promises; None when it is whole."""
     try:
-        promised = json.loads(marker.read_text())
+        promised = json.loads(marker.read_text())["body"]
         folder = directory / str(promised["prefix"])
-        for item in promised["files"]:
+        for item in (*promised["files"], promised["index"]):
             path = folder / str(item["name"])
             if not path.is_file():
                 return f"{path.name} is missing"
             data = path.read_bytes()
             if len(data) != item["bytes"]:
                 return f"{path.name} has {len(data)} bytes, promised {item['bytes']}"
-            if zlib.crc32(data) != item["crc32"]:
+            if _checksum(data, of_blocks=item in promised["files"]) != item["checksum"]["value"]:
                 return f"{path.name} is corrupt: its checksum is not the promised one"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"not a marker ({type(error).__name__}: {error})"
     return None
+
+
+def _checksum(data: bytes, *, of_blocks: bool) -> str:
+    """Of an index: of its bytes. Of a shard: of the sums of its blocks of 1 MiB, which are the file's end."""
+    if not of_blocks:
+        return xxhash.xxh3_64_hexdigest(data)
+    end = len(data) - 8 * -(-len(data) // ((1 << 20) + 8))
+    blocks = (data[at : min(at + (1 << 20), end)] for at in range(0, end, 1 << 20))
+    sums = b"".join(xxhash.xxh3_64_intdigest(block).to_bytes(8, "little") for block in blocks)
+    return xxhash.xxh3_64_hexdigest(sums) if sums == data[end:] else "not the sums of its blocks"
 
 
 # ---------------------------------------------------------------- I6

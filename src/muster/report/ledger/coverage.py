@@ -17,8 +17,8 @@ def split(step: Step, reference: Reference | None) -> dict[str, int]:
     length = step.length_ns
     if not step.final:
         return {"redone": length}
-    stall = min(length, max(0, int(step.detail.get("stall_ns", 0))))
-    wait = min(length - stall, max(0, int(step.detail.get("data_wait_ns", 0))))
+    stall = min(length, max(0, step.detail.stall_ns or 0))
+    wait = min(length - stall, max(0, step.detail.data_wait_ns or 0))
     compute = length - stall - wait
     straggler = degraded = 0
     if reference is not None:

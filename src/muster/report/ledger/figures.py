@@ -5,21 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from muster.report.ledger.categories import CATEGORIES
 from muster.report.ledger.fold import Ledger
-from muster.report.ledger.reference_rate import fault_tolerance_overhead, typical_steps
+from muster.report.ledger.reference_rate import Reference, fault_tolerance_overhead, typical_steps
 from muster.report.ledger.restorable_versions import Version, versions
 
-_PRICED = ("usd_per_hour_now", "usd_per_step", "usd_per_million_tokens", "usd_per_goodput_point", "usd_lost")
 _HOUR_NS = 3_600_000_000_000
-
-
-def seconds(ns: int | float | None) -> float | None:
-    return None if ns is None else ns / 1e9
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -33,91 +27,128 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def tokens(ledger: Ledger) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
     """Tokens of the final lineage (each step once), and those that were computed in vain."""
+
+    final_lineage: int
+    supervised: int
+    padding: int
+    recomputed: int
+    recomputed_steps: int
+
+
+def tokens(ledger: Ledger) -> TokenCounts:
     final = ledger.lineage.final
     lost = [step for step in ledger.lineage.steps if not step.final]
-    return {
-        "final_lineage": sum(step.tokens for step in final),
-        "supervised": sum(int(step.detail.get("supervised_tokens", 0)) for step in final),
-        "padding": sum(int(step.detail.get("padding_tokens", 0)) for step in final),
-        "recomputed": sum(step.tokens for step in lost),
-        "recomputed_steps": len(lost),
-    }
+    return TokenCounts(
+        final_lineage=sum(step.tokens for step in final),
+        supervised=sum(step.detail.supervised_tokens or 0 for step in final),
+        padding=sum(step.detail.padding_tokens or 0 for step in final),
+        recomputed=sum(step.tokens for step in lost),
+        recomputed_steps=len(lost),
+    )
 
 
-def speed(ledger: Ledger) -> dict[str, Any]:
-    """Medians over clean steps (each attempt's first two left out): tokens/s, step time, MFU; null where unknown."""
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Medians over clean steps (each attempt's first two left out); None where unknown."""
+
+    tokens_per_s: float | None
+    step_s: float | None
+    step_s_p95: float | None
+    mfu: float | None
+    clean_steps: int
+
+
+def speed(ledger: Ledger) -> Speed:
     clean = typical_steps(ledger.lineage.steps)
-    mfu = [float(step.detail["mfu"]) for step in clean if step.detail.get("mfu") is not None]
+    mfu = [step.detail.mfu for step in clean if step.detail.mfu is not None]
     rates = [step.tokens / step.measured_ns * 1e9 for step in clean]
-    return {
-        "tokens_per_s": median(rates) if rates else None,
-        "step_s": median(step.measured_ns for step in clean) / 1e9 if clean else None,
-        "step_s_p95": quantile([step.measured_ns / 1e9 for step in clean], 0.95),
-        "mfu": median(mfu) if mfu else None,
-        "clean_steps": len(clean),
-    }
+    return Speed(
+        tokens_per_s=median(rates) if rates else None,
+        step_s=median(step.measured_ns for step in clean) / 1e9 if clean else None,
+        step_s_p95=quantile([step.measured_ns / 1e9 for step in clean], 0.95),
+        mfu=median(mfu) if mfu else None,
+        clean_steps=len(clean),
+    )
 
 
-def goodput(ledger: Ledger) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
     """Token goodput G = tokens in the final lineage / (R* x T), on each denominator, and the share of host-time."""
-    total = tokens(ledger)["final_lineage"]
-    reference = ledger.reference
-    purchased = ledger.purchased_ns
-    result: dict[str, Any] = {
-        **dict.fromkeys(("active", "purchased", "wall")),
-        "time": ledger.categories_ns["productive"] / purchased if purchased else None,
-        "fault_tolerance_overhead": fault_tolerance_overhead(ledger.events, ledger.lineage.steps),
-        "reference": None,
-    }
-    if reference is None:
+
+    active: float | None = None
+    purchased: float | None = None
+    wall: float | None = None
+    time: float | None
+    fault_tolerance_overhead: float | None
+    reference: Reference | None
+
+
+def goodput(ledger: Ledger) -> Goodput:
+    total, reference, purchased = tokens(ledger).final_lineage, ledger.reference, ledger.purchased_ns
+    result = Goodput(
+        time=ledger.categories_ns["productive"] / purchased if purchased else None,
+        fault_tolerance_overhead=fault_tolerance_overhead(ledger.events, ledger.lineage.steps),
+        reference=reference,
+    )
+    if reference is None or ledger.held_span is None:
         return result
-    result["reference"] = {name: value for name, value in asdict(reference).items() if name != "slow_beyond"}
-    if ledger.held_span is not None:
-        active_ns = ledger.held_span[1] - ledger.held_span[0]
-        rank_ns = sum(lane.held_ns * lane.gpus for lane in ledger.lanes.values())
-        wall_ns = active_ns + ledger.queue_ns
-        for name, capacity in (
-            ("active", active_ns * reference.tokens_per_s),
-            ("purchased", rank_ns * reference.tokens_per_rank_s),
-            ("wall", wall_ns * reference.tokens_per_s),
-        ):
-            result[name] = total / (capacity / 1e9) if capacity else None
-    return result
+    active_ns = ledger.held_span[1] - ledger.held_span[0]
+    rank_ns = sum(lane.held_ns * lane.gpus for lane in ledger.lanes.values())
+    wall_ns = active_ns + ledger.queue_ns
+
+    def share(capacity: float) -> float | None:
+        return total / (capacity / 1e9) if capacity else None
+
+    return replace(
+        result,
+        active=share(active_ns * reference.tokens_per_s),
+        purchased=share(rank_ns * reference.tokens_per_rank_s),
+        wall=share(wall_ns * reference.tokens_per_s),
+    )
 
 
-def cost(ledger: Ledger) -> dict[str, Any]:
-    """Dollars; null wherever a host's price is unknown, since a part is not the whole."""
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Dollars; None wherever a host's price is unknown, since a part is not the whole."""
+
+    usd: float | None = None
+    usd_known: float | None = None
+    hosts_without_price: Sequence[str]
+    usd_per_hour_now: float | None = None
+    usd_per_step: float | None = None
+    usd_per_million_tokens: float | None = None
+    usd_per_goodput_point: float | None = None
+    usd_lost: float | None = None
+
+
+def cost(ledger: Ledger) -> Cost:
     unknown = sorted(host for host, lane in ledger.lanes.items() if lane.usd_per_hour is None)
-    result: dict[str, Any] = {
-        **dict.fromkeys(("usd", "usd_known")),
-        "hosts_without_price": unknown,
-        **dict.fromkeys(_PRICED),
-    }
     if not ledger.lanes:
-        return result
+        return Cost(hosts_without_price=unknown)
     known = sum(lane.held_ns / _HOUR_NS * (lane.usd_per_hour or 0.0) for lane in ledger.lanes.values())
     if unknown:
-        result["usd_known"] = known if len(unknown) < len(ledger.lanes) else None
-        return result
+        return Cost(hosts_without_price=unknown, usd_known=known if len(unknown) < len(ledger.lanes) else None)
     final = ledger.lineage.final
     total_tokens = sum(step.tokens for step in final)
-    by_category = category_usd(ledger)
-    result["usd"] = result["usd_known"] = known
-    result["usd_per_hour_now"] = sum(
-        lane.usd_per_hour or 0.0
-        for lane in ledger.lanes.values()
-        if ledger.finished is None and lane.held and lane.held[-1][1] == ledger.end_ns
-    )
-    result["usd_per_step"] = known / len(final) if final else None
-    result["usd_per_million_tokens"] = known / total_tokens * 1e6 if total_tokens else None
-    result["usd_lost"] = known - (by_category["productive"] or 0.0)
-    rate = goodput(ledger)["purchased"]
-    if rate is not None and rate > 0:
+    rate = goodput(ledger).purchased
+    return Cost(
+        usd=known,
+        usd_known=known,
+        hosts_without_price=unknown,
+        usd_per_hour_now=sum(
+            lane.usd_per_hour or 0.0
+            for lane in ledger.lanes.values()
+            if ledger.finished is None and lane.held and lane.held[-1][1] == ledger.end_ns
+        ),
+        usd_per_step=known / len(final) if final else None,
+        usd_per_million_tokens=known / total_tokens * 1e6 if total_tokens else None,
         # The same tokens at a goodput one point higher take rate / (rate + 0.01) of the time, so of the money.
-        result["usd_per_goodput_point"] = known * 0.01 / (rate + 0.01)
-    return result
+        usd_per_goodput_point=known * 0.01 / (rate + 0.01) if rate is not None and rate > 0 else None,
+        usd_lost=known - (category_usd(ledger)["productive"] or 0.0),
+    )
 
 
 def category_usd(ledger: Ledger) -> dict[str, float | None]:
@@ -134,23 +165,46 @@ def category_usd(ledger: Ledger) -> dict[str, float | None]:
     return result
 
 
-def categories(ledger: Ledger) -> dict[str, dict[str, Any]]:
-    """Category -> host-seconds, share of the purchased time, dollars, meaning; all of them, zeros included."""
+@dataclass(frozen=True, kw_only=True)
+class CategoryTime:
+    """Host-time of one category."""
+
+    host_s: float
+    host_ns: int
+    share: float | None
+    """Of the purchased time."""
+    usd: float | None
+    meaning: str
+
+
+def categories(ledger: Ledger) -> dict[str, CategoryTime]:
+    """By name; all of them, zeros included."""
     purchased = ledger.purchased_ns
     usd = category_usd(ledger)
     return {
-        name: {
-            "host_s": ns / 1e9,
-            "host_ns": ns,
-            "share": ns / purchased if purchased else None,
-            "usd": usd[name],
-            "meaning": CATEGORIES[name],
-        }
+        name: CategoryTime(
+            host_s=ns / 1e9,
+            host_ns=ns,
+            share=ns / purchased if purchased else None,
+            usd=usd[name],
+            meaning=CATEGORIES[name],
+        )
         for name, ns in ledger.categories_ns.items()
     }
 
 
-def exposure(ledger: Ledger) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Ages:
+    """How old a tier's newest restorable state was while training ran, in seconds."""
+
+    versions: int
+    newest_step: int
+    mean_age_s: float | None
+    greatest_age_s: float
+    last_age_s: float
+
+
+def exposure(ledger: Ledger) -> dict[str, Ages]:
     """Tier -> how old its newest restorable state was while training ran: mean, greatest and last age in seconds.
 
     A state is as old as the end of its step. Integrated from the tier's first version on; tiers that never
@@ -160,7 +214,7 @@ def exposure(ledger: Ledger) -> dict[str, dict[str, Any]]:
     return {tier: _ages(held, until) for tier, held in versions(ledger.events, ledger.lineage.steps).items()}
 
 
-def _ages(held: Sequence[Version], until: int) -> dict[str, Any]:
+def _ages(held: Sequence[Version], until: int) -> Ages:
     area = 0.0
     greatest = 0
     newest = held[0].taken_ns
@@ -171,17 +225,30 @@ def _ages(held: Sequence[Version], until: int) -> dict[str, Any]:
             area += (end - begin) * ((begin - newest) + (end - newest)) / 2
             greatest = max(greatest, end - newest)
     length = until - held[0].at_ns
-    return {
-        "versions": len(held),
-        "newest_step": max(version.step for version in held),
-        "mean_age_s": area / length / 1e9 if length > 0 else None,
-        "greatest_age_s": greatest / 1e9,
-        "last_age_s": max(0, until - newest) / 1e9,
-    }
+    return Ages(
+        versions=len(held),
+        newest_step=max(version.step for version in held),
+        mean_age_s=area / length / 1e9 if length > 0 else None,
+        greatest_age_s=greatest / 1e9,
+        last_age_s=max(0, until - newest) / 1e9,
+    )
 
 
-def incident_kinds(ledger: Ledger) -> dict[str, dict[str, Any]]:
-    """Kind -> count, L and detection latency (p50, p95, seconds) of the incidents that stopped training."""
+@dataclass(frozen=True, kw_only=True)
+class KindFigures:
+    """Count, L and detection latency (p50, p95, seconds) of incidents of one kind that stopped training."""
+
+    count: int
+    recovered: int
+    lost_s_p50: float | None
+    lost_s_p95: float | None
+    detect_s_p50: float | None
+    detect_s_p95: float | None
+    host_s: float
+
+
+def incident_kinds(ledger: Ledger) -> dict[str, KindFigures]:
+    """Kind -> figures; ``all``: every kind together."""
     groups = defaultdict(list)
     for incident in ledger.incident_records.values():
         if incident.stopped_training:
@@ -191,13 +258,13 @@ def incident_kinds(ledger: Ledger) -> dict[str, dict[str, Any]]:
     for kind, members in sorted(groups.items()):
         lost = [incident.lost_ns / 1e9 for incident in members if incident.lost_ns is not None]
         noticed = [(incident.detected_ns - incident.fault_ns) / 1e9 for incident in members]
-        result[kind] = {
-            "count": len(members),
-            "recovered": len(lost),
-            "lost_s_p50": quantile(lost, 0.5),
-            "lost_s_p95": quantile(lost, 0.95),
-            "detect_s_p50": quantile(noticed, 0.5),
-            "detect_s_p95": quantile(noticed, 0.95),
-            "host_s": sum(sum(incident.host_ns.values()) for incident in members) / 1e9,
-        }
+        result[kind] = KindFigures(
+            count=len(members),
+            recovered=len(lost),
+            lost_s_p50=quantile(lost, 0.5),
+            lost_s_p95=quantile(lost, 0.95),
+            detect_s_p50=quantile(noticed, 0.5),
+            detect_s_p95=quantile(noticed, 0.95),
+            host_s=sum(sum(incident.host_ns.values()) for incident in members) / 1e9,
+        )
     return result

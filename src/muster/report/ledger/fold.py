@@ -10,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from muster.core.event_details.attempts import AttemptStarted
+from muster.core.event_details.hosts import HostRequested
+from muster.core.event_details.run import RunFinished, RunSubmitted
 from muster.core.events import Event
 from muster.report.ledger.categories import CATEGORIES, RECOVERY
 from muster.report.ledger.coverage import Coverage
@@ -28,7 +31,7 @@ class Ledger:
     aligned: Aligned
     begin_ns: int
     end_ns: int
-    finished: Event | None
+    finished: RunFinished | None
     lineage: Lineage
     lanes: dict[str, HostLane]
     coverage: dict[int, Coverage]
@@ -72,7 +75,7 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
     begin = events[0].t_ns if events else 0
     end = events[-1].t_ns if events else 0
     finished = _finished(events)
-    lineage = trace(events, end, finished.detail.get("outcome") if finished else None)
+    lineage = trace(events, end, finished.outcome if finished else None)
     reference = reference_rate(events, lineage.steps, reference_tokens_per_s)
     result = incident_records(events, lineage, _shifts(events))
     coverage = {
@@ -103,12 +106,12 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
     )
 
 
-def _finished(events: Sequence[Timed]) -> Event | None:
+def _finished(events: Sequence[Timed]) -> RunFinished | None:
     """The run's end, unless it was continued."""
     for timed in reversed(events):
-        if timed.event.kind == "run.finished":
-            return timed.event
-        if timed.event.kind in ("run.submitted", "attempt.started"):
+        if timed.event.kind == RunFinished.kind:
+            return timed.event.read(RunFinished)
+        if timed.event.kind in (RunSubmitted.kind, AttemptStarted.kind):
             return None
     return None
 
@@ -153,7 +156,9 @@ def _charge_redone(lineage: Lineage, result: Mapping[str, IncidentRecord]) -> No
 
 def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:
     """Wall time in which hosts were requested and none was held."""
-    requested = next((timed.t_ns for timed in events if timed.event.kind in ("run.submitted", "host.requested")), None)
+    requested = next(
+        (timed.t_ns for timed in events if timed.event.kind in (RunSubmitted.kind, HostRequested.kind)), None
+    )
     if requested is None:
         return 0
     begins = [begin for lane in lanes.values() for begin, _ in lane.held]

@@ -7,6 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from muster.core.event_details.attempts import PhaseChanged, RankExited
+from muster.core.event_details.hosts import (
+    AgentEnded,
+    AgentStarted,
+    HostAllocated,
+    HostLost,
+    HostQuarantined,
+    HostReleased,
+)
 from muster.report.ledger.coverage import Coverage
 from muster.report.ledger.incident_record import IncidentRecord, ended_by
 from muster.report.ledger.lineage import Attempt
@@ -15,8 +24,8 @@ from muster.report.ledger.time_axis import Timed, writer_of
 #: A host's state is that of its least advanced rank: earlier in this list wins.
 _RANK_STATES = ("down", "restart", "detect", "start", "restore", "warmup", "checkpoint", "eval", "train", "idle")
 
-_HOST_CHANGES = ("host.lost", "host.quarantined", "host.allocated")
-_LANE_KINDS = ("phase.changed", "rank.exited", "agent.started", *_HOST_CHANGES)
+_HOST_CHANGES = (HostLost.kind, HostQuarantined.kind, HostAllocated.kind)
+_LANE_KINDS = (PhaseChanged.kind, RankExited.kind, AgentStarted.kind, *_HOST_CHANGES)
 
 
 @dataclass(frozen=True)
@@ -104,16 +113,16 @@ def held_lanes(events: Sequence[Timed], end_ns: int) -> dict[str, HostLane]:
     since: dict[str, int] = {}
     for timed in events:
         event = timed.event
-        if event.kind == "host.allocated":
+        if event.kind == HostAllocated.kind:
             lane = lanes.setdefault(event.host, HostLane(host=event.host))
-            detail = event.detail
+            detail = event.read(HostAllocated)
             since.setdefault(event.host, timed.t_ns)
-            lane.gpus = max(1, int(detail["gpus"]))
-            lane.role = str(detail["role"])
-            lane.usd_per_hour = detail.get("usd_per_hour", lane.usd_per_hour)
-            lane.peak_flops = detail.get("peak_flops", lane.peak_flops)
-            lane.machine, lane.location = detail.get("machine"), detail.get("location")
-        elif event.kind == "host.released" and event.host in since:
+            lane.gpus = max(1, detail.gpus)
+            lane.role = detail.role
+            lane.usd_per_hour = lane.usd_per_hour if detail.usd_per_hour is None else detail.usd_per_hour
+            lane.peak_flops = lane.peak_flops if detail.peak_flops is None else detail.peak_flops
+            lane.machine, lane.location = detail.machine, detail.location
+        elif event.kind == HostReleased.kind and event.host in since:
             lanes[event.host].held.append((since.pop(event.host), timed.t_ns))
     for host, begin in since.items():
         lanes[host].held.append((begin, max(begin, end_ns)))
@@ -130,7 +139,7 @@ def _without_purchase(events: Sequence[Timed], known: Mapping[str, HostLane], en
         if host in known or writer_of(timed.file) in ("supervisor", "client"):
             continue
         first.setdefault(host, timed.t_ns)
-        last[host] = timed.t_ns if timed.event.kind == "agent.ended" else end_ns
+        last[host] = timed.t_ns if timed.event.kind == AgentEnded.kind else end_ns
         if timed.event.rank is not None:
             ranks[host].add(timed.event.rank)
     return {
@@ -216,7 +225,7 @@ def _lost_before(lane: HostLane, index: EventIndex, at: int) -> bool:
     used = [attempt.start_ns for attempt in index.attempts if lane.host in attempt.hosts]
     for t, kind in index.host_changes.get(lane.host, ()):
         if t <= at:
-            state = kind != "host.allocated" and not any(t < start <= at for start in used)
+            state = kind != HostAllocated.kind and not any(t < start <= at for start in used)
     return state
 
 
@@ -349,10 +358,10 @@ def _changes(index: EventIndex, host: str, attempt: Attempt) -> Iterator[tuple[i
         event = timed.event
         if event.attempt != attempt.number:
             continue
-        if event.kind == "phase.changed" and event.phase is not None:
+        if event.kind == PhaseChanged.kind and event.phase is not None:
             yield timed.t_ns, event.rank, event.phase
-        elif event.kind == "rank.exited" and event.rank is not None:
-            yield timed.t_ns, event.rank, "idle" if event.detail.get("exit_code") == 0 else "down"
+        elif event.kind == RankExited.kind and event.rank is not None:
+            yield timed.t_ns, event.rank, "down" if event.read(RankExited).exit_code else "idle"
 
 
 def _worst(states: Iterable[str]) -> str:
@@ -363,5 +372,5 @@ def _worst(states: Iterable[str]) -> str:
 def _ready(lane: HostLane, index: EventIndex, at: int) -> int | None:
     """When the agent was up in the purchase that holds ``at``; its event may precede the purchase's."""
     since = max((end for _, end in lane.held if end <= at), default=None)
-    ready = (timed.t_ns for timed in index.by_host.get(lane.host, ()) if timed.event.kind == "agent.started")
+    ready = (timed.t_ns for timed in index.by_host.get(lane.host, ()) if timed.event.kind == AgentStarted.kind)
     return next((t for t in ready if since is None or t > since), None)

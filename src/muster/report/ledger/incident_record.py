@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from muster.core.event_details.attempts import RankExited
+from muster.core.event_details.incidents import IncidentDecided, IncidentDetected, IncidentResolved
+from muster.core.types import Action
 from muster.report.ledger.lineage import Attempt, Lineage
 from muster.report.ledger.time_axis import Timed
 
@@ -25,7 +27,7 @@ class IncidentRecord:
     fault_ns: int
     """Earliest moment it can have begun, according to the log; at the latest the detection."""
     detected_ns: int
-    action: str | None = None
+    action: Action | None = None
     reason: str | None = None
     replacement: str | None = None
     decided_ns: int | None = None
@@ -45,7 +47,7 @@ class IncidentRecord:
 
     @property
     def stopped_training(self) -> bool:
-        return self.action not in (None, "ignore")
+        return self.action not in (None, Action.IGNORE)
 
     @property
     def lost_ns(self) -> int | None:
@@ -58,46 +60,46 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
     records: dict[str, IncidentRecord] = {}
     for timed in events:
         event = timed.event
-        if event.kind == "incident.detected":
-            detail = event.detail
-            if detail["incident_id"] in records:
+        if event.kind == IncidentDetected.kind:
+            detail = event.read(IncidentDetected)
+            if detail.incident_id in records:
                 continue
             fault = timed.t_ns
-            if detail.get("since_ns") is not None:
-                fault = min(fault, int(detail["since_ns"]) + shifts.get(timed.file, 0))
-            records[detail["incident_id"]] = IncidentRecord(
-                incident_id=detail["incident_id"],
-                kind=str(detail["incident"]),
+            if detail.since_ns is not None:
+                fault = min(fault, detail.since_ns + shifts.get(timed.file, 0))
+            records[detail.incident_id] = IncidentRecord(
+                incident_id=detail.incident_id,
+                kind=detail.incident,
                 host=event.host if event.host != "supervisor" else None,
                 rank=event.rank,
                 step=event.step,
                 attempt=event.attempt,
-                evidence=str(detail["evidence"]),
+                evidence=detail.evidence,
                 fault_ns=fault,
                 detected_ns=timed.t_ns,
             )
-        elif event.kind in ("incident.decided", "incident.resolved"):
-            _add_outcome(records.get(str(event.detail.get("incident_id"))), timed)
-    exits = [t for t in events if t.event.kind == "rank.exited" and t.event.detail.get("exit_code") not in (0, None)]
+        elif event.kind == IncidentDecided.kind:
+            _add_decision(records, event.read(IncidentDecided), timed.t_ns)
+        elif event.kind == IncidentResolved.kind:
+            _add_cost(records, event.read(IncidentResolved))
+    exits = [t for t in events if t.event.kind == RankExited.kind and t.event.read(RankExited).exit_code != 0]
     for incident in records.values():
         _add_surroundings(incident, exits, lineage)
     return records
 
 
-def _add_outcome(incident: IncidentRecord | None, timed: Timed) -> None:
-    if incident is None:
-        return
-    detail: Mapping[str, Any] = timed.event.detail
-    if timed.event.kind == "incident.decided":
-        incident.action = str(detail["action"])
-        incident.reason = str(detail["reason"])
-        incident.replacement = detail.get("replacement")
-        incident.decided_ns = timed.t_ns
-    else:
-        incident.reported_lost_ns = int(detail["lost_ns"])
-        incident.stages_ns = {
-            key: int(value) for key, value in dict(detail.get("stages_ns") or {}).items() if key != "resume_step"
-        }
+def _add_decision(records: Mapping[str, IncidentRecord], detail: IncidentDecided, at_ns: int) -> None:
+    incident = records.get(detail.incident_id)
+    if incident is not None:
+        incident.action, incident.reason, incident.replacement = detail.action, detail.reason, detail.replacement
+        incident.decided_ns = at_ns
+
+
+def _add_cost(records: Mapping[str, IncidentRecord], detail: IncidentResolved) -> None:
+    incident = records.get(detail.incident_id)
+    if incident is not None:
+        incident.reported_lost_ns = detail.lost_ns
+        incident.stages_ns = {key: ns for key, ns in detail.stages_ns.items() if key != "resume_step"}
 
 
 def _add_surroundings(incident: IncidentRecord, exits: Sequence[Timed], lineage: Lineage) -> None:

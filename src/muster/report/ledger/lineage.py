@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from muster.core.event_details import training
+from muster.core.event_details.attempts import AttemptEnded, AttemptStarted
+from muster.core.event_details.checkpoints import DURABLE, CheckpointCommitted, CheckpointRestored
 from muster.report.ledger.time_axis import Timed
 
 #: A step's event is stamped microseconds after the step's end: a smaller gap is ignored.
@@ -22,7 +24,7 @@ class Attempt:
     end_ns: int
     hosts: dict[str, list[int]]
     world_size: int
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: Mapping[str, int] = field(default_factory=dict)
     resume_step: int | None = None
     tier: str | None = None
     cause: str | None = None
@@ -39,14 +41,14 @@ class Step:
     begin_ns: int
     end_ns: int
     world_size: int
-    detail: dict[str, Any]
+    detail: training.Step
     final: bool = False
     lost_to: str | None = None
     """The incident whose recovery discarded this step."""
 
     @property
     def tokens(self) -> int:
-        return int(self.detail.get("tokens") or 0)
+        return self.detail.tokens or 0
 
     @property
     def length_ns(self) -> int:
@@ -56,7 +58,7 @@ class Step:
     @property
     def measured_ns(self) -> int:
         """As the trainer measured it, and never more than the axis has room for."""
-        logged = int(self.detail.get("step_ns") or 0)
+        logged = self.detail.step_ns
         return min(logged, self.length_ns) if logged > 0 else self.length_ns
 
 
@@ -105,7 +107,7 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
     reached: dict[int, int] = {}
     for timed in events:
         event = timed.event
-        if event.kind != "step" or event.step is None or event.rank not in (0, None):
+        if event.kind != training.Step.kind or event.step is None or event.rank not in (0, None):
             continue
         attempt = by_number.get(event.attempt)
         if attempt is None:
@@ -115,7 +117,8 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
             fenced += 1
             continue
         floor = last_end.get(event.attempt, attempt.start_ns)
-        length = max(0, int(event.detail.get("step_ns", 0)))
+        detail = event.read(training.Step)
+        length = max(0, detail.step_ns)
         begin = max(floor, timed.t_ns - length)
         if begin - floor < max(_SEAM_NS, length // 100):
             begin = floor
@@ -128,7 +131,7 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
                 begin_ns=begin,
                 end_ns=end,
                 world_size=attempt.world_size,
-                detail=dict(event.detail),
+                detail=detail,
             )
         )
     resumed_ranges = _resumed_ranges(attempts, steps, _restored(events))
@@ -140,23 +143,23 @@ def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
     result: dict[int, Attempt] = {}
     for timed in events:
         event = timed.event
-        if event.kind == "attempt.started" and event.attempt not in result:
-            detail = event.detail
+        if event.kind == AttemptStarted.kind and event.attempt not in result:
+            detail = event.read(AttemptStarted)
             result[event.attempt] = Attempt(
                 number=event.attempt,
                 start_ns=timed.t_ns,
                 end_ns=end_ns,
-                hosts={host: list(ranks) for host, ranks in dict(detail["hosts"]).items()},
-                world_size=int(detail["world_size"]),
-                layout=dict(detail.get("layout") or {}),
-                resume_step=detail.get("resume_step"),
-                tier=detail.get("tier"),
-                cause=detail.get("cause"),
+                hosts={host: list(ranks) for host, ranks in detail.hosts.items()},
+                world_size=detail.world_size,
+                layout=detail.layout,
+                resume_step=detail.resume_step,
+                tier=detail.tier,
+                cause=detail.cause,
             )
-        elif event.kind == "attempt.ended" and event.attempt in result and not result[event.attempt].closed:
+        elif event.kind == AttemptEnded.kind and event.attempt in result and not result[event.attempt].closed:
             attempt = result[event.attempt]
             attempt.end_ns, attempt.closed = max(attempt.start_ns, timed.t_ns), True
-            attempt.end_reason = str(event.detail.get("reason"))
+            attempt.end_reason = event.read(AttemptEnded).reason
     if not result:
         _attempts_of_ranks(events, end_ns, result)
     ordered = sorted(result.values(), key=lambda attempt: attempt.number)
@@ -186,7 +189,7 @@ def _restored(events: Sequence[Timed]) -> dict[int, int]:
     return {
         timed.event.attempt: timed.event.step
         for timed in events
-        if timed.event.kind == "checkpoint.restored" and timed.event.step is not None
+        if timed.event.kind == CheckpointRestored.kind and timed.event.step is not None
     }
 
 
@@ -194,8 +197,9 @@ def _durable_limit(events: Sequence[Timed], outcome: str | None) -> int | None:
     """Newest restorable step of a run that failed or was stopped; None: no limit."""
     if outcome in (None, "succeeded"):
         return None
-    committed = (timed.event for timed in events if timed.event.kind == "checkpoint.committed")
-    return max((event.step or 0 for event in committed if event.detail.get("tier") in ("disk", "bucket")), default=0)
+    committed = (timed.event for timed in events if timed.event.kind == CheckpointCommitted.kind)
+    durable = (event for event in committed if event.read(CheckpointCommitted).tier in DURABLE)
+    return max((event.step or 0 for event in durable), default=0)
 
 
 def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored: dict[int, int]) -> list[ResumedRange]:

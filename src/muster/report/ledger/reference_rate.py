@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from muster.core.event_details.training import BaselineRate
+from muster.core.events import Event
 from muster.report.ledger.lineage import Step
 from muster.report.ledger.time_axis import Timed
 
@@ -44,7 +46,7 @@ class Reference:
 
 def net_ns(step: Step) -> int:
     """The step's time without waits for data and stalls for snapshots."""
-    waits = int(step.detail.get("data_wait_ns", 0)) + int(step.detail.get("stall_ns", 0))
+    waits = (step.detail.data_wait_ns or 0) + (step.detail.stall_ns or 0)
     return max(1, step.measured_ns - max(0, waits))
 
 
@@ -79,18 +81,18 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
     per_token = median(worlds[world]) if enough else 0.0
     spread = _spread(worlds[world], per_token) if enough else None
     slow = 1 + max(_SLOW_AT_LEAST, _SLOW_DEVIATIONS * spread if spread is not None else _SLOW_AT_LEAST)
-    measured = [timed.event.detail for timed in events if timed.event.kind == "baseline_rate"]
+    measured = _measured(events)
     if given is not None:
         world = world or max((step.world_size for step in steps), default=1)
         return Reference(tokens_per_s=given, world_size=world, source="given", steps=0, spread=None, slow_beyond=slow)
-    if measured:
-        detail = measured[-1]
+    if measured is not None:
+        detail = measured.read(BaselineRate)
         return Reference(
-            tokens_per_s=float(detail["tokens_per_s"]),
-            world_size=int(detail["world_size"]),
+            tokens_per_s=detail.tokens_per_s,
+            world_size=detail.world_size,
             source="measured with fault tolerance off",
-            steps=int(detail["steps"]),
-            spread=detail.get("spread"),
+            steps=detail.steps,
+            spread=detail.spread,
             slow_beyond=slow,
         )
     if not enough:
@@ -111,21 +113,25 @@ def fault_tolerance_overhead(events: Sequence[Timed], steps: Sequence[Step]) -> 
 
     Saves and recoveries are not in it: they have categories of their own. Slightly negative is noise.
     """
-    measured = [timed.event for timed in events if timed.event.kind == "baseline_rate"]
-    if not measured:
+    measured = _measured(events)
+    if measured is None:
         return None
-    event = measured[-1]
-    rate = float(event.detail["tokens_per_s"])
-    first = int(event.detail.get("first_step", 0))
-    without = range(first, (event.step or first) + 1)
+    detail = measured.read(BaselineRate)
+    rate, first = detail.tokens_per_s, detail.first_step or 0
+    without = range(first, (measured.step or first) + 1)
     result = [
-        (step.measured_ns - max(0, int(step.detail.get("data_wait_ns", 0)))) / step.tokens
+        (step.measured_ns - max(0, step.detail.data_wait_ns or 0)) / step.tokens
         for step in clean_steps(steps)
-        if step.world_size == event.detail["world_size"] and step.step not in without
+        if step.world_size == detail.world_size and step.step not in without
     ]
     if len(result) < MIN_CLEAN_STEPS or rate <= 0 or median(result) <= 0:
         return None
     return 1 - 1e9 / median(result) / rate
+
+
+def _measured(events: Sequence[Timed]) -> Event | None:
+    """The newest ``baseline_rate`` event."""
+    return next((timed.event for timed in reversed(events) if timed.event.kind == BaselineRate.kind), None)
 
 
 def _spread(values: Sequence[float], middle: float) -> float:

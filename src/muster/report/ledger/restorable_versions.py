@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from muster.core.event_details import training
+from muster.core.event_details.checkpoints import CheckpointCommitted
 from muster.report.ledger.lineage import Step
 from muster.report.ledger.time_axis import Timed
-
-#: Key of a ``step`` event's detail -> the tier it speaks of. A snapshot each step has no event of its own.
-HELD = {"snapshot_step": "memory", "peer_step": "peer"}
 
 
 @dataclass(frozen=True, order=True)
@@ -28,13 +27,13 @@ def versions(events: Sequence[Timed], steps: Sequence[Step]) -> dict[str, list[V
     result: dict[str, list[Version]] = defaultdict(list)
     for timed in events:
         event = timed.event
-        if event.kind == "checkpoint.committed" and event.step is not None:
-            result[str(event.detail["tier"])].append(_version(timed, event.step, ends))
-        elif event.kind == "step":
-            for key, tier in HELD.items():
-                step = event.detail.get(key)
+        if event.kind == CheckpointCommitted.kind and event.step is not None:
+            result[event.read(CheckpointCommitted).tier].append(_version(timed, event.step, ends))
+        elif event.kind == training.Step.kind:  # a snapshot each step has no event of its own
+            detail = event.read(training.Step)
+            for tier, step in (("memory", detail.snapshot_step), ("peer", detail.peer_step)):
                 if step is not None and not (result[tier] and result[tier][-1].step == step):
-                    result[tier].append(_version(timed, int(step), ends))
+                    result[tier].append(_version(timed, step, ends))
     return {tier: sorted(held) for tier, held in result.items() if held}
 
 

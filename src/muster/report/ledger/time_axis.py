@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from muster.core.event_details.hosts import ClockOffset
 from muster.core.events import Event
 
 #: Two clocks whose wall-minus-monotonic differs by less are taken to be one machine's clock.
@@ -60,6 +61,12 @@ class _Offset:
     offset_ns: int
     error_ns: int
 
+    @classmethod
+    def measured(cls, event: Event, shift_ns: int = 0) -> _Offset:
+        """As the event says it. ``shift_ns``: of its supervisor's clock."""
+        detail = event.read(ClockOffset)
+        return cls(event.mono_ns + shift_ns, detail.offset_ns + shift_ns, detail.error_ns)
+
 
 def align(files: Mapping[str, Sequence[Event]]) -> Aligned:
     """Merge the files. The order within one instant is that of file names, then of writing."""
@@ -97,11 +104,7 @@ def _by_wall(event: Event, wall_at_zero: int) -> int:
 
 
 def _raw_offsets(events: Sequence[Event]) -> dict[str, _Offset]:
-    return {
-        event.host: _Offset(event.mono_ns, int(event.detail["offset_ns"]), int(event.detail["error_ns"]))
-        for event in events
-        if event.kind == "clock.offset"
-    }
+    return {event.host: _Offset.measured(event) for event in events if event.kind == ClockOffset.kind}
 
 
 def _supervisor_shifts(
@@ -127,13 +130,8 @@ def _offsets(
     result: dict[str, list[_Offset]] = defaultdict(list)
     for name in supervisors:
         for event in given[name]:
-            if event.kind == "clock.offset":
-                shift = shifts[name]
-                result[event.host].append(
-                    _Offset(
-                        event.mono_ns + shift, int(event.detail["offset_ns"]) + shift, int(event.detail["error_ns"])
-                    )
-                )
+            if event.kind == ClockOffset.kind:
+                result[event.host].append(_Offset.measured(event, shifts[name]))
     for measured in result.values():
         measured.sort(key=lambda offset: offset.at_ns)
     return result

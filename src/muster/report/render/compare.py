@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
+from muster.core.typed_json import Json, JsonObject
 from muster.report.ledger.categories import CATEGORIES
+from muster.report.render.document import Document
 
 #: Path into the document -> (label, format, which direction is better: 1 more, -1 less, 0 neither).
 FIGURES: dict[str, tuple[str, str, int]] = {
@@ -31,53 +33,75 @@ FIGURES: dict[str, tuple[str, str, int]] = {
 }
 
 
-def compare(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Figures and category shares of each run, and each one's change against the first; null where unknown."""
-    return {
-        "schema": 1,
-        "kind": "muster.report.compare",
-        "runs": [doc["run_id"] for doc in documents],
-        "figures": {path: _row([_at(doc, path) for doc in documents]) for path in FIGURES},
-        "categories": {name: _row([doc["categories"][name]["share"] for doc in documents]) for name in CATEGORIES},
-    }
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of every run, and each one's change against the first; None where unknown."""
+
+    values: Sequence[float | None]
+    change: Sequence[float | None]
+    ratio: Sequence[float | None]
 
 
-def _at(document: Any, path: str) -> float | None:
-    value = document
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Figures and category shares of runs side by side. In the order of the JSON."""
+
+    schema: int = 1
+    kind: str = "muster.report.compare"
+    runs: Sequence[str]
+    figures: Mapping[str, Row]
+    categories: Mapping[str, Row]
+
+    def to_json(self) -> JsonObject:
+        """In plain JSON types."""
+        return asdict(self)
+
+
+def compare(documents: Sequence[Document]) -> Comparison:
+    """What differs between the runs that these documents describe."""
+    plain = [document.to_json() for document in documents]
+    return Comparison(
+        runs=[document.run_id for document in documents],
+        figures={path: _row([_at(document, path) for document in plain]) for path in FIGURES},
+        categories={name: _row([document.categories[name].share for document in documents]) for name in CATEGORIES},
+    )
+
+
+def _at(value: Json, path: str) -> float | None:
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, int | float) else None
 
 
-def _row(values: list[float | None]) -> dict[str, Any]:
+def _row(values: list[float | None]) -> Row:
     first = values[0]
-    return {
-        "values": values,
-        "change": [None if first is None or value is None else value - first for value in values],
-        "ratio": [None if not first or value is None else value / first for value in values],
-    }
+    return Row(
+        values=values,
+        change=[None if first is None or value is None else value - first for value in values],
+        ratio=[None if not first or value is None else value / first for value in values],
+    )
 
 
-def table(result: dict[str, Any]) -> Table:
+def table(result: Comparison) -> Table:
     """The comparison for a terminal: a column a run, changes against the first."""
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("")
-    for name in result["runs"]:
+    for name in result.runs:
         drawn.add_column(name, justify="right", overflow="fold")
     for path, (label, form, better) in FIGURES.items():
-        row = result["figures"][path]
-        if any(value is not None for value in row["values"]):
+        row = result.figures[path]
+        if any(value is not None for value in row.values):
             drawn.add_row(label, *_cells(row, form, better))
     drawn.add_section()
-    for name, row in result["categories"].items():
-        if any(row["values"]):
+    for name, row in result.categories.items():
+        if any(row.values):
             drawn.add_row(f"  {name}", *_cells(row, "{:.2%}", 1 if name == "productive" else -1))
     return drawn
 
 
-def _cells(row: dict[str, Any], form: str, better: int) -> list[str]:
+def _cells(row: Row, form: str, better: int) -> list[str]:
     cells = []
-    for position, (value, change, ratio) in enumerate(zip(row["values"], row["change"], row["ratio"], strict=True)):
+    for position, (value, change, ratio) in enumerate(zip(row.values, row.change, row.ratio, strict=True)):
         text = "unknown" if value is None else form.format(value)
         if position and change and "%" in form:
             text += _colored(f" {change * 100:+.2f} pt", change * better)

@@ -1,58 +1,170 @@
-"""The report as one JSON document; ``docs/report.schema.json`` describes it."""
+"""The report as one document; ``docs/report.schema.json`` describes its JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
 
+from muster.core.event_details.run import Outcome, RunSubmitted
+from muster.core.event_details.training import Eval, ModelReady
 from muster.core.event_log import Verdict
-from muster.core.events import Event
+from muster.core.typed_json import JsonObject
 from muster.report.ledger import figures
 from muster.report.ledger.fold import Ledger
-from muster.report.render.sentences import incidents
+from muster.report.render.sentences import IncidentRow, incidents
 
 SCHEMA = 1
 
 
-def document(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
-    """Everything a reader may want, in plain JSON types. Null means unknown; nothing unknown is zero."""
-    speed = figures.speed(ledger)
-    total = figures.tokens(ledger)
+@dataclass(frozen=True, kw_only=True)
+class HostRow:
+    role: str
+    gpus: int
+    machine: str | None
+    location: str | None
+    usd_per_hour: float | None
+    held_s: float
+    purchase_logged: bool
+    categories_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    purchased_host_s: float
+    purchased_host_ns: int
+    identity_error: float
+    queue_s: float
+    hosts: Mapping[str, HostRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRow:
+    attempt: int
+    start_s: float
+    end_s: float | None
+    world_size: int
+    layout: Mapping[str, int]
+    hosts: Mapping[str, Sequence[int]]
+    cause: str | None
+    tier: str | None
+    steps: int
+    steps_kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRow:
+    events: int
+    torn_bytes: int
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCheck:
+    """What the check of the log's chains found."""
+
+    verified: bool
+    problems: Sequence[str]
+    files: Mapping[str, FileRow]
+    clock_error_s: Mapping[str, float | None]
+    fenced_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Everything a reader may want. None means unknown; nothing unknown is zero. In the order of the JSON."""
+
+    schema: int = SCHEMA
+    kind: str = "muster.report"
+    run_id: str
+    name: str | None
+    outcome: Outcome | None
+    exit_code: int | None
+    reason: str | None
+    backend: str | None
+    version: str | None
+    spec_digest: str | None
+    started: str | None
+    newest_event: str | None
+    wall_s: float
+    execution_accuracy: float | None
+    execution_accuracy_before: float | None
+    baseline_accuracy: float | None
+    query_match: float | None
+    final_loss: float | None
+    heldout_loss: float | None
+    steps: int
+    final_step: int | None
+    tokens: int
+    tokens_per_s: float | None
+    mfu: float | None
+    goodput: figures.Goodput
+    cost: figures.Cost
+    categories: Mapping[str, figures.CategoryTime]
+    host_time: HostTime
+    token_counts: figures.TokenCounts
+    speed: figures.Speed
+    interruptions: int
+    incidents: Sequence[IncidentRow]
+    incident_kinds: Mapping[str, figures.KindFigures]
+    checkpoint_exposure: Mapping[str, figures.Ages]
+    evals: Sequence[JsonObject]
+    attempts: Sequence[AttemptRow]
+    model: JsonObject | None
+    log: LogCheck
+    notes: Sequence[str]
+
+    def to_json(self) -> JsonObject:
+        """In plain JSON types."""
+        return asdict(self)
+
+
+def document(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> Document:
+    """The document of one run's ledger."""
+    submissions = (t.event.read(RunSubmitted) for t in ledger.events if t.event.kind == RunSubmitted.kind)
+    submitted, end = next(submissions, None), ledger.finished
     evals = _evals(ledger)
-    last = evals[-1] if evals else {}
-    final = ledger.lineage.final
-    return {
-        "schema": SCHEMA,
-        "kind": "muster.report",
-        **_run(ledger),
-        "execution_accuracy": _newest(evals, "execution_accuracy"),
-        "execution_accuracy_before": _newest(evals[:1], "execution_accuracy") if len(evals) > 1 else None,
-        "baseline_accuracy": _newest(evals, "baseline_accuracy"),
-        "query_match": _newest(evals, "query_match"),
-        "final_loss": final[-1].detail.get("loss") if final else None,
-        "heldout_loss": last.get("loss"),
-        "steps": len(final),
-        "final_step": final[-1].step if final else None,
-        "tokens": total["final_lineage"],
-        "tokens_per_s": speed["tokens_per_s"],
-        "mfu": speed["mfu"],
-        "goodput": figures.goodput(ledger),
-        "cost": figures.cost(ledger),
-        "categories": figures.categories(ledger),
-        "host_time": _host_time(ledger),
-        "token_counts": total,
-        "speed": speed,
-        "interruptions": sum(incident.stopped_training for incident in ledger.incident_records.values()),
-        "incidents": incidents(ledger),
-        "incident_kinds": figures.incident_kinds(ledger),
-        "checkpoint_exposure": figures.exposure(ledger),
-        "evals": evals,
-        "attempts": _attempts(ledger),
-        "model": _model(ledger),
-        "log": _log(ledger, verdicts),
-        "notes": list(ledger.notes),
-    }
+    told = [each for _, each in evals.values()]
+    speed, total, final = figures.speed(ledger), figures.tokens(ledger), ledger.lineage.final
+    return Document(
+        run_id=ledger.run_id,
+        name=submitted.name if submitted else None,
+        outcome=end.outcome if end else None,
+        exit_code=end.exit_code if end else None,
+        reason=end.reason if end else None,
+        backend=submitted.backend if submitted else None,
+        version=submitted.version if submitted else None,
+        spec_digest=submitted.spec_digest if submitted else None,
+        started=moment(ledger, ledger.begin_ns) if ledger.events else None,
+        newest_event=moment(ledger, ledger.end_ns) if ledger.events else None,
+        wall_s=(ledger.end_ns - ledger.begin_ns) / 1e9,
+        execution_accuracy=_newest(each.execution_accuracy for each in told),
+        execution_accuracy_before=told[0].execution_accuracy if len(told) > 1 else None,
+        baseline_accuracy=_newest(each.baseline_accuracy for each in told),
+        query_match=_newest(each.query_match for each in told),
+        final_loss=final[-1].detail.loss if final else None,
+        heldout_loss=told[-1].loss if told else None,
+        steps=len(final),
+        final_step=final[-1].step if final else None,
+        tokens=total.final_lineage,
+        tokens_per_s=speed.tokens_per_s,
+        mfu=speed.mfu,
+        goodput=figures.goodput(ledger),
+        cost=figures.cost(ledger),
+        categories=figures.categories(ledger),
+        host_time=_host_time(ledger),
+        token_counts=total,
+        speed=speed,
+        interruptions=sum(incident.stopped_training for incident in ledger.incident_records.values()),
+        incidents=incidents(ledger),
+        incident_kinds=figures.incident_kinds(ledger),
+        checkpoint_exposure=figures.exposure(ledger),
+        evals=[_plain({"step": step, "at_s": at_s, **vars(each), **each.more}) for step, (at_s, each) in evals.items()],
+        attempts=_attempts(ledger),
+        model=_model(ledger),
+        log=_log(ledger, verdicts),
+        notes=ledger.notes,
+    )
 
 
 def moment(ledger: Ledger, t_ns: int) -> str:
@@ -61,99 +173,85 @@ def moment(ledger: Ledger, t_ns: int) -> str:
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _run(ledger: Ledger) -> dict[str, Any]:
-    submitted = next((t.event for t in ledger.events if t.event.kind == "run.submitted"), None)
-    detail: Mapping[str, Any] = submitted.detail if submitted else {}
-    end: Mapping[str, Any] = ledger.finished.detail if ledger.finished else {}
-    return {
-        "run_id": ledger.run_id,
-        "name": detail.get("name"),
-        "outcome": end.get("outcome"),
-        "exit_code": end.get("exit_code"),
-        "reason": end.get("reason"),
-        "backend": detail.get("backend"),
-        "version": detail.get("version"),
-        "spec_digest": detail.get("spec_digest"),
-        "started": moment(ledger, ledger.begin_ns) if ledger.events else None,
-        "newest_event": moment(ledger, ledger.end_ns) if ledger.events else None,
-        "wall_s": (ledger.end_ns - ledger.begin_ns) / 1e9,
-    }
-
-
-def _host_time(ledger: Ledger) -> dict[str, Any]:
-    return {
-        "purchased_host_s": ledger.purchased_ns / 1e9,
-        "purchased_host_ns": ledger.purchased_ns,
-        "identity_error": ledger.identity_error,
-        "queue_s": ledger.queue_ns / 1e9,
-        "hosts": {
-            host: {
-                **{key: getattr(lane, key) for key in ("role", "gpus", "machine", "location", "usd_per_hour")},
-                "held_s": lane.held_ns / 1e9,
-                "purchase_logged": lane.purchase_logged,
-                "categories_s": {name: ns / 1e9 for name, ns in ledger.host_ns[host].items() if ns},
-            }
+def _host_time(ledger: Ledger) -> HostTime:
+    return HostTime(
+        purchased_host_s=ledger.purchased_ns / 1e9,
+        purchased_host_ns=ledger.purchased_ns,
+        identity_error=ledger.identity_error,
+        queue_s=ledger.queue_ns / 1e9,
+        hosts={
+            host: HostRow(
+                role=lane.role,
+                gpus=lane.gpus,
+                machine=lane.machine,
+                location=lane.location,
+                usd_per_hour=lane.usd_per_hour,
+                held_s=lane.held_ns / 1e9,
+                purchase_logged=lane.purchase_logged,
+                categories_s={name: ns / 1e9 for name, ns in ledger.host_ns[host].items() if ns},
+            )
             for host, lane in ledger.lanes.items()
         },
-    }
+    )
 
 
-def _newest(evals: list[dict[str, Any]], key: str) -> Any:
-    return next((result[key] for result in reversed(evals) if result.get(key) is not None), None)
+def _newest(values: Iterable[float | None]) -> float | None:
+    return next((value for value in reversed(list(values)) if value is not None), None)
 
 
-def _evals(ledger: Ledger) -> list[dict[str, Any]]:
-    """Evaluations of the final lineage, one per step (the latest), in step order."""
+def _evals(ledger: Ledger) -> dict[int, tuple[float, Eval]]:
+    """Evaluations of the final lineage, in step order: step -> (seconds since the run began, the latest one's)."""
     reached = {step.step for step in ledger.lineage.final} | {0}
-    result: dict[int, dict[str, Any]] = {}
+    result: dict[int, tuple[float, Eval]] = {}
     for timed in ledger.events:
-        event: Event = timed.event
-        if event.kind == "eval" and event.step is not None and (event.step in reached or not ledger.lineage.steps):
-            result[event.step] = {
-                "step": event.step,
-                "at_s": (timed.t_ns - ledger.begin_ns) / 1e9,
-                **{key: value for key, value in event.detail.items() if isinstance(value, int | float | str | bool)},
-            }
-    return [result[step] for step in sorted(result)]
+        event = timed.event
+        if event.kind == Eval.kind and event.step is not None and (event.step in reached or not ledger.lineage.steps):
+            result[event.step] = ((timed.t_ns - ledger.begin_ns) / 1e9, event.read(Eval))
+    return dict(sorted(result.items()))
 
 
-def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
+def _attempts(ledger: Ledger) -> list[AttemptRow]:
     return [
-        {
-            "attempt": attempt.number,
-            "start_s": (attempt.start_ns - ledger.begin_ns) / 1e9,
-            "end_s": (attempt.end_ns - ledger.begin_ns) / 1e9 if attempt.closed else None,
-            "world_size": attempt.world_size,
-            "layout": attempt.layout,
-            "hosts": attempt.hosts,
-            "cause": attempt.cause,
-            "tier": attempt.tier,
-            "steps": sum(1 for step in ledger.lineage.steps if step.attempt == attempt.number),
-            "steps_kept": sum(1 for step in ledger.lineage.steps if step.attempt == attempt.number and step.final),
-        }
+        AttemptRow(
+            attempt=attempt.number,
+            start_s=(attempt.start_ns - ledger.begin_ns) / 1e9,
+            end_s=(attempt.end_ns - ledger.begin_ns) / 1e9 if attempt.closed else None,
+            world_size=attempt.world_size,
+            layout=attempt.layout,
+            hosts=attempt.hosts,
+            cause=attempt.cause,
+            tier=attempt.tier,
+            steps=sum(1 for step in ledger.lineage.steps if step.attempt == attempt.number),
+            steps_kept=sum(1 for step in ledger.lineage.steps if step.attempt == attempt.number and step.final),
+        )
         for attempt in ledger.lineage.attempts
     ]
 
 
-def _model(ledger: Ledger) -> dict[str, Any] | None:
-    event = next((t.event for t in reversed(ledger.events) if t.event.kind == "model.ready"), None)
+def _model(ledger: Ledger) -> JsonObject | None:
+    event = next((t.event for t in reversed(ledger.events) if t.event.kind == ModelReady.kind), None)
     if event is None:
         return None
-    return {key: value for key, value in event.detail.items() if isinstance(value, int | float | str | bool)}
+    detail = event.read(ModelReady)
+    return _plain({**vars(detail), **detail.more})
 
 
-def _log(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
-    """What the check of the log's chains found."""
+def _plain(detail: JsonObject) -> JsonObject:
+    """What of an open detail is a word or a number."""
+    return {key: value for key, value in detail.items() if isinstance(value, int | float | str | bool)}
+
+
+def _log(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> LogCheck:
     problems = [f"{name}: {verdict.problem}" for name, verdict in verdicts.items() if verdict.problem]
-    return {
-        "verified": bool(verdicts) and not problems,
-        "problems": problems,
-        "files": {
-            name: {"events": verdict.events, "torn_bytes": verdict.torn_bytes, "problem": verdict.problem}
+    return LogCheck(
+        verified=bool(verdicts) and not problems,
+        problems=problems,
+        files={
+            name: FileRow(events=verdict.events, torn_bytes=verdict.torn_bytes, problem=verdict.problem)
             for name, verdict in verdicts.items()
         },
-        "clock_error_s": {
+        clock_error_s={
             name: None if error is None else error / 1e9 for name, error in ledger.aligned.clock_error_ns.items()
         },
-        "fenced_steps": ledger.lineage.fenced,
-    }
+        fenced_steps=ledger.lineage.fenced,
+    )

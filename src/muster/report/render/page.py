@@ -10,20 +10,21 @@ import json
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 from muster.report.ledger.fold import Ledger
+from muster.report.render.document import Document
 from muster.report.render.series import series
 
 
-def render(ledger: Ledger, document: dict[str, Any]) -> str:
+def render(ledger: Ledger, document: Document) -> str:
     """The page of one run. ``document``: that of the same ledger."""
-    title = f"{document['name'] or document['run_id']} · Muster"
-    return fill({"report": document, "series": series(ledger)}, title=title)
+    title = f"{document.name or document.run_id} · Muster"
+    return fill({"report": document.to_json(), "series": series(ledger)}, title=title)
 
 
-def fill(data: dict[str, Any], *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:
+def fill(data: JsonObject, *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:
     """The page around ``data``, drawn by ``script``; ``plain``: the command that prints the same without JavaScript.
 
     Text from a run never becomes markup: the script writes it as text alone.
@@ -60,7 +61,7 @@ def _text(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _embedded(data: dict[str, Any]) -> str:
+def _embedded(data: JsonObject) -> str:
     """JSON that cannot end its own script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from muster.core.types import Action
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.incident_record import IncidentRecord
 
-#: Of an incident's record, as it stands there.
-_ORIGIN = ("incident_id", "kind", "host", "rank", "step", "attempt")
-_REMEDY = ("action", "reason", "replacement", "tier", "resume_step")
 _ACTIONS = {
     "restart": "the ranks were restarted",
     "reset": "the hardware was reset and the ranks restarted",
@@ -70,31 +69,70 @@ def _cost_sentence(incident: IncidentRecord, usd: float | None, finished: bool) 
     return f"It cost {format_duration(incident.lost_ns / 1e9)}{redone}: {host_s:,.1f} host-seconds{money}"
 
 
-def incidents(ledger: Ledger) -> list[dict[str, Any]]:
-    """Every incident in time order, in figures and words."""
+@dataclass(frozen=True, kw_only=True)
+class IncidentRow:
+    """One incident in figures and words; times in seconds since the run began."""
+
+    incident_id: str
+    kind: str
+    host: str | None
+    rank: int | None
+    step: int | None
+    attempt: int
+    at_s: float
+    detected_s: float
+    detect_s: float
+    resumed_s: float | None
+    action: Action | None
+    reason: str | None
+    replacement: str | None
+    tier: str | None
+    resume_step: int | None
+    redone_steps: int
+    stopped_training: bool
+    lost_s: float | None
+    lost_s_supervisor: float | None
+    job_equivalent_s: float | None
+    stages_s: Mapping[str, float]
+    host_s: Mapping[str, float]
+    usd: float | None
+    sentence: str
+
+
+def incidents(ledger: Ledger) -> list[IncidentRow]:
+    """Every incident in time order."""
     priced = [lane.usd_per_hour for lane in ledger.lanes.values()]
     mean = sum(p for p in priced if p is not None) / len(priced) if priced and None not in priced else None
-    result = []
-    for incident in sorted(ledger.incident_records.values(), key=lambda incident: incident.detected_ns):
-        host_s = sum(incident.host_ns.values()) / 1e9
-        usd = None if mean is None else host_s / 3600 * mean
-        result.append(
-            {
-                **{key: getattr(incident, key) for key in _ORIGIN},
-                "at_s": (incident.fault_ns - ledger.begin_ns) / 1e9,
-                "detected_s": (incident.detected_ns - ledger.begin_ns) / 1e9,
-                "detect_s": (incident.detected_ns - incident.fault_ns) / 1e9,
-                "resumed_s": None if incident.resumed_ns is None else (incident.resumed_ns - ledger.begin_ns) / 1e9,
-                **{key: getattr(incident, key) for key in _REMEDY},
-                "redone_steps": incident.redone_steps if incident.stopped_training else 0,
-                "stopped_training": incident.stopped_training,
-                "lost_s": None if incident.lost_ns is None else incident.lost_ns / 1e9,
-                "lost_s_supervisor": None if incident.reported_lost_ns is None else incident.reported_lost_ns / 1e9,
-                "job_equivalent_s": host_s / incident.hosts if incident.hosts else None,
-                "stages_s": {name: ns / 1e9 for name, ns in incident.stages_ns.items()},
-                "host_s": {name: ns / 1e9 for name, ns in incident.host_ns.items()},
-                "usd": usd,
-                "sentence": sentence(incident, usd, finished=ledger.finished is not None),
-            }
-        )
-    return result
+    records = sorted(ledger.incident_records.values(), key=lambda incident: incident.detected_ns)
+    return [_row(ledger, incident, mean) for incident in records]
+
+
+def _row(ledger: Ledger, incident: IncidentRecord, usd_per_hour: float | None) -> IncidentRow:
+    host_s = sum(incident.host_ns.values()) / 1e9
+    usd = None if usd_per_hour is None else host_s / 3600 * usd_per_hour
+    return IncidentRow(
+        incident_id=incident.incident_id,
+        kind=incident.kind,
+        host=incident.host,
+        rank=incident.rank,
+        step=incident.step,
+        attempt=incident.attempt,
+        at_s=(incident.fault_ns - ledger.begin_ns) / 1e9,
+        detected_s=(incident.detected_ns - ledger.begin_ns) / 1e9,
+        detect_s=(incident.detected_ns - incident.fault_ns) / 1e9,
+        resumed_s=None if incident.resumed_ns is None else (incident.resumed_ns - ledger.begin_ns) / 1e9,
+        action=incident.action,
+        reason=incident.reason,
+        replacement=incident.replacement,
+        tier=incident.tier,
+        resume_step=incident.resume_step,
+        redone_steps=incident.redone_steps if incident.stopped_training else 0,
+        stopped_training=incident.stopped_training,
+        lost_s=None if incident.lost_ns is None else incident.lost_ns / 1e9,
+        lost_s_supervisor=None if incident.reported_lost_ns is None else incident.reported_lost_ns / 1e9,
+        job_equivalent_s=host_s / incident.hosts if incident.hosts else None,
+        stages_s={name: ns / 1e9 for name, ns in incident.stages_ns.items()},
+        host_s={name: ns / 1e9 for name, ns in incident.host_ns.items()},
+        usd=usd,
+        sentence=sentence(incident, usd, finished=ledger.finished is not None),
+    )

@@ -5,13 +5,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TypeAlias
 
+from muster.core.event_details.training import Eval
+from muster.core.typed_json import JsonObject
 from muster.report.ledger.categories import CATEGORIES
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.host_timeline import HostLane
 from muster.report.ledger.lineage import Step
 from muster.report.ledger.restorable_versions import Version, versions
+
+Columns: TypeAlias = dict[str, list[float | None]]
 
 #: Points of a curve; a screen shows fewer.
 _POINTS = 2000
@@ -21,7 +25,7 @@ _SAMPLES = 400
 STATES = ("train", *(name for name in CATEGORIES if name != "productive"))
 
 
-def series(ledger: Ledger) -> dict[str, Any]:
+def series(ledger: Ledger) -> JsonObject:
     """Columns for every chart; times in seconds since the run began."""
     return {
         "states": list(STATES),
@@ -40,7 +44,7 @@ def _at(ledger: Ledger, t_ns: int) -> float:
     return round((t_ns - ledger.begin_ns) / 1e9, digits)
 
 
-def _lane(ledger: Ledger, lane: HostLane) -> dict[str, Any]:
+def _lane(ledger: Ledger, lane: HostLane) -> JsonObject:
     known = {name: position for position, name in enumerate(ledger.incident_records)}
     return {
         "host": lane.host,
@@ -56,20 +60,20 @@ def _lane(ledger: Ledger, lane: HostLane) -> dict[str, Any]:
     }
 
 
-def _steps(ledger: Ledger) -> dict[str, list[Any]]:
+def _steps(ledger: Ledger) -> Columns:
     """One point per step in time order; a null row where an attempt ends, so that no line crosses an outage."""
-    columns: dict[str, Callable[[Step], Any]] = {
+    columns: dict[str, Callable[[Step], float | None]] = {
         "t": lambda step: _at(ledger, step.end_ns),
         "step": lambda step: step.step,
-        "loss": lambda step: step.detail.get("loss") if step.final else None,
-        "lost_loss": lambda step: None if step.final else step.detail.get("loss"),
+        "loss": lambda step: step.detail.loss if step.final else None,
+        "lost_loss": lambda step: None if step.final else step.detail.loss,
         "tokens_per_s": lambda step: round(step.tokens / step.measured_ns * 1e9, 2) if step.measured_ns else None,
-        "mfu": lambda step: step.detail.get("mfu"),
-        "memory_bytes": lambda step: step.detail.get("memory_bytes"),
-        "grad_norm": lambda step: step.detail.get("grad_norm"),
+        "mfu": lambda step: step.detail.mfu,
+        "memory_bytes": lambda step: step.detail.memory_bytes,
+        "grad_norm": lambda step: step.detail.grad_norm,
     }
     chosen = _thinned(ledger.lineage.steps)
-    result: dict[str, list[Any]] = {name: [] for name in columns}
+    result: Columns = {name: [] for name in columns}
     for position, step in enumerate(chosen):
         if position and step.attempt != chosen[position - 1].attempt:
             for name, column in result.items():
@@ -96,18 +100,18 @@ def _thinned(steps: Sequence[Step]) -> list[Step]:
 
 
 def _loss(step: Step) -> float:
-    loss = step.detail.get("loss")
-    return float(loss) if loss is not None else 0.0
+    return step.detail.loss or 0.0
 
 
-def _evals(ledger: Ledger) -> dict[str, list[Any]]:
-    result: dict[str, list[Any]] = {"t": [], "step": [], "loss": [], "execution_accuracy": []}
+def _evals(ledger: Ledger) -> Columns:
+    result: Columns = {"t": [], "step": [], "loss": [], "execution_accuracy": []}
     for timed in ledger.events:
-        if timed.event.kind == "eval":
+        if timed.event.kind == Eval.kind:
+            detail = timed.event.read(Eval)
             result["t"].append(_at(ledger, timed.t_ns))
             result["step"].append(timed.event.step)
-            result["loss"].append(timed.event.detail.get("loss"))
-            result["execution_accuracy"].append(timed.event.detail.get("execution_accuracy"))
+            result["loss"].append(detail.loss)
+            result["execution_accuracy"].append(detail.execution_accuracy)
     return result
 
 
@@ -115,7 +119,7 @@ def _moments(begin: int, end: int) -> list[int]:
     return [begin + (end - begin) * n // _SAMPLES for n in range(1, _SAMPLES + 1)]
 
 
-def _goodput(ledger: Ledger) -> dict[str, list[Any]] | None:
+def _goodput(ledger: Ledger) -> Columns | None:
     """Token goodput since the first purchase, on active and purchased hosts, and over the last twentieth."""
     span = ledger.held_span
     if span is None or ledger.reference is None or span[1] <= span[0]:
@@ -135,7 +139,7 @@ def _goodput(ledger: Ledger) -> dict[str, list[Any]] | None:
         return whole
 
     window = max(1, (end - begin) // 20)
-    result: dict[str, list[Any]] = {"t": [], "active": [], "purchased": [], "lately": []}
+    result: Columns = {"t": [], "active": [], "purchased": [], "lately": []}
     for t in _moments(begin, end):
         rank_ns = sum(_held_until(lane, t) * lane.gpus for lane in ledger.lanes.values())
         since = max(begin, t - window)
@@ -181,13 +185,13 @@ def _sawtooth(ledger: Ledger, held: list[Version], until: int) -> dict[str, list
     return result
 
 
-def _cost(ledger: Ledger) -> dict[str, list[Any]] | None:
+def _cost(ledger: Ledger) -> Columns | None:
     """Dollars spent so far. None: a price is unknown."""
     span = ledger.held_span
     lanes = list(ledger.lanes.values())
     if span is None or span[1] <= span[0] or any(lane.usd_per_hour is None for lane in lanes):
         return None
-    result: dict[str, list[Any]] = {"t": [], "usd": []}
+    result: Columns = {"t": [], "usd": []}
     for t in [span[0], *_moments(*span)]:
         result["t"].append(_at(ledger, t))
         usd = sum(_held_until(lane, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes)

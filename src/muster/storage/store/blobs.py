@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Protocol
 
 from muster.core import environment
 from muster.core.errors import AccessError, BackendError, MusterError
@@ -38,15 +38,15 @@ def writing(uri: str) -> Iterator[IO[bytes]]:
             for folder in (path.parent, path.parent.parent):  # its name in its folder, and the folder's own
                 sync_directory(folder)
         else:
-            file = filesystem(uri).open(uri, "wb")
+            upload = filesystem(uri).open(uri, "wb")
             try:
-                yield file
+                yield upload
             except BaseException:
                 # Closing would finish the upload with what there is of it.
                 with contextlib.suppress(AttributeError):
-                    file.closed = True
+                    upload.closed = True  # type: ignore[misc]
                 raise
-            file.close()
+            upload.close()
 
 
 @contextlib.contextmanager
@@ -67,8 +67,7 @@ def read_range(uri: str, start: int, stop: int) -> bytes:
         if uris.is_local(uri):
             with open(uris.local_path(uri), "rb", buffering=0) as file:
                 return os.pread(file.fileno(), stop - start, start)
-        result: bytes = filesystem(uri).cat_file(uri, start=start, end=stop)
-        return result
+        return filesystem(uri).cat_file(uri, start=start, end=stop)
 
 
 def size(uri: str) -> int:
@@ -103,7 +102,25 @@ def remove_tree(uri: str) -> None:
             pass
 
 
-def filesystem(uri: str) -> Any:
+class FileSystem(Protocol):
+    """What is used of fsspec's, which has no types."""
+
+    def open(self, path: str, mode: str) -> IO[bytes]: ...
+
+    def cat_file(self, path: str, *, start: int, end: int) -> bytes: ...
+
+    def size(self, path: str) -> int: ...
+
+    def ls(self, path: str, *, detail: bool) -> Iterable[Mapping[str, str]]: ...
+
+    def find(self, path: str) -> Iterable[str]: ...
+
+    def rm(self, path: str, *, recursive: bool) -> None: ...
+
+    def invalidate_cache(self) -> None: ...
+
+
+def filesystem(uri: str) -> FileSystem:
     """fsspec's file system for ``uri``. Raises BackendError where its library is missing."""
     # Without this each new bucket costs gcsfs about a minute of gRPC attempts against an emulator.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -112,9 +129,9 @@ def filesystem(uri: str) -> Any:
     scheme = uris.scheme(uri)
     extra = {"gs": "gcs", "s3": "s3"}.get(scheme)
     try:
-        if scheme == "gs" and environment.current().storage_emulator:
-            return fsspec.filesystem(scheme, token="anon")
-        return fsspec.filesystem(scheme)
+        anonymous = {"token": "anon"} if scheme == "gs" and environment.current().storage_emulator else {}
+        result: FileSystem = fsspec.filesystem(scheme, **anonymous)
+        return result
     except ImportError as error:
         hint = f"pip install 'muster[{extra}]'" if extra else None
         raise BackendError(f"{uri}: {error}", hint=hint) from error
@@ -122,7 +139,7 @@ def filesystem(uri: str) -> Any:
         raise BackendError(f"{uri}: {error}") from error
 
 
-def _current(uri: str) -> Any:
+def _current(uri: str) -> FileSystem:
     """The file system, which forgets what it has listed."""
     system = filesystem(uri)
     system.invalidate_cache()

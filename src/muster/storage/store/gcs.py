@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Stored
@@ -19,18 +19,43 @@ from muster.storage.store.blobs import translate
 _TIMEOUT_S = 60.0
 
 
+class _Blob(Protocol):
+    """What is used of the library's, which has no types."""
+
+    name: str
+    generation: int
+
+    def download_as_bytes(self, *, timeout: float, retry: None) -> bytes: ...
+
+    def upload_from_string(
+        self, data: bytes, *, content_type: str, timeout: float, retry: None, if_generation_match: int | None = None
+    ) -> None: ...
+
+    def delete(self, *, timeout: float, retry: None) -> None: ...
+
+
+class _Bucket(Protocol):
+    def blob(self, name: str) -> _Blob: ...
+
+
+class _Client(Protocol):
+    def bucket(self, name: str) -> _Bucket: ...
+
+    def list_blobs(self, bucket: str, *, prefix: str, timeout: float, retry: None) -> Iterable[_Blob]: ...
+
+
 class GcsStore:
     """The ``Store`` of ``gs://``. Safe to share between threads; makes its client at the first call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: Any = None
+        self._made: _Client | None = None
 
     def get(self, uri: str) -> Stored:
         with self._errors(uri):
             blob = self._blob(uri)
             # One request for both: the response's header carries the generation of its bytes.
-            data: bytes = blob.download_as_bytes(timeout=_TIMEOUT_S, retry=None)
+            data = blob.download_as_bytes(timeout=_TIMEOUT_S, retry=None)
             return Stored(data=data, generation=str(blob.generation))
 
     def put(self, uri: str, data: bytes) -> str:
@@ -64,11 +89,11 @@ class GcsStore:
             )
             return str(blob.generation)
 
-    def _blob(self, uri: str) -> Any:
+    def _blob(self, uri: str) -> _Blob:
         bucket, key = uris.bucket_and_key(uri)
         return self._client().bucket(bucket).blob(key)
 
-    def _client(self) -> Any:
+    def _client(self) -> _Client:
         with self._lock:
             if self._made is None:
                 try:

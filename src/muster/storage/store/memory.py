@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import MutableMapping
+from io import BytesIO
+from typing import Protocol
 
 from muster.core.errors import ConflictError
 from muster.core.protocols import Stored
@@ -68,7 +70,16 @@ def _path(uri: str) -> str:
     return "/" + uri.partition("://")[2].strip("/")
 
 
-def _system() -> Any:
+class _FileSystem(Protocol):
+    """What is used of fsspec's, which has no types."""
+
+    store: MutableMapping[str, BytesIO]
+
+    def pipe_file(self, path: str, value: bytes) -> None: ...
+
+
+def _system() -> _FileSystem:
     import fsspec
 
-    return fsspec.filesystem("memory")
+    result: _FileSystem = fsspec.filesystem("memory")
+    return result

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, cast
 
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Stored
 from muster.storage import uris
-from muster.storage.store.blobs import filesystem, translate
+from muster.storage.store.blobs import FileSystem, filesystem, translate
 
 
 class S3Store:
@@ -23,11 +23,10 @@ class S3Store:
 
     def get(self, uri: str) -> Stored:
         with _errors(uri):
-            answer = self._call("get_object", uri)
-            system = filesystem(uri)
+            answer = _call("get_object", uri)
             import fsspec.asyn
 
-            data: bytes = fsspec.asyn.sync(system.loop, answer["Body"].read)
+            data: bytes = fsspec.asyn.sync(_system(uri).loop, answer["Body"].read)
             return Stored(data=data, generation=answer["ETag"])
 
     def put(self, uri: str, data: bytes) -> str:
@@ -47,15 +46,29 @@ class S3Store:
 
     def delete(self, uri: str) -> None:
         with contextlib.suppress(FileNotFoundError), _errors(uri):
-            self._call("delete_object", uri)
+            _call("delete_object", uri)
 
     def _put(self, uri: str, data: bytes, **condition: str) -> str:
         with _errors(uri):
-            return str(self._call("put_object", uri, Body=data, **condition)["ETag"])
+            return str(_call("put_object", uri, Body=data, **condition)["ETag"])
 
-    def _call(self, method: str, uri: str, **arguments: Any) -> Any:
-        bucket, key = uris.bucket_and_key(uri)
-        return filesystem(uri).call_s3(method, Bucket=bucket, Key=key, **arguments)
+
+class _FileSystem(FileSystem, Protocol):
+    """What is used of s3fs's besides."""
+
+    loop: object
+
+    def call_s3(self, method: str, **arguments: str | bytes) -> Any: ...
+
+
+def _system(uri: str) -> _FileSystem:
+    return cast(_FileSystem, filesystem(uri))
+
+
+def _call(method: str, uri: str, **arguments: str | bytes) -> Any:
+    """The service's answer, whose form depends on the method."""
+    bucket, key = uris.bucket_and_key(uri)
+    return _system(uri).call_s3(method, Bucket=bucket, Key=key, **arguments)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from muster.supervise.recovery.state import SECOND_NS
+from muster.protocol.to_agent import Ping
+from muster.protocol.to_supervisor import Pong
+from muster.supervise.recovery.inputs import SECOND_NS
 
 #: An offset that has not changed is logged again after this time.
 AGAIN_S = 600.0
@@ -29,19 +29,19 @@ class ClockOffsets:
     _logged: dict[str, Offset] = field(default_factory=dict)
     _number: int = 0
 
-    def ping(self, host: str, now_ns: int) -> dict[str, Any]:
+    def ping(self, host: str, now_ns: int) -> Ping:
         """The message for a host."""
         self._number += 1
         self._asked[self._number] = (host, now_ns)
-        return {"t": "ping", "id": self._number}
+        return Ping(number=self._number)
 
-    def pong(self, message: Mapping[str, Any], now_ns: int) -> tuple[str, Offset] | None:
+    def pong(self, message: Pong, now_ns: int) -> tuple[str, Offset] | None:
         """The host and its offset; None where it adds nothing to what is logged."""
-        host, sent_ns = self._asked.pop(int(message["id"]), ("", 0))
+        host, sent_ns = self._asked.pop(message.number, ("", 0))
         if not host:
             return None
         half_ns = (now_ns - sent_ns) // 2  # half the round trip is the greatest error (Cristian 1989)
-        offset = Offset(offset_ns=sent_ns + half_ns - int(message["mono_ns"]), error_ns=half_ns, at_ns=now_ns)
+        offset = Offset(offset_ns=sent_ns + half_ns - message.mono_ns, error_ns=half_ns, at_ns=now_ns)
         if not self._is_news(offset, self._logged.get(host)):
             return None
         self._logged[host] = offset

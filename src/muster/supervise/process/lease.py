@@ -6,17 +6,17 @@ act for long: a renewal that loses its condition ends its process at once.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from muster.core import processes
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Clock, Store
+from muster.core.typed_json import Unreadable, encode
+from muster.protocol.lease import LeaseRecord, read_lease
+from muster.protocol.version import MINE
 
 #: A holder that has not renewed for this time may be replaced (one whose process is dead on this host at once).
 LEASE_S = 10.0
@@ -50,13 +50,16 @@ class LeaseKeeper:
             self.term = 1
             self._write(None)
             return self.term
-        record = _parse(stored.data)
+        try:
+            record = read_lease(stored.data, me="this supervisor")
+        except Unreadable as error:
+            raise ConflictError(f"the lease of this run cannot be taken: {error}") from None
         if not self._vacant(record):
             raise ConflictError(
-                f"a supervisor (pid {record.get('pid')} on {record.get('machine')}) holds this run",
+                f"a supervisor (pid {record.pid} on {record.machine}) holds this run",
                 hint="muster status shows it; muster stop ends it",
             )
-        self.term = int(record.get("term", 0)) + 1
+        self.term = record.term + 1
         self._write(stored.generation)
         return self.term
 
@@ -93,7 +96,7 @@ class LeaseKeeper:
         """Replace ``generation`` (None: nothing) by our record."""
         length = int(LEASE_S * 1e9)
         until_ns = (self.clock.monotonic_ns() + length, self.clock.wall_ns() + length)
-        record = self._record()
+        record = encode(self._record())
         if generation is None:
             self._generation = self.store.put_if_absent(self.uri, record)
         else:
@@ -108,59 +111,40 @@ class LeaseKeeper:
         """Whether the store holds our own record, under any generation."""
         try:
             stored = self.store.get(self.uri)
-        except (MusterError, OSError):
+            record = read_lease(stored.data, me="this supervisor")
+        except (MusterError, OSError, Unreadable):
             return False
-        record = _parse(stored.data)
-        ours = (self.term, os.getpid(), socket.gethostname(), boot_id())
-        if tuple(record.get(key) for key in ("term", "pid", "machine", "boot_id")) != ours:
+        ours = (self.term, os.getpid(), socket.gethostname(), processes.boot_id())
+        if (record.term, record.pid, record.machine, record.boot_id) != ours:
             return False
         self._generation = stored.generation
         return True
 
     def give_back(self) -> None:
         """Release it; a successor does not have to wait."""
-        record = {**json.loads(self._record()), "expires_wall_ns": 0, "address": None, "pid": 0}
+        record = replace(self._record(), expires_wall_ns=0, address=None, pid=0)
         try:
-            self.store.put_if(self.uri, json.dumps(record).encode(), self._generation)
+            self.store.put_if(self.uri, encode(record), self._generation)
         except (MusterError, OSError):
             pass  # another supervisor has it, or it expires by itself
 
-    def _record(self) -> bytes:
-        return json.dumps(
-            {
-                "term": self.term,
-                "address": list(self._address) if self._address else None,
-                "pid": os.getpid(),
-                "machine": socket.gethostname(),
-                "boot_id": boot_id(),
-                "expires_wall_ns": self.clock.wall_ns() + int(LEASE_S * 1e9),
-                "expires_mono_ns": self.clock.monotonic_ns() + int(LEASE_S * 1e9),
-            }
-        ).encode()
+    def _record(self) -> LeaseRecord:
+        length = int(LEASE_S * 1e9)
+        return LeaseRecord(
+            version=MINE,
+            term=self.term,
+            address=self._address,
+            pid=os.getpid(),
+            machine=socket.gethostname(),
+            boot_id=processes.boot_id(),
+            expires_wall_ns=self.clock.wall_ns() + length,
+            expires_mono_ns=self.clock.monotonic_ns() + length,
+        )
 
-    def _vacant(self, record: dict[str, Any]) -> bool:
+    def _vacant(self, record: LeaseRecord) -> bool:
         """Whether it is free. On the holder's own machine the wall clock does not count: it may have been set."""
-        if not int(record.get("expires_wall_ns", 0)):
+        if not record.expires_wall_ns:
             return True
-        expired = self.clock.wall_ns() >= int(record["expires_wall_ns"])
-        if record.get("boot_id") != boot_id() or record.get("machine") != socket.gethostname():
-            return expired
-        if "expires_mono_ns" in record:
-            expired = self.clock.monotonic_ns() >= int(record["expires_mono_ns"])
-        return expired or processes.look(int(record.get("pid", 0))) is None
-
-
-def boot_id() -> str:
-    """The kernel's name for this boot; empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+        if record.boot_id != processes.boot_id() or record.machine != socket.gethostname():
+            return self.clock.wall_ns() >= record.expires_wall_ns
+        return self.clock.monotonic_ns() >= record.expires_mono_ns or processes.look(record.pid) is None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from muster.config.spec import Limits
+from muster.core.event_details.hosts import HostAllocated, HostReleased
 from muster.core.events import Event
 
 SECOND_NS = 1_000_000_000
@@ -42,11 +43,10 @@ class LimitsGuard:
 
     def add(self, event: Event) -> None:
         """Take one event; kinds that do not matter are ignored."""
-        if event.kind == "host.allocated" and event.host not in self._held:
-            price = event.detail.get("usd_per_hour")
-            self._held[event.host] = (event.wall_ns, None if price is None else float(price))
+        if event.kind == HostAllocated.kind and event.host not in self._held:
+            self._held[event.host] = (event.wall_ns, event.read(HostAllocated).usd_per_hour)
             self._since_ns = event.wall_ns if self._since_ns is None else self._since_ns
-        elif event.kind == "host.released" and event.host in self._held:
+        elif event.kind == HostReleased.kind and event.host in self._held:
             bought_ns, price = self._held.pop(event.host)
             self._usd += (price or 0.0) * max(0, event.wall_ns - bought_ns) / HOUR_NS
             if not self._held and self._since_ns is not None:

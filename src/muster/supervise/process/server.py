@@ -6,7 +6,7 @@ log or on the hosts, so it may be killed between any two lines.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
 import signal
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from muster.config.spec import RunSpec
 from muster.core import event_log
@@ -22,15 +21,21 @@ from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.event_log import EventLog
 from muster.core.events import Event
+from muster.core.typed_json import JsonObject, Unreadable
 from muster.policy.load import load_policy
+from muster.protocol.client import FROM_CLIENT, FromClient, HealthReport, RestartRun, StopRun
+from muster.protocol.hello import AgentHello, BeatHello, Refused, greeting_reader
+from muster.protocol.to_supervisor import FROM_AGENT, FROM_WATCHDOG, GREETING, Beat, FromAgent, Greeting, Pong
+from muster.protocol.values import RankEvent
 from muster.storage.store import open_store
 from muster.supervise.process.clock_offsets import ClockOffsets
-from muster.supervise.process.handshake import UNUSABLE, health_of, parse_hello, stop_of
+from muster.supervise.process.handshake import ClientIdentity, health_of, identity_of, stop_of
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 from muster.supervise.process.limits import LimitsGuard
 from muster.supervise.process.liveness import HostLiveness
+from muster.supervise.process.refusals import NEW, Refusals
 from muster.supervise.process.signals import caught
-from muster.supervise.recovery.state import (
+from muster.supervise.recovery.inputs import (
     Effect,
     End,
     FromHost,
@@ -38,13 +43,13 @@ from muster.supervise.recovery.state import (
     HostUp,
     Input,
     Log,
-    Phase,
     RestartRequest,
     Send,
     Settings,
     StopRequest,
     Tick,
 )
+from muster.supervise.recovery.phases import Adopting, Held
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
 from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
@@ -76,6 +81,12 @@ class Supervisor:
     _wall_ahead_ns: int | None = None
     """Wall clock minus monotonic clock, when this term began."""
 
+    def __post_init__(self) -> None:
+        self.refusals = Refusals(
+            log=lambda who, reason: self._append("connection.refused", {"who": who, "reason": reason}),
+            clock_ns=lambda: self.clock.monotonic_ns(),
+        )
+
     def serve(self) -> int:
         """Block until the run has ended; return its exit code.
 
@@ -88,7 +99,9 @@ class Supervisor:
         self.run_id = str(job["run_id"])
         self.clock = SystemClock()
         self.pool = ConnectionPool(
-            token=read_token(str(self.run_dir / "token")), on_message=self._message, on_gone=self._gone
+            token=read_token(str(self.run_dir / "token")),
+            on_accept=lambda peer: peer.expect(self._greeting_reader(), self._hello),
+            on_gone=self._gone,
         )
         self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
         address = self.pool.listen(self.bind)
@@ -97,7 +110,7 @@ class Supervisor:
         term = self.lease.take((address[0], int(address[1])))
         replay.read_new_events()
         before = replay.in_order()
-        state = rebuild_state(before)
+        state = rebuild_state(before, now_wall_ns=self.clock.wall_ns())
         self.limits_guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
         for event in before:
             self.limits_guard.add(event)
@@ -235,42 +248,34 @@ class Supervisor:
         self.lease.hold()
         self._carry_out(self.machine.handle(given, self.clock.monotonic_ns()))
 
-    def _message(self, peer: Connection, message: dict[str, Any]) -> None:
+    def _greeting_reader(self) -> Callable[[bytes], Greeting | Refused]:
+        return self.refusals.noting(greeting_reader(GREETING, me="the supervisor"), NEW)
+
+    def _hello(self, peer: Connection, hello: Greeting | Refused) -> None:
+        """Who is there, and what the connection carries from now on."""
         now = self.clock.monotonic_ns()
-        identity = peer.identity
-        if identity is None:
-            self._hello(peer, message, now)
-        elif identity.role == "client":
-            self._from_client(peer, message)
-        elif identity.role == "beat" and self.watchdogs.get(identity.host) is peer:
-            self.liveness.heartbeat(identity.host, now)
-        elif identity.role == "agent":
-            self._from_agent(identity.host, message, now)
-
-    def _hello(self, peer: Connection, message: dict[str, Any], now: int) -> None:
-        if message.get("t") != "hello":
-            self.pool.close(peer)
+        if isinstance(hello, Refused):  # of another version
+            self.refusals.add(NEW, hello.reason, about=hello.reason)
+            self.pool.dismiss(peer, hello)
             return
-        try:
-            peer.identity = parse_hello(message)
-        except UNUSABLE as error:
-            self._refuse(peer, error)
-            return
-        if peer.identity.role == "beat":
-            self.watchdogs[peer.identity.host] = peer
-            self.liveness.watchdog_connected(peer.identity.host, now, every_s=float(message.get("every_s", 0.0)))
+        who = peer.identity = identity_of(hello)
+        if isinstance(hello, AgentHello):
+            peer.expect(self.refusals.reader(FROM_AGENT, who), functools.partial(self._from_agent, who.host))
+            self.agents[who.host] = peer
+            self.liveness.agent_connected(who.host, now)
+            self._handle(HostUp(host=who.host, hello=hello))
+            self._ping(who.host)
+        elif isinstance(hello, BeatHello):
+            peer.expect(self.refusals.reader(FROM_WATCHDOG, who), functools.partial(self._beat, who.host))
+            self.watchdogs[who.host] = peer
+            self.liveness.watchdog_connected(who.host, now, every_s=hello.every_s)
             self._warn_of_timeout()
-        elif peer.identity.role == "agent":
-            self.agents[peer.identity.host] = peer
-            self.liveness.agent_connected(peer.identity.host, now)
-            self._handle(HostUp(host=peer.identity.host, hello=message))
-            self._ping(peer.identity.host)
+        else:
+            peer.expect(self.refusals.reader(FROM_CLIENT, who), self._from_client)
 
-    def _refuse(self, peer: Connection, error: Exception) -> None:
-        """An unusable message of a client with the token ends the connection, not the run."""
-        text = f"a connection was closed after an unusable message ({type(error).__name__}: {str(error)[:200]})"
-        self._append("run.message", {"text": text})
-        self.pool.close(peer)
+    def _beat(self, host: str, peer: Connection, _message: Beat) -> None:
+        if self.watchdogs.get(host) is peer:
+            self.liveness.heartbeat(host, self.clock.monotonic_ns())
 
     def _warn_of_timeout(self) -> None:
         """A corrected file may ask for a timeout that is too short for the heartbeat interval of the running hosts."""
@@ -281,33 +286,36 @@ class Supervisor:
             text = f"{requested} is below three heartbeat intervals of the running hosts; using {least_s:g} s"
             self._append("run.message", {"text": text})
 
-    def _from_agent(self, host: str, message: dict[str, Any], now: int) -> None:
-        if message.get("t") == "pong":
-            self._offset(message, now)
+    def _from_agent(self, host: str, _peer: Connection, message: FromAgent) -> None:
+        if isinstance(message, Pong):
+            self._offset(message, self.clock.monotonic_ns())
             return
-        if message.get("t") == "event" and self.on_event is not None:
-            with contextlib.suppress(ValueError):
-                self.on_event(Event.from_json({"run_id": self.run_id, "seq": -1, "host": host, **message["event"]}))
+        if isinstance(message, AgentHello):  # a rank has reconnected to it late
+            if isinstance(self.machine.state.phase, Adopting):
+                self._handle(HostUp(host=host, hello=message))
+            return
+        if isinstance(message, RankEvent) and self.on_event is not None:
+            self.on_event(Event(run_id=self.run_id, seq=-1, host=host, **vars(message)))
         self._handle(FromHost(host=host, message=message))
 
-    def _from_client(self, peer: Connection, message: dict[str, Any]) -> None:
+    def _from_client(self, peer: Connection, message: FromClient) -> None:
         """A verb of another terminal: stop, restart, status."""
-        kind = message.get("t")
-        if kind == "stop":
+        if isinstance(message, StopRun):
             self._pending.append(stop_of(message))
-        elif kind == "health":
+        elif isinstance(message, HealthReport):
             try:
                 self._pending.append(health_of(message))
-            except UNUSABLE as error:
-                self._refuse(peer, error)
+            except Unreadable as error:
+                self.refusals.add(str(peer.identity), str(error))
+                self.pool.close(peer)
                 return
-        elif kind == "restart":
+        elif isinstance(message, RestartRun):
             self._restart()
-        self.pool.send(peer, {"t": "status", **status(self.machine)})
+        self.pool.send(peer, status(self.machine))
 
     def _restart(self) -> None:
         """The run file was corrected: its policy, limits and times apply; a file with a mistake changes nothing."""
-        if self.machine.state.phase is not Phase.HELD_AFTER_FAILURE:
+        if not isinstance(self.machine.state.phase, Held):
             return
         try:
             spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
@@ -323,7 +331,7 @@ class Supervisor:
 
     def _gone(self, peer: Connection, reason: str) -> None:
         identity, now = peer.identity, self.clock.monotonic_ns()
-        if identity is None:
+        if not isinstance(identity, ClientIdentity):
             return
         if identity.role == "agent" and self.agents.get(identity.host) is peer:
             del self.agents[identity.host]
@@ -350,9 +358,18 @@ class Supervisor:
             else:
                 self.result = effect
 
-    def _append(self, kind: str, detail: Any, **extra: Any) -> None:
+    def _append(
+        self,
+        kind: str,
+        detail: JsonObject,
+        *,
+        host: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+    ) -> None:
         attempt = self.machine.state.attempt
-        event = self.log.append(kind, detail=detail, attempt=attempt, **extra)
+        event = self.log.append(kind, detail=detail, attempt=attempt, host=host, rank=rank, step=step, phase=phase)
         self.limits_guard.add(replace(event, wall_ns=self._steady_wall_ns()))
         if kind == "host.allocated" and len(self.limits_guard.unpriced) == 1:
             name = self.limits_guard.unpriced[0]
@@ -367,7 +384,7 @@ class Supervisor:
         for name in [host] if host else list(self.agents):
             self.pool.send(self.agents[name], self.clocks.ping(name, self.clock.monotonic_ns()))
 
-    def _offset(self, message: dict[str, Any], now: int) -> None:
+    def _offset(self, message: Pong, now: int) -> None:
         result = self.clocks.pong(message, now)
         if result is not None:
             host, offset = result

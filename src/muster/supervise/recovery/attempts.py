@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from muster.core.batch_schedule import changed
-from muster.core.layout import Layout
+from muster.core.typed_json import Json, JsonObject
 from muster.policy.cluster_state import NextAttempt
 from muster.protocol.held_snapshots import Choice, has_replica_on_other_host
+from muster.protocol.to_agent import EndAttempt
+from muster.protocol.values import CommandRanks
 from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
+from muster.supervise.recovery.inputs import SECOND_NS
+from muster.supervise.recovery.phases import Draining, EndOrder, NextHosts, Running, Stopping, Waiting
 from muster.supervise.recovery.preemption_cost import expected_loss
 from muster.supervise.recovery.retained_ranks import (
     PAUSE_S,
@@ -21,7 +26,7 @@ from muster.supervise.recovery.retained_ranks import (
     whole_replicas,
 )
 from muster.supervise.recovery.start_message import peer_of, start_message
-from muster.supervise.recovery.state import SECOND_NS, Phase
+from muster.supervise.recovery.state import Attempt
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
@@ -31,65 +36,80 @@ UNWATCHED = (
 SPARE = "kept as a spare"
 
 
-def drain(ctx: SupervisorContext) -> None:
-    """End every rank of the attempt and learn which snapshots the hosts hold."""
+def drain(ctx: SupervisorContext, following: NextHosts) -> None:
+    """End every rank of the attempt and learn which snapshots the hosts hold; ``following`` comes next."""
     state = ctx.state
-    members = {name for name in [*state.active, *state.target] if state.hosts[name].connected}
-    if state.attempt:
-        ctx.log("attempt.ended", {"reason": state.open.incident_id if state.open else "restart"})
-    state.phase = Phase.DRAINING
-    state.resizing = False
-    state.draining = set(members)
-    keep = retainable_ranks(ctx)
+    members = {name for name in (*state.active, *following.hosts) if state.hosts[name].connected}
     incident_id = state.open.incident_id if state.open else ""
+    if state.attempt:
+        log_end(ctx, following)
+    draining = state.phase if isinstance(state.phase, Draining) else Draining(next=following)
+    if draining is not state.phase:
+        ctx.enter(draining)
+    keep = retainable_ranks(ctx, following.hosts)
     for name in sorted(members):
         host, answer_s = state.hosts[name], ctx.settings.drain_timeout_s
         host.retained = {}
-        message: dict[str, Any] = {"t": "end", "attempt": state.attempt, "why": incident_id}
-        local_ranks = [rank for rank in sorted(keep) if state.ranks[rank] == name]
+        message = EndAttempt(attempt=state.attempt, why=incident_id)
+        local_ranks = tuple(rank for rank in sorted(keep) if state.ranks[rank] == name)
         if local_ranks:
-            message |= {"keep": local_ranks, "pause_s": pause_s(ctx)}
-            answer_s += message["pause_s"] - PAUSE_S
+            message = replace(message, keep=local_ranks, pause_s=pause_s(ctx))
+            answer_s += message.pause_s - PAUSE_S
         if host.resetting:
-            message["reset"] = list(host.resettable)
+            message = replace(message, reset=host.resettable)
             host.resettable, host.resetting = (), False
             answer_s = max(answer_s, RESET_TIMEOUT_S)
-        host.end_message, host.answer_by_ns = message, ctx.now_ns + int(answer_s * SECOND_NS)
+        draining.waiting[name] = EndOrder(message=message, answer_by_ns=ctx.now_ns + int(answer_s * SECOND_NS))
         ctx.send(name, message)
-    await_answers(ctx)
+    draining.await_next()
     start_when_drained(ctx)
 
 
-def await_answers(ctx: SupervisorContext) -> None:
-    """Set the deadline to the first host's time limit."""
-    state = ctx.state
-    if state.phase is Phase.DRAINING and state.draining:
-        state.deadline_ns = min(state.hosts[name].answer_by_ns for name in state.draining)
+def log_end(ctx: SupervisorContext, following: NextHosts) -> None:
+    """That the attempt ends, and what comes next; again where that changes without a decision."""
+    reason = ctx.state.open.incident_id if ctx.state.open else "restart"
+    end: JsonObject = {"reason": reason, "next_hosts": following.hosts[:], "needed_hosts": following.needed}
+    ctx.log("attempt.ended", end)
 
 
-def resend_end(ctx: SupervisorContext, name: str) -> None:
+def resend_end(ctx: SupervisorContext, draining: Draining, name: str) -> None:
     """Its agent restarted before it had answered, and does not know the message."""
-    if ctx.state.phase is Phase.DRAINING and name in ctx.state.draining:
-        ctx.send(name, ctx.state.hosts[name].end_message)
+    if name in draining.waiting:
+        ctx.send(name, draining.waiting[name].message)
 
 
 def start_when_drained(ctx: SupervisorContext) -> None:
     """Once every host has reported: start the attempt, or wait for more hosts."""
-    state = ctx.state
-    if state.phase is not Phase.DRAINING or state.draining:
+    state, phase = ctx.state, ctx.state.phase
+    if not isinstance(phase, Draining) or phase.waiting:
         return
     if state.open is not None:
         state.open.stages_ns["collected"] = ctx.now_ns - state.open.detected_ns
-    usable = [name for name in state.target if state.hosts[name].connected and state.hosts[name].ready]
-    if len(usable) < ctx.needed() or not has_rendezvous_store(ctx, usable):
-        state.phase = Phase.WAIT
-        state.waiting_since_ns = state.waiting_since_ns if state.waiting_since_ns is not None else ctx.now_ns
-        missing = f"{len(usable)} of {ctx.needed()} hosts" if len(usable) < ctx.needed() else "no rendezvous store yet"
+    following, needed = phase.next, ctx.needed(phase.next)
+    usable = ready_hosts(ctx, following)
+    if len(usable) < needed:  # hosts that became ready meanwhile
+        following.hosts += [name for name in ctx.usable() if name not in following.hosts]
+        usable = ready_hosts(ctx, following)
+    if len(usable) < needed or not has_rendezvous_store(ctx, usable):
+        if following.waiting_since_ns is None:
+            following.waiting_since_ns = ctx.now_ns
+        ctx.enter(Waiting(next=following))
+        missing = f"{len(usable)} of {needed} hosts" if len(usable) < needed else "no rendezvous store yet"
+        log_waiting(ctx, following)
         ctx.log("phase.changed", {"reason": missing}, phase="wait")
         ctx.deadline(ctx.policy.max_wait_s)
         return
-    state.target = usable
-    start_attempt(ctx)
+    start_attempt(ctx, usable[: ctx.settings.wanted_hosts])
+
+
+def ready_hosts(ctx: SupervisorContext, following: NextHosts) -> list[str]:
+    """Those of the next attempt that could start now."""
+    return [name for name in following.hosts if ctx.state.hosts[name].connected and ctx.state.hosts[name].ready]
+
+
+def log_waiting(ctx: SupervisorContext, following: NextHosts) -> None:
+    """Which hosts there are; again whenever there is another one."""
+    ctx.log("run.waiting", {"hosts": following.hosts[:], "needed_hosts": following.needed})
 
 
 def has_rendezvous_store(ctx: SupervisorContext, names: list[str]) -> bool:
@@ -97,27 +117,30 @@ def has_rendezvous_store(ctx: SupervisorContext, names: list[str]) -> bool:
     return any(ctx.state.hosts[name].store for name in names)
 
 
-def start_attempt(ctx: SupervisorContext) -> None:
-    """Form the largest layout on ``target`` and start its ranks."""
-    state = ctx.state
+def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
+    """Form the largest layout on ``hosts`` and start its ranks."""
+    state, per_host = ctx.state, ctx.settings.ranks_per_host
     before, ranks_before = state.layout, state.ranks
     whole = whole_replicas(before, ranks_before, {name: set(host.retained) for name, host in state.hosts.items()})
-    hosts = list(state.target)
     if len(hosts) < len(state.active):
         hosts = prefer_hosts_of_whole_replicas(hosts, ranks_before, whole)
     layout = ctx.largest_layout(len(hosts))
     if layout is None:
-        reason = f"no layout fits {len(hosts)} hosts of {ctx.settings.ranks_per_host} ranks"
+        reason = f"no layout fits {len(hosts)} hosts of {per_host} ranks"
         flush_and_finish(ctx, "failed", 3, reason)
         return
-    _enter_attempt(ctx, hosts[: layout.world_size // ctx.settings.ranks_per_host], layout)
-    choice = ctx.newest_held(without=state.unreadable_snapshots)
-    state.resumed = (choice.step, choice.attempt) if choice else None
-    retained = rank_mapping(before, ranks_before, layout, state.ranks, whole) if choice is not None else {}
-    resume_step = choice.step if choice else -1
+    choice = ctx.newest_held()
+    current = Attempt(
+        hosts=tuple(hosts[: layout.world_size // per_host]),
+        ranks={rank: hosts[rank // per_host] for rank in range(layout.world_size)},
+        layout=layout,
+        resumed=(choice.step, choice.attempt) if choice else None,
+    )
     # What was applied once is not changed afterwards.
-    if not adjust_batch(ctx, max(resume_step, state.last_applied_step)):
+    if not adjust_batch(ctx, current, max(choice.step if choice else -1, state.last_applied_step)):
         return
+    retained = rank_mapping(before, ranks_before, layout, current.ranks, whole) if choice is not None else {}
+    _enter_attempt(ctx, current)
     _log_start(ctx, choice, retained)
     ctx.await_first_step()
     for name in ctx.usable():
@@ -128,31 +151,20 @@ def start_attempt(ctx: SupervisorContext) -> None:
         state.hosts[name].retained = {}
 
 
-def _enter_attempt(ctx: SupervisorContext, hosts: list[str], layout: Layout) -> None:
-    """The state of a new attempt on ``hosts``."""
-    state, per_host = ctx.state, ctx.settings.ranks_per_host
-    state.active, state.target, state.layout = hosts, [], layout
-    state.ranks = {rank: hosts[rank // per_host] for rank in range(layout.world_size)}
-    state.attempt += 1
-    if state.open is not None:  # several hosts lost at once cost one attempt, not one each
-        state.restarts_without_progress += 1
-        state.failures += 1
-    state.watched_from_ns = ctx.now_ns if state.watched_from_ns is None else state.watched_from_ns
-    state.phase, state.stepped, state.exited, state.blamed = Phase.RUN, False, {}, set()
-    state.waiting_since_ns, state.needed_hosts = None, 0
+def _enter_attempt(ctx: SupervisorContext, current: Attempt) -> None:
+    """The state of a new attempt."""
+    ctx.state.begin_attempt(ctx.state.attempt + 1, current, ctx.now_ns)
+    ctx.enter(Running())
 
 
 def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[int, int]) -> None:
     state, hosts = ctx.state, ctx.state.active
     resume_step = choice.step if choice else -1
-    if state.open is not None:
-        state.open.stages_ns["resume_step"] = max(resume_step, 0)
-        state.open.stages_ns["started"] = ctx.now_ns - state.open.detected_ns
-    optional = {
+    optional: dict[str, Json] = {
         "tier": "memory" if choice else None,
         "resume_attempt": choice.attempt if choice else None,
         "kept": sorted(retained),
-        "batch_schedule": state.batch_schedule,
+        "batch_schedule": [segment.to_json() for segment in state.batch_schedule],
         "skip_steps": sorted(state.skip_steps),
         "cause": state.open.incident_id if state.open else None,
     }
@@ -174,16 +186,16 @@ def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[
             ctx.log("run.message", {"text": UNWATCHED})
 
 
-def adjust_batch(ctx: SupervisorContext, resume_step: int) -> bool:
+def adjust_batch(ctx: SupervisorContext, current: Attempt, resume_step: int) -> bool:
     """Ask the policy for batch and rate of the new attempt; False: its answer ends the run."""
     state, training = ctx.state, ctx.settings.spec.training
     if ctx.policy.adjust is None or training is None:
         return True
     attempt = NextAttempt(
-        num_hosts=len(state.active),
+        num_hosts=len(current.hosts),
         wanted_hosts=ctx.settings.wanted_hosts,
-        world_size=state.layout.world_size,
-        data_ranks=state.layout.data_ranks,
+        world_size=current.layout.world_size,
+        data_ranks=current.layout.data_ranks,
         resume_step=resume_step,
         global_batch_size=training.global_batch_size,
     )
@@ -198,30 +210,39 @@ def adjust_batch(ctx: SupervisorContext, resume_step: int) -> bool:
     return True
 
 
-def ask_to_save(ctx: SupervisorContext, outcome: str, code: int, *, source: str, save: bool = True) -> None:
-    """Ask the ranks to save and exit; the run then ends with ``code``."""
-    state, grace_s = ctx.state, ctx.settings.spec.recovery.grace_s
-    state.phase, state.stop, state.stop_source, state.stop_saves = Phase.STOPPING, (outcome, code), source, save
+def enter_stopping(ctx: SupervisorContext, stopping: Stopping) -> None:
+    """Ranks leave: they were asked to, or do so by themselves."""
+    grace_s = ctx.settings.spec.recovery.grace_s
+    end: JsonObject = {"outcome": stopping.outcome, "exit_code": stopping.exit_code, "source": stopping.source}
+    more: JsonObject = {"save": stopping.saves, "deadline_s": grace_s, "by_user": stopping.by_user}
+    ctx.log("run.stopping", {**end, **more}, sync=True)
+    ctx.enter(stopping)
     ctx.deadline(grace_s)
-    command = {"kind": "stop", "save": save, "exit_code": code, "deadline_s": grace_s}
-    for name in state.active:
-        ctx.send(name, {"t": "order", "order": command})
+
+
+def ask_to_save(ctx: SupervisorContext, stopping: Stopping) -> None:
+    """Ask the ranks to save (where it says so) and exit; the run then ends as it says."""
+    grace_s = ctx.settings.spec.recovery.grace_s
+    enter_stopping(ctx, stopping)
+    command = CommandRanks(kind="stop", save=stopping.saves, exit_code=stopping.exit_code, deadline_s=grace_s)
+    for name in ctx.state.active:
+        ctx.send(name, command)
 
 
 def check_ranks_exited(ctx: SupervisorContext) -> None:
     """Once all ranks that were asked to exit have: end the run, or start a larger attempt."""
-    state = ctx.state
-    if set(state.ranks) - set(state.exited):
+    state, phase, exited = ctx.state, ctx.state.phase, ctx.state.progress.exited
+    if set(state.ranks) - set(exited):
         return
-    if state.resizing and state.phase is Phase.RUN:
-        drain(ctx)
-        return
-    outcome, code = state.stop or ("stopped", 130)
-    # A rank's exit code is the same where there was no time for a save: the committed step tells.
-    saved = all(value in REQUESTED_EXIT_CODES or value == 0 for value in state.exited.values())
-    saved = saved and (not state.stop_saves or state.committed_step >= state.last_applied_step)
-    result = "saved and left" if saved and state.stop_saves else "left"
-    result += ", but not every rank could save" if not saved else ""
-    source = f"{state.stop_source}: " if state.stop_source else ""
-    end = finish if saved or not state.stop_saves else flush_and_finish
-    end(ctx, outcome, code, f"{source}{result} after step {state.last_applied_step}")
+    if isinstance(phase, Running):
+        drain(ctx, ctx.following())
+    elif isinstance(phase, Stopping):
+        # A rank's exit code is the same where there was no time for a save: the committed step tells.
+        saved = all(value in REQUESTED_EXIT_CODES or value == 0 for value in exited.values())
+        saved = saved and (not phase.saves or state.committed_step >= state.last_applied_step)
+        result = "saved and left" if saved and phase.saves else "left"
+        result += ", but not every rank could save" if not saved else ""
+        source = f"{phase.source}: " if phase.source else ""
+        end_run = functools.partial(flush_and_finish, by_user=phase.by_user)
+        end = finish if saved or not phase.saves else end_run
+        end(ctx, phase.outcome, phase.exit_code, f"{source}{result} after step {state.last_applied_step}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
-from typing import Any
 
 from muster.core.incidents import HOST_UNHEALTHY, NOT_FINITE, RANK_EXCEPTION, RANK_EXIT, RANK_OOM, IncidentTraits
-from muster.core.layout import KEY_PATTERN
+from muster.core.typed_json import Json, JsonObject
 from muster.protocol.ranks import LOST_PEER
+from muster.protocol.to_supervisor import RankExit
 
 #: Error texts of allocators (CPU: ``DefaultCPUAllocator: can't allocate memory``; CUDA: ``CUDA out of memory``).
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
@@ -29,8 +28,6 @@ _DEVICE = re.compile(
 #: NCCL's error texts for a failed system call or network card (ncclSystemError; in PyTorch "unhandled system error"). A
 #: lost peer gives the same text, and names the broken connection.
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError|NCCL.*ibv_|NET/IB.*(error|fatal)", re.IGNORECASE)
-#: A snapshot that could not be read: the name of its ring (``snapshot_ring.file_name``), or the word.
-_SNAPSHOT = re.compile(rf"\b(own|peer|fetched)\.{KEY_PATTERN}|snapshot", re.IGNORECASE)
 #: No memory for a snapshot (``snapshot_ring.NoRoom``): nothing is wrong with the snapshot.
 _NO_ROOM = re.compile(r"\bno room for snapshots\b")
 
@@ -38,33 +35,34 @@ _NO_ROOM = re.compile(r"\bno room for snapshots\b")
 _STEP = re.compile(r"step (\d+):")
 
 
-def classify_rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentTraits, str, dict[str, Any]]:
+def classify_rank_exit(host: str, message: RankExit) -> tuple[IncidentTraits, str, JsonObject]:
     """(kind, evidence, detail) for a rank that left without being asked to."""
-    rank, code = message["rank"], int(message["code"])
-    last = message.get("last") or {}
-    where = f"rank {rank} on {host}"
-    text = str(last.get("message", "")).strip()
-    first_line = text.splitlines()[0] if text else ""
+    code, last = message.code, message.last
+    where = f"rank {message.rank} on {host}"
     if code < 0:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         return RANK_EXIT, f"{where} was killed by {name}", {"signal": -code}
-    kind = str(last.get("exception", ""))
-    detail: dict[str, Any] = {
+    if last is None:
+        evidence = f"{where} left with exit code {code} and no last words"
+        return RANK_EXIT, evidence, {"exception": "", "message": "", "signature": ":"}
+    kind, text = last.exception, last.message.strip()
+    first_line = text.splitlines()[0] if text else ""
+    detail: dict[str, Json] = {
         "exception": kind,
         "message": text[:2000],
         "signature": f"{kind}:{re.sub(r'[0-9]+', '#', first_line)[:200]}",
     }
-    if "exit_code" in last:
-        detail["exit_code"] = int(last["exit_code"])
-    if last.get("hint"):
-        detail["hint"] = last["hint"]
-    if not last:
-        return RANK_EXIT, f"{where} left with exit code {code} and no last words", detail
-    if last.get("not_finite"):
+    if last.exit_code is not None:
+        detail["exit_code"] = last.exit_code
+    if last.hint:
+        detail["hint"] = last.hint
+    if last.not_finite:
         named = _STEP.match(first_line)  # the rank may be at the next step by the time it checks the numbers
         if named:
             detail["step"] = int(named[1])
         return NOT_FINITE, f"{where}: {first_line}", detail
+    if last.rejected:
+        return RANK_EXIT, f"{where} could not use its snapshot: {first_line}", {}
     if kind in ("OutOfMemoryError", "MemoryError") or _OUT_OF_MEMORY.search(text):
         return RANK_OOM, f"{where} ran out of memory: {first_line}", detail
     if _DEVICE.search(text):
@@ -75,12 +73,10 @@ def classify_rank_exit(host: str, message: Mapping[str, Any]) -> tuple[IncidentT
         return HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
     if _NO_ROOM.search(text):
         return RANK_EXCEPTION, f"{where}, its host's memory: {first_line}", detail
-    if kind == "CheckpointError" and _SNAPSHOT.search(text):
-        return RANK_EXIT, f"{where} could not read its snapshot: {first_line}", {"unreadable": True}
     name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
     return RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
 
 
-def natural_key(name: str) -> tuple[Any, ...]:
+def natural_key(name: str) -> tuple[int | str, ...]:
     """Sort ``host-2`` before ``host-10``."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))

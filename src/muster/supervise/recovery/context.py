@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.core.layout import Layout, layout_for
+from muster.core.snapshots import SnapshotCopy
+from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
-from muster.protocol.held_snapshots import Choice, Snapshot, newest_complete
+from muster.protocol.held_snapshots import Choice, newest_complete
 from muster.protocol.ranks import RESIZE_EXIT_CODE
+from muster.protocol.to_agent import DropCopies, ToAgent
 from muster.supervise.recovery.classify import natural_key
-from muster.supervise.recovery.state import SECOND_NS, Effect, Host, Log, Send, Settings, State
+from muster.supervise.recovery.inputs import SECOND_NS, Effect, Log, Send, Settings
+from muster.supervise.recovery.phases import Draining, NextHosts, Phase, Running, Starting, Waiting
+from muster.supervise.recovery.state import Host, State
 
 #: Exit codes of ranks that were asked to exit.
 REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
@@ -27,15 +31,30 @@ class SupervisorContext:
     now_ns: int = 0
     effects: list[Effect] = field(default_factory=list)
 
-    def log(self, kind: str, detail: Mapping[str, Any], **extra: Any) -> None:
-        self.effects.append(Log(kind=kind, detail=detail, **extra))
+    def log(
+        self,
+        kind: str,
+        detail: JsonObject,
+        *,
+        host: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        sync: bool = False,
+    ) -> None:
+        event = Log(kind=kind, detail=detail, host=host, rank=rank, step=step, phase=phase, sync=sync)
+        self.effects.append(event)
 
-    def send(self, host: str, message: Mapping[str, Any]) -> None:
+    def send(self, host: str, message: ToAgent) -> None:
         self.effects.append(Send(host=host, message=message))
 
     def deadline(self, seconds: float) -> None:
         """Set the deadline of the current phase."""
-        self.state.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
+        self.state.phase.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
+
+    def enter(self, phase: Phase) -> None:
+        """The run is in ``phase`` now: a row of ``phases.TRANSITIONS``."""
+        self.state.phase = phase
 
     def await_first_step(self) -> None:
         """From now on the ranks have ``start_timeout_s`` to step or to report progress.
@@ -45,7 +64,7 @@ class SupervisorContext:
         """
         silent = self.settings.spec.command is not None and not self.state.last_applied_step
         if silent:
-            self.state.deadline_ns = None
+            self.state.phase.deadline_ns = None
         else:
             self.deadline(self.settings.spec.recovery.start_timeout_s)
 
@@ -72,20 +91,47 @@ class SupervisorContext:
     ) -> Choice | None:
         """The newest complete version in the memory of connected hosts; None: none is newer than what is committed.
 
-        ``hosts``: only these. ``without``: (step, attempt) of versions that must not be used.
+        Copies that were rejected do not count. ``hosts``: only these. ``without``: not these (step, attempt).
         """
         held = [
-            Snapshot.reported(name, item)
+            copy
             for name, host in self.state.hosts.items()
             if host.connected and (hosts is None or name in hosts)
-            for item in host.snapshots
+            for copy in host.snapshots
+            if copy.host == name and copy not in self.state.rejected and (copy.step, copy.attempt) not in without
         ]
-        choice = newest_complete([snapshot for snapshot in held if (snapshot.step, snapshot.attempt) not in without])
+        choice = newest_complete(held)
         return choice if choice is not None and choice.step >= self.state.committed_step else None
 
-    def needed(self) -> int:
+    def reject(self, copies: Iterable[SnapshotCopy], reason: str) -> None:
+        """These copies are not intact: choose none of them again, and have their hosts drop them."""
+        new = [copy for copy in dict.fromkeys(copies) if copy not in self.state.rejected]
+        if not new:
+            return
+        self.state.reject(new)
+        for copy in new:
+            self.log("snapshot.rejected", {"copy": vars(copy), "reason": reason}, host=copy.host, step=copy.step)
+        for name in sorted({copy.host for copy in new}):
+            if name in self.state.hosts and self.state.hosts[name].connected:
+                self.send(name, DropCopies(copies=tuple(copy for copy in new if copy.host == name)))
+
+    def needed(self, following: NextHosts) -> int:
         """With fewer hosts the next attempt is not started."""
-        return max(1, self.settings.min_hosts, self.state.needed_hosts)
+        return max(1, self.settings.min_hosts, following.needed)
+
+    def following(self) -> NextHosts:
+        """The attempt to come, as far as it is known."""
+        phase = self.state.phase
+        return phase.next if isinstance(phase, Draining | Waiting) else NextHosts(hosts=self.members())
+
+    def members(self) -> list[str]:
+        """Hosts of the current attempt, or of the next one while ranks are being replaced or a resize is under way."""
+        phase = self.state.phase
+        if isinstance(phase, Running):
+            return list(phase.resize.hosts if phase.resize is not None else self.state.active)
+        if isinstance(phase, Draining | Waiting):
+            return list(phase.next.hosts)
+        return self.usable() if isinstance(phase, Starting) else []
 
 
 def usable(host: Host) -> bool:

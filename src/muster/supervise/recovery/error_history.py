@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from muster.core.incidents import IncidentTraits, Repeats
 from muster.supervise.recovery.state import State
 
 
 def key_of(
-    state: State, traits: IncidentTraits, step: int | None, detail: Mapping[str, Any], evidence: str
+    state: State, traits: IncidentTraits, step: int | None, detail: Mapping[str, object], evidence: str
 ) -> str | None:
     """What is the same about two incidents that are the same error; None: this one cannot be recognised again."""
     if traits.repeats is Repeats.NEVER or (traits.repeats is Repeats.BY_SIGNATURE and "signature" not in detail):
@@ -49,10 +48,3 @@ def readmit_host(state: State, name: str) -> None:
     host.quarantined = host.until_return = host.asked_about = False
     host.quarantined_for_error, host.hold_off_s = None, 0.0
     host.failures_ns = []
-
-
-def forget(state: State) -> None:
-    """The run file was corrected: earlier failures no longer count."""
-    state.error_counts.clear()
-    state.error_hosts.clear()
-    state.restarts_without_progress = 0

@@ -11,18 +11,20 @@ of it has ``grace_s``; the run's final reason names what could not be written in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from muster.core.typed_json import JsonObject
+from muster.protocol.held_snapshots import Choice
+from muster.protocol.to_agent import CommitFlushed, EndAttempt, FlushSnapshots, Shutdown
+from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
 from muster.storage import uris
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.state import SECOND_NS, End, Ending, Phase
+from muster.supervise.recovery.inputs import SECOND_NS, End
+from muster.supervise.recovery.phases import Ended, Flushing, RunEnd, Running, Stopping
 
 
 def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
     """End the run, once: log it, release the hosts."""
-    ctx.state.phase = Phase.ENDED
-    ctx.state.deadline_ns, ctx.state.alarms = None, {}
+    ctx.enter(Ended())
+    ctx.state.alarms = {}
     ctx.log(
         "run.finished",
         {"outcome": outcome, "exit_code": code, "reason": reason, "final_step": ctx.state.last_applied_step},
@@ -30,7 +32,7 @@ def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None
     )
     for name, host in ctx.state.hosts.items():
         if host.connected:
-            ctx.send(name, {"t": "shutdown", "reason": outcome})
+            ctx.send(name, Shutdown(reason=outcome))
         if host.allocated:
             ctx.log("host.released", {"reason": outcome}, host=name)
     ctx.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
@@ -48,168 +50,175 @@ def finish_training(ctx: SupervisorContext) -> None:
         flush_and_finish(ctx, "succeeded", 0, reason)
 
 
-def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
+def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: str, *, by_user: bool = False) -> None:
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
     state = ctx.state
     nothing_newer = not state.attempt or state.last_applied_step <= state.committed_step
     if nothing_newer or not ctx.settings.spec.checkpoint.snapshot_every_steps or not _connected(ctx):
         finish(ctx, outcome, code, reason)
         return
-    state.ending = Ending(outcome=outcome, exit_code=code, reason=reason)
-    ctx.log("run.ending", {"outcome": outcome, "exit_code": code, "reason": reason}, sync=True)
-    if state.phase in (Phase.RUN, Phase.STOPPING):
+    end: JsonObject = {"outcome": outcome, "exit_code": code, "reason": reason, "by_user": by_user}
+    ctx.log("run.ending", end, sync=True)
+    if isinstance(state.phase, Running | Stopping):
         ctx.log("attempt.ended", {"reason": reason})
-    begin_flush(ctx)
+    begin_flush(ctx, RunEnd(outcome=outcome, exit_code=code, reason=reason), by_user=by_user)
 
 
-def begin_flush(ctx: SupervisorContext) -> None:
+def begin_flush(ctx: SupervisorContext, end: RunEnd, *, by_user: bool = False) -> None:
     """Ask every host to end its ranks and list its snapshots. A takeover of a run that was ending begins here."""
-    state, ending = ctx.state, ctx.state.ending
-    assert ending is not None
-    if not _connected(ctx):
-        finish(ctx, *_final_outcome(ctx), f"{ending.reason}; no host is left that could write its memory")
+    connected, grace_s = _connected(ctx), ctx.settings.spec.recovery.grace_s
+    if not connected:
+        _finish(ctx, end, "; no host is left that could write its memory")
         return
-    state.phase, state.resizing, state.open = Phase.FLUSH, False, None
-    ending.until_ns = ctx.now_ns + int(ctx.settings.spec.recovery.grace_s * SECOND_NS)
-    ending.waiting = dict.fromkeys(_connected(ctx), 1)
-    for name in ending.waiting:
-        ctx.send(name, {"t": "end", "attempt": state.attempt, "why": "the run ends"})
-    ctx.deadline(min(ctx.settings.drain_timeout_s, ctx.settings.spec.recovery.grace_s))
+    ctx.state.open = None
+    until_ns = ctx.now_ns + int(grace_s * SECOND_NS)
+    ctx.enter(Flushing(end=end, until_ns=until_ns, by_user=by_user, waiting=dict.fromkeys(connected, 1)))
+    ctx.deadline(min(ctx.settings.drain_timeout_s, grace_s))
+    for name in connected:
+        ctx.send(name, _end_of_run(ctx))
 
 
-def on_drained(ctx: SupervisorContext, name: str) -> None:
+def on_drained(ctx: SupervisorContext, flushing: Flushing, name: str) -> None:
     """A host has ended its ranks and listed its snapshots; after the last one the newest version is written."""
-    ending = ctx.state.ending
-    if ending is None or ending.choice is not None or name not in ending.waiting:
+    if flushing.choice is not None or name not in flushing.waiting:
         return
-    del ending.waiting[name]
-    ending.answered.add(name)
-    if not ending.waiting:
-        _write(ctx)
+    del flushing.waiting[name]
+    flushing.answered.add(name)
+    if not flushing.waiting:
+        _write(ctx, flushing)
 
 
-def on_answer(ctx: SupervisorContext, name: str, message: Mapping[str, Any]) -> None:
-    """``flushed`` or ``flush_committed`` of a host."""
-    ending = ctx.state.ending
-    if ctx.state.phase is not Phase.FLUSH or ending is None or ending.choice is None or name not in ending.waiting:
+def _end_of_run(ctx: SupervisorContext) -> EndAttempt:
+    return EndAttempt(attempt=ctx.state.attempt, why="the run ends")
+
+
+def on_answer(ctx: SupervisorContext, name: str, message: SnapshotsFlushed | FlushCommitted) -> None:
+    """A host has written its share of the version, or made a checkpoint of all shares; or could not."""
+    flushing = ctx.state.phase
+    if not isinstance(flushing, Flushing) or flushing.choice is None or name not in flushing.waiting:
         return
-    ending.waiting[name] -= 1
-    if ending.waiting[name] > 0:  # the answer to a request that the loss of another host has replaced
+    flushing.waiting[name] -= 1
+    if flushing.waiting[name] > 0:  # the answer to a request that the loss of another host has replaced
         return
-    if ending.committing != (message["t"] == "flush_committed"):
+    if flushing.committing != isinstance(message, FlushCommitted):
         return
-    del ending.waiting[name]
-    if not message.get("ok"):
-        step, attempt = ending.choice.step, ending.choice.attempt
-        ending.given_up.add((step, attempt))
-        ending.problem = f"{name}: {message.get('reason', 'no reason given')}"
-        text = f"step {step} of attempt {attempt} cannot be written from memory: {ending.problem}"
-        ctx.log("run.message", {"text": text}, step=step)
-        _write(ctx)
-    elif ending.committing:
-        step = ending.choice.step
-        ctx.state.committed_step = max(ctx.state.committed_step, step)
-        reason = f"{ending.reason}; step {step} was written from memory at the end"
-        newest = max((given_up for given_up, _ in ending.given_up), default=step)
-        if newest > step:
-            reason += f", and step {newest} could not be ({ending.problem})"
-        finish(ctx, *_final_outcome(ctx), reason)
+    del flushing.waiting[name]
+    if message.failure is not None:
+        _give_up(ctx, flushing, flushing.choice, f"{name}: {message.failure}", message)
+    elif isinstance(message, SnapshotsFlushed):
+        flushing.files += message.files
+        flushing.writers.append(name)
+        if not flushing.waiting:
+            _commit(ctx, flushing, flushing.choice)
     else:
-        ending.files += list(message.get("files", ()))
-        ending.writers.append(name)
-        if not ending.waiting:
-            _commit(ctx)
+        step = flushing.choice.step
+        ctx.state.committed_step = max(ctx.state.committed_step, step)
+        addition = f"; step {step} was written from memory at the end"
+        if flushing.newest > step:
+            addition += f", and step {flushing.newest} could not be ({flushing.problem})"
+        _finish(ctx, flushing.end, addition)
 
 
-def on_host_lost(ctx: SupervisorContext, name: str) -> None:
+def _give_up(
+    ctx: SupervisorContext, flushing: Flushing, choice: Choice, problem: str, answer: SnapshotsFlushed | FlushCommitted
+) -> None:
+    """Without the copies that are not intact; where that is not what is wrong, the next older version."""
+    flushing.problem = problem
+    if isinstance(answer, SnapshotsFlushed) and answer.rejected:
+        ctx.reject(answer.rejected, problem)
+    else:
+        flushing.given_up.add((choice.step, choice.attempt))
+        text = f"step {choice.step} of attempt {choice.attempt} cannot be written from memory: {problem}"
+        ctx.log("run.message", {"text": text}, step=choice.step)
+    _write(ctx, flushing)
+
+
+def on_host_lost(ctx: SupervisorContext, flushing: Flushing, name: str) -> None:
     """A host was lost, or its agent restarted and does not know the request: continue with what there is."""
-    ending = ctx.state.ending
-    if ending is None or ctx.state.phase is not Phase.FLUSH:
-        return
-    awaited = ending.waiting.pop(name, None) is not None
+    awaited = flushing.waiting.pop(name, None) is not None
     if not ctx.state.hosts[name].connected:
-        ending.answered.discard(name)
+        flushing.answered.discard(name)
     if not awaited:
         return
-    if ending.choice is None:
-        if not ending.waiting:
-            _write(ctx)
-    elif ending.committing:
-        _commit(ctx)
+    if flushing.choice is None:
+        if not flushing.waiting:
+            _write(ctx, flushing)
+    elif flushing.committing:
+        _commit(ctx, flushing, flushing.choice)
     else:
-        ending.problem = f"{name} was lost"
-        _write(ctx)
+        flushing.problem = f"{name} was lost"
+        _write(ctx, flushing)
 
 
-def on_host_returned(ctx: SupervisorContext, name: str) -> None:
+def on_host_returned(ctx: SupervisorContext, flushing: Flushing, name: str) -> None:
     """Its agent restarted and may not know what it was asked."""
-    ending = ctx.state.ending
-    if ending is not None and ending.choice is None and name in ending.waiting:
-        ctx.send(name, {"t": "end", "attempt": ctx.state.attempt, "why": "the run ends"})
+    if flushing.choice is None and name in flushing.waiting:
+        ctx.send(name, _end_of_run(ctx))
     else:
-        on_host_lost(ctx, name)
+        on_host_lost(ctx, flushing, name)
 
 
-def on_deadline(ctx: SupervisorContext) -> None:
+def on_deadline(ctx: SupervisorContext, flushing: Flushing) -> None:
     """The deadline has passed: continue without the hosts that have not answered."""
-    ending = ctx.state.ending
-    assert ending is not None
-    if ending.choice is None and ctx.now_ns < ending.until_ns:
-        ending.waiting = {}
-        _write(ctx)
-        return
-    finish_unsaved(ctx, f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s")
+    if flushing.choice is None and ctx.now_ns < flushing.until_ns:
+        flushing.waiting = {}
+        _write(ctx, flushing)
+    else:
+        finish_unsaved(ctx, flushing, f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s")
 
 
-def _write(ctx: SupervisorContext) -> None:
+def _write(ctx: SupervisorContext, flushing: Flushing) -> None:
     """Have the newest version that is left written; without one the run ends."""
-    state, ending = ctx.state, ctx.state.ending
-    assert ending is not None
-    ending.files, ending.writers, ending.committing = [], [], False
-    choice = ctx.newest_held(hosts=ending.answered, without=ending.given_up | state.unreadable_snapshots)
+    state = ctx.state
+    flushing.files, flushing.writers, flushing.committing = [], [], False
+    choice = ctx.newest_held(hosts=flushing.answered, without=flushing.given_up)
     if choice is None or choice.step <= state.committed_step:
-        finish_unsaved(ctx, ending.problem)
+        finish_unsaved(ctx, flushing, flushing.problem)
         return
-    ending.choice = choice
-    due = ending.waiting
-    ending.waiting = {}
+    flushing.choice, flushing.deadline_ns = choice, flushing.until_ns
+    flushing.newest = max(flushing.newest, choice.step)
+    due = flushing.waiting
+    flushing.waiting = {}
     for name in sorted({held.host for held in choice.shards.values()}):
-        ending.waiting[name] = due.get(name, 0) + 1
-        ctx.send(name, {"t": "flush", **_version(ctx), "ranks": choice.shards_on(name)})
-    ctx.state.deadline_ns = ending.until_ns
+        flushing.waiting[name] = due.get(name, 0) + 1
+        ranks = choice.flush_shards(name)
+        ctx.send(
+            name,
+            FlushSnapshots(
+                step=choice.step, attempt=choice.attempt, layout=choice.layout.key, uri=_directory(ctx), ranks=ranks
+            ),
+        )
 
 
-def _commit(ctx: SupervisorContext) -> None:
+def _commit(ctx: SupervisorContext, flushing: Flushing, choice: Choice) -> None:
     """Every shard is written: one of the hosts that wrote puts the marker."""
-    ending = ctx.state.ending
-    assert ending is not None
-    writer = next((name for name in ending.writers if ctx.state.hosts[name].connected), None)
+    writer = next((name for name in flushing.writers if ctx.state.hosts[name].connected), None)
     if writer is None:
-        finish_unsaved(ctx, "the hosts that wrote it were lost")
+        finish_unsaved(ctx, flushing, "the hosts that wrote it were lost")
         return
-    ending.writers.remove(writer)  # asked once: if it is lost, another one is asked
-    ending.committing, ending.waiting = True, {writer: 1}
-    ctx.send(writer, {"t": "flush_commit", **_version(ctx), "files": ending.files})
+    flushing.writers.remove(writer)  # asked once: if it is lost, another one is asked
+    flushing.committing, flushing.waiting = True, {writer: 1}
+    files = tuple(flushing.files)
+    ctx.send(
+        writer,
+        CommitFlushed(
+            step=choice.step, attempt=choice.attempt, layout=choice.layout.key, uri=_directory(ctx), files=files
+        ),
+    )
 
 
-def _version(ctx: SupervisorContext) -> dict[str, Any]:
-    ending = ctx.state.ending
-    assert ending is not None and ending.choice is not None
-    directory = ctx.settings.spec.checkpoint.dir or uris.join(ctx.settings.run_dir, "checkpoints")
-    choice = ending.choice
-    return {"step": choice.step, "attempt": choice.attempt, "layout": choice.layout.key, "uri": directory}
+def _directory(ctx: SupervisorContext) -> str:
+    return ctx.settings.spec.checkpoint.dir or uris.join(ctx.settings.run_dir, "checkpoints")
 
 
-def finish_unsaved(ctx: SupervisorContext, problem: str) -> None:
+def finish_unsaved(ctx: SupervisorContext, flushing: Flushing, problem: str) -> None:
     """End without the flush; the reason names what is lost, and why."""
-    state, ending = ctx.state, ctx.state.ending
-    assert ending is not None
-    reason = ending.reason
-    if problem or ending.choice is not None:
-        step = ending.choice.step if ending.choice is not None else state.last_applied_step
+    addition = ""
+    if problem or flushing.choice is not None:
+        step = flushing.newest if flushing.choice is not None else ctx.state.last_applied_step
         problem = problem or "no complete version is left"
-        reason += f"; step {step} was only in memory and was not written ({problem}): {_newest_checkpoint(ctx)}"
-    finish(ctx, *_final_outcome(ctx), reason)
+        addition = f"; step {step} was only in memory and was not written ({problem}): {_newest_checkpoint(ctx)}"
+    _finish(ctx, flushing.end, addition)
 
 
 def _newest_checkpoint(ctx: SupervisorContext) -> str:
@@ -217,13 +226,10 @@ def _newest_checkpoint(ctx: SupervisorContext) -> str:
     return f"the checkpoint of step {step} remains" if step else "there is no checkpoint"
 
 
-def _final_outcome(ctx: SupervisorContext) -> tuple[str, int]:
-    """(outcome, exit code). A run whose last step is saved nowhere has not succeeded: `muster recover` redoes it."""
-    state, ending = ctx.state, ctx.state.ending
-    assert ending is not None
-    if ending.outcome == "succeeded" and state.committed_step < state.last_applied_step:
-        return "failed", 1
-    return ending.outcome, ending.exit_code
+def _finish(ctx: SupervisorContext, end: RunEnd, addition: str) -> None:
+    """A run whose last step is saved nowhere has not succeeded: `muster recover` redoes it."""
+    lost = end.outcome == "succeeded" and ctx.state.committed_step < ctx.state.last_applied_step
+    finish(ctx, "failed" if lost else end.outcome, 1 if lost else end.exit_code, end.reason + addition)
 
 
 def _connected(ctx: SupervisorContext) -> list[str]:

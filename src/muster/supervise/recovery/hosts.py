@@ -1,75 +1,90 @@
-"""Hosts that connect, are lost and rejoin; the takeover of a running attempt."""
+"""Hosts that connect, are lost and rejoin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from muster.core.incidents import HOST_LOST, HOST_RETURNED, RANK_EXIT
+from muster.core.typed_json import JsonObject
+from muster.protocol.hello import AgentHello
+from muster.protocol.to_agent import EndAttempt, Welcome
+from muster.protocol.to_supervisor import HostReady, RanksEnded
+from muster.protocol.version import MINE
 from muster.supervise.recovery import final_flush
+from muster.supervise.recovery.adoption import try_adopt
 from muster.supervise.recovery.attempts import (
     SPARE,
     check_ranks_exited,
     has_rendezvous_store,
+    log_waiting,
+    ready_hosts,
     resend_end,
     start_attempt,
     start_when_drained,
 )
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.final_flush import finish
-from muster.supervise.recovery.incidents import report_incident
-from muster.supervise.recovery.state import SECOND_NS, Host, HostDown, HostUp, Phase
+from muster.supervise.recovery.incidents import end_of_held, report_incident
+from muster.supervise.recovery.inputs import SECOND_NS, HostDown, HostUp
+from muster.supervise.recovery.phases import (
+    Adopting,
+    Draining,
+    Flushing,
+    Held,
+    NextHosts,
+    Running,
+    Starting,
+    Stopping,
+    Waiting,
+)
+from muster.supervise.recovery.state import Host
 
 
 def host_up(ctx: SupervisorContext, given: HostUp) -> None:
     host = ctx.state.hosts.setdefault(given.host, Host(name=given.host))
     hello = given.hello
-    if not host.connected and (host.has_connected or not hello.get("attempt")):
-        clear_notice(host)
-    host.has_connected = True
+    if not host.connected and (host.lost or not hello.attempt) and clear_notice(host):
+        detail: JsonObject = {"reason": "it has left and rejoined", "cause": "returned"}
+        ctx.log("host.readmitted", detail, host=host.name)
     host.connected, host.store, host.retained, host.drain_timed_out = True, None, {}, False
-    host.alive = {int(rank): pid for rank, pid in hello.get("alive", {}).items()}
-    host.exited = {int(rank) for rank in hello.get("exited", ())}
-    host.attempt = int(hello.get("attempt", 0))
-    host.snapshots = list(hello.get("snapshots", []))
-    if int(hello.get("step", 0)) > ctx.state.last_applied_step:  # taken while there was no supervisor
-        ctx.state.last_applied_step = int(hello["step"])
-        ctx.state.restarts_without_progress = 0
-    ctx.state.attempt = max(ctx.state.attempt, host.attempt if ctx.state.phase is Phase.ADOPT else 0)
-    ctx.send(given.host, {"t": "welcome", "attempt": ctx.state.attempt})
+    host.alive, host.exited, host.attempt, host.snapshots = hello.alive, hello.exited, hello.attempt, hello.snapshots
+    ctx.state.advance(hello.step)  # perhaps taken while there was no supervisor
+    before = ctx.state.phase
+    ctx.state.attempt = max(ctx.state.attempt, host.attempt if isinstance(before, Adopting) else 0)
+    ctx.send(given.host, Welcome(version=MINE, attempt=ctx.state.attempt))
     if not host.allocated:
         host.allocated = True
         price = ctx.settings.usd_per_host_hour
         priced = {"usd_per_hour": price} if price is not None else {}
         ctx.log("host.allocated", {"gpus": ctx.settings.ranks_per_host, "role": "active", **priced}, host=given.host)
     if host.attempt < ctx.state.attempt and host.alive:
-        ctx.send(given.host, {"t": "end", "attempt": ctx.state.attempt - 1, "why": "of an older attempt"})
-    before = ctx.state.phase
-    if hello.get("ready"):
+        ctx.send(given.host, EndAttempt(attempt=ctx.state.attempt - 1, why="of an older attempt"))
+    if hello.ready:
         host_ready(ctx, host, hello)
-    if before is Phase.ADOPT:
-        try_adopt(ctx)
-    elif before is Phase.FLUSH:
-        final_flush.on_host_returned(ctx, given.host)
-    elif before is Phase.DRAINING:
-        resend_end(ctx, given.host)
-    elif before is Phase.RUN and given.host in ctx.state.active:
-        check_returned_agent(ctx, host, {int(rank) for rank in hello.get("exited", ())})
+    if isinstance(before, Adopting):
+        try_adopt(ctx, before)
+    elif isinstance(before, Flushing):
+        final_flush.on_host_returned(ctx, before, given.host)
+    elif isinstance(before, Draining):
+        resend_end(ctx, before, given.host)
+    elif isinstance(before, Held) and host.alive:
+        ctx.send(given.host, end_of_held(ctx))  # it may not have heard of it
+    elif isinstance(before, Running) and given.host in ctx.state.active:
+        check_returned_agent(ctx, host)
 
 
-def clear_notice(host: Host) -> None:
-    """It has left and rejoined: an earlier preemption notice no longer applies."""
+def clear_notice(host: Host) -> bool:
+    """It has left and rejoined: an earlier preemption notice no longer applies. False: there was none."""
+    had_notice = host.preemption_grace_s is not None or host.until_return
     host.preemption_grace_s = None
     if host.until_return:
         host.quarantined = host.until_return = False
+    return had_notice
 
 
-def rejoin_after_timeout(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:
+def rejoin_after_timeout(ctx: SupervisorContext, host: Host, message: RanksEnded) -> None:
     """A host that timed out while stopping its ranks has stopped them after all."""
     host.drain_timed_out, host.connected = False, True
-    host.snapshots, host.alive, host.retained = list(message["snapshots"]), {}, {}
+    host.snapshots, host.alive, host.retained = message.snapshots, {}, {}
     ctx.log("run.message", {"text": f"{host.name} has ended its ranks after all and can be used again"}, host=host.name)
-    host_ready(ctx, host, {})
+    host_ready(ctx, host, HostReady())
 
 
 def end_quarantine(ctx: SupervisorContext, name: str) -> None:
@@ -79,17 +94,17 @@ def end_quarantine(ctx: SupervisorContext, name: str) -> None:
         return  # meanwhile it was quarantined for good
     was_out, host.quarantined, host.hold_off_s, host.asked_about = host.quarantined, False, 0.0, False
     if was_out:
-        ctx.log("host.readmitted", {"reason": "its quarantine has expired"}, host=name)
+        ctx.log("host.readmitted", {"reason": "its quarantine has expired", "cause": "expired"}, host=name)
     if host.connected and host.ready:
-        host_ready(ctx, host, {})
+        host_ready(ctx, host, HostReady())
 
 
-def check_returned_agent(ctx: SupervisorContext, host: Host, exited: set[int]) -> None:
+def check_returned_agent(ctx: SupervisorContext, host: Host) -> None:
     """An agent reconnected while its host's ranks belong to the running attempt: are they all alive?
 
-    Ranks in ``exited`` are reported one by one, with their codes, in the messages that follow.
+    Ranks that have exited are reported one by one, with their codes, in the messages that follow.
     """
-    gone = set(ctx.state.exited) | exited
+    gone = {*ctx.state.progress.exited, *host.exited}
     expected = set(ctx.ranks_on(host.name)) - gone
     if host.attempt == ctx.state.attempt and expected <= set(host.alive):
         return
@@ -97,26 +112,24 @@ def check_returned_agent(ctx: SupervisorContext, host: Host, exited: set[int]) -
     report_incident(ctx, RANK_EXIT, host=host.name, evidence=evidence)
 
 
-def host_ready(ctx: SupervisorContext, host: Host, message: Mapping[str, Any]) -> None:
+def host_ready(ctx: SupervisorContext, host: Host, message: HostReady | AgentHello) -> None:
     host.ready, host.start_failed, host.asked_about = True, False, False
-    host.store = (message["store"][0], int(message["store"][1])) if message.get("store") else host.store
-    host.memory = (message["memory"][0], int(message["memory"][1])) if message.get("memory") else host.memory
+    host.store, host.memory = message.store or host.store, message.memory or host.memory
     phase = ctx.state.phase
-    if phase is Phase.STARTING:
+    if isinstance(phase, Starting):
         if len(ctx.usable()) >= ctx.settings.wanted_hosts:
-            ctx.state.target = ctx.usable()[: ctx.settings.wanted_hosts]
-            start_attempt(ctx)
-    elif phase is Phase.WAIT:
-        use_new_capacity(ctx, host)
-    elif phase is Phase.RUN and host.name not in ctx.state.active and not host.quarantined:  # noqa: SIM102 (the condition acts)
-        if not consider_growth(ctx):
+            start_attempt(ctx, ctx.usable()[: ctx.settings.wanted_hosts])
+    elif isinstance(phase, Waiting):
+        use_new_capacity(ctx, phase.next, host)
+    elif isinstance(phase, Running) and host.name not in ctx.state.active and not host.quarantined:  # noqa: SIM102 (the condition acts)
+        if not consider_growth(ctx, phase):
             ctx.log("phase.changed", {"reason": SPARE}, host=host.name, phase="spare")
 
 
-def consider_growth(ctx: SupervisorContext) -> bool:
+def consider_growth(ctx: SupervisorContext, running: Running) -> bool:
     """Ask the policy, once for each host, whether idle hosts should join a run that has too few. True: it was asked."""
     state = ctx.state
-    if state.resizing or len(state.active) >= ctx.settings.wanted_hosts:
+    if running.resize is not None or len(state.active) >= ctx.settings.wanted_hosts:
         return False
     idle = [name for name in ctx.usable() if name not in state.active]
     new = [name for name in idle if not state.hosts[name].asked_about]
@@ -128,7 +141,7 @@ def consider_growth(ctx: SupervisorContext) -> bool:
         state.hosts[name].asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
     report_incident(ctx, HOST_RETURNED, host=new[0], evidence=evidence)
-    for name in new if state.phase is Phase.RUN and not state.resizing else ():
+    for name in new if state.phase is running and running.resize is None else ():
         failures = state.hosts[name].failures_ns
         if failures:  # perhaps refused because of them: once they have expired, the policy is asked again
             oldest_s = (ctx.now_ns - min(failures)) / SECOND_NS
@@ -140,25 +153,26 @@ def set_aside(ctx: SupervisorContext, name: str, reason: str) -> bool:
     """Mark a host that cannot start; whether the run can continue without it for now (a bad spare)."""
     host, phase = ctx.state.hosts[name], ctx.state.phase
     host.start_failed = True
-    if phase is Phase.STARTING:
+    if isinstance(phase, Starting):
         candidates = [host for host in ctx.state.hosts.values() if host.connected and not host.start_failed]
         needed = len(candidates) < ctx.settings.wanted_hosts
-    elif phase in (Phase.RUN, Phase.DRAINING, Phase.WAIT):
-        needed = name in (ctx.state.active if phase is Phase.RUN else ctx.state.target)
+    elif isinstance(phase, Running | Draining | Waiting):
+        needed = name in ctx.state.counted_on
     else:
         return False
-    if not needed:
-        ctx.log("run.message", {"text": f"{name} cannot start and is set aside: {reason}"}, host=name)
+    ctx.log("host.set_aside", {"reason": reason, "needed": needed}, host=name)
     return not needed
 
 
-def use_new_capacity(ctx: SupervisorContext, host: Host) -> None:
-    if host.name not in ctx.state.target and not host.quarantined:
-        ctx.state.target.append(host.name)
-    usable = [name for name in ctx.state.target if ctx.state.hosts[name].ready and ctx.state.hosts[name].connected]
-    if len(usable) >= ctx.needed() and has_rendezvous_store(ctx, usable):
-        ctx.state.target = usable[: ctx.settings.wanted_hosts]
-        start_attempt(ctx)
+def use_new_capacity(ctx: SupervisorContext, following: NextHosts, host: Host) -> None:
+    added = host.name not in following.hosts and not host.quarantined
+    if added:
+        following.hosts.append(host.name)
+    usable = ready_hosts(ctx, following)
+    if len(usable) >= ctx.needed(following) and has_rendezvous_store(ctx, usable):
+        start_attempt(ctx, usable[: ctx.settings.wanted_hosts])
+    elif added:
+        log_waiting(ctx, following)
 
 
 def host_down(ctx: SupervisorContext, given: HostDown) -> None:
@@ -168,69 +182,19 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
     if not host.connected:
         host.drain_timed_out = False
         return
-    host.connected = host.ready = False
-    host.snapshots, host.retained = [], {}
-    ctx.log("host.lost", {"evidence": given.reason}, host=given.host)
+    host.connected, host.ready, host.lost = False, False, True
+    host.snapshots, host.retained = (), {}
+    ctx.log("host.lost", {"evidence": given.reason, "silent_s": given.silent_s}, host=given.host)
     phase = ctx.state.phase
-    if phase is Phase.STOPPING:
+    if isinstance(phase, Stopping):
         for rank in ctx.ranks_on(given.host):
-            ctx.state.exited.setdefault(rank, -9)
+            ctx.state.progress.exited.setdefault(rank, -9)
         check_ranks_exited(ctx)
-    elif phase is Phase.FLUSH:
-        final_flush.on_host_lost(ctx, given.host)
-    elif phase in (Phase.RUN, Phase.DRAINING, Phase.WAIT) and given.host in (
-        ctx.state.active if phase is Phase.RUN else ctx.state.target
-    ):
+    elif isinstance(phase, Flushing):
+        final_flush.on_host_lost(ctx, phase, given.host)
+    elif isinstance(phase, Running | Draining | Waiting) and given.host in ctx.state.counted_on:
         evidence = f"{given.host}: {given.reason}"
         report_incident(ctx, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
-    if phase is Phase.DRAINING and ctx.state.phase is Phase.DRAINING:
-        ctx.state.draining.discard(given.host)
+    if isinstance(phase, Draining) and ctx.state.phase is phase:
+        phase.waiting.pop(given.host, None)
         start_when_drained(ctx)
-
-
-def try_adopt(ctx: SupervisorContext) -> None:
-    """After the loss of a supervisor: are all ranks of the logged attempt alive and of that attempt?"""
-    state = ctx.state
-    if not all(name in state.hosts and state.hosts[name].connected for name in state.active):
-        return
-    members = [state.hosts[name] for name in state.active]
-    fresh = not any(host.attempt or host.snapshots for host in members)
-    if state.ending is not None and not fresh:  # it was ending when its supervisor was lost
-        final_flush.begin_flush(ctx)
-        return
-    alive = {rank for host in members for rank in (*host.alive, *host.exited)}
-    if set(state.ranks) <= alive and all(host.attempt == state.attempt for host in members):
-        state.phase, state.adopted, state.deadline_ns = Phase.RUN, state.attempt, None
-        if not state.stepped:
-            ctx.await_first_step()
-        state.asked = state.asked or state.stop_before  # the ranks may not have received it, and may hang in their save
-        ctx.log("run.message", {"text": f"attempt {state.attempt} continues under a new supervisor"})
-        return
-    if not alive and all(host.attempt == 0 for host in members):
-        # New agents: every process of the run was lost (a reboot, a kill of everything), and it is started again.
-        text = f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"
-        ctx.log("run.message", {"text": text})
-        state.phase, state.active, state.ranks, state.ending = Phase.STARTING, [], {}, None
-        ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)
-    elif all(host.ready for host in members):
-        adopt_failed(ctx)
-
-
-def adopt_failed(ctx: SupervisorContext) -> None:
-    state = ctx.state
-    if state.ending is not None:
-        final_flush.begin_flush(ctx)
-        return
-    lost = [name for name in state.active if name not in state.hosts or not state.hosts[name].connected]
-    for name in lost:
-        state.hosts.setdefault(name, Host(name=name))
-    if not any(host.connected for host in state.hosts.values()):
-        finish(ctx, "failed", 6, "no host answers a new supervisor; start the run again to resume from its checkpoint")
-        return
-    state.phase = Phase.RUN
-    if lost:
-        report_incident(ctx, HOST_LOST, host=lost[0], evidence=f"{lost[0]} did not answer a new supervisor")
-        state.target = [name for name in state.target if name not in lost]
-        start_when_drained(ctx)
-    else:
-        report_incident(ctx, RANK_EXIT, evidence="ranks were missing when a new supervisor took over")

@@ -10,7 +10,7 @@ end of its step (``train.distributed.pause_consensus``). So its time limit follo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from muster.core.layout import Layout
@@ -24,20 +24,20 @@ PAUSE_STEPS = 1.5
 PAUSE_MARGIN_S = 1.0
 
 
-def retainable_ranks(ctx: SupervisorContext) -> set[int]:
-    """Ranks that could continue without a new process, as far as is known when their attempt is ended."""
+def retainable_ranks(ctx: SupervisorContext, hosts: Collection[str]) -> set[int]:
+    """Ranks that could continue on ``hosts`` without a new process, as far as is known when their attempt is ended."""
     state, spec = ctx.state, ctx.settings.spec
-    layout, size = state.layout, state.layout.ranks_per_replica
+    layout, size, progress = state.layout, state.layout.ranks_per_replica, state.progress
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one of several may be left
-    if not replicated or not state.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
+    if not replicated or not progress.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
         return set()
     if spec.training is not None and not spec.training.optimizer.traits.restores_exactly:
         return set()  # the replicas would drift apart
     ranks_to_keep: set[int] = set()
     for replica in range(layout.dp_replicate):
         ranks = range(replica * size, (replica + 1) * size)
-        if not any(rank in state.exited or rank in state.blamed for rank in ranks) and all(
-            _stays(ctx, state.ranks.get(rank)) for rank in ranks
+        if not any(rank in progress.exited or rank in progress.blamed for rank in ranks) and all(
+            state.ranks.get(rank) in hosts and _stays(ctx, state.ranks[rank]) for rank in ranks
         ):
             ranks_to_keep |= set(ranks)
     return ranks_to_keep
@@ -50,9 +50,9 @@ def pause_s(ctx: SupervisorContext) -> float:
     return max(PAUSE_S, needed_s if limit is None else min(needed_s, limit))
 
 
-def _stays(ctx: SupervisorContext, name: str | None) -> bool:
-    host = ctx.state.hosts.get(name or "")
-    return host is not None and host.connected and not host.quarantined and host.name in ctx.state.target
+def _stays(ctx: SupervisorContext, name: str) -> bool:
+    host = ctx.state.hosts[name]
+    return host.connected and not host.quarantined
 
 
 def whole_replicas(layout: Layout, ranks: Mapping[int, str], retained: Mapping[str, set[int]]) -> list[tuple[int, ...]]:

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from muster.protocol.held_snapshots import Choice, has_replica_on_other_host, needed_shards
 from muster.protocol.ranks import RankContext, Restore
+from muster.protocol.to_agent import FetchShard, PeerMoved, StartAttempt
+from muster.protocol.values import Address
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.state import SECOND_NS, Host, Phase
+from muster.supervise.recovery.inputs import SECOND_NS
+from muster.supervise.recovery.phases import Running
+from muster.supervise.recovery.state import Host
 
 
 def start_message(
     ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
-) -> dict[str, Any]:
+) -> StartAttempt:
     """For one host. ``retained``: ranks of this attempt -> the rank of the one before whose process continues."""
-    message: dict[str, Any] = {
-        "t": "start",
-        "attempt": ctx.state.attempt,
-        "contexts": [context.to_json() for context in _contexts(ctx, name, choice, retained)],
-        "fetch": _fetches(ctx, name, choice, retained) if choice is not None else [],
-        "peer": peer_of(ctx, name),
-    }
-    return message if choice is None else {**message, "restore_attempt": choice.attempt}
+    return StartAttempt(
+        attempt=ctx.state.attempt,
+        contexts=_contexts(ctx, name, choice, retained),
+        fetch=_fetches(ctx, name, choice, retained) if choice is not None else (),
+        peer=peer_of(ctx, name),
+    )
 
 
 def _contexts(
     ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
-) -> list[RankContext]:
+) -> tuple[RankContext, ...]:
     state, local_ranks = ctx.state, ctx.ranks_on(name)
     stores = (store for host in state.active if (store := state.hosts[host].store))
     address, port = next(stores, ("127.0.0.1", 0))
     restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout) if choice is not None else None
-    return [
+    return tuple(
         RankContext(
             run_id=ctx.settings.run_id,
             run_dir=ctx.settings.run_dir,
@@ -54,25 +55,24 @@ def _contexts(
             observed_s=(ctx.now_ns - (state.watched_from_ns or ctx.now_ns)) / SECOND_NS,
         )
         for local, rank in enumerate(local_ranks)
-    ]
+    )
 
 
-def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mapping[int, int]) -> list[dict[str, Any]]:
+def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mapping[int, int]) -> tuple[FetchShard, ...]:
     """Shards that the host's ranks need and its retained ranks do not hold, and where each is."""
     state = ctx.state
     paused = state.hosts[name].retained
     missing = [rank for rank in ctx.ranks_on(name) if rank not in retained or paused.get(retained[rank]) != choice.step]
     if choice.layout != state.layout and missing:
         missing = needed_shards(choice, name)
-    fetches = []
-    for rank in missing:
-        held = choice.nearest(rank, name)
-        address = None if held.host == name else list(state.hosts[held.host].memory or ())
-        fetches.append({"rank": rank, "held_as": held.rank, "host": held.host, "tier": held.tier, "address": address})
-    return fetches
+    copies = ((rank, choice.nearest(rank, name)) for rank in missing)
+    return tuple(
+        FetchShard(rank=rank, copy=held, address=None if held.host == name else state.hosts[held.host].memory)
+        for rank, held in copies
+    )
 
 
-def peer_of(ctx: SupervisorContext, name: str) -> list[Any] | None:
+def peer_of(ctx: SupervisorContext, name: str) -> Address | None:
     """Where the host's snapshots get their second copy: the next active host's replicator; None: nowhere."""
     requested = ctx.settings.spec.checkpoint.replicate_snapshots
     active = ctx.state.active
@@ -80,16 +80,15 @@ def peer_of(ctx: SupervisorContext, name: str) -> list[Any] | None:
         return None
     if requested is None and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name):
         return None  # another replica holds the same state
-    memory = ctx.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
-    return list(memory) if memory else None
+    return ctx.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
 
 
-def on_replicator_address(ctx: SupervisorContext, host: Host, address: tuple[str, int]) -> None:
+def on_replicator_address(ctx: SupervisorContext, host: Host, address: Address) -> None:
     """A host's replicator was restarted: the hosts that copy to it are sent its new address."""
     state, known = ctx.state, host.memory is not None
     host.memory = address
-    if state.phase is not Phase.RUN or not known:
+    if not isinstance(state.phase, Running) or not known:
         return
     for name in state.active:
-        if peer_of(ctx, name) == list(address):
-            ctx.send(name, {"t": "peer", "peer": list(address)})
+        if peer_of(ctx, name) == address:
+            ctx.send(name, PeerMoved(peer=address))

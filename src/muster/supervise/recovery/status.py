@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
-from muster.supervise.recovery.state import Phase, State
+from muster.protocol.client import HostStatus, SupervisorStatus, Verdict
+from muster.supervise.recovery.phases import (
+    Adopting,
+    Draining,
+    Ended,
+    Flushing,
+    Held,
+    Phase,
+    Running,
+    Starting,
+    Stopping,
+    Waiting,
+)
+from muster.supervise.recovery.state import State
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 
-def status(machine: RecoveryStateMachine) -> dict[str, Any]:
+def status(machine: RecoveryStateMachine) -> SupervisorStatus:
     """Phase, step, attempt and hosts, as a message."""
     state = machine.state
-    return {
-        "phase": state.phase.value,
-        "reason": sentence(machine),
-        "attempt": state.attempt,
-        "step": state.last_applied_step,
-        "hosts": {
-            name: {
-                "connected": host.connected,
-                "ready": host.ready,
-                "active": name in state.active,
-                "ranks": [rank for rank, on in state.ranks.items() if on == name],
-            }
+    return SupervisorStatus(
+        phase=state.phase.name,
+        reason=sentence(machine),
+        attempt=state.attempt,
+        step=state.last_applied_step,
+        hosts={
+            name: HostStatus(
+                connected=host.connected,
+                ready=host.ready,
+                active=name in state.active,
+                ranks=tuple(rank for rank, on in state.ranks.items() if on == name),
+            )
             for name, host in state.hosts.items()
         },
-        "verdict": list(state.final_result) if state.final_result else None,
-    }
+        verdict=_verdict(state),
+    )
 
 
 def _save_failed(state: State) -> str:
@@ -37,22 +50,33 @@ def _save_failed(state: State) -> str:
     return f"; the last save failed ({state.save_failed[:200]}); {newest}"
 
 
+def _verdict(state: State) -> Verdict | None:
+    """Of a run that will end."""
+    phase = state.phase
+    decided = phase if isinstance(phase, Held) else phase.end if isinstance(phase, Flushing) else None
+    return Verdict(exit_code=decided.exit_code, reason=decided.reason) if decided is not None else None
+
+
 def sentence(machine: RecoveryStateMachine) -> str:
     """Why the run is where it is, for people."""
-    state = machine.state
-    if state.phase is Phase.RUN and not state.stepped:
+    state, phase = machine.state, machine.state.phase
+    if isinstance(phase, Starting):
+        missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
+        return f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready"
+    if isinstance(phase, Running) and not state.progress.stepped:
         return f"attempt {state.attempt} is starting: no step yet"
-    missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
-    failure = state.final_result[1] if state.final_result else ""
-    sentences = {
-        Phase.STARTING: f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready",
-        Phase.ADOPT: "a new supervisor waits for the hosts to answer",
-        Phase.RUN: f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}",
-        Phase.DRAINING: "recovering: ranks are being replaced",
-        Phase.WAIT: "waiting for a host to return",
-        Phase.STOPPING: "saving before it ends",
-        Phase.FLUSH: "ending: hosts write what only their memory holds",
-        Phase.HELD_AFTER_FAILURE: f"failed; hosts are held for muster restart: {failure}",
-        Phase.ENDED: "ended",
-    }
-    return sentences[state.phase]
+    if isinstance(phase, Running):
+        return f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}"
+    if isinstance(phase, Held):
+        return f"failed; hosts are held for muster restart: {phase.reason}"
+    return _SENTENCES[type(phase)]
+
+
+_SENTENCES: Mapping[type[Phase], str] = {
+    Adopting: "a new supervisor waits for the hosts to answer",
+    Draining: "recovering: ranks are being replaced",
+    Waiting: "waiting for a host to return",
+    Stopping: "saving before it ends",
+    Flushing: "ending: hosts write what only their memory holds",
+    Ended: "ended",
+}

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core import event_log
 from muster.core.errors import UsageError
+from muster.core.event_details.attempts import AttemptEnded, AttemptResizing, AttemptStarted
+from muster.core.event_details.checkpoints import SnapshotRejected
+from muster.core.event_details.hosts import HostHealth, HostQuarantined, HostReadmitted, TerminationNotice
+from muster.core.event_details.incidents import IncidentDecided, IncidentDetected
+from muster.core.event_details.run import RunEnding, RunHeld, RunRestarted, RunStopping, RunWaiting, StopRequested
 from muster.core.events import Event
 from muster.core.incidents import traits_of
 from muster.core.layout import Layout
+from muster.core.types import Action
 from muster.supervise.recovery import error_history
 from muster.supervise.recovery.hosts import clear_notice
-from muster.supervise.recovery.state import Ending, Host, Phase, State, StopRequest
+from muster.supervise.recovery.incidents import opened_by
+from muster.supervise.recovery.inputs import SECOND_NS, StopRequest
+from muster.supervise.recovery.phases import (
+    Adopting,
+    Draining,
+    Flushing,
+    Held,
+    NextHosts,
+    Resize,
+    RunEnd,
+    Running,
+    Starting,
+    Stopping,
+    Waiting,
+)
+from muster.supervise.recovery.state import Attempt, Host, State
 
 
 @dataclass
@@ -35,109 +56,269 @@ class EventReplay:
         return event_log.on_one_clock(self._files)
 
 
-def rebuild_state(events: Iterable[Event]) -> State:
+def rebuild_state(events: Iterable[Event], *, now_wall_ns: int | None = None) -> State:
     """The state after ``events`` (in each file's order; files in any order).
 
-    A run that has ended, or never started an attempt, begins at STARTING with the attempt counter where it
-    was: numbers are never used twice. One that was under way begins at ADOPT, where the hosts' own reports
-    (who runs what) decide. What the run has learned of errors and hosts is kept: hosts' failures are ages
-    (nanoseconds before the last event, negative), which ``RecoveryStateMachine.start`` puts on its own clock.
+    A run that has ended, or never started an attempt, begins at STARTING with the attempt counter where it was:
+    numbers are never used twice. One that is held stays so. Any other begins at ADOPT, where the hosts' own reports
+    (who runs what) decide whether it goes on where the log says that it is. Times are ages (nanoseconds before
+    ``now_wall_ns``, or before the last event; negative), which ``RecoveryStateMachine.start`` puts on its own clock.
+
+    Raises:
+        MusterError: an event is not as a supervisor writes it.
     """
-    state = State()
     ordered = sorted(events, key=lambda event: event.wall_ns)
-    now_ns = ordered[-1].wall_ns if ordered else 0
+    newest_ns = ordered[-1].wall_ns if ordered else 0
+    replay = _Replay(now_ns=max(newest_ns, now_wall_ns or 0))
     for event in ordered:
-        if event.kind == "attempt.started":
-            if event.attempt >= state.attempt:
-                _start(state, event)
-        elif event.kind == "attempt.ended" and event.attempt == state.attempt:
-            state.phase = Phase.STARTING if not state.ranks else Phase.ADOPT
-        elif event.kind in ("step", "incident.resolved") and event.step is not None:
-            state.add_step_time(event.detail)
-            state.stepped = state.stepped or event.attempt == state.attempt
-            if event.step > state.last_applied_step:
-                state.last_applied_step = event.step
-                state.restarts_without_progress = 0
-        elif event.kind == "checkpoint.committed":
-            state.add_checkpoint({"step": event.step, "detail": event.detail})
-        elif event.kind == "checkpoint.failed":
-            state.save_failed = str(event.detail["reason"])
-        elif event.kind == "incident.detected":
-            _incident(state, event, now_ns)
-        elif event.kind == "incident.decided":
-            state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
-        elif event.kind == "run.restarted":
-            error_history.forget(state)
-        elif event.kind == "termination.notice" and "exit_code" in event.detail:
-            source, save = str(event.detail["source"]), bool(event.detail.get("save", True))
-            state.stop_before = StopRequest(source=source, exit_code=int(event.detail["exit_code"]), save=save)
-        elif event.kind == "run.ending":
-            outcome, reason = str(event.detail["outcome"]), str(event.detail["reason"])
-            state.ending = Ending(outcome=outcome, exit_code=int(event.detail["exit_code"]), reason=reason)
-        elif event.kind == "run.finished":
-            state = State(
-                attempt=state.attempt,
-                next_incident=state.next_incident,
-                last_applied_step=0,
-                batch_schedule=state.batch_schedule,
-                skip_steps=state.skip_steps,
-            )
-        else:
-            _host(state, event)
-    return state
+        replay.add(event)
+    return replay.result()
 
 
-def _start(state: State, event: Event) -> None:
-    if state.attempt and event.detail.get("cause"):
-        state.restarts_without_progress += 1
-    state.attempt = event.attempt
-    state.phase = Phase.ADOPT
-    state.exited, state.stepped = {}, False
-    state.layout = Layout.of(event.detail["layout"])
-    state.batch_schedule = [dict(change) for change in event.detail.get("batch_schedule", ())]
-    state.skip_steps |= {int(step) for step in event.detail.get("skip_steps", ())}
-    state.active = list(event.detail["hosts"])
-    state.ranks = {int(rank): host for host, ranks in event.detail["hosts"].items() for rank in ranks}
-    resumed = (event.detail.get("resume_step"), event.detail.get("resume_attempt"))
-    state.resumed = None if None in resumed else (int(resumed[0]), int(resumed[1]))  # type: ignore[arg-type]
+@dataclass
+class _Replay:
+    """Folds events; what they change is changed by the functions of the living supervisor."""
+
+    now_ns: int
+    state: State = field(default_factory=State)
+    asked: StopRequest | None = None
+    """A stop that is not carried out yet."""
+    waiting_since_ns: int | None = None
+    detected: Event | None = None
+
+    def add(self, event: Event) -> None:
+        if event.kind in _FOLDS:
+            _FOLDS[event.kind](self, event, event.wall_ns - self.now_ns)
+
+    def result(self) -> State:
+        state, phase = self.state, self.state.phase
+        known = isinstance(phase, Held | Draining | Waiting | Flushing) or bool(state.ranks)
+        if known and not isinstance(phase, Held):
+            state.phase = Adopting(found=phase, asked_before=self.asked)
+        elif not known:
+            state.phase = Starting()
+        return state
+
+    # ------------------------------------------------------------ attempts
+
+    def attempt_started(self, event: Event, at_ns: int) -> None:
+        state, detail = self.state, event.read(AttemptStarted)
+        if event.attempt < state.attempt:
+            return
+        state.batch_schedule = detail.batch_schedule
+        state.skip_steps |= set(detail.skip_steps)
+        step, attempt = detail.resume_step, detail.resume_attempt
+        current = Attempt(
+            hosts=tuple(detail.hosts),
+            ranks={rank: host for host, ranks in detail.hosts.items() for rank in ranks},
+            layout=Layout.of(detail.layout),
+            resumed=None if step is None or attempt is None else (step, attempt),
+        )
+        state.begin_attempt(event.attempt, current, at_ns)
+        state.phase, self.waiting_since_ns = Running(), None
+
+    def attempt_ended(self, event: Event, _at_ns: int) -> None:
+        detail, state = event.read(AttemptEnded), self.state
+        if detail.next_hosts is None or event.attempt != state.attempt:
+            return  # the run ends
+        for host in state.hosts.values():
+            if host.resetting and host.name in (*state.active, *detail.next_hosts):
+                host.resettable, host.resetting = (), False
+        state.phase = Draining(next=self._next(detail.next_hosts, detail.needed_hosts))
+
+    def attempt_resizing(self, event: Event, at_ns: int) -> None:
+        if isinstance(self.state.phase, Running):
+            hosts = list(event.read(AttemptResizing).hosts)
+            self.state.phase.resize = Resize(hosts=hosts, until_ns=at_ns)
+
+    def attempt_abandoned(self, _event: Event, _at_ns: int) -> None:
+        self.state.abandon()
+        self.state.phase, self.waiting_since_ns = Starting(), None
+        self.asked = None  # it was stopped, and everything ended: now it is started again
+
+    def waiting(self, event: Event, at_ns: int) -> None:
+        detail = event.read(RunWaiting)
+        if self.waiting_since_ns is None:
+            self.waiting_since_ns = at_ns
+        if self.state.open is not None:
+            self.state.open.stages_ns["collected"] = at_ns - self.state.open.detected_ns
+        self.state.phase = Waiting(next=self._next(detail.hosts, detail.needed_hosts))
+
+    def _next(self, hosts: Iterable[str], needed: int | None) -> NextHosts:
+        return NextHosts(hosts=list(hosts), needed=needed or 0, waiting_since_ns=self.waiting_since_ns)
+
+    # ------------------------------------------------------------ the run's end
+
+    def stop_requested(self, event: Event, _at_ns: int) -> None:
+        detail, phase = event.read(StopRequested), self.state.phase
+        if isinstance(phase, Stopping | Flushing):
+            phase.by_user = True
+            return
+        self.asked = StopRequest(source=detail.source, exit_code=detail.exit_code, save=detail.save, force=detail.force)
+
+    def stopping(self, event: Event, _at_ns: int) -> None:
+        detail = event.read(RunStopping)
+        self.asked = None
+        self.state.phase = Stopping(
+            outcome=detail.outcome,
+            exit_code=detail.exit_code,
+            source=detail.source,
+            saves=detail.save,
+            by_user=detail.by_user,
+        )
+
+    def ending(self, event: Event, at_ns: int) -> None:
+        detail = event.read(RunEnding)
+        end = RunEnd(outcome=detail.outcome, exit_code=detail.exit_code, reason=detail.reason)
+        self.asked, self.state.open = None, None
+        self.state.phase = Flushing(end=end, until_ns=at_ns, by_user=detail.by_user)
+
+    def held(self, event: Event, at_ns: int) -> None:
+        detail = event.read(RunHeld)
+        deadline_ns = at_ns + int(detail.hold_s * SECOND_NS)
+        self.state.phase = Held(exit_code=detail.exit_code, reason=detail.reason, deadline_ns=deadline_ns)
+
+    def restarted(self, event: Event, _at_ns: int) -> None:
+        self.asked, self.waiting_since_ns = None, None
+        self.state.restart(elsewhere=event.read(RunRestarted).checkpoint_dir_changed)
+
+    def finished(self, _event: Event, _at_ns: int) -> None:
+        state = self.state
+        self.asked, self.waiting_since_ns = None, None
+        self.state = State(
+            attempt=state.attempt,
+            next_incident=state.next_incident,
+            batch_schedule=state.batch_schedule,
+            skip_steps=state.skip_steps,
+        )
+
+    # ------------------------------------------------------------ training
+
+    def step(self, event: Event, _at_ns: int) -> None:
+        if event.step is not None and event.attempt == self.state.attempt:
+            self.state.add_step(event.step, event.detail)
+
+    def committed(self, event: Event, _at_ns: int) -> None:
+        self.state.add_checkpoint(event.step, event.detail)
+
+    def not_saved(self, event: Event, _at_ns: int) -> None:
+        self.state.save_failed = str(event.detail.get("reason", ""))
+
+    def snapshot_rejected(self, event: Event, _at_ns: int) -> None:
+        self.state.reject([event.read(SnapshotRejected).copy])
+
+    # ------------------------------------------------------------ incidents
+
+    def incident(self, event: Event, at_ns: int) -> None:
+        """Count it as the supervisor that logged it did."""
+        detail, state = event.read(IncidentDetected), self.state
+        self.detected = event
+        number = detail.incident_id[1:]
+        if number.isdigit():
+            state.next_incident = max(state.next_incident, int(number) + 1)
+        if event.rank is not None:
+            state.progress.blamed.add(event.rank)
+            if isinstance(state.phase, Draining) and state.open is not None:
+                state.open.secondary = False  # this is the cause
+        elif event.step is not None:
+            state.advance(event.step)  # the last one that was applied, perhaps known from a host's hello alone
+        try:
+            traits = traits_of(detail.incident)
+        except UsageError:
+            return  # of a later version, or of a package that is no longer installed
+        host = event.host if event.host in state.hosts else None
+        if host is not None and traits.blames_host:
+            state.hosts[host].failures_ns.append(at_ns)
+        key = error_history.key_of(state, traits, event.step, event.detail, detail.evidence)
+        error_history.count(state, key, host)
+
+    def decided(self, event: Event, at_ns: int) -> None:
+        detail, state, detected = event.read(IncidentDecided), self.state, self.detected
+        state.skip_steps |= set(detail.skip_steps)
+        if detail.action is Action.IGNORE:
+            return
+        if detected is not None:
+            named = detected.read(IncidentDetected)
+            found_ns = detected.wall_ns - self.now_ns
+            incident = opened_by(named.incident, named.incident_id, detected.detail, found_ns, state.last_applied_step)
+            state.open_incident(incident)
+        if detail.action is Action.RESET:
+            state.reset_host(event.host)
+        if detail.action is Action.WAIT and self.waiting_since_ns is None:
+            self.waiting_since_ns = at_ns
+        if isinstance(state.phase, Draining | Waiting) and detail.hosts is not None:
+            needed = detail.wait_for if detail.action is Action.WAIT else state.phase.next.needed
+            state.phase.next = self._next(detail.hosts, needed)
+
+    def resolved(self, _event: Event, _at_ns: int) -> None:
+        self.state.open = None
+
+    # ------------------------------------------------------------ hosts
+
+    def allocated(self, event: Event, _at_ns: int) -> None:
+        self._host(event).allocated = True
+
+    def released(self, event: Event, _at_ns: int) -> None:
+        if event.host in self.state.hosts:
+            self._host(event).allocated = False
+
+    def lost(self, event: Event, _at_ns: int) -> None:
+        self._host(event).lost = True
+
+    def health(self, event: Event, _at_ns: int) -> None:
+        self._host(event).resettable = event.read(HostHealth).resettable
+
+    def notice(self, event: Event, _at_ns: int) -> None:
+        if event.host in self.state.hosts:
+            host = self._host(event)
+            host.preemption_grace_s, host.lost = event.read(TerminationNotice).grace_s or 0.0, False
+
+    def quarantined(self, event: Event, at_ns: int) -> None:
+        host, detail = self._host(event), event.read(HostQuarantined)
+        host.quarantined, host.hold_off_s, host.until_return = True, detail.for_s or 0.0, detail.until_return
+        host.quarantined_for_error = detail.quarantined_for_error
+        if detail.for_s:
+            self.state.alarms[f"back:{host.name}"] = at_ns + int(detail.for_s * SECOND_NS)
+
+    def readmitted(self, event: Event, _at_ns: int) -> None:
+        host = self._host(event)
+        match event.read(HostReadmitted).cause:
+            case "returned":
+                clear_notice(host)
+            case "expired":
+                host.quarantined, host.hold_off_s = False, 0.0
+                self.state.alarms.pop(f"back:{host.name}", None)
+            case _:
+                error_history.readmit_host(self.state, host.name)
+
+    def _host(self, event: Event) -> Host:
+        return self.state.hosts.setdefault(event.host, Host(name=event.host))
 
 
-def _incident(state: State, event: Event, now_ns: int) -> None:
-    """Count it as the supervisor that logged it did."""
-    number = str(event.detail.get("incident_id", "i0"))[1:]
-    if number.isdigit():
-        state.next_incident = max(state.next_incident, int(number) + 1)
-    if event.detail.get("unreadable_snapshot"):
-        step, attempt = event.detail["unreadable_snapshot"]
-        state.unreadable_snapshots.add((int(step), int(attempt)))
-    try:
-        traits = traits_of(str(event.detail.get("incident", "")))
-    except UsageError:
-        return  # of a later version, or of a package that is no longer installed
-    host = event.host if event.host in state.hosts else None
-    if host is not None and traits.blames_host:
-        state.hosts[host].failures_ns.append(event.wall_ns - now_ns)
-    key = error_history.key_of(state, traits, event.step, event.detail, str(event.detail.get("evidence", "")))
-    error_history.count(state, key, host)
-
-
-def _host(state: State, event: Event) -> None:
-    """An event of a host's life."""
-    if event.kind == "host.allocated":
-        state.hosts.setdefault(event.host, Host(name=event.host)).allocated = True
-    elif event.kind == "host.quarantined":
-        host = state.hosts.setdefault(event.host, Host(name=event.host))
-        host.quarantined = True
-        host.hold_off_s = float(event.detail.get("for_s", 0.0))
-        host.until_return = bool(event.detail.get("until_return"))
-        host.quarantined_for_error = event.detail.get("quarantined_for_error")
-    elif event.host not in state.hosts:
-        return
-    elif event.kind == "host.readmitted":
-        error_history.readmit_host(state, event.host)
-    elif event.kind == "termination.notice":
-        state.hosts[event.host].preemption_grace_s = float(event.detail.get("grace_s", 0.0))
-    elif event.kind == "host.lost":
-        clear_notice(state.hosts[event.host])  # if it connects, it has left and rejoined
-    elif event.kind == "host.released":
-        state.hosts[event.host].allocated = False
+_FOLDS: Mapping[str, Callable[[_Replay, Event, int], None]] = {
+    "attempt.started": _Replay.attempt_started,
+    "attempt.ended": _Replay.attempt_ended,
+    "attempt.resizing": _Replay.attempt_resizing,
+    "attempt.abandoned": _Replay.attempt_abandoned,
+    "run.waiting": _Replay.waiting,
+    "stop.requested": _Replay.stop_requested,
+    "run.stopping": _Replay.stopping,
+    "run.ending": _Replay.ending,
+    "run.held": _Replay.held,
+    "run.restarted": _Replay.restarted,
+    "run.finished": _Replay.finished,
+    "step": _Replay.step,
+    "checkpoint.committed": _Replay.committed,
+    "checkpoint.failed": _Replay.not_saved,
+    "snapshot.rejected": _Replay.snapshot_rejected,
+    "incident.detected": _Replay.incident,
+    "incident.decided": _Replay.decided,
+    "incident.resolved": _Replay.resolved,
+    "host.allocated": _Replay.allocated,
+    "host.released": _Replay.released,
+    "host.lost": _Replay.lost,
+    "host.health": _Replay.health,
+    "termination.notice": _Replay.notice,
+    "host.quarantined": _Replay.quarantined,
+    "host.readmitted": _Replay.readmitted,
+}

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from random import Random
 
+from muster.core.typed_json import JsonObject
 from muster.tasks.text2sql.query_shapes import LEVEL_1, LEVEL_2, Draft, Shape
 from muster.tasks.text2sql.query_shapes_joined import LEVEL_3
 from muster.tasks.text2sql.query_shapes_nested import LEVEL_4
@@ -49,7 +50,7 @@ class Example:
         """The answer as it follows the prompt."""
         return f" {self.gold_sql}"
 
-    def row(self) -> dict[str, object]:
+    def row(self) -> JsonObject:
         """The example as a data row: columns for templates, and ready-made prompt and completion."""
         return {
             "question": self.question,

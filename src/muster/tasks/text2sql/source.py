@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from muster.config.section import NotNegative, Positive
 from muster.config.sources import Source
+from muster.core.typed_json import JsonObject, whole
 from muster.data.source_type import OpenedSource, SourceType
 from muster.data.task import Row
 from muster.tasks.text2sql import generator
@@ -44,7 +45,7 @@ def _open(section: Text2SqlSource) -> OpenedSource:
     def rows() -> Iterator[Row]:
         yield from kept
         for row in made(count, heldout=False, start=len(kept)):
-            if len(kept) == row["_index"] < _KEPT_ROWS:
+            if len(kept) == whole(row, "_index") < _KEPT_ROWS:
                 kept.append(row)
             yield row
 
@@ -60,13 +61,13 @@ def _open(section: Text2SqlSource) -> OpenedSource:
     )
 
 
-def _messages(row: Row) -> list[dict[str, Any]]:
+def _messages(row: Row) -> list[JsonObject]:
     """The row as a user's and an assistant's turn."""
     request = f"{row['ddl']}\n\n{row['question']}".strip()
     return [{"role": "user", "content": request}, {"role": "assistant", "content": row["sql"]}]
 
 
-def _scoring_context(section: Text2SqlSource) -> dict[str, Any]:
+def _scoring_context(section: Text2SqlSource) -> JsonObject:
     return {"level": section.level, "seed": section.seed}
 
 

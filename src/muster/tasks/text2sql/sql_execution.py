@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from muster.core.errors import UsageError
 
@@ -35,6 +35,7 @@ _LIMITS = {
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "randomblob", "zeroblob"}
 
+Value = str | bytes | int | float | None
 Database = sqlite3.Connection | str | Path
 
 
@@ -42,7 +43,7 @@ Database = sqlite3.Connection | str | Path
 class Result:
     """What one query returned, or why it was stopped."""
 
-    rows: tuple[tuple[Any, ...], ...] = ()
+    rows: tuple[tuple[Value, ...], ...] = ()
     problem: Literal["timeout", "forbidden", "too many rows", "error"] | None = None
     message: str | None = None
 
@@ -54,7 +55,7 @@ class Outcome:
     correct: bool
     reason: str | None = None
     """Why it is wrong: ``rows differ``, ``timeout``, ``forbidden``, ``too many rows``, ``error: ...``."""
-    rows: tuple[tuple[Any, ...], ...] = ()
+    rows: tuple[tuple[Value, ...], ...] = ()
     """What the predicted query returned (first few)."""
 
     @property
@@ -77,10 +78,10 @@ def run_query(sql: str, database: Database, *, timeout_s: float = 2.0) -> Result
                 return Result(problem="error", message="not a query")
             rows = cursor.fetchmany(MAX_ROWS + 1)
         except (sqlite3.Error, sqlite3.Warning, ValueError, UnicodeError, MemoryError) as error:
-            if guard["late"]:
+            if guard.late:
                 return Result(problem="timeout", message=f"stopped after {timeout_s:g} s")
-            if guard["forbidden"]:
-                return Result(problem="forbidden", message=guard["forbidden"])
+            if guard.forbidden:
+                return Result(problem="forbidden", message=guard.forbidden)
             return Result(problem="error", message=str(error))
         if len(rows) > MAX_ROWS:
             return Result(problem="too many rows", message=f"more than {MAX_ROWS} rows")
@@ -113,7 +114,7 @@ def match(predicted_sql: str, gold_sql: str) -> Outcome:
     return Outcome(correct=same, reason=None if same else "query differs")
 
 
-def same_rows(result: Sequence[tuple[Any, ...]], gold: Sequence[tuple[Any, ...]], *, ordered: bool) -> bool:
+def same_rows(result: Sequence[tuple[Value, ...]], gold: Sequence[tuple[Value, ...]], *, ordered: bool) -> bool:
     """Rows compared after rounding floats to nine digits; 2 and 2.0 are the same, 2 and '2' are not."""
     return list(result) == list(gold) if ordered else Counter(result) == Counter(gold)
 
@@ -158,7 +159,7 @@ def _tokens(sql: str) -> list[str]:
     return [token for token in _TOKEN.findall(sql) if not token.startswith(("--", "/*"))]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Value) -> Value:
     """One comparable value. Floats keep nine significant digits: sums in another order may differ in the last."""
     if isinstance(value, float):
         rounded = float(f"{value:.9g}")
@@ -183,22 +184,30 @@ def _opened(database: Database) -> Iterator[sqlite3.Connection]:
             raise UsageError(f"{str(path)!r} is not a SQLite database: {error}") from error
 
 
+@dataclass
+class _Guard:
+    """What stopped a query."""
+
+    late: bool = False
+    forbidden: str | None = None
+
+
 @contextmanager
-def _guarded(connection: sqlite3.Connection, deadline: float) -> Iterator[dict[str, Any]]:
+def _guarded(connection: sqlite3.Connection, deadline: float) -> Iterator[_Guard]:
     """Authorizer, clock and limits for the length of one query; taken off again afterwards."""
-    guard: dict[str, Any] = {"late": False, "forbidden": None}
+    guard = _Guard()
 
     def authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
         if action in _READING and not (
             action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FORBIDDEN_FUNCTIONS
         ):
             return sqlite3.SQLITE_OK
-        guard["forbidden"] = f"not allowed: {second if action == sqlite3.SQLITE_FUNCTION else 'anything but reading'}"
+        guard.forbidden = f"not allowed: {second if action == sqlite3.SQLITE_FUNCTION else 'anything but reading'}"
         return sqlite3.SQLITE_DENY
 
     def look() -> int:
-        guard["late"] = time.monotonic() > deadline
-        return int(guard["late"])
+        guard.late = time.monotonic() > deadline
+        return int(guard.late)
 
     before = {limit: connection.setlimit(limit, value) for limit, value in _LIMITS.items()}
     connection.set_authorizer(authorize)

@@ -6,10 +6,10 @@ Without one (rows of the hub, a file without ``database``) the normalised querie
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing
-from typing import Any
 
+from muster.core.typed_json import JsonObject, text, whole
 from muster.data.task import Entry, MajorityAnswer, Row, Scorer
 from muster.tasks.text2sql import baseline, generator, sql_execution
 from muster.tasks.text2sql.sql_execution import Outcome
@@ -20,21 +20,23 @@ _FENCE = re.compile(r"```(?:sql|sqlite)?\s*\n?(.*?)```", re.DOTALL | re.IGNORECA
 class Text2Sql:
     """Questions with a gold query."""
 
-    def question(self, row: Row, completion: str, context: Mapping[str, Any]) -> dict[str, Any] | None:
+    def question(self, row: Row, completion: str, context: JsonObject) -> JsonObject | None:
         """Where the source has a database, rows whose gold query fails or returns nothing are left out: the first
         cannot be scored, and any empty result would pass the second."""
         gold = _gold(row) or completion
         if "database" in context:
-            result = sql_execution.run_query(gold, context["database"])
+            result = sql_execution.run_query(gold, text(context, "database"))
             if result.problem is not None or not result.rows:
                 return None
         generated = {name: row[f"_{name}"] for name in ("index", "shape") if f"_{name}" in row}
         return {"gold": gold, "schema": row.get("schema") or row.get("ddl"), **generated}
 
-    def scorer(self, entry: Entry, context: Mapping[str, Any], *, timeout_s: float) -> Scorer:
-        gold = entry["gold"]
+    def scorer(self, entry: Entry, context: JsonObject, *, timeout_s: float) -> Scorer:
+        gold = text(entry, "gold")
         if "level" in context:
-            example = generator.example(context["level"], context["seed"], entry["index"], heldout=True)
+            example = generator.example(
+                whole(context, "level"), whole(context, "seed"), whole(entry, "index"), heldout=True
+            )
 
             def against_generated(predicted: str) -> Outcome:
                 with closing(generator.build_database(example)) as connection:
@@ -42,7 +44,7 @@ class Text2Sql:
 
             return Scorer(metric="execution_accuracy", score=against_generated)
         if "database" in context:
-            path = context["database"]
+            path = text(context, "database")
             return Scorer(
                 metric="execution_accuracy",
                 score=lambda predicted: sql_execution.compare(answer(predicted), gold, path, timeout_s),
@@ -54,13 +56,13 @@ class Text2Sql:
         template = baseline.majority_template((schema, gold) for schema, gold in pairs if gold is not None)
         if not template:
             return None
-        return MajorityAnswer(template, lambda entry: baseline.fill(template, entry.get("schema") or ""))
+        return MajorityAnswer(template, lambda entry: baseline.fill(template, text(entry, "schema")))
 
 
-def answer(text: str) -> str:
+def answer(said: str) -> str:
     """The query in a model's answer: the content of its first code fence, or all of it."""
-    fenced = _FENCE.search(text)
-    return (fenced[1] if fenced else text).strip()
+    fenced = _FENCE.search(said)
+    return (fenced[1] if fenced else said).strip()
 
 
 def _gold(row: Row) -> str | None:

@@ -14,7 +14,6 @@ Beyond it the step is refused; integers never wrap around.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,11 +51,16 @@ class FixedPointReduceScatter(ReduceScatter):
         """Address of the float output whose views FSDP set as ``.grad``: identifies each parameter's place."""
         self.largest: Tensor | None = None
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
     ) -> dist.Work | None:
         fixed = self._to_fixed(input_tensor)
         part = torch.empty(output_tensor.numel(), dtype=torch.int64, device=fixed.device)

@@ -11,11 +11,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from muster.config.spec import RunSpec
+from muster.core.typed_json import Json
 from muster.data.prepare import Prepared
 from muster.data.questions import Question, heldout_questions, majority_baseline
 from muster.data.sequences import SequenceStore
@@ -50,10 +50,10 @@ class Evaluator:
     log: StepLog
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
-    def run(self, step: int, *, final: bool = False) -> dict[str, Any]:
+    def run(self, step: int, *, final: bool = False) -> dict[str, float]:
         """The figures after ``step``; collective. Returns the detail of the ``eval`` event (rank 0: all of it)."""
         began = time.monotonic_ns()
-        detail: dict[str, Any] = {}
+        detail: dict[str, float] = {}
         with evaluating(self.model):
             rows = self.spec.evaluation.num_sequences
             if rows and self.prepared.heldout is not None and len(self.prepared.heldout):
@@ -63,7 +63,7 @@ class Evaluator:
             detail.update(self._answer(step, final=final))
         detail["duration_ns"] = time.monotonic_ns() - began
         if self.world.rank == 0:
-            self.agent.emit("eval", step=step, **detail)
+            self.agent.emit("eval", step=step, phase=None, **detail)
             self.log.track(step, detail, prefix="eval")
         return detail
 
@@ -91,7 +91,7 @@ class Evaluator:
         self.groups.sum_everywhere_(losses)  # each element comes from one rank, the others add zeros: exact
         return math.fsum(losses.tolist()) / supervised
 
-    def _answer(self, step: int, *, final: bool) -> dict[str, Any]:
+    def _answer(self, step: int, *, final: bool) -> dict[str, float]:
         """Generate answers to held-out questions and score them; the first few are emitted as samples."""
         evaluation = self.spec.evaluation
         count = evaluation.num_questions
@@ -107,7 +107,7 @@ class Evaluator:
         if self.world.rank != 0:
             return {}
         for question, text in list(zip(questions, texts, strict=True))[: evaluation.samples]:
-            self.agent.emit("generation", step=step, **sample(question, text))
+            self.agent.emit("generation", step=step, phase=None, **sample(question, text))
         if not count:
             return {}
         figures = summary(questions[:count], verdicts)
@@ -159,9 +159,9 @@ class Verdict:
     timed_out: bool
 
 
-def summary(questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def summary(questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, float]:
     """The share of correct answers for each metric of the task (text-to-SQL: executed, and compared as text)."""
-    figures: dict[str, Any] = {"questions": len(questions)}
+    figures: dict[str, float] = {"questions": len(questions)}
     for metric in sorted({question.metric for question in questions}):
         chosen = [v for q, v in zip(questions, verdicts, strict=True) if q.metric == metric]
         figures[metric] = sum(verdict.correct for verdict in chosen) / len(chosen)
@@ -169,7 +169,7 @@ def summary(questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[
     return figures
 
 
-def sample(question: Question, completion: str) -> dict[str, Any]:
+def sample(question: Question, completion: str) -> dict[str, Json]:
     """One sample generation, with what the answer produced."""
     outcome = question.score(completion)
     return {

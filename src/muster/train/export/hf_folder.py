@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from muster.checkpoint.reader import open_checkpoint
 from muster.checkpoint.shards import ShardReader, read_tensor
+from muster.checkpoint_format.reader import open_checkpoint
 from muster.core.clock import SystemShell
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.protocols import Shell
+from muster.core.typed_json import JsonObject
 from muster.train.export import verification
 from muster.train.export.sources import (
     ExportSources,
@@ -57,7 +57,7 @@ class Exported:
     tensors: int
     bytes: int
     seconds: float
-    checked: Mapping[str, Any] = field(default_factory=dict)
+    checked: JsonObject = field(default_factory=dict)
     """From ``verification``; empty if that was disabled."""
 
     def lines(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def export(
         else:
             tensors, size = write_model(folder, sources, DTYPES[dtype])
         copy_tokenizer(run_dir / "tokenizer", folder)
-        checked: dict[str, Any] = {}
+        checked: JsonObject = {}
         if verify:
             base = str(sources.folder.path) if adapter and sources.folder else None
             compared = "float32" if adapter else dtype
@@ -183,7 +183,7 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     config.base_model_name_or_path = sources.spec.model.source
     config.revision = sources.spec.model.revision
     config.inference_mode = True
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
     makers: dict[str, Make] = {}
     sizes = {}
     for name in sorted(expected):

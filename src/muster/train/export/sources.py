@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
 from muster.train.model.causal_lm import on_meta, read_config
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 Make = Callable[[], Tensor]
 #: More tokens than any tokenizer has: a placeholder on the meta device until the checkpoint's shape is known.
 ANY_VOCABULARY = 1 << 20
@@ -32,8 +35,8 @@ class ExportSources:
     """Everything that the tensors are computed from."""
 
     spec: RunSpec
-    config: Any
-    model: Any
+    config: PreTrainedConfig
+    model: PreTrainedModel
     """On the meta device, without adapters."""
     folder: pretrained.Folder | None
     reader: ShardReader
@@ -153,7 +156,7 @@ def stored(name: str, sources: ExportSources) -> Make:
     return read
 
 
-def reference_model(sources: ExportSources) -> Any:
+def reference_model(sources: ExportSources) -> PreTrainedModel:
     """The training state as a model on the CPU in float32: the base and its adapters, unmerged.
 
     Independent of the export: nothing is merged, and values are loaded by the trainer's own functions.
@@ -175,4 +178,5 @@ def reference_model(sources: ExportSources) -> Any:
         if name not in named:
             raise CheckpointError(f"the checkpoint holds {name!r}, which the run's model does not")
         weights.fill(named[name], read_tensor(sources.reader, f"model.{name}"))
-    return model.eval()
+    model.eval()
+    return model

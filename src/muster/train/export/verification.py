@@ -12,13 +12,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.core.errors import BackendError, CheckpointError
 from muster.core.protocols import Shell
+from muster.core.typed_json import JsonObject, parse_object, text, texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Largest ||difference|| / ||logits|| by the exported type: rounding alone. float32 differs by the order of sums
 #: (and by merging); bfloat16 keeps 8 bits of each weight.
@@ -28,7 +32,7 @@ SHAPE = (2, 24)
 TIMEOUT_S = 1800.0
 
 
-def verify(folder: Path, reference: Any, *, base: str | None, dtype: str, shell: Shell) -> dict[str, Any]:
+def verify(folder: Path, reference: PreTrainedModel, *, base: str | None, dtype: str, shell: Shell) -> JsonObject:
     """Compare the folder with ``reference`` (the training state, float32, on the CPU).
 
     ``base``: the model that an adapter belongs to; None for a whole model. Returns ``relative_difference``,
@@ -53,34 +57,33 @@ def verify(folder: Path, reference: Any, *, base: str | None, dtype: str, shell:
         argv = [sys.executable, "-P", "-m", "muster.train.export.verification", str(folder), file]
         result = shell.run([*argv, *(["--base", base] if base else [])], timeout_s=TIMEOUT_S)
     try:
-        report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+        report = parse_object(result.stdout.splitlines()[-1])
     except (ValueError, IndexError) as error:
         tail = result.stderr.strip().splitlines()[-1:] or ["no output"]
         raise BackendError(f"the reloading process ended with code {result.returncode}: {tail[0]}") from error
     if "error" in report:
         raise CheckpointError(f"the exported folder does not load: {report['error']}")
-    report["limit"] = LIMITS[dtype]
+    report = {**report, "limit": LIMITS[dtype]}
     check_report(report)
     return report
 
 
-def check_report(report: Mapping[str, Any]) -> None:
+def check_report(report: JsonObject) -> None:
     """Raise CheckpointError unless the new process's report is that of a correct export."""
     for kind in ("missing", "unexpected", "mismatched"):
-        if report[kind]:
-            raise CheckpointError(
-                f"the exported folder has {len(report[kind])} {kind} keys, the first is {report[kind][0]}"
-            )
+        if keys := texts(report, kind):
+            raise CheckpointError(f"the exported folder has {len(keys)} {kind} keys, the first is {keys[0]}")
     if "effect" in report and report["effect"] == 0.0:
         raise CheckpointError("the exported adapter changes nothing: the logits are those of the base alone")
-    if not report["relative_difference"] <= report["limit"]:
+    difference, limit = (float(text(report, name, default="nan")) for name in ("relative_difference", "limit"))
+    if not difference <= limit:
         raise CheckpointError(
-            f"the reloaded model's logits differ from the training state's by {report['relative_difference']:.3g} "
-            f"of their norm, more than {report['limit']:.3g}"
+            f"the reloaded model's logits differ from the training state's by {difference:.3g} "
+            f"of their norm, more than {limit:.3g}"
         )
 
 
-def check_adapters(model: Any) -> None:
+def check_adapters(model: nn.Module) -> None:
     """Raise CheckpointError if there are adapters and all of them are still zero."""
     halves = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name]
     if halves and not any(bool(parameter.detach().abs().max() > 0) for parameter in halves):
@@ -96,13 +99,13 @@ def fixed_batch(number: int, vocabulary: int) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor) -> Tensor:
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
     """float32 [B, S, V], as transformers computes them."""
     output: Tensor = model(input_ids=ids, use_cache=False).logits
     return output.float().contiguous()
 
 
-def compare(model: Any, expected: Mapping[str, Tensor]) -> dict[str, float]:
+def compare(model: nn.Module, expected: Mapping[str, Tensor]) -> dict[str, float]:
     """How far the model's logits are from the expected ones."""
     difference = norm = largest = agree = count = 0.0
     for number in range(BATCHES):
@@ -123,25 +126,24 @@ def compare(model: Any, expected: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> dict[str, Any]:
+def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> JsonObject:
     """The work of the new process."""
     from transformers import AutoModelForCausalLM
 
-    model: Any
     if base is None:
-        loaded_with_info: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        model, info = loaded_with_info
-        keys: dict[str, Any] = {
+        both: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, info = both
+        return {
             "missing": sorted(info["missing_keys"]),
             "unexpected": sorted(info["unexpected_keys"]),
             "mismatched": sorted(str(key) for key in info["mismatched_keys"]),
+            **compare(model.eval(), expected),
         }
-        return {**keys, **compare(model.eval(), expected)}
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
     # The reference is float32: a base of that type shows the adapter's effect instead of rounding.
-    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     plain.eval()
     without = compare(plain, expected)
     model = PeftModel.from_pretrained(plain, folder).eval()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from muster.core.typed_json import Json, JsonObject
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.measurement.profiling import memory_bytes
@@ -82,8 +82,8 @@ class StepLog:
         norm: float | None,
         learning_rate: float,
         times: StepTimes,
-        extra: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any] | None:
+        extra: JsonObject | None = None,
+    ) -> JsonObject | None:
         """Emit the ``step`` event, with ``extra`` in its detail; returns the detail, None on other ranks than 0.
 
         No loss: the update was skipped, so none of its tokens was trained on.
@@ -95,7 +95,7 @@ class StepLog:
         if loss is None:
             extra = {**(extra or {}), "skipped": True, "skipped_tokens": work.tokens}
             work = replace(work, tokens=0, supervised_tokens=0, padding_tokens=0, padding_rounds=0, model_flops=0.0)
-        detail: dict[str, Any] = {
+        detail: dict[str, Json] = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": learning_rate,
@@ -116,12 +116,12 @@ class StepLog:
             detail["tflops_per_rank"] = work.model_flops / step_ns / self.peak.ranks / 1e3  # per ns, in tera
             if self.peak.flops:
                 detail["mfu"] = work.model_flops / (step_ns / 1e9 * self.peak.flops * self.peak.ranks)
-        self.agent.emit("step", step=work.step, **detail)
+        self.agent.emit("step", step=work.step, phase=None, **detail)
         if work.step % self.track_every_steps == 0:
             self.track(work.step, detail, prefix="train")
         return detail
 
-    def track(self, step: int, values: dict[str, Any], *, prefix: str) -> None:
+    def track(self, step: int, values: JsonObject, *, prefix: str) -> None:
         """Hand the numbers among ``values`` to the trackers."""
         numbers = {
             f"{prefix}/{name}": float(value)

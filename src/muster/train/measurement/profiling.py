@@ -8,7 +8,6 @@ import os
 import resource
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ class Profiler:
 
     def __init__(self, profile: Profile, *, directory: Path, rank: int, device: torch.device) -> None:
         self.profile, self.directory, self.rank, self.device = profile, directory, rank, device
-        self._running: Any = None
+        self._running: torch.profiler.profile | None = None
         if profile.memory_step is not None and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject
 
 
 class Tracker(Protocol):
@@ -53,7 +54,7 @@ class TensorBoard:
 class Service:
     """W&B, MLflow or trackio: three modules with similar calls."""
 
-    def __init__(self, name: str, *, run_id: str, project: str, directory: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, *, run_id: str, project: str, directory: Path, config: JsonObject) -> None:
         self.name = name
         try:
             self._module: Any = importlib.import_module(name)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 #: Operators whose results ``selective`` keeps, by namespace; those that are not loaded are skipped.
 KEPT = {
     "aten": (
@@ -46,25 +49,28 @@ def recompute(layers: Sequence[nn.Module], kind: str) -> None:
         layer.forward = checkpointed(layer.forward, kept)
 
 
-def checkpointed(forward: Callable[..., Any], kept: frozenset[Any]) -> Callable[..., Any]:
+def checkpointed(forward: Callable[Given, Result], kept: frozenset[OpOverload]) -> Callable[Given, Result]:
     """``forward`` that is recomputed in the backward pass, except the results of ``kept`` operators."""
     options: dict[str, Any] = {"use_reentrant": False}
     if kept:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(policy, kept))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        result: Result = checkpoint(forward, *args, **options, **kwargs)  # type: ignore[arg-type]  # torch has keywords too
+        return result
 
     return run
 
 
-def policy(kept: frozenset[Any], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(
+    kept: frozenset[OpOverload], _: object, operator: OpOverload, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def kept_operators() -> frozenset[Any]:
+def kept_operators() -> frozenset[OpOverload]:
     """Every overload of the operators in ``KEPT`` that are loaded in this process."""
     overloads = set()
     for namespace, names in KEPT.items():

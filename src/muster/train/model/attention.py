@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from muster.core.errors import UsageError
 from muster.train.data_feed.batch import Batch
 from muster.train.model.document_attention import document_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Names of the run file -> names in transformers.
 IMPLEMENTATIONS = {
@@ -133,9 +136,9 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
     return next((reason for applies, reason in conditions if applies), None)
 
 
-def needs_of(model: nn.Module, sequence_length: int) -> Needs:
+def needs_of(model: PreTrainedModel, sequence_length: int) -> Needs:
     """What a transformers model (on the meta device or real) needs."""
-    config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
@@ -158,7 +161,7 @@ def needs_of(model: nn.Module, sequence_length: int) -> Needs:
     )
 
 
-def attention_arguments(batch: Batch, attention: Attention) -> dict[str, Any]:
+def attention_arguments(batch: Batch, attention: Attention) -> dict[str, Tensor | int]:
     """Keyword arguments that carry the documents' bounds through the model to its kernel."""
     if attention.kernel in ("sdpa", "eager", "flex"):
         return {}

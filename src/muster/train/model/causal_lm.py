@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from muster.train.model.compile import compile_layers
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,15 +40,15 @@ class BuiltModel:
 
     module: ModelWithLoss
     """Root FSDP module; call it through ``loss.loss_sum``."""
-    config: Any
+    config: PreTrainedConfig
     """transformers config, as read: other models may be built from it."""
     attention: Attention
     proof: Proof
     """The result of the self-test that packed documents do not attend to each other."""
     num_parameters: int
     num_trainable: int
-    lora_config: Any | None
-    """peft LoraConfig, where adapters are trained."""
+    lora_config: LoraConfig | None
+    """Where adapters are trained."""
     shape: ModelShape | None
     """For FLOP arithmetic; None: not a dense decoder, and no MFU is reported."""
 
@@ -104,8 +108,8 @@ def build_model(
 
 
 def laid_out(
-    spec: RunSpec, config: Any, mesh: Meshes, device: torch.device, whole_below: int = WHOLE_BELOW
-) -> tuple[ModelWithLoss, Any | None]:
+    spec: RunSpec, config: PreTrainedConfig, mesh: Meshes, device: torch.device, whole_below: int = WHOLE_BELOW
+) -> tuple[ModelWithLoss, LoraConfig | None]:
     """The model with its loss, in FSDP units over ``mesh``, still on the meta device; and peft's LoraConfig, if any."""
     assert spec.model is not None
     compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
@@ -130,7 +134,7 @@ def laid_out(
     return module, lora_config
 
 
-def all_in_state(model: Any) -> bool:
+def all_in_state(model: PreTrainedModel) -> bool:
     """Whether a restored state has every value: nothing is frozen, and no buffer comes from files."""
     stored_buffers = {name for name, _ in model.named_buffers()} - weights.transient_buffers(model)
     return all(parameter.requires_grad for parameter in model.parameters()) and not stored_buffers
@@ -144,7 +148,7 @@ def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path
     return proof
 
 
-def shape_of(config: Any) -> ModelShape | None:
+def shape_of(config: PreTrainedConfig) -> ModelShape | None:
     """The model's shape for FLOP arithmetic; None if the formulas do not cover the architecture."""
     try:
         return ModelShape.from_config(config.to_dict())
@@ -152,7 +156,7 @@ def shape_of(config: Any) -> ModelShape | None:
         return None
 
 
-def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> Any:
+def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrainedConfig:
     """The transformers config of the run, checked against the tokenizer."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -179,22 +183,26 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> Any:
             f"the tokenizer has {vocab_size} tokens, the model's vocabulary {model_vocab_size}",
             hint="use the model's own tokenizer, or raise vocab_size in model.config",
         )
-    return config
+    result: PreTrainedConfig = config
+    return result
 
 
-def on_meta(config: Any, dtype: torch.dtype) -> Any:
+def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device; attention is set afterwards."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+            return model
     except ValueError as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"model: {first_line}", hint="the architecture must be a causal language model") from error
 
 
-def set_initial_values(model: Any, folder: pretrained.Folder | None, *, seed: int, device: torch.device) -> None:
+def set_initial_values(
+    model: PreTrainedModel, folder: pretrained.Folder | None, *, seed: int, device: torch.device
+) -> None:
     """Set the initial values of parameters and buffers."""
     adapters = lora.adapter_names(model)
     if folder is None:

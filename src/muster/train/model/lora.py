@@ -6,7 +6,7 @@ The modules are peft's; the model keeps its own names (``q_proj.base_layer.weigh
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,15 @@ from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
 from muster.train.model.weights import fill, local_ranges, uniform
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
 MARKS = (".lora_A.", ".lora_B.")
 
 
-def add_adapters(model: Any, settings: Lora, dtype: torch.dtype) -> Any:
-    """Put adapters of ``dtype`` into ``model``, freeze everything else; returns the peft LoraConfig.
+def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype) -> LoraConfig:
+    """Put adapters of ``dtype`` into ``model``, freeze everything else; returns their config.
 
     Raises:
         UsageError: no module has one of the target names.

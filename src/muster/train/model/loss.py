@@ -8,13 +8,16 @@ is from the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from muster.train.data_feed.batch import IGNORED, Batch
 from muster.train.model.sharding import reshard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class LogitRule:
     cap: float | None = None
 
 
-def logit_rule(config: Any) -> LogitRule:
+def logit_rule(config: PreTrainedConfig) -> LogitRule:
     """The rule in a transformers config: Gemma's cap, Granite's divisor, Cohere's factor."""
     factor = 1.0
     if getattr(config, "logits_scaling", None):
@@ -107,7 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(context: Any, grad_loss: Tensor) -> Any:
+    def backward(context: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # backward() usually starts with 1, but that is not guaranteed; a product costs one pass over each.
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in context.saved_tensors]
         return *grads, None, None, None, None

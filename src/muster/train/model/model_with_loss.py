@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from muster.train.data_feed.batch import IGNORED, Batch
 from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Decoding:
     """int64[N, K]: 0 at padding on the left."""
     positions: Tensor
     """int64[N, Q]"""
-    cache: Any
+    cache: Cache
 
 
 class ModelWithLoss(nn.Module):
@@ -34,7 +37,7 @@ class ModelWithLoss(nn.Module):
     """
 
     def __init__(
-        self, model: Any, attention: Attention, *, compute_dtype: torch.dtype, reshard_layers: bool = True
+        self, model: PreTrainedModel, attention: Attention, *, compute_dtype: torch.dtype, reshard_layers: bool = True
     ) -> None:
         super().__init__()
         self.model = model
@@ -79,7 +82,7 @@ class ModelWithLoss(nn.Module):
             rule=self.rule,
         )
 
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
+    def _arguments(self, batch: Batch) -> dict[str, Tensor | int]:
         # No attention mask: a mask of ones would disable the separation of documents silently.
         return {
             "input_ids": batch.input_ids,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from muster.config.spec import Model
 from muster.core.errors import BackendError, CheckpointError, UsageError
 from muster.train.distributed.reduce import local
 from muster.train.model.weights import fill, local_ranges, plain_name, transient_buffers
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+    from transformers import PreTrainedModel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -98,7 +102,7 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, files)
 
 
-def opened(path: Path) -> Any:
+def opened(path: Path) -> safe_open:
     """The file as safetensors opens it; broken ones raise CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
@@ -110,7 +114,7 @@ def opened(path: Path) -> Any:
         ) from error
 
 
-def load(model: Any, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
+def load(model: PreTrainedModel, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
     """Fill this rank's parts of all parameters and persistent buffers, converting dtypes and reading only those parts.
 
     ``model`` is a transformers model, perhaps with adapters in it, whose parameters ``ignored`` names.
@@ -119,7 +123,9 @@ def load(model: Any, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
         CheckpointError: tensors are missing, unknown or of another shape, or a file is corrupt.
     """
     skipped = set(ignored)
-    targets = {name: parameter for name, parameter in model.named_parameters() if name not in skipped}
+    targets: dict[str, Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if name not in skipped
+    }
     transient = transient_buffers(model)
     targets |= {name: buffer for name, buffer in model.named_buffers() if name not in transient}
     prefix = f"{model.base_model_prefix}."
@@ -146,7 +152,7 @@ def place_of(name: str, folder: Folder, prefix: str) -> str | None:
     return next((candidate for candidate in candidates if candidate in folder.files), None)
 
 
-def read_slice(file: Any, place: str, tensor: Tensor, path: Path) -> Tensor:
+def read_slice(file: safe_open, place: str, tensor: Tensor, path: Path) -> Tensor:
     """The part of a stored tensor that ``tensor`` holds on this rank."""
     from safetensors import SafetensorError
 
@@ -168,7 +174,9 @@ def read_slice(file: Any, place: str, tensor: Tensor, path: Path) -> Tensor:
         raise CheckpointError(f"{path} is corrupt or truncated at {place}: {error}") from error
 
 
-def _refuse_unknown(model: Any, folder: Folder, used: set[str | None], transient: set[str], prefix: str) -> None:
+def _refuse_unknown(
+    model: PreTrainedModel, folder: Folder, used: set[str | None], transient: set[str], prefix: str
+) -> None:
     patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     known = transient | set(getattr(model, "_tied_weights_keys", None) or ())
     unknown = [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -16,6 +17,9 @@ from muster.core.errors import UsageError
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.model.tensor_parallel import shard_placement
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 #: Models with fewer parameters are one FSDP unit instead of one per decoder layer: on gloo each unit costs about
 #: 6 ms of host time per step at two ranks, more than its arithmetic.
 WHOLE_BELOW = 16_000_000
@@ -23,7 +27,7 @@ WHOLE_BELOW = 16_000_000
 EMBEDDING_UNIT_NUMEL = 64_000_000
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks: the longest list of modules that transformers calls indivisible, or of one class.
 
     Raises:
@@ -44,7 +48,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 def shard(
     root: nn.Module,
-    model: Any,
+    model: PreTrainedModel,
     layers: list[nn.Module],
     mesh: Meshes,
     *,
@@ -58,19 +62,19 @@ def shard(
     """
     half = compute_dtype != torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if half else MixedPrecisionPolicy()
-    options: dict[str, Any] = {"mesh": mesh.shard, "mp_policy": policy}
-    if mesh.layout.tp > 1:
-        options["shard_placement_fn"] = shard_placement(mesh.layout.dp_shard)
+    placement = shard_placement(mesh.layout.dp_shard) if mesh.layout.tp > 1 else None
+    cut = partial(fully_shard, mesh=mesh.shard, mp_policy=policy, shard_placement_fn=placement)
     if sum(parameter.numel() for parameter in root.parameters()) >= whole_below:
         for layer in layers:
-            fully_shard(layer, reshard_after_forward=reshard_layers, **options)
+            cut(layer, reshard_after_forward=reshard_layers)
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
-        tied = head is not None and head.weight is embedding.weight
-        if not tied and embedding.weight.numel() >= EMBEDDING_UNIT_NUMEL:
-            fully_shard(embedding, reshard_after_forward=reshard_layers, **options)
+        weight = embedding.weight
+        tied = head is not None and head.weight is weight
+        if not tied and isinstance(weight, Tensor) and weight.numel() >= EMBEDDING_UNIT_NUMEL:
+            cut(embedding, reshard_after_forward=reshard_layers)
     # The backward pass starts with the head, which is in the root: resharding it before would gather it twice.
-    fully_shard(root, reshard_after_forward=False, **options)
+    cut(root, reshard_after_forward=False)
     for part in root.modules():
         if isinstance(part, FSDPModule):
             # Both are needed: gloo has no pre-multiplied sum, and the loss is already divided by the global tokens.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +25,9 @@ from torch.distributed.tensor.parallel import (
 
 from muster.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 #: transformers' names of styles -> PyTorch's.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -34,7 +37,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def split(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> None:
+def split(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> None:
     """Split the decoder layers of ``model`` over ``mesh``, before FSDP.
 
     Raises:
@@ -49,7 +52,7 @@ def split(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in styles.items()})
 
 
-def plan_of(model: Any, layers: list[nn.Module]) -> dict[str, str]:
+def plan_of(model: PreTrainedModel, layers: list[nn.Module]) -> dict[str, str]:
     """Full module name -> style, for modules inside the decoder layers."""
     rules = getattr(model, "tp_plan", None) or {}
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -71,7 +74,7 @@ def plan_of(model: Any, layers: list[nn.Module]) -> dict[str, str]:
     return styles
 
 
-def check_divides(config: Any, tp: int) -> None:
+def check_divides(config: PreTrainedConfig, tp: int) -> None:
     """Raise UsageError if heads or the MLP cannot be split evenly."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         value = getattr(config, key, None)
@@ -82,7 +85,7 @@ def check_divides(config: Any, tp: int) -> None:
             )
 
 
-def shard_placement(dp_shard: int) -> Any:
+def shard_placement(dp_shard: int) -> Callable[[nn.Parameter], Shard | None]:
     """Along which dimension FSDP shards a parameter that tensor parallel has split: another one if that is even.
 
     Sharding the same dimension twice gives ``_StridedShard``, which checkpoints and sums do not support.

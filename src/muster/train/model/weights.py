@@ -10,7 +10,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from muster.core.errors import BackendError
 from muster.train.distributed.reduce import local
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Ranges = tuple[slice, ...]
 #: Random numbers are drawn in blocks of whole rows of about this many elements, each with its own seed, so that a
@@ -54,7 +57,7 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 # ---------------------------------------------------------------- random values
 
 
-def initialise(model: Any, *, seed: int, device: torch.device) -> None:
+def initialise(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
     """Random values for all parameters of a transformers model: a function of (seed, name, device type) only.
 
     Matrices and embeddings are normal(0, initializer_range), biases of linear modules 0; other modules
@@ -89,7 +92,7 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def initializer_range(config: Any) -> float:
+def initializer_range(config: PreTrainedConfig) -> float:
     """Standard deviation of a model's random matrices; 0.02 is transformers' own default."""
     for section in (config, config.get_text_config()):
         for key in ("initializer_range", "init_std", "initializer_factor"):
@@ -134,7 +137,7 @@ def derived_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
-def own_initialisation(model: Any, module: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
+def own_initialisation(model: PreTrainedModel, module: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
     """Unsharded parameters of one module from the model's own ``_init_weights``, on CPU."""
     copied = alone(module, "cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -166,7 +169,7 @@ def transient_buffers(model: nn.Module) -> set[str]:
     }
 
 
-def recompute_buffers(model: Any, *, persistent: bool) -> None:
+def recompute_buffers(model: PreTrainedModel, *, persistent: bool) -> None:
     """Recompute buffers that no file holds (rotary frequencies) after ``to_empty``.
 
     ``persistent``: also those that a file would hold, if the model starts from random values.

@@ -94,7 +94,7 @@ class AdamW8bit:
             part.grad = None
 
 
-def whole(moment: Any) -> Tensor:
+def whole(moment: Tensor) -> Tensor:
     """A moment as a float32 tensor of its own."""
     values: Tensor = moment.dequantize() if hasattr(moment, "codes") else moment.clone()
     return values

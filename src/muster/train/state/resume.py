@@ -21,6 +21,9 @@ def restore(
 ) -> None:
     """Load the newest available version into ``state``; ``state.step`` is its step. Collective.
 
+    From snapshots it is not: a rank that returns may have read what another is about to find damaged. The ranks meet
+    in ``open_together``, before the first step, and one that has failed is missing there.
+
     Raises:
         CheckpointError: the snapshots to restore cannot be read, or the checkpoint is of other data.
     """
@@ -30,7 +33,8 @@ def restore(
     if context.restore is not None:
         tensors = restored(context, context.restore, state.sharded())
         state.load(context.restore.step, tensors)
-        tier, uri = context.restore.tier, context.snapshot_dir or ""
+        tier: str = context.restore.tier
+        uri = context.snapshot_dir or ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     else:
         saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used

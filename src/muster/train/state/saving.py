@@ -139,7 +139,7 @@ def open_saver(
         store=open_store(),
         on_event=on_event,
         handover=Handover.on_this_host(
-            run_dir=context.run_dir, run_id=context.run_id, host=context.host, directory_uri=directory
+            host_memory=context.host_memory, run_dir=context.run_dir, directory_uri=directory
         ),
     )
 

@@ -2,24 +2,21 @@
 
 The bytes are in a ring on tmpfs (``checkpoint_format.snapshot_ring``) that outlives the process. The ring's header is a
 table of the tensors, each with its place in the global one (``checkpoint_format.shards``), so that a world of another
-size can read slices of it.
+size can read slices of it. A version counts once its checksum is there, and is verified before a byte of it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import mmap
 import os
-import queue
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +24,21 @@ from torch.distributed.tensor import DTensor
 
 from muster.checkpoint import shards
 from muster.checkpoint.pinned import pin_soon
-from muster.checkpoint.reader import Shard
-from muster.checkpoint_format.snapshot_checksum import checksum_of, verify_checksum
-from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refusal
-from muster.checkpoint_format.tensor_index import boxes_of_table
+from muster.checkpoint_format.decoding import damage_as
+from muster.checkpoint_format.reader import Shard
+from muster.checkpoint_format.shards import Chunk, ShardHeader, encode_header
+from muster.checkpoint_format.snapshot_ring import NO_ROOM, NoRoom, Ring, Version, file_name, refusal
 from muster.core.errors import CheckpointError
-from muster.core.snapshot_slots import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS
-from muster.protocol.ranks import RankContext, Restore
+from muster.core.snapshots import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS, SnapshotNotIntact
+from muster.core.typed_json import JsonObject
+from muster.protocol.held_snapshots import replica_peers
+from muster.protocol.ranks import RankContext, Restore, ShardSource
 from muster.train.distributed.reduce import local
 
 _ALIGN = 64  # of each tensor in a slot: a cache line, any dtype
 _FETCH_TIMEOUT_S = 60.0
+#: A version of this size gets its checksum while the step waits (0.1 ms); a larger one in a thread.
+INLINE_BYTES = 512 << 10
 #: A copy that takes longer is reported.
 COPY_PATIENCE_S = 60.0
 
@@ -61,6 +62,9 @@ class Snapshots:
     With three slots that leaves one to write to, unless a copy takes longer than a step. Then a fourth is reserved;
     if there is no memory for it the newest is overwritten, and a rank that is killed while it writes costs the steps
     since the ordered version.
+
+    **When a version counts.** Its checksum is computed after the copy, of a large one by a thread while training goes
+    on; the next ``save`` waits for it. A rank that is killed in between costs that step.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Snapshots:
         context: RankContext,
         sharded: Mapping[str, Tensor],
         *,
-        extra: Mapping[str, Any] | None = None,
+        extra: JsonObject | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``extra``: small values for a checkpoint made of these snapshots. ``report``: writes to the run's log.
@@ -76,9 +80,10 @@ class Snapshots:
         Raises NoRoom when there is not enough memory even without copies.
         """
         assert context.snapshot_dir is not None
-        table, slot_bytes = table_of(sharded)
-        content = {"layout": context.layout.key, "extra": dict(extra or {}), "tensors": table}
-        header = json.dumps(content, separators=(",", ":")).encode()
+        self._chunks, slot_bytes = chunks_of(sharded)
+        header = encode_header(
+            ShardHeader(run_id=context.run_id, rank=-1, layout=context.layout, extra=extra or {}, tensors=self._chunks)
+        )  # of any rank that holds these parts: a twin's ring becomes this rank's
         path = own_path(context)
         self.no_room: NoRoom | None = None
         """Why this rank's snapshots are not copied."""
@@ -90,16 +95,16 @@ class Snapshots:
                 raise
             self.no_room = error
             self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=OWN_SLOTS)
-        self._attempt = context.attempt
+        self._attempt, self._rank = context.attempt, context.rank
         self._report = report if context.local_rank == 0 else lambda text: None
         self._delay_reported = False
-        self._table = table
         self._views: dict[int, dict[str, Tensor]] = {}
         self._copies = context.replicate_snapshots and self.no_room is None
         self._growth_failed = False
         self._pinned = 0
         """Slots that are registered with CUDA, will be soon, or were refused."""
-        self._checksum_writer = ChecksumWriter(self._ring)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="muster-checksum", initializer=_give_way)
+        self._pending: tuple[int, Future[Version]] | None = None
         self._discard_newer(context.restore if context.restore and context.restore.layout == context.layout else None)
 
     def _discard_newer(self, restore: Restore | None) -> None:
@@ -127,24 +132,36 @@ class Snapshots:
 
         ``copies_arrived``: the ranks agreed that every peer holds the ordered version.
         """
+        self.settle()
         copy_next = copies_arrived and self._asked and self._copies
         if copy_next and self._ordered is not None:
             self._copied = self._ordered.step
             self._agree(self._ordered.step)
         slot = self._ring.begin(spare=self._protected())
         if slot not in self._views:
-            self._views[slot] = _views(self._ring, slot, self._table)
+            self._views[slot] = _views(self._ring, slot, self._chunks)
         views = self._views[slot]
         for name, tensor in local_tensors.items():
             views[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in local_tensors.values()):
             torch.cuda.current_stream().synchronize()
-        version = self._ring.commit(slot, step=step, attempt=self._attempt)
-        self._checksum_writer.submit(version)
-        self._last, self._newest = step, version
+        self._newest = Version(step=step, attempt=self._attempt, rank=self._rank, slot=slot)
+        commit = partial(self._ring.commit, slot, step=step, attempt=self._attempt, rank=self._rank)
+        if self._ring.slot_bytes <= INLINE_BYTES:
+            commit()
+            self._last = step
+        else:
+            self._pending = step, self._executor.submit(commit)
         if copy_next:
-            self._order(version)
+            self._order(self._newest)
         self._pin(local_tensors)
+
+    def settle(self) -> None:
+        """Wait until the version that was taken last counts."""
+        if self._pending is not None:
+            step, commit = self._pending
+            commit.result()
+            self._last, self._pending = step, None
 
     def _pin(self, local_tensors: Mapping[str, Tensor]) -> None:
         """Register the slots with CUDA, after the first snapshot: no restart waits for that."""
@@ -161,13 +178,17 @@ class Snapshots:
 
     def newest_steps(self) -> dict[str, int]:
         """For the ``step`` event: the newest step in the hosts' own memory, and in another host's."""
+        if self._pending is not None and self._pending[1].done():
+            self.settle()
         steps = {"snapshot_step": self._last, "peer_step": self._copied}
         return {name: step for name, step in steps.items() if step >= 0}
 
     def save_if_newer(self, step: int, local_tensors: Mapping[str, Tensor]) -> None:
-        """``save``, unless that step's snapshot is already the newest."""
+        """``save``, unless that step's snapshot is already the newest. It counts when this returns."""
+        self.settle()
         if step > max(self._last, 0):
             self.save(step, local_tensors)
+            self.settle()
 
     def copy_is_pending(self) -> bool:
         """Whether this rank's peer lacks the ordered version: no other copy is ordered until every peer holds it.
@@ -213,63 +234,29 @@ class Snapshots:
         return next((spare for spare in choices if self._ring.next_slot(spare=spare) is not None), set())
 
 
-class ChecksumWriter:
-    """Computes checksums of versions in a thread, so that no step waits; if it lags, only of the newest version.
-
-    A rank that dies immediately leaves its last version without a checksum: that one is used unverified. The thread
-    ends with this object.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._queue: queue.SimpleQueue[Version | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._queue.put, None)
-
-    def submit(self, version: Version) -> None:
-        """Compute its checksum soon."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_write_checksums, args=(self._ring, self._queue), name="muster-checksum", daemon=True
-            )
-            self._thread.start()
-        self._queue.put(version)
+def _give_way() -> None:
+    """Lower this thread's priority: woken, it does not take the core from the step; starved, the next step waits."""
+    with contextlib.suppress(OSError):  # on Linux: of this thread only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
 
 
-def _write_checksums(ring: Ring, versions: queue.SimpleQueue[Version | None]) -> None:
-    with contextlib.suppress(OSError):  # on Linux: of this thread only. Training has precedence.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    running = True
-    while running:
-        waiting = [versions.get()]
-        while not versions.empty():
-            waiting.append(versions.get())
-        running = None not in waiting
-        newest = next((version for version in reversed(waiting) if version is not None), None)
-        if newest is None:
-            return
-        checksum = checksum_of(ring.slot(newest.slot))
-        if ring.find(newest.step, newest.attempt) == newest:
-            ring.set_checksum(newest, checksum)
-
-
-def table_of(sharded: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:
-    """(one entry per tensor: name, dtype, global_shape, offsets, local_shape, byte_offset; total bytes)."""
-    table, at = [], 0
+def chunks_of(sharded: Mapping[str, Tensor]) -> tuple[tuple[Chunk, ...], int]:
+    """(this rank's part of each tensor, empty ones included, and its place in a slot; bytes of a slot)."""
+    chunks, at = [], 0
     for name, tensor in sharded.items():
-        part, offsets = local(tensor), offsets_of(tensor)
-        table.append(
-            {
-                "name": name,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "global_shape": list(tensor.shape),
-                "offsets": offsets,
-                "local_shape": list(part.shape),
-                "byte_offset": at,
-            }
+        part = local(tensor)
+        chunk = Chunk(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            global_shape=tuple(tensor.shape),
+            offsets=tuple(offsets_of(tensor)),
+            shape=tuple(part.shape),
+            byte_offset=at,
         )
+        chunks.append(chunk)
         at += -(-part.numel() * part.element_size() // _ALIGN) * _ALIGN
-    return table, -(-max(at, 1) // mmap.PAGESIZE) * mmap.PAGESIZE  # slots share no page, because CUDA pins whole pages
+    # Slots share no page, because CUDA pins whole pages.
+    return tuple(chunks), -(-max(at, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def offsets_of(tensor: Tensor) -> list[int]:
@@ -282,30 +269,52 @@ def offsets_of(tensor: Tensor) -> list[int]:
     return [int(offset) for offset in offsets]
 
 
-def _views(ring: Ring, slot: int, table: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _views(ring: Ring, slot: int, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     """Name -> tensor over the slot's bytes."""
     data = ring.slot(slot)
     tensors = {}
-    for entry in table:
-        dtype = getattr(torch, entry["dtype"])
-        count = math.prod(entry["local_shape"])
+    for chunk in chunks:
+        dtype = getattr(torch, chunk.dtype)
+        count = math.prod(chunk.shape)
         if count == 0:
-            tensors[entry["name"]] = torch.empty(entry["local_shape"], dtype=dtype)
+            tensors[chunk.name] = torch.empty(chunk.shape, dtype=dtype)
             continue
-        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry["byte_offset"])
-        tensors[entry["name"]] = flat.view(entry["local_shape"])
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=chunk.byte_offset)
+        tensors[chunk.name] = flat.view(chunk.shape)
     return tensors
 
 
-def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Ring, list[dict[str, Any]], int]:
-    """(ring, table, slot) of the version to restore; waits for a file that is still being fetched.
+def open_shard(
+    source: ShardSource, restore: Restore, *, run_id: str, verify: bool = True
+) -> tuple[Ring, tuple[Chunk, ...], int]:
+    """(ring, what is in a slot, slot) of the version to restore; waits for a file that is still being fetched.
 
-    ``check``: verify its checksum, which reads all its bytes.
+    ``verify``: compare its checksum, which reads all its bytes.
 
     Raises:
-        CheckpointError: it did not arrive (the replicator reports a failed fetch at once), the version is not in it, or
-            its checksum is wrong.
+        SnapshotNotIntact: it did not arrive (the replicator reports a failed fetch at once), it is not in the file, its
+            checksum is wrong, or it is of another run, layout or rank. ``copies`` is ``source``'s.
+        CheckpointError: this host has no room for it.
     """
+    path = Path(source.path)
+    try:
+        with damage_as(path.name):
+            ring, version = _wait_for(path, restore)
+            if verify:
+                ring.verify(version)
+            header = ring.shard_header()
+    except CheckpointError as error:
+        if NO_ROOM in str(error):  # here: nothing is wrong with the copy
+            raise
+        raise SnapshotNotIntact(str(error), copies=(source.copy,)) from error
+    took = {source.copy.rank, *replica_peers(restore.layout, source.copy.rank)}
+    if (header.run_id, header.layout) != (run_id, restore.layout) or version.rank not in took:
+        found = f"{header.layout.key} rank {version.rank} of run {header.run_id}"
+        raise SnapshotNotIntact(f"{path.name} is another snapshot: of {found}", copies=(source.copy,))
+    return ring, header.tensors, version.slot
+
+
+def _wait_for(path: Path, restore: Restore) -> tuple[Ring, Version]:
     deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
     while True:
         waits = time.monotonic() < deadline
@@ -313,9 +322,7 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
             ring = Ring.open(path, writable=True)
             version = ring.find(restore.step, restore.attempt)
             if version is not None:
-                if check:
-                    verify_checksum(ring, version)
-                return ring, json.loads(ring.header)["tensors"], version.slot
+                return ring, version
         reason = refusal(path)
         if reason is not None:
             raise CheckpointError(f"{path.name} of step {restore.step} could not be fetched: {reason}")
@@ -327,22 +334,28 @@ def open_shard(path: Path, restore: Restore, *, check: bool = True) -> tuple[Rin
 def restore_other_layout(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts of ``sharded`` (this rank's state), filled in place from the earlier world's shards.
 
-    Reads only the overlaps, and verifies the checksums of this rank's share of the files on its host, so that each is
-    verified once; a wrong one ends the whole attempt.
+    Reads only the overlaps. With ``restore.share_verification`` each file is verified by one rank of the host, else all
+    are verified here. A rank may have read a damaged file before the one that verifies it raises: callers let the ranks
+    meet before a step is taken from this state.
 
     Raises:
-        CheckpointError: a shard is missing, or the shards do not cover a tensor.
+        SnapshotNotIntact: a shard is missing or damaged, or the shards do not cover a tensor.
     """
-    opened = []
-    for number, (_, path) in enumerate(sorted(restore.shards.items(), key=lambda item: int(item[0]))):
-        ring, table, slot = open_shard(
-            Path(path), restore, check=number % context.local_world_size == context.local_rank
+    opened, sources = [], restore.sources
+    for number, (_, source) in enumerate(sorted(sources.items())):
+        ring, chunks, slot = open_shard(
+            source,
+            restore,
+            run_id=context.run_id,
+            verify=not restore.share_verification or number % context.local_world_size == context.local_rank,
         )
-        opened.append(Shard(tuple(boxes_of_table(table)), partial(_slice, ring.slot(slot)), path))
+        held = tuple(chunk for chunk in chunks if chunk.bytes)
+        opened.append(Shard(held, partial(_slice, ring.slot(slot)), source.path))
     try:
         shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
     except CheckpointError as error:
-        raise CheckpointError(f"the snapshots of step {restore.step} do not fit this state: {error}") from error
+        text = f"the snapshots of step {restore.step} do not fit this state: {error}"
+        raise SnapshotNotIntact(text, copies=tuple(source.copy for source in sources.values())) from error
     return {name: local(tensor) for name, tensor in sharded.items()}
 
 
@@ -353,12 +366,13 @@ def _slice(data: memoryview, start: int, stop: int) -> memoryview:
 def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """This rank's parts of the version that ``restore`` names, from whichever layout took it.
 
-    Where this one did, they are views into the ring, not copies.
+    Where this one did, they are views into the ring, not copies. Raises SnapshotNotIntact.
     """
-    if restore.layout != context.layout or str(context.rank) not in restore.shards:
+    source = restore.sources.get(context.rank)
+    if restore.layout != context.layout or source is None:
         return restore_other_layout(context, restore, sharded)
-    path = Path(restore.shards[str(context.rank)])
-    ring, table, slot = open_shard(path, restore)
+    ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
+    path = Path(source.path)
     if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
         os.rename(path, own_path(context))
-    return _views(ring, slot, table)
+    return _views(ring, slot, chunks)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint_format.snapshot_ring import NoRoom
+from muster.core.typed_json import JsonObject
 from muster.protocol.ranks import AgentClient, RankContext
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.state.snapshot import Snapshots
@@ -28,7 +28,7 @@ def open_together(
     sharded: Callable[[], Mapping[str, Tensor]],
     *,
     every_steps: int,
-    extra: Mapping[str, Any] | None = None,
+    extra: JsonObject | None = None,
     group: dist.ProcessGroup | None,
     agent: AgentClient,
 ) -> Snapshots | None:

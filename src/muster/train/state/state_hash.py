@@ -27,7 +27,7 @@ from torch import Tensor
 from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
-from muster.train.state.snapshot import table_of
+from muster.train.state.snapshot import chunks_of
 from muster.train.state.training_state import TrainingState
 
 #: Odd multipliers without a pattern in their bits: of the golden ratio, and splitmix64's two (Steele, Lea and
@@ -136,13 +136,12 @@ def describe_difference(step: int, texts: Sequence[str]) -> str:
 
 def places_of(sharded: Mapping[str, Tensor], *, shard_rank: int, tp_rank: int) -> dict[str, Place]:
     """The places of the parts that this rank counts: all but those that a lower rank holds as well."""
-    table, _ = table_of(sharded)
+    chunks, _ = chunks_of(sharded)
     places = {}
-    for entry, tensor in zip(table, sharded.values(), strict=True):
+    for chunk, tensor in zip(chunks, sharded.values(), strict=True):
         sharded_over = sharded_axes(tensor)
         if all(rank == 0 or axis in sharded_over for axis, rank in ((SHARD, shard_rank), (TENSOR, tp_rank))):
-            name = entry["name"]
-            places[name] = Place(seed_of(name), tuple(entry["global_shape"]), tuple(entry["offsets"]))
+            places[chunk.name] = Place(seed_of(chunk.name), chunk.global_shape, chunk.offsets)
     return places
 
 

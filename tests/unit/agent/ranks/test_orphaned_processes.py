@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 from fakes.host import RecordingHost
 
-from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.hang_detector import find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
 from muster.agent.ranks.rank_process import Worker
+from muster.protocol.rank_agent import RankHello
+from muster.protocol.to_agent import EndAttempt
+from muster.protocol.to_supervisor import RankHang, RanksEnded
 from muster.transport.connections import ConnectionPool
 
 
@@ -33,16 +35,11 @@ def stopped():
 
 @pytest.fixture
 def host():
-    hub = ConnectionPool(token=b"t" * 32, on_message=lambda *_: None, on_gone=lambda *_: None)
-    host = RecordingHost(spec=SimpleNamespace(recovery=SimpleNamespace(heartbeat_timeout_s=3.0, start_timeout_s=60.0)))
-    host.hub, host.fork_server_pid = hub, 1
-    yield host
+    hub = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
+    recovery = SimpleNamespace(heartbeat_timeout_s=3.0, start_timeout_s=60.0, step_timeout_s=30.0, warm_standby=False)
+    resources = SimpleNamespace(ranks_per_host=1)
+    yield RecordingHost(spec=SimpleNamespace(recovery=recovery, resources=resources), hub=hub)
     hub.shutdown()
-
-
-def pool_of(host):
-    children = SimpleNamespace(step_timeout_s=lambda: 30.0, replenish_standbys=lambda: None)
-    return RankPool(host=host, children=children)
 
 
 def until(hub, condition):
@@ -76,25 +73,24 @@ def test_one_that_is_gone_already_delays_nothing(host, stopped):
     until(host.hub, lambda: not orphans.ending)
 
 
-def test_a_host_has_ended_its_ranks_once_the_orphaned_ones_are_gone_too(host, stopped, monkeypatch):
-    monkeypatch.setattr("muster.agent.rank_pool.list_snapshots", lambda memory: [])
-    pool = pool_of(host)
+def test_a_host_has_ended_its_ranks_once_the_orphaned_ones_are_gone_too(host, stopped):
+    pool = host.rank_pool()
     pool.on_children([child.pid for child in stopped])
-    pool.end(4, keep=set(), pause_s=0.0, reset=[])
+    pool.end(EndAttempt(attempt=4, why="a test"))
     assert host.sent == [], "they still hold their GPUs"
     until(host.hub, lambda: host.sent)
-    assert [message["t"] for message in host.sent] == ["collected"]
+    assert [type(message) for message in host.sent] == [RanksEnded]
     assert all(child.wait(10) == -signal.SIGKILL for child in stopped)
 
 
 @pytest.mark.parametrize(("attempt", "killed"), [(3, True), (4, True), (5, False)])
-def test_a_rank_that_wakes_up_after_its_attempt_was_ended_is(host, stopped, monkeypatch, attempt, killed):
-    monkeypatch.setattr("muster.agent.rank_pool.list_snapshots", lambda memory: [])
-    pool = pool_of(host)
-    pool.end(4, keep=set(), pause_s=0.0, reset=[])
+def test_a_rank_that_wakes_up_after_its_attempt_was_ended_is(host, stopped, attempt, killed):
+    pool = host.rank_pool()
+    pool.end(EndAttempt(attempt=4, why="a test"))
     child = stopped[0]
-    pool.adopt(child.pid, 0, attempt, SimpleNamespace(identity=None))
-    assert bool(host.workers) != killed
+    peer = SimpleNamespace(identity=None, expect=lambda *_: None)
+    pool.adopt(peer, RankHello(pid=child.pid, attempt=attempt, rank=0, step=1))
+    assert bool(pool.workers) != killed
     if killed:
         assert child.wait(10) == -signal.SIGKILL
 
@@ -118,15 +114,15 @@ def test_a_rank_in_its_first_step_is_given_as_long_as_a_start(host):
 
 def test_a_hang_is_reported_once_to_each_supervisor_and_not_in_between(host, monkeypatch):
     monkeypatch.setattr("muster.agent.rank_pool.time.monotonic", lambda: 1000.0)
-    pool = pool_of(host)
-    host.workers[1] = worker(first_step=1, stepped=True)
+    pool = host.rank_pool()
+    pool.workers[1] = worker(first_step=1, stepped=True)
     pool.watch()
-    assert host.sent == [] and not host.workers[1].reported_hang
+    assert host.sent == [] and not pool.workers[1].reported_hang
     for count in (1, 2):
-        host.supervisor = object()
+        host.supervised = True
         pool.on_reconnect()
         pool.watch()
         pool.watch()
-        assert [message["t"] for message in host.sent] == ["rank_hang"] * count
-        host.supervisor = None
+        assert [type(message) for message in host.sent] == [RankHang] * count
+        host.supervised = False
         pool.watch()

@@ -7,15 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.host import RecordingHost, events
+from fakes.host import RecordingHost
 
-from muster.agent import rank_pool
-from muster.agent.child_processes import ChildProcesses
-from muster.agent.rank_pool import RankPool
+from muster.agent import gpu_reset
 from muster.agent.ranks import rank_environment
+from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_environment import opens_contexts
-from muster.agent.ranks.rank_process import Standby, standby_for
+from muster.agent.ranks.standbys import Standby, standby_for
 from muster.config.spec import RunSpec
+from muster.core.layout import Layout
+from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
+from muster.protocol.rank_agent import RunRank, StandbyHello
+from muster.protocol.ranks import RankContext
+from muster.protocol.to_agent import EndAttempt
 
 
 def spec(**changes: Any) -> RunSpec:
@@ -29,40 +33,56 @@ def spec(**changes: Any) -> RunSpec:
     return RunSpec.model_validate(given)
 
 
+class Peer:
+    identity: Any = None
+
+    def expect(self, *_: Any) -> None:
+        pass
+
+
 class Host(RecordingHost):
-    """A host with its children and ranks; ``messages`` are those to them."""
+    """A host with its fork server and ranks; ``messages`` are those to them."""
 
     def __init__(self, run_dir: Any, **changes: Any) -> None:
-        super().__init__(run_dir, spec=spec(**changes))
-        fork_server: Any = "fork server"
-        self.fork_server = fork_server
-        self.messages: list[tuple[Any, dict[str, Any]]] = []
+        self.messages: list[tuple[Any, Any]] = []
         self.watched: dict[int, Any] = {}
-        hub: Any = SimpleNamespace(
+        hub = SimpleNamespace(
             send=lambda peer, message: self.messages.append((peer, message)),
             watch=self.watched.__setitem__,
             unwatch=self.watched.pop,
         )
-        self.hub = hub
-        self.children = ChildProcesses(host=self, events=events())
-        self.pool = RankPool(host=self, children=self.children)
-        self.children.prepared = True
+        super().__init__(run_dir, spec=spec(**changes), hub=hub)
+        forks = self.forks = self.fork_server()
+        peer: Any = Peer()
+        forks.on_hello(peer, ForkServerHello(pid=1, store=("127.0.0.1", 1)))
+        self.pool = self.rank_pool(
+            forks=Forks(
+                spawn=forks.spawn,
+                reaps=forks.reaps,
+                opens_contexts=lambda: forks.opens_contexts,
+                give_up_contexts=forks.give_up_contexts,
+                order_store=forks.order_store,
+            )
+        )
 
     def came(self, local_rank: int, pid: int) -> Any:
         """A forked standby says hello."""
-        peer = SimpleNamespace(identity=None)
-        standby = Standby(pid=pid, peer=peer, local_rank=local_rank, bound=self.children.opens_contexts)  # type: ignore[arg-type]
-        self.standbys[pid] = standby
-        self.children.on_standby_ready(standby)
+        peer: Any = Peer()
+        self.pool.add_standby(peer, StandbyHello(pid=pid, local_rank=local_rank, bound=self.forks.opens_contexts))
+        self.forks.on_standby(local_rank)
         return peer
 
-    def spawns(self) -> list[tuple[list[int], bool]]:
-        return [(m["local_ranks"], m["contexts"]) for _, m in self.messages if m["t"] == "spawn"]
+    def standby_pids(self) -> list[int]:
+        return list(self.pool.standbys.pids)
+
+    def spawns(self) -> list[tuple[tuple[int, ...], bool]]:
+        return [(m.local_ranks, m.contexts) for _, m in self.messages if isinstance(m, SpawnStandbys)]
 
     def runs(self) -> dict[int, int]:
         """Local rank of the context -> pid of the standby that it was handed to."""
-        return {m["context"]["local_rank"]: worker.pid for worker in self.workers.values() for peer, m in self.messages
-                if m["t"] == "run" and peer is worker.peer}  # fmt: skip
+        pids = {worker.peer: worker.pid for worker in self.pool.workers.values()}
+        sent = [(peer, m.context) for peer, m in self.messages if isinstance(m, RunRank)]
+        return {context.local_rank: pids[peer] for peer, context in sent if peer in pids}
 
 
 @pytest.fixture
@@ -75,8 +95,11 @@ def processes():
         process.stdin.close()
 
 
-def context(local_rank: int) -> dict[str, Any]:
-    return {"rank": local_rank, "local_rank": local_rank, "attempt": 1}
+def context(local_rank: int) -> RankContext:
+    return RankContext(
+        run_id="run", run_dir="run", attempt=1, host="host-0", rank=local_rank, local_rank=local_rank, world_size=2,
+        local_world_size=2, layout=Layout(dp_shard=2), master_addr="127.0.0.1", master_port=1,
+    )  # fmt: skip
 
 
 def standbys(*places: tuple[int, bool]) -> list[Any]:
@@ -101,20 +124,21 @@ def test_which_standby_takes_local_rank_1(there: Any, taken: Any) -> None:
 
 def test_each_local_rank_gets_a_standby_of_its_own(tmp_path: Any, processes: Any) -> None:
     host = Host(tmp_path)
-    host.children.replenish_standbys()
-    host.children.replenish_standbys()  # the first ones are still on their way
-    assert host.spawns() == [([0, 1], True)]
+    host.pool.replenish_standbys()
+    host.pool.replenish_standbys()  # the first ones are still on their way
+    assert host.spawns() == [((0, 1), True)]
     first, second, third = (process.pid for process in processes)
     host.came(1, first)
     host.came(0, second)
     host.pool.queue = [context(0), context(1)]
     host.pool.assign_pending()
-    assert host.runs() == {0: second, 1: first} and not host.standbys
+    assert host.runs() == {0: second, 1: first} and not host.standby_pids()
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
     # One local rank has no standby: the other's holds its context and stays for it.
     host.came(0, third)
     host.pool.queue = [context(1)]
     host.pool.assign_pending()
-    assert list(host.standbys) == [third] and host.spawns()[1:] == [([1], True)]
+    assert host.standby_pids() == [third] and host.spawns()[1:] == [((1,), True)]
 
 
 def test_without_contexts_any_standby_takes_any_local_rank(tmp_path: Any, processes: Any) -> None:
@@ -123,8 +147,8 @@ def test_without_contexts_any_standby_takes_any_local_rank(tmp_path: Any, proces
     host.pool.queue = [context(1)]
     host.pool.assign_pending()
     assert host.runs() == {1: processes[0].pid}
-    host.children.replenish_standbys()
-    assert host.spawns() == [([0, 1], False)]
+    host.pool.replenish_standbys()
+    assert host.spawns() == [((0, 1), False)]
 
 
 def test_after_one_that_could_not_plain_ones_are_forked(tmp_path: Any, processes: Any) -> None:
@@ -133,22 +157,22 @@ def test_after_one_that_could_not_plain_ones_are_forked(tmp_path: Any, processes
     host.came(1, processes[1].pid)
     host.pool.on_standby_lost(peer, unusable=True)
     assert processes[0].wait(5) == -9, "its CUDA state is unknown"
-    assert list(host.standbys) == [processes[1].pid] and host.spawns() == [([0], False)]
+    assert host.standby_pids() == [processes[1].pid] and host.spawns() == [((0,), False)]
     host.came(0, processes[2].pid)
-    assert not host.standbys[processes[2].pid].bound
+    assert not host.pool.standbys.take(0).bound
 
 
 def test_no_standby_holds_a_gpu_that_is_to_be_reset(tmp_path: Any, processes: Any, monkeypatch: Any) -> None:
     resets = []
-    monkeypatch.setattr(rank_pool.gpu_reset, "start", lambda hub, gpus, done: resets.append(gpus))
+    monkeypatch.setattr(gpu_reset, "start", lambda hub, gpus, done: resets.append(gpus))
     host = Host(tmp_path)
     host.came(0, processes[0].pid)
-    host.pool.end(1, keep=set(), pause_s=0.0, reset=[0])
-    assert not resets and not host.standbys, "it is on its way out"
+    host.pool.end(EndAttempt(attempt=1, why="a test", reset=(0,)))
+    assert not resets and not host.standby_pids(), "it is on its way out"
     assert processes[0].wait(5) == -9
     (gone,) = host.watched.values()
     gone()  # its pidfd fires
-    assert resets == [[0]]
+    assert resets == [(0,)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ OLD, NEW = "r1s4t1p1c1e1", "r1s3t1p1c1e1"
 def ring(memory, layout, rank, *versions, tier="own"):
     made = Ring.create(memory / file_name(tier, layout, rank), header=b"{}", slot_bytes=64)
     for step, attempt in versions:
-        made.commit(made.begin(), step=step, attempt=attempt)
+        made.commit(made.begin(), step=step, attempt=attempt, rank=rank)
     return made
 
 
@@ -27,7 +27,7 @@ def test_an_attempt_has_snapshots_when_all_its_ranks_here_hold_a_version_and_the
     rings = [ring(tmp_path, NEW, rank, (9, 1)) for rank in (0, 1)]  # what they were restored from is no new version
     assert not has_snapshots(replicate_snapshots=False)
     for made in rings:
-        made.commit(made.begin(), step=10, attempt=2)
+        made.commit(made.begin(), step=10, attempt=2, rank=0)
         assert not has_snapshots()
     assert has_snapshots(replicate_snapshots=False)
     for made in rings:

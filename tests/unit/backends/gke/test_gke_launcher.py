@@ -4,6 +4,7 @@ import base64
 
 import pytest
 from cases import spec
+from fakes.project import cloud_with_cluster
 
 from muster import backends
 from muster.backends.gke.google.http import Call
@@ -12,15 +13,7 @@ from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry
 
-discovery = pytest.importorskip("fakes.discovery")
-if discovery.folder() is None:
-    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
-
-from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
-
-DOCUMENTS = discovery.Discovery(discovery.folder())
 SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", spare_hosts=1)
-FOLDER = "v1/projects/example-project/locations/us-central1/clusters/muster"
 JOBSETS = "apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
 
 
@@ -31,10 +24,7 @@ class VirtualClock:
 
 @pytest.fixture
 def google():
-    found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
-    found.store[FOLDER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
-    found.kubernetes.queues.add("muster-b200-flex-start-queued")
-    return found
+    return cloud_with_cluster()
 
 
 @pytest.fixture

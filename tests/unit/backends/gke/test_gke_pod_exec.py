@@ -5,6 +5,9 @@ import json
 
 import pytest
 from cases import spec
+from fakes import supervisor_words
+from fakes.clock import VirtualClock
+from fakes.project import cloud_with_cluster
 
 from muster.app import remote_entrypoint as pod_side
 from muster.app.inspect import logs as logs_app
@@ -15,34 +18,25 @@ from muster.app.run import stop as stop_app
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.operate.exec_stream import exit_code
 from muster.backends.protocols import Terminal
-from muster.core.errors import BackendError, MusterError, UsageError
+from muster.core.errors import BackendError, UsageError
 from muster.core.event_log import EventLog
 from muster.core.protocols import Stored
+from muster.protocol.client import AskStatus, RestartRun, StopRun
+from muster.protocol.codec import encode
+from muster.protocol.pipes import ReadFolder
 from muster.storage import run_registry
 
-discovery = pytest.importorskip("fakes.discovery")
-if discovery.folder() is None:
-    pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
-
-from fakes.clock import VirtualClock  # noqa: E402
-from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
-
-DOCUMENTS = discovery.Discovery(discovery.folder())
 RECOVERY = {"keep_hosts_after_failure_s": 600.0}
 SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", recovery=RECOVERY)
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "step_ns", "supervised_tokens", "padding_tokens", "tokens")
 STEP = dict.fromkeys(NUMBERS, 1)
-FOLDER = "v1/projects/example-project/locations/us-central1/clusters/muster"
 
 
 @pytest.fixture
 def google(tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    found = FakeGoogleCloud(DOCUMENTS, enabled={"container.googleapis.com", "compute.googleapis.com"})
-    found.store[FOLDER] = {"name": "muster", "status": "RUNNING", "endpoint": HOST}
-    found.kubernetes.queues.add("muster-b200-flex-start-queued")
-    return found
+    return cloud_with_cluster()
 
 
 @pytest.fixture
@@ -63,7 +57,7 @@ def run(google, monkeypatch, tmp_path):
     inside.logs.mkdir(parents=True)
     inside.events.mkdir()
     (inside.path / "run_id").write_text(run_id)
-    (inside.path / "format").write_text("2\n")
+    (inside.path / "format").write_text(f"{run_registry.FORMAT}\n")
     google.commands = answers(inside)
     return run, inside
 
@@ -91,11 +85,7 @@ def answers(inside):
         if argv[:3] != ["python", "-m", "muster.app.remote_entrypoint"]:
             return 3, b"out of " + pod.encode(), b"to err"
         assert argv[3:5] == ["--run-dir", f"/gcs/example-bucket/muster-runs/{inside.run_id}"]
-        try:
-            found = pod_side.answer(inside, json.loads(line))
-        except MusterError as error:
-            found = {"error": str(error), "hint": error.hint}
-        return 0, json.dumps(found).encode() + b"\n", b""
+        return 0, encode(pod_side.reply(inside, line.strip())) + b"\n", b""
 
     return command
 
@@ -107,11 +97,11 @@ def test_stop_reaches_the_supervisor_and_waits_for_the_end(run, google, monkeypa
     def supervisor(_run, message, timeout_s):
         asked.append(message)
         google.kubernetes.of_kind("JobSet")[0]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
-        return {"t": "status", "phase": "stopping"}
+        return supervisor_words.status("stopping")
 
     monkeypatch.setattr(pod_side, "request_here", supervisor)
     found = stop_app.stop(here.run_id, clock=VirtualClock())
-    assert asked == [{"t": "stop", "save": True, "force": False}] and found.was_running
+    assert asked == [StopRun(save=True, force=False)] and found.was_running
 
 
 def test_a_supervisor_that_does_not_answer_is_said(run):
@@ -134,12 +124,12 @@ def test_restart_puts_the_corrected_file_into_the_pods(run, monkeypatch):
 
     def supervisor(_run, message, timeout_s):
         text = inside.resolved.read_text() if inside.resolved.exists() else None
-        seen.append((message["t"], text))
-        return {"t": "status", "phase": "hold"}
+        seen.append((message, text))
+        return supervisor_words.status("hold")
 
     monkeypatch.setattr(pod_side, "request_here", supervisor)
     stop_app.restart(here.run_id, ["training.steps=7"])
-    assert [kind for kind, _ in seen] == ["status", "restart"]
+    assert [message for message, _ in seen] == [AskStatus(), RestartRun()]
     assert json.loads(seen[-1][1])["training"]["steps"] == 7, "there before the supervisor is told"
     assert json.loads(here.resolved.read_text())["training"]["steps"] == 7
 
@@ -156,7 +146,7 @@ def test_restart_ships_the_code_as_it_is_now(run, monkeypatch, tmp_path):
     def supervisor(_run, message, timeout_s):
         code = inside.path / "code" / "train.py"
         seen.append(code.read_text() if code.exists() else None)
-        return {"t": "status", "phase": "hold"}
+        return supervisor_words.status("hold")
 
     monkeypatch.setattr(pod_side, "request_here", supervisor)
     script.write_text("corrected")
@@ -168,13 +158,13 @@ def test_restart_ships_the_code_as_it_is_now(run, monkeypatch, tmp_path):
 
 def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkeypatch):
     here, inside = run
-    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: {"phase": "run", "step": 12})
+    monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: supervisor_words.status("run", step=12))
     log = EventLog(here.run_id, inside.events, "host-0", 1)
     for step in (1, 2):
         log.append("step", step=step, detail=STEP)
     log.sync()
     found = status_app.status(here.run_id)
-    assert found.live["phase"] == "run" and found.summary.last_step == 2
+    assert found.live.phase == "run" and found.summary.last_step == 2
     log.append("step", step=3, detail=STEP)
     log.close()
     assert status_app.status(here.run_id).summary.last_step == 3
@@ -286,11 +276,13 @@ def test_the_pods_program_reads_what_is_new_and_no_more(tmp_path):
     (tmp_path / "logs" / "rank-0.a1.log").write_text("one\ntwo\n")
     (tmp_path / "token").write_text("a secret")
     run = run_registry.RunDir(path=tmp_path, run_id="r")
-    (row,) = pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 4}})["files"]
-    assert (row["offset"], base64.b64decode(row["data"])) == (4, b"two\n")
-    assert pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 8}}) == {"files": []}
-    (row,) = pod_side.answer(run, {"do": "read", "folder": "logs", "after": {"rank-0.a1.log": 99}})["files"]
-    assert row["offset"] == 0, "a shorter file begins anew"
+
+    def beyond(offset):
+        return pod_side.answer(run, ReadFolder(folder="logs", after={"rank-0.a1.log": offset})).files
+
+    (part,) = beyond(4)
+    assert (part.offset, base64.b64decode(part.data)) == (4, b"two\n")
+    assert beyond(8) == ()
+    assert beyond(99)[0].offset == 0, "a shorter file begins anew"
     for folder in ("..", "", "token"):
-        with pytest.raises(UsageError):
-            pod_side.answer(run, {"do": "read", "folder": folder})
+        assert "folder" in pod_side.reply(run, json.dumps(["read_folder", {"folder": folder}]).encode()).error

@@ -6,6 +6,7 @@ import subprocess
 import time
 
 import pytest
+from fakes import supervisor_words
 from fakes.slurm import FakeJob, FakeSlurm
 
 from muster.backends.slurm import locate
@@ -17,6 +18,7 @@ from muster.backends.slurm.resubmit import PART, resubmit
 from muster.backends.slurm.script import SCRIPT
 from muster.config.spec import RunSpec
 from muster.core.errors import ConflictError
+from muster.protocol.client import StopRun
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LeaseKeeper
 
@@ -171,9 +173,9 @@ def test_whoever_stands_in_for_the_batch_node_knows_the_time_limit_and_ends_the_
 
 
 def test_nobody_to_tell_is_no_error(run_dir):
-    assert send_to_supervisor(run_dir, {"t": "stop"}) is False
-    (run_dir / "lease.json").write_text(json.dumps({"address": ["127.0.0.1", 1]}))
-    assert send_to_supervisor(run_dir, {"t": "stop"}) is False
+    assert send_to_supervisor(run_dir, StopRun()) is False
+    (run_dir / "lease.json").write_bytes(supervisor_words.lease(("127.0.0.1", 1)))
+    assert send_to_supervisor(run_dir, StopRun()) is False
 
 
 def test_an_interface_that_is_not_there_is_named():

@@ -8,19 +8,20 @@ from fakes.slurm import FakeSlurm
 
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
-from muster.backends.slurm.job_outcome import judge
+from muster.backends.slurm.job_outcome import SlurmJob, judge
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
 from muster.core.types import JobHandle, JobState
+from muster.storage.run_output import Verdict
 
 HERE = Path("/runs/r")
-RECORD = {"run_id": "r", "state": "submitted", "submission": 1, "job_id": "12", "submitted_wall_ns": 0}
+RECORD = SlurmJob(run_id="r", backend="slurm", submission=1, submitted_wall_ns=0, state="submitted", job_id="12")
 JOB = Job(
     id="12", name="muster-r.1", state="RUNNING", reason="None", nodes="n[1-3]", count=3, start_s=100, end_s=None,
     folder="/runs/r", partition="main",
 )  # fmt: skip
-SAVED = {"outcome": "preempted", "exit_code": 75, "reason": "saved and left after step 9", "wall_ns": 200 * 10**9}
+SAVED = Verdict(outcome="preempted", exit_code=75, reason="saved and left after step 9", wall_ns=200 * 10**9)
 
 
 def look(*jobs, verdict=None, record=RECORD, accounted=None):
@@ -52,7 +53,7 @@ def test_a_running_job_names_its_nodes():
 
 
 def test_a_verdict_ends_the_run_before_slurm_has_noticed():
-    found = look(JOB, verdict={"outcome": "succeeded", "exit_code": 0, "reason": "done", "wall_ns": 200 * 10**9})
+    found = look(JOB, verdict=Verdict(outcome="succeeded", exit_code=0, reason="done", wall_ns=200 * 10**9))
     assert (found.state, found.exit_code, found.reason) == (JobState.SUCCEEDED, 0, "done")
 
 
@@ -83,8 +84,8 @@ def test_an_end_without_a_verdict_is_slurms(state, found):
 def test_a_forgotten_job_is_no_running_one():
     assert look().state is JobState.FAILED and "no longer knows job 12" in look().reason
     assert look(record=None).state is JobState.ABSENT
-    assert look(record={**RECORD, "job_id": None}).state is JobState.WAITING
-    assert look(JOB, record={**RECORD, "state": "cancelled"}).state is JobState.STOPPED
+    assert look(record=dataclasses.replace(RECORD, job_id=None)).state is JobState.WAITING
+    assert look(JOB, record=dataclasses.replace(RECORD, state="cancelled")).state is JobState.STOPPED
 
 
 def test_names_do_not_catch_each_other():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from muster.protocol.to_supervisor import Pong
 from muster.supervise.process.clock_offsets import AGAIN_S, ClockOffsets
 
 S = 1_000_000_000
@@ -11,7 +12,7 @@ MS = 1_000_000
 def answer(clocks, now_ns, *, ahead_ns=0, half_ns=MS, host="a"):
     """One round trip that ends at ``now_ns``; the supervisor's clock is ``ahead_ns`` of the host's."""
     ping = clocks.ping(host, now_ns - 2 * half_ns)
-    return clocks.pong({"id": ping["id"], "mono_ns": now_ns - half_ns - ahead_ns}, now_ns)
+    return clocks.pong(Pong(number=ping.number, mono_ns=now_ns - half_ns - ahead_ns), now_ns)
 
 
 def test_the_first_one_is_said():
@@ -43,12 +44,12 @@ def test_a_host_that_went_owes_no_answer_and_is_measured_anew():
     clocks.ping("b", 130 * S)
     clocks.forget("a")
     assert len(clocks._asked) == 1
-    assert clocks.pong({"id": asked[0]["id"], "mono_ns": 0}, 131 * S) is None
+    assert clocks.pong(Pong(number=asked[0].number, mono_ns=0), 131 * S) is None
     assert answer(clocks, 132 * S) is not None
 
 
 def test_an_answer_that_comes_twice_counts_once():
     clocks = ClockOffsets()
     ping = clocks.ping("a", S)
-    pong = {"id": ping["id"], "mono_ns": 0}
+    pong = Pong(number=ping.number, mono_ns=0)
     assert clocks.pong(pong, 2 * S) is not None and clocks.pong(pong, 2000 * S) is None

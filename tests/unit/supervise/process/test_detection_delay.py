@@ -1,11 +1,9 @@
 """A fault is older than its detection: how old it can be is logged with the incident."""
 
-from muster.config.spec import RunSpec
-from muster.policy.builtin import SHIPPED
-from muster.simulate.cluster import Cluster
+from fakes.virtual_run import cluster, kinds, spec
+
 from muster.supervise.process.liveness import SECOND_NS, HostLiveness
-from muster.supervise.recovery.state import HostDown, Settings
-from muster.supervise.recovery.state_machine import RecoveryStateMachine
+from muster.supervise.recovery.inputs import HostDown
 
 
 def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing():
@@ -20,7 +18,7 @@ def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing(
 
 
 def test_a_host_that_comes_back_after_silence_is_given_time_for_its_first_beat():
-    """After a cut its agent is back before its keeper's connection: that is no silence yet."""
+    """After a cut its agent is back before its watchdog's connection: that is no silence yet."""
     presence = HostLiveness(timeout_s=1.0)
     presence.watchdog_connected("a", 1)
     presence.agent_connected("a", 1)
@@ -34,19 +32,8 @@ def test_a_host_that_comes_back_after_silence_is_given_time_for_its_first_beat()
 
 
 def test_the_incident_says_since_when():
-    spec = RunSpec.model_validate(
-        {
-            "name": "s",
-            "model": {"config": {}},
-            "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 100},
-            "resources": {"hosts": 2, "min_hosts": 1, "ranks_per_host": 1},
-        }
-    )
-    settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
-    machine = RecoveryStateMachine(settings=settings, policy=SHIPPED["default"])
-    cluster = Cluster(machine=machine, names=["host-0", "host-1"], total_steps=100)
-    cluster.at(10.0, lambda: cluster.give(HostDown(host="host-1", reason="silent for 1.50 s", silent_s=1.5)))
-    cluster.run(until_s=11.0)
-    ((at, log),) = [(at, log) for at, log in cluster.log if log.kind == "incident.detected"]
+    found = cluster(spec(hosts=2, min_hosts=1))
+    found.at(10.0, lambda: found.give(HostDown(host="host-1", reason="silent for 1.50 s", silent_s=1.5)))
+    found.run(until_s=11.0)
+    ((at, log),) = kinds(found, "incident.detected")
     assert log.detail["since_ns"] == 8_500_000_000 and at == 10.0

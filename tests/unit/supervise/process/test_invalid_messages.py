@@ -1,56 +1,62 @@
 """What comes from somebody who has the token, and cannot be used, ends that connection and nothing else."""
 
-from types import SimpleNamespace
+import json
 
 import pytest
-from fakes.virtual_run import machine, spec
+from fakes.idle_supervisor import idle_supervisor
+from fakes.virtual_run import cluster, events_of, machine, spec
 
-from muster.core.event_log import EventLog, read
-from muster.supervise.process.clock_offsets import ClockOffsets
-from muster.supervise.process.limits import LimitsGuard
-from muster.supervise.process.liveness import HostLiveness
-from muster.supervise.process.server import Supervisor
-from muster.supervise.recovery.state import FromHost, StopRequest
+from muster.core.event_log import read
+from muster.core.typed_json import Unreadable
+from muster.protocol.client import HealthReport, StopRun, SupervisorStatus
+from muster.protocol.codec import encode
+from muster.protocol.hello import AgentHello, BeatHello, ClientHello, Refused
+from muster.protocol.to_supervisor import Beat
+from muster.protocol.version import MINE, PROTOCOL
+from muster.supervise.recovery.inputs import FromHost, StopRequest
+from muster.supervise.recovery.phases import Running
+from muster.supervise.replay.rebuild_state import rebuild_state
 
-HELLO = {"t": "hello", "role": "agent", "host": "host-0", "attempt": 0, "alive": {}, "ready": True, "step": 0}
-
-
-class ConnectionPool:
-    def __init__(self):
-        self.sent, self.closed = [], []
-
-    def send(self, peer, message):
-        self.sent.append(message)
-
-    def close(self, peer):
-        self.closed.append(peer)
+HELLO = {"version": {"protocol": PROTOCOL, "muster": "0"}, "host": "host-0", "pid": 1}
+COPY = {"step": 1, "attempt": 1, "rank": 0, "layout": "r1s2t1p1c1e1", "host": "host-0"}
 
 
 @pytest.fixture
 def supervisor(tmp_path):
-    of = spec(hosts=1)
-    found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.pool, found.agents, found.watchdogs, found.clocks = (
-        "r",
-        ConnectionPool(),
-        {},
-        {},
-        ClockOffsets(),
-    )
-    found.machine = machine(of)
-    found.limits_guard = LimitsGuard(limits=of.limits, grace_s=30.0)
-    found.liveness = HostLiveness(timeout_s=3.0)
-    found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
-    found.lease = SimpleNamespace(hold=lambda: None)
-    found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
-    return found
+    return idle_supervisor(tmp_path, spec(hosts=1))
+
+
+class Peer:
+    """A connection as the pool keeps it."""
+
+    def __init__(self, supervisor):
+        self.identity, self.closed, self.pool = None, False, supervisor.pool
+        self.expect(supervisor._greeting_reader(), supervisor._hello)
+
+    def expect(self, decode, on_message):
+        self.receive = lambda frame: on_message(self, decode(frame))
+
+    def get(self, frame):
+        try:
+            self.receive(frame)
+        except Unreadable:
+            self.pool.close(self)
 
 
 def say(supervisor, *messages):
-    peer = SimpleNamespace(identity=None, closed=False)
+    peer = Peer(supervisor)
     for message in messages:
-        supervisor._message(peer, message)
+        peer.get(message if isinstance(message, bytes) else encode(message))
     return peer
+
+
+def frame(kind, /, **fields):
+    return json.dumps([kind, fields]).encode()
+
+
+def refusals(supervisor):
+    found = [event for _, event in read(supervisor.run_dir / "events") if event.kind == "connection.refused"]
+    return [(event.detail["who"], event.detail["reason"]) for event in found]
 
 
 def notes(supervisor):
@@ -58,55 +64,122 @@ def notes(supervisor):
 
 
 BAD = [
-    {"t": "hello"},
-    {"t": "hello", "role": "captain"},
-    {"t": "hello", "role": "agent"},
-    {"t": "hello", "role": "beat", "host": "host-0", "every_s": "often"},
-    {"t": "hello", "role": "beat", "host": "host-0", "every_s": float("inf")},
-    {**HELLO, "alive": [1, 2]},
-    {**HELLO, "alive": {"first": 7}},
-    {**HELLO, "exited": ["one"]},
-    {**HELLO, "step": "x"},
-    {**HELLO, "attempt": None},
-    {**HELLO, "snapshots": [{"step": 1}]},
-    {**HELLO, "store": ["only-a-host"]},
-    {**HELLO, "memory": 5},
+    b"",
+    b"[]",
+    b"\xff\xfe",
+    b'["agent_hello"]',
+    frame("captain_hello", **HELLO),
+    frame("beat", version=HELLO["version"]),
+    frame("agent_hello", version=HELLO["version"]),
+    frame("beat_hello", **HELLO, every_s="often"),
+    frame("beat_hello", **HELLO, every_s=-1.0),
+    frame("agent_hello", **HELLO, alive=[1, 2]),
+    frame("agent_hello", **HELLO, alive={"first": 7}),
+    frame("agent_hello", **HELLO, exited=["one"]),
+    frame("agent_hello", **HELLO, step="x"),
+    frame("agent_hello", **HELLO, attempt=None),
+    frame("agent_hello", **HELLO, step=10**30),
+    frame("agent_hello", **HELLO, snapshots=[{"step": 1}]),
+    frame("agent_hello", **HELLO, snapshots=[{**COPY, "tier": "bucket"}]),
+    frame("agent_hello", **HELLO, store=["only-a-host"]),
+    frame("agent_hello", **HELLO, memory=5),
+    frame("agent_hello", **HELLO, cargo=5),
+    frame("agent_hello", **{**HELLO, "host": ""}),
+    frame("agent_hello", **{**HELLO, "host": "\ud800"}),
+    frame("beat_hello", **HELLO, every_s=3601.0),
 ]
 
 
 @pytest.mark.parametrize("hello", BAD, ids=str)
 def test_a_hello_that_cannot_be_used(supervisor, hello):
     peer = say(supervisor, hello)
-    assert supervisor.pool.closed == [peer] and "unusable message" in notes(supervisor)[0]
+    assert supervisor.pool.closed == [peer] and not supervisor.pool.sent
+    assert [who for who, _ in refusals(supervisor)] == ["a new connection"]
     assert supervisor.machine.state.hosts == {} and not supervisor.agents and not supervisor.watchdogs
 
 
 def test_one_that_can(supervisor):
-    say(
-        supervisor,
-        {**HELLO, "snapshots": [{"step": 1, "attempt": 1, "rank": 0, "layout": "r1s1t1p1c1e1", "tier": "memory"}]},
-    )
-    assert supervisor.machine.state.hosts["host-0"].connected and not supervisor.pool.closed
+    say(supervisor, frame("agent_hello", **HELLO, snapshots=[{**COPY, "tier": "memory"}]))
+    host = supervisor.machine.state.hosts["host-0"]
+    assert host.connected and not supervisor.pool.closed and host.snapshots[0].tier == "memory"
 
 
-@pytest.mark.parametrize("resettable", [["first"], 3, [None]])
-def test_a_health_verdict_that_cannot_be_used(supervisor, resettable):
-    peer = say(supervisor, {"t": "hello", "role": "client"}, {"t": "health", "host": "a", "resettable": resettable})
-    assert supervisor.pool.closed == [peer] and "unusable message" in notes(supervisor)[0]
+def test_a_copy_on_another_host_is_not_for_this_one_to_report(supervisor):
+    """Nothing is asked of a host that is not there."""
+    copies = [{**COPY, "rank": rank, "host": "host-7", "tier": "memory"} for rank in (0, 1)]
+    say(supervisor, frame("agent_hello", **HELLO, snapshots=copies))
+    assert supervisor.machine._ctx.newest_held() is None
+    say(supervisor, frame("agent_hello", **{**HELLO, "host": "host-7"}, snapshots=copies))
+    assert supervisor.machine._ctx.newest_held().step == 1
+
+
+def test_another_protocol_is_answered_with_both_versions_whatever_its_hello_holds(supervisor):
+    theirs = {"protocol": PROTOCOL + 1, "muster": "9.9"}
+    peer = say(supervisor, frame("agent_hello", version=theirs, host="host-7", what_we_do_not_know=1))
+    (answer,) = supervisor.pool.sent
+    assert isinstance(answer, Refused) and supervisor.pool.closed == [peer]
+    for word in (f"protocol {PROTOCOL} ", f"protocol {PROTOCOL + 1} (muster 9.9)", "host-7"):
+        assert word in answer.reason and word in refusals(supervisor)[0][1]
+    assert supervisor.machine.state.hosts == {}
+
+
+def test_hosts_of_other_versions_are_told_apart_and_each_is_said_once(supervisor):
+    theirs = {"protocol": PROTOCOL + 1, "muster": "\ud800"}
+    for host in ("host-7", "host-8\udfff", "host-7"):
+        say(supervisor, frame("agent_hello", version=theirs, host=host))
+    assert ["(muster ?)" in answer.reason and bool(encode(answer)) for answer in supervisor.pool.sent] == [True] * 3
+    assert [who for who, _ in refusals(supervisor)] == ["a new connection"] * 2
+    assert "host-7" in refusals(supervisor)[0][1] and "host-8?" in refusals(supervisor)[1][1]
+
+
+def test_a_rank_that_reconnects_late_counts_where_hosts_are_awaited_and_only_there(supervisor):
+    of = spec(hosts=2)
+    found = cluster(of)
+    found.run(until_s=20.0)
+    supervisor.machine = machine(of, state=rebuild_state(events_of(found)))
+    peers = [say(supervisor, AgentHello(version=MINE, host=name, pid=1, attempt=1)) for name in ("host-0", "host-1")]
+    for rank, peer in enumerate(peers):
+        hello = AgentHello(version=MINE, host=f"host-{rank}", pid=1, attempt=1, alive={rank: 7})
+        peer.get(encode(hello))
+    assert isinstance(supervisor.machine.state.phase, Running) and supervisor.machine.state.attempt == 1
+    peers[0].get(encode(AgentHello(version=MINE, host="host-0", pid=1, attempt=1)))
+    assert isinstance(supervisor.machine.state.phase, Running) and not supervisor.pool.closed
+
+
+def test_a_later_message_that_cannot_be_used_is_said_once_a_minute_and_the_host_stays(supervisor):
+    for _ in range(3):
+        peer = say(supervisor, AgentHello(version=MINE, host="host-0", pid=1), frame("rank_exit", attempt="one"))
+        assert supervisor.pool.closed[-1] is peer
+    ((who, reason),) = refusals(supervisor)
+    assert who == "host-0" and "rank_exit" in reason and supervisor.machine.state.hosts["host-0"].connected
+    supervisor.clock.monotonic_ns = lambda: 10**12 + 61 * 10**9
+    say(supervisor, AgentHello(version=MINE, host="host-0", pid=1), b"{}")
+    assert len(refusals(supervisor)) == 2
+
+
+def test_a_message_of_another_channel_is_none_of_this_one(supervisor):
+    hellos = (AgentHello(version=MINE, host="a", pid=1), ClientHello(version=MINE))
+    assert supervisor.pool.closed == [say(supervisor, hello, Beat()) for hello in hellos]
+
+
+@pytest.mark.parametrize("wrong", [{"resettable": ["first"]}, {"resettable": 3}, {"kind": "bad_mood"}])
+def test_a_health_verdict_that_cannot_be_used(supervisor, wrong):
+    peer = say(supervisor, ClientHello(version=MINE), frame("health_report", host="a", **wrong))
+    assert supervisor.pool.closed == [peer] and refusals(supervisor)[0][0] == "a client"
     assert supervisor._pending == []
 
 
 def test_clients_are_understood(supervisor):
-    health = {"t": "health", "host": "a", "evidence": "Xid 79", "resettable": [0, "1"]}
-    say(supervisor, {"t": "hello", "role": "client"}, health, {"t": "stop", "again": True, "save": False})
+    health = HealthReport(host="a", evidence="Xid 79", resettable=(0, 1))
+    say(supervisor, ClientHello(version=MINE), health, StopRun(again=True, save=False))
     verdict, stop = supervisor._pending
-    assert isinstance(verdict, FromHost) and verdict.message["resettable"] == [0, 1]
+    assert verdict == FromHost(host="a", message=health)
     assert stop == StopRequest(source="muster stop", exit_code=75, save=False)
-    assert [message["t"] for message in supervisor.pool.sent] == ["status", "status"]
+    assert [type(message) for message in supervisor.pool.sent] == [SupervisorStatus, SupervisorStatus]
 
 
 def test_a_limit_of_silence_shorter_than_three_beats_is_said_not_kept(supervisor):
     supervisor.liveness.timeout_s = 0.3
     for _ in range(2):
-        say(supervisor, {"t": "hello", "role": "beat", "host": "host-0", "every_s": 0.5})
+        say(supervisor, BeatHello(version=MINE, host="host-0", pid=1, every_s=0.5), Beat())
     assert ["using 1.5 s" in text for text in notes(supervisor)] == [True]

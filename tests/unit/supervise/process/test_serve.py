@@ -4,37 +4,21 @@ import errno
 from types import SimpleNamespace
 
 import pytest
-from fakes.virtual_run import machine, spec
+from fakes.idle_supervisor import idle_supervisor
+from fakes.virtual_run import spec
 
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventLog, check_directory, read
-from muster.supervise.process.limits import LimitsGuard
-from muster.supervise.process.liveness import HostLiveness
-from muster.supervise.process.server import Supervisor
-from muster.supervise.recovery.state import Phase, RestartRequest, Tick
-
-
-class ConnectionPool:
-    def __init__(self):
-        self.sent = []
-
-    def send(self, peer, message):
-        self.sent.append(message)
+from muster.protocol.client import RestartRun
+from muster.supervise.recovery.inputs import RestartRequest, Tick
+from muster.supervise.recovery.phases import Held
 
 
 @pytest.fixture
 def supervisor(tmp_path):
     of = spec(hosts=1, recovery={"keep_hosts_after_failure_s": 60.0})
-    found = Supervisor(run_dir=tmp_path)
-    found.run_id, found.pool, found.agents = "r", ConnectionPool(), {}
-    found.machine = machine(of)
-    found.limits_guard = LimitsGuard(limits=of.limits, grace_s=30.0)
-    found.liveness = HostLiveness(timeout_s=3.0)
-    found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
-    found.lease = SimpleNamespace(hold=lambda: None)
-    found.log = EventLog("r", tmp_path / "events", "supervisor", 1)
     (tmp_path / "resolved.json").write_text(of.model_dump_json())
-    return found
+    return idle_supervisor(tmp_path, of)
 
 
 def test_a_deposed_supervisor_acts_on_nothing(supervisor):
@@ -104,10 +88,10 @@ def corrected(supervisor, **recovery):
 
 
 def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
-    supervisor.machine.state.phase = Phase.HELD_AFTER_FAILURE
+    supervisor.machine.state.phase = Held(exit_code=1, reason="bad")
     supervisor._limited = True
     corrected(supervisor, policy="none")
-    supervisor._from_client(None, {"t": "restart"})
+    supervisor._from_client(None, RestartRun())
     (order,) = supervisor._pending
     assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
     assert supervisor.liveness.timeout_s == 9.0 and supervisor.limits_guard.limits.max_hours == 2.0
@@ -115,11 +99,11 @@ def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
 
 
 def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, tmp_path):
-    supervisor.machine.state.phase = Phase.HELD_AFTER_FAILURE
+    supervisor.machine.state.phase = Held(exit_code=1, reason="bad")
     policy = tmp_path / "mine.py"
     policy.write_text("raise RuntimeError('oops')\n")
     corrected(supervisor, policy=str(policy))
-    supervisor._from_client(None, {"t": "restart"})
+    supervisor._from_client(None, RestartRun())
     assert supervisor._pending == [] and supervisor.liveness.timeout_s == 3.0
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert any("not restarted" in text and "oops" in text for text in texts)

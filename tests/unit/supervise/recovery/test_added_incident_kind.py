@@ -1,19 +1,18 @@
 """An incident kind of another package: reported for a host, treated by its traits, remembered by a takeover."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from fakes import incident_kinds
+from fakes.virtual_run import cluster, spec
 
 from muster.app.planning.simulate import measure
-from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
+from muster.core.event_details.training import Step
 from muster.core.incidents import KINDS, traits_of
-from muster.policy.builtin import SHIPPED
-from muster.simulate.cluster import Cluster
+from muster.protocol.client import HealthReport
 from muster.supervise.process.handshake import health_of
-from muster.supervise.recovery.state import Settings
-from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 PACKAGE = """
 from muster.core.incidents import IncidentTraits, Treatment
@@ -31,23 +30,8 @@ def fan_failure(tmp_path, monkeypatch):
     incident_kinds.install(tmp_path, monkeypatch, fan_failure="fans:FAN_FAILURE")
 
 
-def cluster():
-    spec = RunSpec.model_validate(
-        {
-            "name": "virtual",
-            "model": {"config": {}},
-            "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 200},
-            "resources": {"ranks_per_host": 1, "hosts": 2, "spare_hosts": 1},
-        }
-    )
-    settings = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
-    machine = RecoveryStateMachine(settings=settings, policy=SHIPPED["default"])
-    return Cluster(machine=machine, names=["host-0", "host-1", "host-2"], total_steps=200)
-
-
 def report(of):
-    message = {"t": "health", "host": "host-1", "kind": "fan_failure", "evidence": "fan 3 stands still"}
+    message = HealthReport(host="host-1", kind="fan_failure", evidence="fan 3 stands still")
     of.give(health_of(message))
 
 
@@ -57,7 +41,7 @@ def logged(of, kind):
 
 def test_a_kind_of_another_package_ends_in_a_swap(fan_failure):
     assert KINDS.names()[-1] == "fan_failure"
-    of = cluster()
+    of = cluster(spec(hosts=2, spare_hosts=1), steps=200)
     of.at(10.0, lambda: report(of))
     assert of.run().exit_code == 0
     (incident,) = logged(of, "incident.detected")
@@ -71,7 +55,7 @@ def test_a_kind_of_another_package_ends_in_a_swap(fan_failure):
 
 def test_a_kind_that_is_not_installed_is_refused():
     with pytest.raises(ValueError, match="no incident kind 'fan_failure'"):
-        report(cluster())
+        report(cluster(spec(hosts=2, spare_hosts=1), steps=200))
     with pytest.raises(UsageError, match="no incident kind 'fan_failure'"):
         traits_of("fan_failure")
 
@@ -84,14 +68,14 @@ def test_a_profile_is_measured_from_recoveries_of_the_kind(fan_failure, tmp_path
     from muster.app.planning import simulate
 
     stages = {"collected": 0.1, "started": 0.2, "first_step": 3.0}
-    healed = {"kind": "fan_failure", "detect_s": 7.5, "stages_s": stages, "action": "swap"}
-    document = {"incidents": [healed], "goodput": {"reference": None}, "steps": 3}
-    monkeypatch.setattr(simulate.api, "load", lambda run_dir: type("Report", (), {"to_json": lambda self: document})())
+    healed = SimpleNamespace(kind="fan_failure", detect_s=7.5, stages_s=stages)
+    document = SimpleNamespace(incidents=[healed], goodput=SimpleNamespace(reference=None), steps=3)
+    monkeypatch.setattr(simulate.api, "load", lambda run_dir: SimpleNamespace(document=document))
     events = tmp_path / "events"
     events.mkdir()
     taken = [
         {"run_id": "r", "attempt": 1, "seq": seq, "mono_ns": seq, "wall_ns": seq, "host": "host-0", "kind": "step",
-         "detail": {"step_ns": 10**9}}
+         "detail": {**dict.fromkeys(Step.required()), "step_ns": 10**9}}
         for seq in range(4)
     ]  # fmt: skip
     monkeypatch.setattr(simulate.event_log, "merged", lambda folder: [simulate_event(line) for line in taken])

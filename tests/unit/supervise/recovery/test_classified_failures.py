@@ -4,11 +4,17 @@ import pytest
 from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 
 from muster.core.incidents import HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
+from muster.core.snapshots import SnapshotCopy
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.policy.load import complete
+from muster.protocol.to_agent import PeerMoved
+from muster.protocol.to_supervisor import RankExit, RanksProgress, ReplicatorAddress
+from muster.protocol.values import LastWords
+from muster.simulate.faults import rot_snapshot
 from muster.supervise.recovery import classify
-from muster.supervise.recovery.state import Phase, RestartRequest
+from muster.supervise.recovery.inputs import RestartRequest
+from muster.supervise.recovery.phases import Running
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
@@ -22,15 +28,14 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
 
     def watch():
         state = found.machine.state
-        if found.result is None and left[0] and state.phase is Phase.RUN and found.stepping:
-            found._settle_steps()
+        if found.result is None and left[0] and isinstance(state.phase, Running) and found.stepping:
+            found.settle_steps()
             where = state.ranks.get(rank or 0) if host is None else host
             on = next((number for number, name in state.ranks.items() if name == where), None)
             if found._step == step - 1 and on is not None and found.hosts[where].ranks:
                 left[0] -= 1
                 owner = found.hosts[where]
-                message = {"t": "rank_exit", "attempt": owner.attempt, "rank": on, "pid": 1, "code": 1,
-                           "step": step, "last": last}  # fmt: skip
+                message = RankExit(attempt=owner.attempt, rank=on, pid=1, code=1, step=step, last=last)
                 found.break_world(owner, message, 0.01)
         if found.result is None:
             found.after(0.05, watch)
@@ -49,7 +54,7 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
     ],
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
-    message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
+    message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="RuntimeError", message=text))
     assert classify.classify_rank_exit("host-1", message)[0] is HOST_UNHEALTHY
 
 
@@ -64,11 +69,11 @@ def test_words_of_a_broken_device_or_network_are_the_hosts(text):
     ],
 )
 def test_words_that_only_look_so_are_not(text, kind):
-    message = {"rank": 3, "code": 1, "last": {"exception": "RuntimeError", "message": text}}
+    message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="RuntimeError", message=text))
     assert classify.classify_rank_exit("host-1", message)[0] is kind
 
 
-ECC = {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"}
+ECC = LastWords(exception="RuntimeError", message="CUDA error: uncorrectable ECC error encountered")
 
 
 def test_no_room_for_snapshots_distrusts_none_of_them():
@@ -77,9 +82,11 @@ def test_no_room_for_snapshots_distrusts_none_of_them():
         "fetched.r1s2t1p1c1e1.0.ring of step 9 could not be fetched: no room for snapshots in memory: "
         "52.5 GB wanted, 8.1 GB free in /dev/shm/muster",
     ):
-        message = {"rank": 3, "code": 1, "last": {"exception": "CheckpointError", "message": text}}
+        message = RankExit(
+            attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="CheckpointError", message=text)
+        )
         kind, evidence, detail = classify.classify_rank_exit("host-1", message)
-        assert kind is RANK_EXCEPTION and "unreadable" not in detail
+        assert kind is RANK_EXCEPTION and "snapshot_rejected" not in detail
         assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
 
 
@@ -99,7 +106,9 @@ def test_without_a_spare_it_is_tried_once_more_in_place_and_then_without_the_hos
 
 def test_hardwares_words_that_follow_the_ranks_are_the_programs():
     found = cluster(spec(hosts=2, spare_hosts=1))
-    fails_at(found, 20, last={"exception": "RuntimeError", "message": "CUDA error: unspecified launch failure"}, rank=1)
+    fails_at(
+        found, 20, last=LastWords(exception="RuntimeError", message="CUDA error: unspecified launch failure"), rank=1
+    )
     end = found.run()
     assert end.exit_code == 1 and "followed the ranks" in end.reason
     assert actions(found) == ["swap", "stop"]
@@ -109,7 +118,7 @@ def test_hardwares_words_that_follow_the_ranks_are_the_programs():
     assert not rebuild_state(logged).hosts["host-1"].quarantined, "a takeover reads it from its own event"
 
 
-OWN = {"exception": "ValueError", "message": "bad row 17"}
+OWN = LastWords(exception="ValueError", message="bad row 17")
 
 
 def test_an_unnamed_error_that_repeats_gets_one_other_host_before_the_user_is_blamed():
@@ -212,6 +221,11 @@ def leaving(seen, found):
         decision(action=Action.RESTART, reason=None),
         decision(action=Action.RESTART, incident_id="i99"),
         decision(action=Action.RESTART, detail={"skip_steps": "all"}),
+        decision(action=Action.RESTART, detail={"skip_steps": [-5]}),
+        decision(action=Action.RESTART, detail={"skip_steps": [True]}),
+        decision(action=Action.RESTART, detail={"skip_steps": [2**63]}),
+        decision(action=Action.RESTART, exit_code=True),
+        decision(action=Action.WAIT, detail={"hosts": "²"}),
     ],
 )
 def test_a_policy_without_a_decision_is_replaced_by_the_default_once(decide):
@@ -242,34 +256,34 @@ def test_a_corrected_run_file_brings_its_policy():
 # ---------------------------------------------------------------- snapshots, replicators, first steps
 
 
-def test_an_unreadable_snapshot_is_not_chosen_again_not_even_by_a_new_supervisor():
+def test_a_damaged_copy_is_not_chosen_again_not_even_by_a_new_supervisor_and_its_peer_is_used_first():
     of = spec(hosts=2)
     found = cluster(of, replicate_snapshots=True)
-    unreadable = {"exception": "CheckpointError", "message": "own.r1s2t1p1c1e1.0 of step 20 is truncated"}
-    found.at(10.0, lambda: found.kill_rank(0))
-    hit = []
-
-    def spoil():
-        state = found.machine.state
-        if state.attempt == 2 and not hit:
-            hit.append(state.resumed)
-            found.hosts["host-0"].snapshots[("r1s2t1p1c1e1", 0, "memory")] = hit[0]
-            found.kill_rank(0, code=1, last=unreadable)
-            return
-        found.after(0.02, spoil)
-
-    found.at(10.0, spoil)
+    found.at(10.0, lambda: (found.settle_steps(), rot_snapshot(found, 0, "memory"), found.kill_rank(1)))
     found.at(10.4, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     assert found.run().exit_code == 0
+    (rejected,) = [log for _, log in kinds(found, "snapshot.rejected")]
+    copy = SnapshotCopy(**rejected.detail["copy"])
+    assert (copy.rank, copy.tier, copy.host) == (0, "memory", "host-0") and found.machine.state.rejected == {copy}
     starts = [log.detail for _, log in kinds(found, "attempt.started")]
-    assert starts[1]["resume_step"] == hit[0][0] and starts[2]["resume_step"] != hit[0][0]
-    assert found.machine.state.unreadable_snapshots == {hit[0]}
+    assert starts[1]["resume_step"] == starts[2]["resume_step"] == copy.step, "the other host has the same step"
+    assert not found.hosts["host-0"].holds(copy), "it was told to drop it"
+
+
+def test_versions_that_are_all_damaged_cost_no_allowance_and_leave_the_disk():
+    """Each restart has fewer copies to choose from, so it ends: the allowance of restarts is not for them."""
+    found = cluster(spec(hosts=1, recovery={"max_restarts_without_progress": 1}), replicate_snapshots=False)
+    found.disk_step = 3
+    found.at(10.0, lambda: (found.settle_steps(), rot_snapshot(found, 0, "memory", versions=2), found.kill_rank(0)))
+    assert found.run().exit_code == 0
+    assert len(kinds(found, "snapshot.rejected")) == 2 and actions(found) == ["restart"] * 3
+    assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1
 
 
 def sent(found, message, host="host-0"):
     taken = []
     found.machine._ctx.now_ns = found.now_ns
-    from muster.supervise.recovery.state import FromHost, Send
+    from muster.supervise.recovery.inputs import FromHost, Send
 
     for effect in found.machine.handle(FromHost(host=host, message=message), found.now_ns):
         if isinstance(effect, Send):
@@ -280,8 +294,8 @@ def sent(found, message, host="host-0"):
 def test_the_hosts_that_copy_to_a_mover_hear_where_it_is_now():
     found = cluster(spec(hosts=3))
     found.run(10.0)
-    said = sent(found, {"t": "memory", "memory": ["10.0.0.9", 77]}, host="host-1")
-    assert said == [("host-0", {"t": "peer", "peer": ["10.0.0.9", 77]})]
+    said = sent(found, ReplicatorAddress(memory=("10.0.0.9", 77)), host="host-1")
+    assert said == [("host-0", PeerMoved(peer=("10.0.0.9", 77)))]
     assert found.machine.state.hosts["host-1"].memory == ("10.0.0.9", 77)
 
 
@@ -290,5 +304,5 @@ def test_progress_before_the_first_step_renews_the_time_to_it():
 
     found = cluster(spec(hosts=1), stages=Stages(start_s=150.0))
     for second in range(10, 150, 30):
-        found.at(float(second), lambda: found.receive_from(found.hosts["host-0"], {"t": "progress", "attempt": 1}))
+        found.at(float(second), lambda: found.receive_from(found.hosts["host-0"], RanksProgress(attempt=1)))
     assert found.run().exit_code == 0 and actions(found) == []

@@ -1,12 +1,20 @@
 """What only memory holds is written before the hosts go, whichever way a run ends. In virtual time."""
 
+from dataclasses import replace
+
 import pytest
 from fakes.virtual_run import cluster, events_of, kinds, machine, spec
 
-from muster.core.events import Event, check
+from muster.core.event_details.kinds import check
+from muster.core.events import Event
+from muster.core.types import Checksum
 from muster.policy.builtin import SHIPPED, DefaultPolicy
+from muster.protocol.to_agent import FlushedFile
+from muster.protocol.to_supervisor import HostNotice, SnapshotsFlushed
+from muster.protocol.values import LastWords
 from muster.simulate.stage_arithmetic import Stages
-from muster.supervise.recovery.state import FromHost, Phase, StopRequest
+from muster.supervise.recovery.inputs import FromHost, StopRequest
+from muster.supervise.recovery.phases import Flushing
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
@@ -24,6 +32,14 @@ def stop(found, **more):
     found.give(StopRequest(source="SIGINT", exit_code=130, **more))
 
 
+def start_again(found, of):
+    """Every process was lost: the only host boots, and a new supervisor reads the log."""
+    host = found.hosts["host-0"]
+    host.forget()
+    host.attempt, host.boots = 0, host.boots + 1
+    found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
+
+
 def test_no_capacity_writes_the_steps_that_only_memory_holds_and_answers_75():
     found = cluster(spec(hosts=2), policy=DefaultPolicy(max_wait_s=60.0))
     found.at(10.0, lambda: found.kill_host("host-0"))
@@ -37,7 +53,7 @@ def test_no_capacity_writes_the_steps_that_only_memory_holds_and_answers_75():
 
 def test_the_users_own_error_is_still_the_verdict_and_the_state_is_written():
     found = cluster(spec(hosts=2), policy=SHIPPED["none"])
-    last = {"exception": "ValueError", "message": "bad row 17", "exit_code": 3}
+    last = LastWords(exception="ValueError", message="bad row 17", exit_code=3)
     found.at(10.0, lambda: found.kill_rank(1, code=1, last=last))
     end = ended(found)
     assert (end.exit_code, end.outcome) == (3, "failed")
@@ -67,7 +83,7 @@ def test_a_stop_while_recovering_writes_first_and_one_without_a_save_does_not():
 
 def test_a_held_run_writes_when_the_hold_ends():
     found = cluster(spec(hosts=1, recovery={"keep_hosts_after_failure_s": 30.0}), policy=SHIPPED["none"])
-    found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last=LastWords(exception="ValueError", message="no")))
     end = ended(found)
     assert end.exit_code == 1 and committed(found) > 10 and 40.0 < found.now_s < 45.0
 
@@ -76,11 +92,11 @@ def test_what_is_committed_already_is_not_written_again():
     found = cluster(spec(hosts=2), policy=SHIPPED["none"])
 
     def commit():
-        found._settle_steps()
+        found.settle_steps()
         found._report_step(1)
-        event = {"kind": "checkpoint.committed", "attempt": 1, "step": found._step, "detail": {"tier": "disk"}}
-        found.receive_from(found.hosts["host-0"], {"t": "event", "event": event})
-        found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"})
+        event = found.event("checkpoint.committed", 1, found._step, {"tier": "disk"})
+        found.receive_from(found.hosts["host-0"], event)
+        found.kill_rank(0, code=1, last=LastWords(exception="ValueError", message="no"))
 
     found.at(10.0, commit)
     end = ended(found)
@@ -121,7 +137,7 @@ def test_a_version_that_is_refused_is_followed_by_the_next_older_one_and_that_is
     def newer_on_paper():
         for host in found.hosts.values():
             real = host.list_snapshots
-            host.list_snapshots = lambda real=real: [{**item, "step": item["step"] + 1} for item in real()] + real()
+            host.list_snapshots = lambda real=real: (*(replace(item, step=item.step + 1) for item in real()), *real())
 
     found.at(9.0, newer_on_paper)
     found.at(10.0, lambda: found.kill_rank(0))
@@ -176,7 +192,7 @@ def test_an_agent_that_comes_back_is_asked_again():
 def test_a_supervisor_killed_meanwhile_is_followed_by_one_that_ends_the_run_alike(at):
     of = spec(hosts=2)
     found = cluster(of, policy=SHIPPED["none"], stages=Stages(flush_s=2.0, end_ranks_s=2.0))
-    found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "bad row 17"}))
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last=LastWords(exception="ValueError", message="bad row 17")))
     found.at(at, lambda: found.replace_supervisor(machine(of, SHIPPED["none"], rebuild_state(events_of(found)))))
     end = ended(found)
     assert (end.exit_code, end.outcome) == (1, "failed") and "bad row 17" in end.reason
@@ -189,13 +205,7 @@ def test_a_run_that_was_ending_and_lost_all_its_hosts_is_resumed_where_it_is_sta
     found = cluster(of, policy=SHIPPED["none"], stages=Stages(flush_s=20.0))
     found.at(10.0, lambda: found.kill_rank(0))
 
-    def all_gone():
-        host = found.hosts["host-0"]
-        host.forget()
-        host.attempt, host.boots = 0, host.boots + 1
-        found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
-
-    found.at(12.0, all_gone)
+    found.at(12.0, lambda: start_again(found, of))
     assert ended(found).exit_code == 0
 
 
@@ -205,10 +215,11 @@ def test_an_answer_to_an_order_that_was_overtaken_does_not_count():
     found.at(10.5, lambda: found.kill_host("host-1"))
     found.run(11.0)
     state = found.machine.state
-    assert state.phase is Phase.FLUSH and state.ending.choice is not None
-    answer = {"t": "flushed", "step": state.ending.choice.step, "attempt": 1, "ok": True, "files": [{"rank": 0}]}
+    assert isinstance(state.phase, Flushing) and state.phase.choice is not None
+    file = FlushedFile(rank=0, name="f", bytes=1, checksum=Checksum(algorithm="xxh3-64", value="0" * 16), data_offset=0)
+    answer = SnapshotsFlushed(step=state.phase.choice.step, attempt=1, files=(file,))
     found.give(FromHost(host="host-0", message=answer))
-    assert state.ending.files == []
+    assert state.phase.files == []
 
 
 def test_the_event_fits_the_schema():
@@ -221,9 +232,9 @@ def test_the_event_fits_the_schema():
 
 def test_a_held_run_writes_at_once_when_its_last_host_is_told_to_go():
     found = cluster(spec(hosts=2, recovery={"keep_hosts_after_failure_s": 300.0}), policy=SHIPPED["none"])
-    found.at(10.0, lambda: found.kill_rank(0, code=1, last={"exception": "ValueError", "message": "no"}))
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last=LastWords(exception="ValueError", message="no")))
     for second, name in ((20.0, "host-0"), (25.0, "host-1")):
-        message = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
+        message = HostNotice(notice="preemption", source="SIGTERM", grace_s=30.0)
         found.at(second, lambda name=name, message=message: found.receive_from(found.hosts[name], message))
     end = ended(found)
     assert end.exit_code == 1 and committed(found) > 10 and 25.0 < found.now_s < 30.0
@@ -245,13 +256,7 @@ def test_a_run_that_is_started_again_forgets_the_stop_that_ended_it_badly():
     found.ranks_obey = False
     found.at(10.0, lambda: stop(found))
 
-    def all_gone():
-        host = found.hosts["host-0"]
-        host.forget()
-        host.attempt, host.boots = 0, host.boots + 1
-        found.replace_supervisor(machine(of, state=rebuild_state(events_of(found))))
-
-    found.at(12.0, all_gone)
+    found.at(12.0, lambda: start_again(found, of))
     assert ended(found).exit_code == 0
 
 

@@ -20,14 +20,13 @@ def a_run(*, disk_takes=True, said=("failed",), **checkpoint):
     def tell():
         for what in said:
             detail = {"tier": "disk", "uri": "x", **({"reason": FULL} if what == "failed" else {})}
-            event = {"kind": f"checkpoint.{what}", "attempt": 1, "step": 50, "detail": detail}
-            found.receive_from(found.hosts["host-0"], {"t": "event", "event": event})
+            found.receive_from(found.hosts["host-0"], found.event(f"checkpoint.{what}", 1, 50, detail))
 
     leave = found._leave
 
-    def tell_and_leave(*words):
+    def tell_and_leave(*words, **more):
         tell()
-        leave(*words)
+        leave(*words, **more)
 
     found._leave = tell_and_leave
     return found

@@ -8,14 +8,20 @@ from muster.config.spec import RunSpec
 from muster.core.types import Action, Incident
 from muster.policy.builtin import SHIPPED
 from muster.policy.cluster_state import ClusterState
-from muster.protocol.ranks import RankContext
+from muster.protocol.to_agent import StartAttempt
+from muster.protocol.to_supervisor import RankExit
+from muster.protocol.values import LastWords
 from muster.simulate.agent_model import handle_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def nan(step):
     message = f"step {step}: loss is nan on rank 1, micro-batch 0 (sequences 17); the update was not applied"
-    return {"exception": "NotFinite", "message": message, "exit_code": 1, "not_finite": True}
+    return LastWords(exception="NotFinite", message=message, exit_code=1, not_finite=True)
+
+
+def exit_in(host, step, last):
+    return RankExit(attempt=host.attempt, rank=0, pid=1, code=1, step=step, last=last)
 
 
 def bad_batch(found, step):
@@ -23,19 +29,17 @@ def bad_batch(found, step):
     skipped = []
 
     def listen(cluster, name, message):
-        if message["t"] == "start":
-            skipped[:] = RankContext.from_json(message["contexts"][0]).skip_steps
+        if isinstance(message, StartAttempt):
+            skipped[:] = message.contexts[0].skip_steps
         handle_message(cluster, name, message)
 
     def watch():
         host = found.hosts["host-0"]
         if found.result is None:
-            found._settle_steps()
+            found.settle_steps()
             if found.stepping and host.ranks and found._step == step - 1 and step not in skipped:
                 # It was at the next step already when it looked at the numbers.
-                message = {"t": "rank_exit", "attempt": host.attempt, "rank": 0, "pid": 1, "code": 1, "step": step + 1,
-                           "last": nan(step)}  # fmt: skip
-                found.break_world(host, message, 0.01)
+                found.break_world(host, exit_in(host, step + 1, nan(step)), 0.01)
             found.after(0.05, watch)
 
     found.at(5.5, watch)

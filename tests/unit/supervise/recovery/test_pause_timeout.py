@@ -1,15 +1,19 @@
 """How long kept ranks may take to stand still: it follows the steps. Through the machine in virtual time."""
 
+from dataclasses import replace
+
 import pytest
 from test_surviving_ranks import attempts, replicated
 
 from muster.core.events import Event
 from muster.policy.builtin import SHIPPED
+from muster.protocol.values import RankEvent
 from muster.simulate.cluster import Cluster
 from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.context import SupervisorContext
+from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.retained_ranks import PAUSE_S, pause_s
-from muster.supervise.recovery.state import Settings, State
+from muster.supervise.recovery.state import State
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.replay.rebuild_state import rebuild_state
 
@@ -25,20 +29,20 @@ class Standing(Cluster):
     stand_s = 0.0
     mute = ""
 
-    def end_ranks(self, host, attempt, keep, *, reset=False):
+    def end_ranks(self, host, order):
         if host.name == self.mute:
             host.ranks = []
             return
-        before, keep = self._ending, list(keep)
-        if keep:
-            self._ending = (attempt, self.stand_s)
-        super().end_ranks(host, attempt, keep, reset=reset)
-        if keep:
+        before = self._ending
+        if order.keep:
+            self._ending = (order.attempt, self.stand_s)
+        super().end_ranks(host, order)
+        if order.keep:
             self._ending = before
 
     def receive_from(self, host, message):
-        if message.get("t") == "event" and message["event"]["kind"] == "step":
-            message["event"]["detail"]["step_ns"] = int(self.step_s * 1e9)
+        if isinstance(message, RankEvent) and message.kind == "step":
+            message = replace(message, detail={**message.detail, "step_ns": int(self.step_s * 1e9)})
         super().receive_from(host, message)
 
 
@@ -123,7 +127,7 @@ def test_an_agent_that_begins_anew_meanwhile_is_asked_again():
 def test_a_steps_limit_is_the_limit_here_too_but_for_the_floor(limit, expected):
     state = State()
     for seconds in (3.0, STEP_S, 5.0):
-        state.add_step_time({"step_ns": int(seconds * 1e9)})
+        state.add_step(1, {"step_ns": int(seconds * 1e9)})
     of = limited(step_timeout_s=limit)
     made = Settings(spec=of, run_id="r", run_dir="/r", ranks_per_host=1)
     assert pause_s(SupervisorContext(settings=made, policy=SHIPPED["default"], state=state)) == expected
@@ -131,12 +135,13 @@ def test_a_steps_limit_is_the_limit_here_too_but_for_the_floor(limit, expected):
 
 def test_the_first_step_of_an_attempt_counts_until_there_is_another():
     state = State()
-    state.add_step_time({"step_ns": 90 * 10**9}, first=True)
-    state.add_step_time({"step_ns": None})  # a loop of one's own
+    state.add_step(1, {"step_ns": 90 * 10**9})
+    state.add_step(2, {"step_ns": None})  # a loop of one's own
     assert list(state.recent_step_s) == [90.0]
-    for _ in range(20):
-        state.add_step_time({"step_ns": 2 * 10**9})
-    state.add_step_time({"step_ns": 90 * 10**9}, first=True)
+    for step in range(3, 23):
+        state.add_step(step, {"step_ns": 2 * 10**9})
+    state.begin_attempt(2, state.current, 0)
+    state.add_step(23, {"step_ns": 90 * 10**9})
     assert set(state.recent_step_s) == {2.0}
 
 
@@ -146,7 +151,9 @@ def test_a_new_supervisor_knows_the_steps_from_the_log():
               step=number, detail={"step_ns": 9 * 10**9})
         for number in (1, 2)
     ]  # fmt: skip
-    assert list(rebuild_state(steps).recent_step_s) == [9.0, 9.0]
+    world = {"world_size": 1, "layout": {}, "hosts": {"host-0": [0]}}
+    started = replace(steps[0], wall_ns=0, kind="attempt.started", host="supervisor", detail=world)
+    assert list(rebuild_state([started, *steps]).recent_step_s) == [9.0, 9.0]
 
 
 def test_8_bit_moments_keep_nobody():

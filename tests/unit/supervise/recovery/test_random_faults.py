@@ -7,17 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.policy.builtin import SHIPPED
-from muster.protocol.held_snapshots import Snapshot, newest_complete
+from muster.protocol.held_snapshots import newest_complete
+from muster.protocol.to_supervisor import HostNotice
+from muster.protocol.values import LastWords
 from muster.simulate import faults as broken
 from muster.simulate.stage_arithmetic import Stages
-from muster.supervise.recovery.state import Phase, StopRequest
+from muster.supervise.recovery.inputs import StopRequest
+from muster.supervise.recovery.phases import Ended
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 WORDS = {
-    "own": {"exception": "ValueError", "message": "bad row 17"},
-    "device": {"exception": "RuntimeError", "message": "CUDA error: uncorrectable ECC error encountered"},
-    "nan": {"exception": "NotFinite", "message": "step 20: loss is nan", "not_finite": True},
-    "unreadable": {"exception": "CheckpointError", "message": "fetched.r1s2t1p1c1e1.0 is truncated"},
+    "own": LastWords(exception="ValueError", message="bad row 17"),
+    "device": LastWords(exception="RuntimeError", message="CUDA error: uncorrectable ECC error encountered"),
+    "nan": LastWords(exception="NotFinite", message="step 20: loss is nan", not_finite=True),
 }
 DEEDS = ["rank", "host", "silent", "return", "notice", "everybody", "stop", "supervisor", "gap", "midway", "agent"]
 DEEDS += ["hang", "flap", *WORDS]
@@ -29,7 +31,7 @@ FAULTS = st.lists(
 
 
 def replace(found, of, policy, apart_s=0.0):
-    if found.machine.state.phase is not Phase.ENDED:
+    if not isinstance(found.machine.state.phase, Ended):
         found.replace_supervisor(machine(of, SHIPPED[policy], rebuild_state(events_of(found))), apart_s=apart_s)
 
 
@@ -47,10 +49,10 @@ def restart_agent(cluster, name):
 
 def do(found, of, policy, deed, index):
     names = list(found.hosts)
-    if not names or found.machine.state.phase is Phase.ENDED:
+    if not names or isinstance(found.machine.state.phase, Ended):
         return
     name = names[index % len(names)]
-    notice = {"t": "notice", "notice": "preemption", "source": "test", "grace_s": 30.0}
+    notice = HostNotice(notice="preemption", source="test", grace_s=30.0)
 
     def notify(*hosts):
         for host in hosts:
@@ -123,11 +125,11 @@ def test_a_run_ends_once_and_takes_nothing_with_it(
         return
     held = newest_complete(
         [
-            Snapshot(host=host.name, **item)
+            item
             for host in found.hosts.values()
-            if host.up and host.joined and state.hosts[host.name].connected
+            if host.up and host.joined and host.name in state.hosts and state.hosts[host.name].connected
             for item in host.list_snapshots()
-            if (item["step"], item["attempt"]) not in state.unreadable_snapshots
+            if item not in state.rejected
         ]
     )
     assert held is None or held.step <= state.committed_step, (end, held, [log.kind for _, log in found.log[-20:]])

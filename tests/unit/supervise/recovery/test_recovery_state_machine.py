@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.policy.builtin import SHIPPED, DefaultPolicy
+from muster.protocol.values import LastWords
 from muster.simulate.stage_arithmetic import Stages
-from muster.supervise.recovery.state import Phase, StopRequest
+from muster.supervise.recovery.inputs import StopRequest
+from muster.supervise.recovery.phases import Ended
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
@@ -79,7 +81,7 @@ def test_no_capacity_ends_with_75_after_the_wait():
 
 def test_an_error_before_any_step_is_the_users_and_stops_at_once():
     found = cluster(spec(hosts=2), stages=Stages(start_s=5.0))
-    last = {"exception": "UsageError", "message": "no such file: x", "exit_code": 2, "hint": "look"}
+    last = LastWords(exception="UsageError", message="no such file: x", exit_code=2, hint="look")
     found.at(6.0, lambda: found.kill_rank(0, code=1, last=last))
     end = found.run()
     assert end.exit_code == 2
@@ -89,7 +91,7 @@ def test_an_error_before_any_step_is_the_users_and_stops_at_once():
 
 def test_the_same_error_at_the_same_step_stops_after_the_second_time():
     found = cluster(spec(hosts=1))
-    last = {"exception": "ValueError", "message": "bad row 17"}
+    last = LastWords(exception="ValueError", message="bad row 17")
 
     def fail():
         if found.now_s > 9 and found.running(0):
@@ -222,7 +224,7 @@ def test_random_fault_sequences_end_and_keep_the_invariants(faults, hosts, spare
         if kind == "rank":
             found.at(at, lambda index=index: found.kill_rank(index % hosts))
         elif kind == "exception":
-            last = {"exception": "RuntimeError", "message": f"once {at}"}
+            last = LastWords(exception="RuntimeError", message=f"once {at}")
             found.at(at, lambda index=index, last=last: found.kill_rank(index % hosts, code=1, last=last))
         elif kind in ("host", "silent"):
             found.at(
@@ -234,7 +236,7 @@ def test_random_fault_sequences_end_and_keep_the_invariants(faults, hosts, spare
             found.at(
                 at,
                 lambda: (
-                    found.machine.state.phase is not Phase.ENDED
+                    not isinstance(found.machine.state.phase, Ended)
                     and found.hosts
                     and found.replace_supervisor(machine(of, SHIPPED[policy], rebuild_state(events_of(found))))
                 ),
@@ -278,13 +280,8 @@ def test_a_host_that_joins_a_world_begun_without_it_is_taken_in():
 def test_a_committed_checkpoint_beats_an_older_version_in_memory():
     found = cluster(spec(hosts=2))
     found.snapshot_every_steps = 50
-    committed = {
-        "kind": "checkpoint.committed",
-        "attempt": 1,
-        "step": 9,
-        "detail": {"tier": "disk", "uri": "u", "bytes": 1},
-    }
-    found.at(6.0, lambda: found.receive_from(found.hosts["host-0"], {"t": "event", "event": committed}))
+    committed = found.event("checkpoint.committed", 1, 9, {"tier": "disk", "uri": "u", "bytes": 1})
+    found.at(6.0, lambda: found.receive_from(found.hosts["host-0"], committed))
     found.at(8.0, lambda: (setattr(found, "disk_step", 9), found.kill_rank(0)))
     assert found.run().exit_code == 0
     assert kinds(found, "attempt.started")[-1][1].detail["resume_step"] == -1, "the ranks read the checkpoint"

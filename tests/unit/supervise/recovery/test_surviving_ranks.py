@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.config.spec import RunSpec
+from muster.core.snapshots import SnapshotCopy
 from muster.core.types import Layout
 from muster.policy.builtin import SHIPPED
-from muster.protocol.held_snapshots import Snapshot, has_replica_on_other_host, newest_complete
+from muster.protocol.held_snapshots import has_replica_on_other_host, newest_complete
 from muster.simulate.cluster import Cluster
 from muster.simulate.stage_arithmetic import Stages
+from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.retained_ranks import prefer_hosts_of_whole_replicas, rank_mapping, whole_replicas
-from muster.supervise.recovery.state import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 TWO_BY_TWO = Layout(dp_replicate=2, dp_shard=2)
@@ -39,8 +40,10 @@ def test_ranks_that_go_on_keep_their_shard_and_if_they_can_their_number():
 
 
 def test_a_twin_gives_its_own_file_under_its_own_rank():
-    held = [Snapshot(step=7, attempt=1, rank=rank, layout="r2s2t1p1c1e1", host=host, tier="memory") for rank, host in
-            ((2, "c"), (3, "d"))]  # fmt: skip
+    held = [
+        SnapshotCopy(step=7, attempt=1, rank=rank, layout="r2s2t1p1c1e1", host=host, tier="memory")
+        for rank, host in ((2, "c"), (3, "d"))
+    ]
     found = newest_complete(held)
     assert {rank: (one.host, one.rank) for rank, one in found.shards.items()} == {
         0: ("c", 2), 1: ("d", 3), 2: ("c", 2), 3: ("d", 3),

@@ -1,7 +1,11 @@
 """What a supervisor reads before it holds the lease, and what its predecessor still writes until then."""
 
+import pytest
+
+from muster.core.errors import MusterError
 from muster.core.event_log import EventLog, check_directory, heads
-from muster.supervise.replay.rebuild_state import EventReplay
+from muster.core.events import Event
+from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
 
 
 def note(log, text):
@@ -24,6 +28,14 @@ def test_what_was_written_meanwhile_is_read_once(tmp_path):
     past.read_new_events()
     past.read_new_events()
     assert texts(past) == ["one", "two", "three", "four"]
+
+
+def test_an_event_that_no_supervisor_writes_is_one_line():
+    event = Event(
+        run_id="r", attempt=1, seq=7, mono_ns=0, wall_ns=0, host="s", kind="run.held", detail={"exit_code": 1}
+    )
+    with pytest.raises(MusterError, match=r"event 7 of s, attempt 1: detail of run\.held: reason"):
+        rebuild_state([event])
 
 
 def test_a_run_without_events(tmp_path):

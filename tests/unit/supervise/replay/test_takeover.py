@@ -5,13 +5,18 @@ from types import SimpleNamespace
 import pytest
 from fakes.virtual_run import actions, check_invariants, cluster, events_of, kinds, machine, spec
 
+from muster.policy.builtin import SHIPPED
+from muster.protocol.to_supervisor import HostNotice, RankExit, RanksProgress
+from muster.protocol.values import LastWords
 from muster.simulate import faults
 from muster.simulate.stage_arithmetic import Stages
+from muster.supervise.recovery.inputs import StopRequest
+from muster.supervise.recovery.phases import Draining, Running
 from muster.supervise.recovery.rank_exits import rank_exit
-from muster.supervise.recovery.state import Phase
+from muster.supervise.recovery.state import Progress
 from muster.supervise.replay.rebuild_state import rebuild_state
 
-OWN = {"exception": "ValueError", "message": "bad row 17"}
+OWN = LastWords(exception="ValueError", message="bad row 17")
 
 
 def replaced(found, of, apart_s=0.5):
@@ -61,7 +66,7 @@ def test_a_hang_is_told_to_the_supervisor_that_comes(at):
 def test_a_notice_that_comes_while_hosts_are_awaited_counts():
     of = spec(hosts=3, min_hosts=2)
     found = cluster(of)
-    notice = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
+    notice = HostNotice(notice="preemption", source="SIGTERM", grace_s=30.0)
     found.at(10.0, lambda: replaced(found, of))
     found.at(10.2, lambda: found.receive_from(found.hosts["host-0"], notice))
     assert found.run(until_s=1000.0).exit_code == 0
@@ -78,7 +83,7 @@ def test_a_growth_outlives_the_supervisor_that_began_it(gap_s):
     found.at(25.1, lambda: found.lose_supervisor())
     found.at(25.1 + gap_s, lambda: replaced(found, of, 0.0))
     asked = []
-    found.at(25.09, lambda: asked.append(found.machine.state.resizing))
+    found.at(25.09, lambda: asked.append(found.machine.state.phase.resize is not None))
     assert found.run(until_s=1000.0).exit_code == 0
     assert asked == [True] and set(actions(found)) == {"shrink", "grow"}
     worlds = [log.detail["world_size"] for _, log in kinds(found, "attempt.started")]
@@ -143,7 +148,7 @@ def test_a_script_that_never_speaks_is_not_ended_for_a_slow_start():
 
 def rank_done(found, rank):
     host = found.running(rank)
-    found.receive_from(host, {"t": "rank_exit", "attempt": host.attempt, "rank": rank, "pid": 1, "code": 0, "last": {}})
+    found.receive_from(host, RankExit(attempt=host.attempt, rank=rank, pid=1, code=0, step=0))
 
 
 @pytest.mark.parametrize("how", ["it stepped before", "it says that it is at something long"])
@@ -151,7 +156,7 @@ def test_one_that_speaks_is(how):
     found = cluster(script())
 
     def speak():
-        found.receive_from(found.hosts["host-0"], {"t": "progress", "attempt": found.machine.state.attempt})
+        found.receive_from(found.hosts["host-0"], RanksProgress(attempt=found.machine.state.attempt))
 
     if how == "it stepped before":
         found.at(10.0, lambda: (setattr(found, "stages", Stages(start_s=10**6)), found.kill_rank(0)))
@@ -169,13 +174,121 @@ def test_what_was_deferred_says_nothing_once_the_run_is_over():
     of = spec(hosts=2)
     found = cluster(of)
     without_supervisor(found, of, 10.0, 60.0)
-    notice = {"t": "notice", "notice": "preemption", "source": "SIGTERM", "grace_s": 30.0}
+    notice = HostNotice(notice="preemption", source="SIGTERM", grace_s=30.0)
     found.at(60.2, lambda: found.receive_from(found.hosts["host-0"], notice))
     assert found.run(until_s=1000.0).outcome == "succeeded"
     assert found.log[-1][1].kind == "host.released"
 
 
 def test_an_exit_of_another_attempt_changes_nothing():
-    state = SimpleNamespace(attempt=3, phase=Phase.RUN)
-    rank_exit(SimpleNamespace(state=state), "host-0", {"attempt": 2, "rank": 0, "code": 1})
-    assert not hasattr(state, "exited")
+    state = SimpleNamespace(attempt=3, phase=Running(), progress=Progress())
+    rank_exit(SimpleNamespace(state=state), "host-0", RankExit(attempt=2, rank=0, pid=1, code=1, step=0))
+    assert not state.progress.exited
+
+
+def test_every_host_that_was_lost_with_the_supervisor_is_left_out_in_the_log():
+    of = spec(hosts=4, min_hosts=2)
+    found = cluster(of)
+    without_supervisor(found, of, 10.0, 15.0)
+    found.at(12.0, lambda: [found.kill_host(name) for name in ("host-1", "host-2")])
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert kinds(found, "attempt.ended")[-1][1].detail["next_hosts"] == ["host-0", "host-3"]
+
+
+def test_the_log_says_that_no_host_is_left():
+    of = spec(hosts=2)
+    found = cluster(of)
+    found.at(10.0, lambda: found.kill_host("host-1"))
+    found.at(15.0, lambda: found.kill_host("host-0"))
+    found.run(until_s=20.0)
+    assert rebuild_state(events_of(found)).phase.found.next.hosts == found.machine.state.phase.next.hosts == []
+    assert kinds(found, "incident.decided")[-1][1].detail["hosts"] == []
+
+
+def test_a_stop_of_a_run_that_lost_everything_does_not_stop_the_next_attempt():
+    of = spec(hosts=2)
+    found = cluster(of)
+    stop = StopRequest(source="muster stop", exit_code=130, save=True)
+    found.at(10.0, lambda: replaced(found, of))
+    found.at(10.2, lambda: found.give(stop))
+    found.at(10.3, lambda: found.lose_supervisor())
+    for name in ("host-0", "host-1"):
+        found.at(10.3, lambda name=name: found.kill_host(name))
+        found.at(11.0, lambda name=name: found.return_host(name))
+    found.at(12.0, lambda: replaced(found, of))
+    found.run(until_s=40.0)
+    assert len(kinds(found, "attempt.abandoned")) == 1 and isinstance(found.machine.state.phase, Running)
+    assert rebuild_state(events_of(found)).phase.asked_before is None
+
+
+def waits(found, of, *, lost, order):
+    """``lost`` leaves; the run waits; it returns while nobody supervises; hosts then connect in ``order``."""
+    found.at(10.0, lambda: found.kill_host(lost))
+    found.at(20.0, found.lose_supervisor)
+    found.at(21.0, lambda: found.return_host(lost))
+    found.at(40.0, lambda: found.start_supervisor(machine(of, state=rebuild_state(events_of(found)))))
+    found.at(40.0, lambda: [found.join(name) for name in order])
+
+
+@pytest.mark.parametrize("order", [("host-2", "host-0", "host-1"), ("host-0", "host-1", "host-2")])
+def test_a_host_that_returned_before_the_takeover_ends_the_wait(order):
+    of = spec(hosts=3, min_hosts=3)
+    found = cluster(of)
+    waits(found, of, lost="host-2", order=order)
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert [list(log.detail["hosts"]) for _, log in kinds(found, "run.waiting")][:1] == [["host-0", "host-1"]]
+    assert [at for at, _ in kinds(found, "attempt.started")][1] < 45.0
+
+
+def test_a_host_that_returns_while_ranks_are_ended_ends_the_wait():
+    found = cluster(spec(hosts=3, min_hosts=3))
+    found.at(10.0, lambda: found.kill_host("host-2", detect_s=0.1))
+
+    def return_at_once():
+        assert isinstance(found.machine.state.phase, Draining)
+        host = found.hosts["host-2"]
+        host.up = True
+        found.join("host-2")
+
+    found.at(10.1001, return_at_once)
+    assert found.run(until_s=1000.0).exit_code == 0 and kinds(found, "run.waiting") == []
+
+
+def test_a_run_that_waits_with_no_host_at_all_starts_with_the_first():
+    of = spec(hosts=2, min_hosts=1)
+    found = cluster(of)
+    found.at(9.0, lambda: found.kill_host("host-1"))
+    waits(found, of, lost="host-0", order=("host-0",))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert kinds(found, "run.waiting")[-1][1].detail["hosts"] == [] and kinds(found, "attempt.abandoned") == []
+    assert [at for at, _ in kinds(found, "attempt.started")][-1] < 45.0
+
+
+def test_agents_that_are_all_new_and_ready_start_at_once():
+    of = spec(hosts=2)
+    found = cluster(of)
+    found.at(10.0, found.lose_supervisor)
+    for name in ("host-0", "host-1"):
+        found.at(11.0, lambda name=name: found.kill_host(name))
+        found.at(12.0, lambda name=name: found.return_host(name))
+    found.at(40.0, lambda: replaced(found, of, 0.0))
+    assert found.run(until_s=1000.0).exit_code == 0
+    ((abandoned, _),) = kinds(found, "attempt.abandoned")
+    assert kinds(found, "attempt.started")[1][0] < abandoned + 5.0
+
+
+def late(found):
+    return rebuild_state(events_of(found), now_wall_ns=int(found.now_s * 1e9))
+
+
+def test_what_is_held_is_written_by_a_supervisor_that_comes_after_the_deadline():
+    of = spec(hosts=2, recovery={"keep_hosts_after_failure_s": 100.0})
+    found = cluster(of, policy=SHIPPED["none"])
+    found.at(10.0, lambda: found.kill_rank(0, code=1, last=OWN))
+    found.at(20.0, found.lose_supervisor)
+    found.at(150.0, lambda: found.start_supervisor(machine(of, state=late(found))))
+    for name in ("host-0", "host-1"):
+        found.at(150.5, lambda name=name: found.join(name))
+    end = found.run(until_s=1000.0)
+    assert end.exit_code == 1
+    assert len(kinds(found, "run.ending")) == 1 and 150.0 < kinds(found, "run.finished")[0][0] < 160.0

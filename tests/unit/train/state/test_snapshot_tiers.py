@@ -56,6 +56,7 @@ def test_without_room_for_three_the_copies_go_first(tmp_path, room):
     assert "3.15 MB wanted, 2.16 MB free" in note and "checkpoint.replicate_snapshots: false" in note
     for step in (1, 2, 3):
         found.save(step, STATE, copies_arrived=not found.copy_is_pending())
+    found.settle()
     assert found.newest_steps() == {"snapshot_step": 3}
 
 
@@ -73,7 +74,7 @@ def test_what_the_attempt_starts_from_is_kept_where_there_is_no_room_for_more(tm
     path = tmp_path / file_name("own", "r1s1t1p1c1e1", 0)
     whole = Ring.open(path)
     fetched = Ring.create(tmp_path / "fetched", header=whole.header, slot_bytes=whole.slot_bytes, slots=1)
-    fetched.commit(fetched.begin(), step=9, attempt=2)
+    fetched.commit(fetched.begin(), step=9, attempt=2, rank=0)
     (tmp_path / "fetched").rename(path)
     room(tmp_path, MIB)
     found, (note,) = opened(tmp_path, restore=Restore(step=9, attempt=2, layout=Layout()))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muster.core.errors import AccessError, BackendError
+from muster.core.typed_json import Json, JsonObject, children, text
 
 if TYPE_CHECKING:
     import httpx2
@@ -27,7 +28,7 @@ class Call:
 
     method: str
     url: str
-    body: Mapping[str, Any] | None = None
+    body: JsonObject | None = None
     data: bytes | None = None
     """What is sent as it is, in place of a body."""
     content_type: str = "application/json"
@@ -43,9 +44,9 @@ class Call:
         body = "(secret)" if self.secret else json.dumps(self.body, indent=1, sort_keys=True)
         return f"{self.method} {self.url}\n{body}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """The request for programs; a secret body is left out."""
-        result: dict[str, Any] = {"method": self.method, "url": self.url}
+        result: dict[str, Json] = {"method": self.method, "url": self.url}
         if self.body is not None:
             result["body"] = None if self.secret else self.body
         return result
@@ -56,7 +57,7 @@ class Reply:
     """What came back; a refusal is data, not an exception."""
 
     status: int
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: JsonObject = field(default_factory=dict)
     text: str = ""
     """What came back where it was no JSON (a container's log)."""
 
@@ -74,8 +75,8 @@ class Reply:
         error = self.body.get("error")
         if not isinstance(error, Mapping):
             return {str(self.body.get("reason", ""))}
-        rows = [*error.get("errors", []), *error.get("details", [])]
-        return {str(error.get("status", "")), *(str(row.get("reason", "")) for row in rows)}
+        details = [*children(error, "errors"), *children(error, "details")]
+        return {text(error, "status"), *(text(row, "reason") for row in details)}
 
 
 class Unreachable(BackendError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from muster.backends.gke.google.http import LOGIN, Call, Http, Reply, Unreachable
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
 from muster.core.protocols import Clock
+from muster.core.typed_json import JsonObject, child, children
 
 TRANSIENT = {429, 500, 502, 503, 504}
 BUSY = ("resourceNotReady", "CLUSTER_ALREADY_HAS_OPERATION", "running incompatible operation")
@@ -47,7 +48,7 @@ class Session:
             lambda: self.http.send(call), call.method, call.url, self.clock, longest_s=self.operation_timeout_s
         )
 
-    def wait(self, operation: Mapping[str, Any], poll: str | None, *, patience_s: float | None = None) -> None:
+    def wait(self, operation: JsonObject, poll: str | None, *, patience_s: float | None = None) -> None:
         """Block until the operation is over; ``poll`` is its address.
 
         Raises:
@@ -148,16 +149,15 @@ def failure(message: str) -> MusterError:
     return BackendError(message)
 
 
-def _over(operation: Mapping[str, Any]) -> bool:
+def _over(operation: JsonObject) -> bool:
     return operation.get("status") == "DONE" or operation.get("done") is True
 
 
-def _failure(operation: Mapping[str, Any]) -> str | None:
+def _failure(operation: JsonObject) -> str | None:
     """The error of a finished operation: compute, container and long-running ones report it differently."""
-    error = operation.get("error")
+    error = child(operation, "error")
     if not error:
         return None
-    rows = error.get("errors")
-    if rows:
+    if rows := children(error, "errors"):
         return "; ".join(f"{row.get('code', '')}: {row.get('message', '')}" for row in rows)
     return f"{error.get('message', '')} {operation.get('statusMessage', '')}".strip()

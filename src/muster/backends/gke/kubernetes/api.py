@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muster.backends.gke.google.http import Call, Reply, Unreachable
 from muster.backends.gke.google.session import refusal, twice, with_retries
@@ -14,6 +14,7 @@ from muster.backends.gke.kubernetes.kind import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.core.errors import AccessError, BackendError
 from muster.core.protocols import Clock
+from muster.core.typed_json import JsonObject, at, child, children, text
 
 if TYPE_CHECKING:
     from muster.backends.gke.kubernetes.connection import Connection
@@ -29,7 +30,7 @@ class Cluster:
     clock: Clock
     _kinds: dict[str, dict[str, Kind]] = field(default_factory=dict)
 
-    def apply(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Mapping[str, Any]:
+    def apply(self, manifest: JsonObject, *, dry_run: bool = False) -> JsonObject:
         """Server-side apply with strict field checks; the same object twice is one. A dry run is the server's own."""
         self._wait_for_kind(manifest)
         kind = self._kind(manifest)
@@ -41,7 +42,7 @@ class Cluster:
         send = partial(self.connection.apply, kind, manifest, dry_run=dry_run)
         return twice(lambda: self._ok("PATCH", manifest, send)).body
 
-    def get(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def get(self, manifest: JsonObject) -> JsonObject | None:
         """The object on the server; None where it, or its kind, is absent."""
         kind = self._kind(manifest)
         if kind is None:
@@ -49,19 +50,19 @@ class Cluster:
         reply = self._ok("GET", manifest, partial(self.connection.get, kind, *_name(manifest)), absent=True)
         return reply.body if reply.status != 404 else None
 
-    def knows(self, manifest: Mapping[str, Any]) -> bool:
+    def knows(self, manifest: JsonObject) -> bool:
         """Whether the server serves the object's kind."""
         return self._kind(manifest) is not None
 
     def list(
         self, api: str, plural: str, *, namespace: str | None = None, labels: Mapping[str, str] | None = None
-    ) -> Sequence[Mapping[str, Any]]:
+    ) -> Sequence[JsonObject]:
         """All objects of a kind; none where the cluster does not know it."""
         kind = Kind(api=api, kind=plural, plural=plural, namespaced=namespace is not None)
         reply = self._ok("GET", plural, partial(self.connection.list, kind, namespace or "", labels or {}), absent=True)
-        return list(reply.body["items"]) if reply.status != 404 else []
+        return children(reply.body, "items") if reply.status != 404 else []
 
-    def delete(self, manifest: Mapping[str, Any]) -> None:
+    def delete(self, manifest: JsonObject) -> None:
         """Remove it with everything it owns; absent is success."""
         kind = self._kind(manifest)
         if kind is None:
@@ -91,7 +92,7 @@ class Cluster:
 
     def watch(
         self, api: str, plural: str, *, namespace: str, labels: Mapping[str, str], opened: MutableSequence[Lines]
-    ) -> Iterator[Mapping[str, Any]]:
+    ) -> Iterator[JsonObject]:
         """The objects that exist, then each again when it changes or is deleted; ends after minutes, or at once
         where the cluster does not know the kind. What it waits on is in ``opened``, where it may be closed.
 
@@ -127,34 +128,34 @@ class Cluster:
             raise Unreachable(f"{path}: {lines.message}")
         return None
 
-    def _wait_for_kind(self, manifest: Mapping[str, Any]) -> None:
+    def _wait_for_kind(self, manifest: JsonObject) -> None:
         """A kind that was defined a moment ago is served a little later."""
         waited_s = 0.0
         while self._kind(manifest) is None and waited_s < SERVED_WITHIN_S:
-            self._kinds.pop(manifest["apiVersion"], None)
+            self._kinds.pop(text(manifest, "apiVersion"), None)
             self.clock.sleep(3.0)
             waited_s += 3.0
 
-    def _kind(self, manifest: Mapping[str, Any]) -> Kind | None:
-        api = manifest["apiVersion"]
+    def _kind(self, manifest: JsonObject) -> Kind | None:
+        api = text(manifest, "apiVersion")
         if not self._kinds.get(api):
             reply = self._read(root_of(api))
-            rows = reply.body.get("resources", []) if reply.status < 300 else []
+            served = children(reply.body, "resources") if reply.status < 300 else []
             self._kinds[api] = {
-                row["kind"]: Kind(api=api, kind=row["kind"], plural=row["name"], namespaced=row["namespaced"])
-                for row in rows
-                if "/" not in row["name"]
+                text(row, "kind"): Kind(
+                    api=api, kind=text(row, "kind"), plural=text(row, "name"), namespaced=at(row, "namespaced") is True
+                )
+                for row in served
+                if "/" not in text(row, "name")
             }
-        return self._kinds[api].get(manifest["kind"])
+        return self._kinds[api].get(text(manifest, "kind"))
 
     def _read(self, path: str, query: Mapping[str, str] | None = None) -> Reply:
         return with_retries(lambda: self.connection.read(path, query), "GET", path, self.clock)
 
-    def _ok(
-        self, method: str, about: Mapping[str, Any] | str, send: Callable[[], Reply], *, absent: bool = False
-    ) -> Reply:
+    def _ok(self, method: str, about: JsonObject | str, send: Callable[[], Reply], *, absent: bool = False) -> Reply:
         """Send with retries. Raises the refusal; 404 is none where ``absent``."""
-        name = about if isinstance(about, str) else f"{about['kind']}/{about['metadata']['name']}"
+        name = about if isinstance(about, str) else f"{about['kind']}/{text(about, 'metadata', 'name')}"
         url = f"{self.connection.endpoint}/{name}"
         reply = with_retries(send, method, url, self.clock)
         if reply.status >= 300 and not (absent and reply.status == 404):
@@ -162,6 +163,6 @@ class Cluster:
         return reply
 
 
-def _name(manifest: Mapping[str, Any]) -> tuple[str, str]:
-    metadata = manifest["metadata"]
-    return str(metadata["name"]), str(metadata.get("namespace", "default"))
+def _name(manifest: JsonObject) -> tuple[str, str]:
+    metadata = child(manifest, "metadata")
+    return text(metadata, "name"), text(metadata, "namespace", default="default")

@@ -32,6 +32,7 @@ from muster.backends.gke.kubernetes import streams
 from muster.backends.gke.kubernetes.kind import Kind
 from muster.backends.gke.kubernetes.streams import Lines, Stream
 from muster.core.errors import AccessError, BackendError
+from muster.core.typed_json import JsonObject, text
 
 _TYPES: dict[Kind, type[Any]] = {}
 _TYPES_LOCK = threading.Lock()
@@ -78,19 +79,23 @@ class Connection:
     def get(self, kind: Kind, name: str, namespace: str) -> Reply:
         return _reply(lambda: self._client.get(_resource(kind), name, **_within(kind, namespace)))
 
-    def apply(self, kind: Kind, manifest: Mapping[str, Any], *, dry_run: bool) -> Reply:
-        name, where = manifest["metadata"]["name"], _within(kind, manifest["metadata"].get("namespace", "default"))
-        how: dict[str, Any] = {"patch_type": PatchType.APPLY, "force": True, "dry_run": dry_run}
-        return _reply(lambda: self._client.patch(_resource(kind), name, dict(manifest), **how, **where))
+    def apply(self, kind: Kind, manifest: JsonObject, *, dry_run: bool) -> Reply:
+        name = text(manifest, "metadata", "name")
+        where = _within(kind, text(manifest, "metadata", "namespace", default="default"))
+        return _reply(
+            lambda: self._client.patch(
+                _resource(kind), name, dict(manifest), patch_type=PatchType.APPLY, force=True, dry_run=dry_run, **where
+            )
+        )
 
     def list(self, kind: Kind, namespace: str, labels: Mapping[str, str]) -> Reply:
         """All pages, under ``items``."""
-        where = {"labels": dict(labels)} | _within(kind, namespace)
-        return _reply(lambda: {"items": list(self._client.list(_resource(kind), **where))})
+        where = _within(kind, namespace)
+        return _reply(lambda: {"items": list(self._client.list(_resource(kind), labels=dict(labels), **where))})
 
     def delete(self, kind: Kind, name: str, namespace: str) -> Reply:
-        where = {"cascade": CascadeType.BACKGROUND} | _within(kind, namespace)
-        return _reply(lambda: self._client.delete(_resource(kind), name, **where) or {})
+        where = _within(kind, namespace)
+        return _reply(lambda: self._client.delete(_resource(kind), name, cascade=CascadeType.BACKGROUND, **where) or {})
 
     def read(self, path: str, query: Mapping[str, str] | None = None) -> Reply:
         """GET of a path that is no object: discovery, a log."""
@@ -142,7 +147,8 @@ def _resource(kind: Kind) -> type[Any]:
         return _TYPES[kind]
 
 
-def _within(kind: Kind, namespace: str) -> dict[str, Any]:
+def _within(kind: Kind, namespace: str) -> Any:
+    """As keyword arguments: lightkube's overloads tell a namespaced kind from one of the cluster by them."""
     return {"namespace": namespace} if kind.namespaced else {}
 
 

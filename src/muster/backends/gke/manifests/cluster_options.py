@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from muster.core.typed_json import Record
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Record):
     """Settings of the rendering; every one has a default that ``muster up`` makes true."""
 
     namespace: str = "default"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
 
 from muster.backends.backend import RenderedFiles
 from muster.backends.gke.manifests.cluster_options import Options
@@ -12,20 +12,20 @@ from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.render import render
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.config.spec import RunSpec
+from muster.core.typed_json import JsonObject, decode
 
 
-def rendered(
-    form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: Mapping[str, Any]
-) -> RenderedFiles:
+def rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
     """``form`` is ``yaml`` or ``helm``; ``options`` are fields of ``Options``.
 
     Raises:
         RunFileError: rules across keys are broken, each with its reason.
     """
-    where: dict[str, Any] = {
-        "run_id": run_id,
-        "run_dir": run_dir or spec.run_dir or f"/muster-runs/{run_id}",
-        "options": Options(**options),
-    }
-    files = chart(spec, **where) if form == "helm" else render(spec, **where).files
-    return RenderedFiles(files=files, warnings=tuple(finding.problem for finding in findings(place(spec, **where))))
+    chosen = decode(Options, json.dumps(dict(options)))
+    run_dir = run_dir or spec.run_dir or f"/muster-runs/{run_id}"
+    if form == "helm":
+        files: Mapping[str, str] = chart(spec, run_id=run_id, run_dir=run_dir, options=chosen)
+    else:
+        files = render(spec, run_id=run_id, run_dir=run_dir, options=chosen).files
+    placement = place(spec, run_id=run_id, run_dir=run_dir, options=chosen)
+    return RenderedFiles(files=files, warnings=tuple(finding.problem for finding in findings(placement)))

@@ -22,8 +22,6 @@ from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
 from muster.config.spec import Lora, RunSpec
 
-Manifest = dict[str, Any]
-
 # Placeholders for values while the object is still Python; every string that contains one becomes an expression.
 _VALUES = {
     "@run@": ".Values.runId",
@@ -174,7 +172,7 @@ def _queue_templates(placement: Placement, modes: list[str]) -> str:
         objects = _with_expressions(queue_objects(replace(_stand_in(placement), mode=mode)))
         for manifest in objects:
             if manifest["kind"] == "ClusterQueue":
-                _scale(manifest, placement)
+                _scale(manifest["spec"]["resourceGroups"][0]["flavors"][0]["resources"], placement)
             elif (
                 manifest["kind"] == "ResourceFlavor" and manifest["metadata"]["name"] != CPU_FLAVOR and manifest["spec"]
             ):
@@ -186,7 +184,7 @@ def _queue_templates(placement: Placement, modes: list[str]) -> str:
     return _indented("".join(parts))
 
 
-def _scale(cluster_queue: Manifest, placement: Placement) -> None:
+def _scale(resources: list[dict[str, str]], placement: Placement) -> None:
     machine = placement.machine
     sizes = {
         "cpu": f"{{{{ mul {machine.vcpus} $nodes }}}}",
@@ -194,7 +192,7 @@ def _scale(cluster_queue: Manifest, placement: Placement) -> None:
         "ephemeral-storage": '"{{ $nodes }}Ti"',
         "nvidia.com/gpu": f"{{{{ mul {machine.gpus} $nodes }}}}",
     }
-    for row in cluster_queue["spec"]["resourceGroups"][0]["flavors"][0]["resources"]:
+    for row in resources:
         row["nominalQuota"] = Expression(sizes[row["name"]])
 
 

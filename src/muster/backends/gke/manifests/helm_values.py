@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, Placement, longest_run_s, mode_of
 from muster.backends.gke.manifests.yaml_text import dump
+from muster.core.typed_json import Json, JsonObject, at, child
 
 LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-MAYBE = {"type": "string", "pattern": "^$|" + LABEL, "maxLength": 63}
+MAYBE: JsonObject = {"type": "string", "pattern": "^$|" + LABEL, "maxLength": 63}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
     """One value: what it is now, what it may be, and what it does."""
 
-    value: object
+    value: Json
     about: str
-    schema: Mapping[str, Any]
+    schema: JsonObject
 
 
-def modes(placement: Placement) -> dict[str, dict[str, Any]]:
+def modes(placement: Placement) -> dict[str, JsonObject]:
     """Everything that differs between the ways of buying this machine, for the chart to look up."""
-    result = {}
+    result: dict[str, JsonObject] = {}
     for name in dict.fromkeys([placement.mode, *placement.machine.modes]):
         mode = mode_of(placement, name)
         template = pods.host_template(placement, mode)
-        annotations = template["metadata"]["annotations"]
+        annotations = child(template, "metadata", "annotations")
         result[name] = {
             "nodeSelector": dict(mode.node_selector),
-            "tolerations": template["spec"]["tolerations"],
+            "tolerations": at(template, "spec", "tolerations"),
             "podAnnotations": {key: value for key, value in annotations.items() if key.startswith("kueue.")},
             "graceSeconds": mode.grace_s,
             "queued": mode.queued,
@@ -70,7 +69,11 @@ def _knobs(placement: Placement, modes: list[str], tunings: list[str]) -> dict[s
 def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> dict[str, Knob]:
     spec = placement.spec
     lora = spec.model is not None and spec.model.lora is not None
-    run_id = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": LONGEST_JOBSET_NAME}
+    run_id: JsonObject = {
+        "type": "string",
+        "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$",
+        "maxLength": LONGEST_JOBSET_NAME,
+    }
     return {
         "runId": Knob(value=placement.run_id, about="Name of the run and of its objects.", schema=run_id),
         "runDir": Knob(
@@ -113,9 +116,9 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
 
 def _of_the_cluster(placement: Placement) -> dict[str, Knob]:
     options = placement.options
-    name = {"type": "string", "pattern": LABEL, "maxLength": 63}
+    name: JsonObject = {"type": "string", "pattern": LABEL, "maxLength": 63}
     switch = {"type": "boolean"}
-    host = pods.host_template(placement, mode_of(placement))["spec"]["containers"][0]
+    host = pods.host_template(placement, mode_of(placement))
     grace = "Seconds between notice and end; 0: what the mode gives (15 on Spot, more is not honoured there)."
     pool = "Node pool (CPU) that the supervisor runs on."
     secret = "Secret with key token, if there is one."
@@ -128,7 +131,9 @@ def _of_the_cluster(placement: Placement) -> dict[str, Knob]:
         "huggingFaceSecret": Knob(value=options.hugging_face_secret, about=secret, schema=name),
         "networkPrefix": Knob(value=options.network_prefix, about=prefix, schema=name),
         "hostResources": Knob(
-            value=host["resources"], about="Requests and limits of a host's pod.", schema={"type": "object"}
+            value=at(host, "spec", "containers", 0, "resources"),
+            about="Requests and limits of a host's pod.",
+            schema={"type": "object"},
         ),
         "env": Knob(value=[], about=env, schema={"type": "array"}),
         "createQueue": Knob(value=False, about="Make Kueue's objects too (once a cluster).", schema=switch),

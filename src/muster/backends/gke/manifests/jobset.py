@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Mode, Placement, mode_of
+from muster.core.typed_json import Json, JsonObject
 
-Manifest = dict[str, Any]
+Manifest = dict[str, Json]
 
 SAVED_AND_WANTS_TO_RUN_AGAIN = 75
 VERDICTS = [1, 2, 3, 4, 5, 6, 130]
@@ -49,7 +48,7 @@ def jobset(placement: Placement, mode: Mode) -> Manifest:
 
 
 def _role(name: str, replicas: int, template: Manifest, failures: list[Manifest]) -> Manifest:
-    job = {
+    job: JsonObject = {
         "parallelism": 1,
         "completions": 1,
         "completionMode": "Indexed",
@@ -116,7 +115,7 @@ def _config_map(placement: Placement, run_file: str, resolved: str) -> Manifest:
 
 def _claim_template(placement: Placement) -> Manifest:
     fabric = placement.machine.fabric
-    request = {
+    request: JsonObject = {
         "name": "rdma",
         "exactly": {"deviceClassName": fabric.claim_class, "allocationMode": "ExactCount", "count": fabric.claim_count},
     }

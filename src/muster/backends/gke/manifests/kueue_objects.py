@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from muster.backends.gke.manifests.placement import Placement, mode_of
+from muster.core.typed_json import Json, JsonObject, changed
 
-Manifest = dict[str, Any]
+Manifest = dict[str, Json]
 
 API = "kueue.x-k8s.io/v1beta2"
 RBAC = "rbac.authorization.k8s.io/v1"
@@ -36,7 +35,7 @@ def account_objects(placement: Placement) -> list[Manifest]:
     Buckets are bound to it by Workload Identity's principal, so it needs no annotation.
     """
     name, namespace = placement.options.service_account, placement.options.namespace
-    metadata = {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/managed-by": "muster"}}
+    metadata: JsonObject = {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/managed-by": "muster"}}
     jobsets = {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["get", "list", "create", "patch"]}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
@@ -54,7 +53,7 @@ def _topology() -> Manifest:
 
 def _host_flavor(placement: Placement) -> Manifest:
     mode = mode_of(placement)
-    spec: Manifest = {"nodeLabels": dict(mode.node_selector)} if mode.node_selector else {}
+    spec: dict[str, Json] = {"nodeLabels": dict(mode.node_selector)} if mode.node_selector else {}
     if mode.topology:
         spec["topologyName"] = TOPOLOGY
     return _object("ResourceFlavor", placement.queue_objects, spec)
@@ -67,7 +66,7 @@ def _cpu_flavor(placement: Placement) -> Manifest:
 
 
 def _request_config() -> Manifest:
-    spec = {
+    spec: JsonObject = {
         "provisioningClassName": "queued-provisioning.gke.io",
         "managedResources": ["nvidia.com/gpu"],
         "podSetMergePolicy": "IdenticalWorkloadSchedulingRequirements",
@@ -78,20 +77,20 @@ def _request_config() -> Manifest:
 
 def _admission_check() -> Manifest:
     parameters = {"apiGroup": "kueue.x-k8s.io", "kind": "ProvisioningRequestConfig", "name": CHECK}
-    spec = {"controllerName": "kueue.x-k8s.io/provisioning-request", "parameters": parameters}
+    spec: JsonObject = {"controllerName": "kueue.x-k8s.io/provisioning-request", "parameters": parameters}
     return _object("AdmissionCheck", CHECK, spec)
 
 
 def _cluster_queue(placement: Placement, *, queued: bool) -> Manifest:
     nodes = placement.options.nodes_in_quota or placement.hosts
     machine = placement.machine
-    hosts = {
+    hosts: JsonObject = {
         "cpu": machine.vcpus * nodes,
         "memory": f"{machine.memory_gb * nodes}G",
         "ephemeral-storage": f"{nodes}Ti",
         "nvidia.com/gpu": machine.gpus * nodes,
     }
-    supervisors = {
+    supervisors: JsonObject = {
         "cpu": SUPERVISORS_AT_ONCE,
         "memory": f"{4 * SUPERVISORS_AT_ONCE}Gi",
         "ephemeral-storage": "1Ti",
@@ -110,16 +109,15 @@ def _cluster_queue(placement: Placement, *, queued: bool) -> Manifest:
     return _object("ClusterQueue", placement.queue_objects, spec)
 
 
-def _flavor_quota(name: str, quotas: Manifest) -> Manifest:
+def _flavor_quota(name: str, quotas: JsonObject) -> Manifest:
     return {"name": name, "resources": [{"name": resource, "nominalQuota": quotas[resource]} for resource in COVERED]}
 
 
 def _local_queue(placement: Placement) -> Manifest:
     queue = _object("LocalQueue", placement.queue, {"clusterQueue": placement.queue_objects})
-    queue["metadata"]["namespace"] = placement.options.namespace
-    return queue
+    return changed(queue, placement.options.namespace, "metadata", "namespace")
 
 
-def _object(kind: str, name: str, spec: Manifest) -> Manifest:
+def _object(kind: str, name: str, spec: JsonObject) -> Manifest:
     metadata: Manifest = {"name": name, "labels": {"app.kubernetes.io/managed-by": "muster"}}
     return {"apiVersion": API, "kind": kind, "metadata": metadata, "spec": spec}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from muster.backends.gke.manifests.placement import Placement
 from muster.catalog.gke import DataNetwork
+from muster.core.typed_json import Json, JsonObject
 
-Manifest = dict[str, Any]
+Manifest = dict[str, Json]
 
 API = "networking.gke.io/v1"
 
@@ -31,5 +30,5 @@ def _parameters(network: DataNetwork, prefix: str) -> Manifest:
 
 def _network(network: DataNetwork) -> Manifest:
     reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": network.name}
-    spec = {"type": "Device", "parametersRef": reference}
+    spec: JsonObject = {"type": "Device", "parametersRef": reference}
     return {"apiVersion": API, "kind": "Network", "metadata": {"name": network.name}, "spec": spec}

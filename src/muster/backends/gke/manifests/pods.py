@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 from muster.backends.gke.manifests.placement import (
     CLAIM_FOLDER,
@@ -17,8 +16,9 @@ from muster.backends.gke.manifests.placement import (
 )
 from muster.backends.gke.manifests.volumes import bucket_annotations, bucket_volumes
 from muster.catalog.gke import Mount
+from muster.core.typed_json import Json, JsonObject
 
-Manifest = dict[str, Any]
+Manifest = dict[str, Json]
 
 # A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
 SOURCE_AND_RUN = 'source "$0" && exec "$@"'
@@ -40,7 +40,7 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
         "serviceAccountName": placement.options.service_account,
         "terminationGracePeriodSeconds": mode.grace_s,
         "nodeSelector": dict(mode.node_selector),
-        "tolerations": [dict(row) for row in mode.tolerations] + _give_up_lost_nodes(),
+        "tolerations": [*(dict(row) for row in mode.tolerations), *_give_up_lost_nodes()],
     }
     if not placement.machine.gpus:
         spec["affinity"] = _one_host_a_node(placement)
@@ -222,18 +222,18 @@ def _container(placement: Placement, name: str, command: list[str]) -> Manifest:
 
 
 def _secrets(placement: Placement) -> list[Manifest]:
-    reference = {"name": placement.options.hugging_face_secret, "key": "token", "optional": True}
+    reference: JsonObject = {"name": placement.options.hugging_face_secret, "key": "token", "optional": True}
     return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}]
 
 
 def _give_up_lost_nodes() -> list[Manifest]:
-    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_S}
+    lost: JsonObject = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_S}
     return [{"key": f"node.kubernetes.io/{state}", **lost} for state in ("not-ready", "unreachable")]
 
 
 def _one_host_a_node(placement: Placement) -> Manifest:
-    selector = {"matchLabels": {**placement.labels, "jobset.sigs.k8s.io/replicatedjob-name": HOST}}
-    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
+    selector: JsonObject = {"matchLabels": {**placement.labels, "jobset.sigs.k8s.io/replicatedjob-name": HOST}}
+    term: JsonObject = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
@@ -265,5 +265,5 @@ def _claim(placement: Placement) -> list[Manifest]:
 
 
 def _bucket_mounts(placement: Placement) -> list[Manifest]:
-    claim = [{"name": "runs", "mountPath": CLAIM_FOLDER}] if placement.options.run_claim else []
+    claim: list[Manifest] = [{"name": "runs", "mountPath": CLAIM_FOLDER}] if placement.options.run_claim else []
     return [*claim, *(mount for _, mount in bucket_volumes(placement))]

@@ -7,15 +7,14 @@ needs the real GPUs: memory, NCCL, speed. The model is a tiny one of the same to
 
 from __future__ import annotations
 
-from typing import Any
-
-from muster.config.spec import RunSpec
+from muster.config.spec import RunSpec, Training
+from muster.core.typed_json import JsonObject
 from muster.storage import run_registry
 
 STEPS = 2
 LARGEST_VOCABULARY = 262_144
 """More than any published tokenizer that we know of: a vocabulary's size is not known before it is loaded."""
-TINY = {
+TINY: JsonObject = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -47,25 +46,21 @@ def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
         "every_steps": 1, "asynchronous": False, "resume": False, "keep_last": 1,
         "dir": f"{directory.rstrip('/')}/preflight/{name}" if directory else None,
     }  # fmt: skip
-    if spec.command is None:
-        document["training"] |= _training(document["training"])
+    if spec.model is not None:
+        document["training"] |= _training(spec.training)
         document["parallelism"] |= {"dp_replicate": 1, "dp_shard": -1, "tp": 1}
         document["evaluation"] |= {"every_steps": 0, "at_start": False, "num_sequences": 0,
                                    "num_questions": 0, "samples": 0, "final_num_questions": None}  # fmt: skip
-        document["model"] = _model(document["model"])
+        # The tokenizer is the real one's, so that its gate is opened and its data are cut by it.
+        tokenizer = document["model"]["tokenizer"] or document["model"]["source"]
+        document["model"] |= {"source": None, "revision": None, "config": TINY, "tokenizer": tokenizer,
+                              "dtype": "float32", "attention": "auto"}  # fmt: skip
     return RunSpec.model_validate(document, strict=False)
 
 
-def _training(training: dict[str, Any]) -> dict[str, Any]:
+def _training(training: Training) -> JsonObject:
     return {
-        "steps": STEPS, "epochs": None, "global_batch_size": training["micro_batch_size"],
-        "sequence_length": min(2048, training["sequence_length"]), "compile": False,
+        "steps": STEPS, "epochs": None, "global_batch_size": training.micro_batch_size,
+        "sequence_length": min(2048, training.sequence_length), "compile": False,
         "profile": {"trace_step": None, "memory_step": None},
     }  # fmt: skip
-
-
-def _model(model: dict[str, Any]) -> dict[str, Any]:
-    """A tiny one; the tokenizer is the real one's, so that its gate is opened and its data are cut by it."""
-    tokenizer = model["tokenizer"] or model["source"]
-    return {**model, "source": None, "revision": None, "config": TINY, "tokenizer": tokenizer, "dtype": "float32",
-            "attention": "auto"}  # fmt: skip

@@ -16,6 +16,7 @@ from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Placement,
 from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.config.spec import RunSpec
+from muster.core.typed_json import JsonObject, children, text, texts, whole
 from muster.core.types import JobRequest, TaskSpec
 
 BACKEND = "gke"
@@ -30,7 +31,8 @@ def render(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None 
     """
     placement = place(spec, run_id=run_id, run_dir=run_dir, options=options or Options())
     refuse(placement)
-    roles = {role["name"]: role for role in jobset(placement, mode_of(placement))["spec"]["replicatedJobs"]}
+    replicated = children(jobset(placement, mode_of(placement)), "spec", "replicatedJobs")
+    roles = {text(role, "name"): role for role in replicated}
     return JobRequest(
         run_id=run_id,
         backend=BACKEND,
@@ -58,6 +60,6 @@ def run_file_text(placement: Placement) -> str:
     return dump([placement.spec.model_dump(mode="json", exclude_defaults=True)])
 
 
-def _task(role: Manifest, env: dict[str, str] | None = None) -> TaskSpec:
-    container = role["template"]["spec"]["template"]["spec"]["containers"][0]
-    return TaskSpec(name=role["name"], argv=tuple(container["command"]), count=role["replicas"], env=env or {})
+def _task(role: JsonObject, env: dict[str, str] | None = None) -> TaskSpec:
+    argv = texts(role, "template", "spec", "template", "spec", "containers", 0, "command")
+    return TaskSpec(name=text(role, "name"), argv=tuple(argv), count=whole(role, "replicas"), env=env or {})

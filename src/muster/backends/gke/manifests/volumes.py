@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from muster.backends.gke.manifests.placement import Placement, mounted
+from muster.core.typed_json import Json
 
 _BASE = ["implicit-dirs"]
 _DATA = [
@@ -47,13 +46,13 @@ def buckets(placement: Placement) -> dict[str, set[str]]:
     return result
 
 
-def bucket_volumes(placement: Placement) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def bucket_volumes(placement: Placement) -> list[tuple[dict[str, Json], dict[str, Json]]]:
     """(volume, mount) for every bucket."""
-    rows = []
+    rows: list[tuple[dict[str, Json], dict[str, Json]]] = []
     for number, (bucket, uses) in enumerate(sorted(buckets(placement).items())):
         options = ",".join(_options(uses))
         attributes = {"bucketName": bucket, "mountOptions": options}
-        volume = {
+        volume: dict[str, Json] = {
             "name": f"bucket-{number}",
             "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes},
         }

@@ -9,11 +9,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
+
+from muster.core.typed_json import Json, JsonObject
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*( [A-Za-z0-9_./-]+)*")
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
@@ -50,7 +51,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 _Representer.add_representer(float, _Representer.represent_float)
 
 
-def dump(documents: Iterable[Mapping[str, object]]) -> str:
+def dump(documents: Iterable[JsonObject]) -> str:
     """A YAML stream of ``documents``; keys keep their order."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
@@ -67,10 +68,10 @@ def dump(documents: Iterable[Mapping[str, object]]) -> str:
     return "---\n".join(texts)
 
 
-def _marked(value: Any, expressions: list[str]) -> Any:
+def _marked(value: Json, expressions: list[str]) -> Json:
     """A copy with a word in place of each expression, which is appended to ``expressions``."""
     if isinstance(value, Mapping):
-        return {_marked(key, expressions): _marked(item, expressions) for key, item in value.items()}
+        return {str(_marked(key, expressions)): _marked(item, expressions) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_marked(item, expressions) for item in value]
     if not isinstance(value, Expression):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import ERROR, RESIZE, STDERR, STDIN, STDOUT, Stream
 from muster.core.errors import BackendError
+from muster.core.typed_json import JsonObject, children, text, whole
 
 Write = Callable[[bytes], object]
 
@@ -98,7 +98,7 @@ def _until_end(stream: Stream, out: Write, err: Write) -> int:
     raise ConnectionError("the stream ended without a verdict")
 
 
-def exit_code(status: Mapping[str, Any]) -> int:
+def exit_code(status: JsonObject) -> int:
     """Of the ``Status`` that ends a stream.
 
     Raises:
@@ -106,9 +106,9 @@ def exit_code(status: Mapping[str, Any]) -> int:
     """
     if status.get("status") == "Success":
         return 0
-    for cause in status.get("details", {}).get("causes", []):
-        if cause.get("reason") == "ExitCode":
-            return int(cause["message"])
+    for cause in children(status, "details", "causes"):
+        if text(cause, "reason") == "ExitCode":
+            return whole(cause, "message")
     raise BackendError(str(status.get("message", "the command was not started")))
 
 

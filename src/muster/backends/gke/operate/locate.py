@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
@@ -14,6 +13,7 @@ from muster.backends.gke.provision.cluster_objects import connect
 from muster.backends.gke.provision.resource_names import Site, site
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, UsageError
+from muster.core.typed_json import JsonObject, child, text
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"
@@ -28,21 +28,23 @@ def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
     return list({place.region: place for place in reversed(result)}.values())[::-1]
 
 
-def task(pod: Mapping[str, Any]) -> tuple[str, str]:
+def task(pod: JsonObject) -> tuple[str, str]:
     """(task, container) of a pod: ``supervisor`` or ``host-3``, and the container that does its work."""
-    labels = pod["metadata"].get("labels", {})
-    role = labels.get(ROLE, HOST)
-    return (SUPERVISOR if role == SUPERVISOR else f"{role}-{labels.get(INDEX, '0')}"), role
+    labels = child(pod, "metadata", "labels")
+    role = text(labels, ROLE, default=HOST)
+    return (SUPERVISOR if role == SUPERVISOR else f"{role}-{text(labels, INDEX, default='0')}"), role
 
 
-def running(pods: Sequence[Mapping[str, Any]]) -> dict[str, Target]:
+def running(pods: Sequence[JsonObject]) -> dict[str, Target]:
     """Task -> its newest pod that runs."""
     result = {}
-    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
-        if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
+    for pod in sorted(pods, key=lambda pod: text(pod, "metadata", "creationTimestamp")):
+        if text(pod, "status", "phase") == "Running" and not text(pod, "metadata", "deletionTimestamp"):
             name, container = task(pod)
             metadata = pod["metadata"]
-            result[name] = Target(namespace=metadata["namespace"], pod=metadata["name"], container=container)
+            result[name] = Target(
+                namespace=text(metadata, "namespace"), pod=text(metadata, "name"), container=container
+            )
     return result
 
 

@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
@@ -23,6 +22,7 @@ from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock
+from muster.core.typed_json import JsonObject, text
 from muster.core.types import LogChunk
 
 DRAIN_S = 15.0
@@ -123,7 +123,7 @@ class Follower:
                     self._meet(pod)
             self._stopping.wait(self.pause_s)
 
-    def _watch(self, api: str, plural: str) -> Iterator[Mapping[str, Any]]:
+    def _watch(self, api: str, plural: str) -> Iterator[JsonObject]:
         try:
             yield from self.cluster.watch(
                 api, plural, namespace=self.namespace, labels=self.labels, opened=self._opened
@@ -131,10 +131,10 @@ class Follower:
         except AccessError:  # who may list may not always watch
             self._stopping.wait(LOOK_EVERY_S)
 
-    def _meet(self, pod: Mapping[str, Any]) -> None:
+    def _meet(self, pod: JsonObject) -> None:
         """Start one reader for a pod whose containers may have started."""
-        name = str(pod["metadata"]["name"])
-        if pod.get("status", {}).get("phase") in (None, "Pending") or name in self._readers or self._stopping.is_set():
+        name = text(pod, "metadata", "name")
+        if text(pod, "status", "phase") in ("", "Pending") or name in self._readers or self._stopping.is_set():
             return
         reader = threading.Thread(target=self._guarded, args=(lambda: self._read(name, pod),), daemon=True)
         self._readers[name] = reader
@@ -142,7 +142,7 @@ class Follower:
 
     # ---------------------------------------------------------------- one pod
 
-    def _read(self, name: str, pod: Mapping[str, Any]) -> None:
+    def _read(self, name: str, pod: JsonObject) -> None:
         """The whole output of the container that does the pod's work, however often the connection breaks."""
         task, container = locate.task(pod)
         position = LogPosition()
@@ -171,7 +171,7 @@ class Follower:
         result = self.cluster.get(
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": self.namespace}}
         )
-        return result is None or result.get("status", {}).get("phase") in ("Succeeded", "Failed")
+        return result is None or text(result, "status", "phase") in ("Succeeded", "Failed")
 
     # ---------------------------------------------------------------- edges
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import codecs
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from muster.backends import code_bundle
 from muster.backends.gke.kubernetes.api import Cluster
@@ -18,30 +17,35 @@ from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, MusterError
 from muster.core.protocols import Store
+from muster.core.typed_json import JsonObject, Unreadable, children, text, texts
 from muster.core.types import LogChunk
+from muster.protocol.client import SupervisorStatus
+from muster.protocol.codec import encode, reader_of
+from muster.protocol.pipes import FROM_POD, AskInPod, FileParts, Folder, PodError, ReadFolder, ToPod
 
-Pods = Sequence[Mapping[str, Any]]
+Pods = Sequence[JsonObject]
 
 RUN_DIR = "--run-dir"
 
 
-def ask(
-    cluster: Cluster, pods: Pods, question: Mapping[str, Any], run_id: str, resolved: str | None = None
-) -> dict[str, Any]:
-    """The answer of the program in the supervisor's pod; where that pod does not run, an ``error`` and a ``hint``.
+def ask(cluster: Cluster, pods: Pods, question: AskInPod, run_id: str, resolved: str | None = None) -> SupervisorStatus:
+    """The supervisor's answer, by the program in its pod.
 
     ``resolved`` replaces the run file before the question; the user's code goes along as it is now.
+    Raises BackendError where that pod does not run, or the supervisor does not answer.
     """
     target = locate.running(pods).get(SUPERVISOR)
     if target is None:
-        return {"error": f"the supervisor of {run_id} has no running pod", "hint": f"muster status {run_id}"}
+        raise BackendError(f"the supervisor of {run_id} has no running pod", hint=f"muster status {run_id}")
     if resolved is not None:
-        pod = next(row for row in pods if row["metadata"]["name"] == target.pod)
+        pod = _named(pods, target.pod)
         shipped, code = code_bundle.pack(RunSpec.model_validate_json(resolved), run_dir_of(pod))
-        question = {**question, "resolved": shipped.model_dump_json(indent=1) + "\n"}
-        if code is not None:
-            question["code"] = base64.b64encode(code).decode()
-    return _question(cluster, target, pods, question)
+        packed = base64.b64encode(code).decode() if code is not None else None
+        question = replace(question, resolved=shipped.model_dump_json(indent=1) + "\n", code=packed)
+    answer = _question(cluster, target, pods, question)
+    if not isinstance(answer, SupervisorStatus):
+        raise BackendError(f"{target.pod} answered a question with files")
+    return answer
 
 
 def logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
@@ -56,20 +60,20 @@ def logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[Log
 
 def pod_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int], *, copies: bool = True) -> Iterator[LogChunk]:
     """Output of each pod's own container beyond ``after``; what it holds of its ranks' apart, or left out."""
-    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
+    for pod in sorted(pods, key=lambda pod: text(pod, "metadata", "creationTimestamp")):
         task, container = locate.task(pod)
-        metadata = pod["metadata"]
-        data = cluster.pod_log(metadata["namespace"], metadata["name"], container).encode()
+        namespace, name = text(pod, "metadata", "namespace"), text(pod, "metadata", "name")
+        data = cluster.pod_log(namespace, name, container).encode()
         position = after.get(task, 0)
         # A replaced pod starts a log of its own: what is shorter than what was read is read from its beginning.
         start = position if position <= len(data) else 0
-        texts: dict[str, str] = {}
+        written: dict[str, str] = {}
         for line in data[start:].decode(errors="replace").splitlines(keepends=True):
-            writer, text = writer_of(line, task)
-            texts[writer] = texts.get(writer, "") + text
-        for writer, text in texts.items():
+            writer, part = writer_of(line, task)
+            written[writer] = written.get(writer, "") + part
+        for writer, part in written.items():
             if writer == task or copies:
-                yield LogChunk(task=writer, text=text, next_offset=len(data))
+                yield LogChunk(task=writer, text=part, next_offset=len(data))
 
 
 def rank_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterator[LogChunk]:
@@ -79,10 +83,10 @@ def rank_logs(cluster: Cluster, pods: Pods, after: Mapping[str, int]) -> Iterato
     for name, start, data in _files(cluster, pods, "logs", positions):
         # A part may end within a character; the next one begins where this ended.
         decoder = decoders.setdefault(name, codecs.getincrementaldecoder("utf-8")(errors="replace"))
-        text = decoder.decode(data)
+        new = decoder.decode(data)
         end = start + len(data) - len(decoder.getstate()[0])
-        if text:
-            yield LogChunk(task=name.removesuffix(".log"), text=text, next_offset=end)
+        if new:
+            yield LogChunk(task=name.removesuffix(".log"), text=new, next_offset=end)
 
 
 def mirror(cluster: Cluster, pods: Pods, folder: Path) -> int:
@@ -108,7 +112,7 @@ def mirror_from_bucket(store: Store, uri: str, folder: Path) -> int:
 
 
 def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str, int, bytes]]]) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     held = {path.name: path.stat().st_size for path in folder.glob("*.jsonl") if not path.name.startswith("client.")}
     fresh = 0
     for name, start, data in files(held):
@@ -122,22 +126,22 @@ def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str,
     return fresh
 
 
-def _files(cluster: Cluster, pods: Pods, folder: str, held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
+def _files(cluster: Cluster, pods: Pods, folder: Folder, held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
     """(name, offset, bytes) of what is new, until nothing is; nothing where no pod can be spoken to."""
     result = locate.running(pods)
     target = result.get(SUPERVISOR) or next(iter(result.values()), None)
     positions = dict(held)
     while target is not None:
         try:
-            answer = _question(cluster, target, pods, {"do": "read", "folder": folder, "after": positions})
+            answer = _question(cluster, target, pods, ReadFolder(folder=folder, after=positions))
         except MusterError:
             return  # the pod ended between the look and the question
-        rows = answer.get("files", [])
-        for row in rows:
-            data = base64.b64decode(row["data"])
-            positions[row["name"]] = int(row["offset"]) + len(data)
-            yield str(row["name"]), int(row["offset"]), data
-        if sum(len(row["data"]) for row in rows) < ENOUGH:
+        parts = answer.files if isinstance(answer, FileParts) else ()
+        for part in parts:
+            data = base64.b64decode(part.data)
+            positions[part.name] = part.offset + len(data)
+            yield part.name, part.offset, data
+        if sum(len(part.data) for part in parts) < ENOUGH:
             return
 
 
@@ -145,23 +149,29 @@ ENOUGH = 4 * 1024 * 1024
 """An answer smaller than this was the whole of it."""
 
 
-def _question(cluster: Cluster, target: Target, pods: Pods, question: Mapping[str, Any]) -> dict[str, Any]:
-    pod = next(row for row in pods if row["metadata"]["name"] == target.pod)
+def _question(cluster: Cluster, target: Target, pods: Pods, question: ToPod) -> SupervisorStatus | FileParts:
+    """Raises BackendError with the pod's own words where it cannot answer."""
+    pod = _named(pods, target.pod)
     argv = ["python", "-m", "muster.app.remote_entrypoint", RUN_DIR, run_dir_of(pod)]
-    printed = run(cluster, target, argv, line=json.dumps(question))
+    printed = run(cluster, target, argv, line=encode(question).decode())
     try:
-        result: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    except (ValueError, IndexError) as error:
+        answer = reader_of(FROM_POD)(printed.splitlines()[-1])
+    except (Unreadable, IndexError) as error:
         raise BackendError(f"{target.pod} answered {printed[-200:]!r}", hint="is its image of this version?") from error
-    return result
+    if isinstance(answer, PodError):
+        raise BackendError(answer.error, hint=answer.hint)
+    return answer
 
 
-def run_dir_of(pod: Mapping[str, Any]) -> str:
+def _named(pods: Pods, name: str) -> JsonObject:
+    return next(pod for pod in pods if text(pod, "metadata", "name") == name)
+
+
+def run_dir_of(pod: JsonObject) -> str:
     """As the pod's own command names it: what a chart or another hand chose is found too."""
-    for container in pod["spec"].get("containers", []):
-        argv = list(container.get("command", []))
+    for container in children(pod, "spec", "containers"):
+        argv = texts(container, "command")
         if RUN_DIR in argv[:-1]:
             return str(argv[argv.index(RUN_DIR) + 1])
-    raise BackendError(
-        f"pod {pod['metadata']['name']} names no run folder", hint="the pod was started by another version of Muster"
-    )
+    name = text(pod, "metadata", "name")
+    raise BackendError(f"pod {name} names no run folder", hint="the pod was started by another version of Muster")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from muster.backends.gke.operate.status_reason_pods import Explanation, pods_sentence, refused
+from muster.core.typed_json import JsonObject, at, child, children, text, whole
 from muster.core.types import JobState
 
-Manifest = Mapping[str, Any]
+Manifest = JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def _deactivated_or_evicted(workload: Manifest | None) -> Explanation | None:
     if workload is None:
         return None
     evicted = condition(workload, "Evicted")
-    if workload.get("spec", {}).get("active") is False:
+    if at(workload, "spec", "active") is False:
         reason = _words(evicted, "its admission check was rejected too often, or it was stopped by hand")
         hint = "muster submit again, or set spec.active of the Workload to true"
         return Explanation(JobState.STOPPED, f"Kueue has deactivated the run: {reason}", hint)
@@ -81,22 +81,22 @@ EVICTED: Mapping[str, tuple[str, str | None]] = {
 
 def _asked_again(workload: Manifest) -> str:
     """When Kueue lets the run try again, where it says so."""
-    state = workload.get("status", {}).get("requeueState") or {}
-    if not state.get("requeueAt"):
+    state = child(workload, "status", "requeueState")
+    if not text(state, "requeueAt"):
         return ""
-    return f"; Kueue tries again at {state['requeueAt']} (try {int(state.get('count', 0)) + 1})"
+    return f"; Kueue tries again at {state['requeueAt']} (try {whole(state, 'count') + 1})"
 
 
 def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
     workload = snapshot.workload
     if workload is None:
-        if not (snapshot.jobset or {}).get("spec", {}).get("suspend"):
+        if not at(snapshot.jobset, "spec", "suspend"):
             return None
         hint = "is Kueue running, and is the JobSet integration on?"
         return _waiting("waiting for Kueue to create a Workload for the run", hint)
     reserved = condition(workload, "QuotaReserved")
     if reserved is None:
-        if _admitted(workload) or workload.get("status", {}).get("admission"):
+        if _admitted(workload) or child(workload, "status", "admission"):
             return None
         return _waiting("waiting for Kueue to evaluate the run")
     if _true(reserved):
@@ -119,12 +119,14 @@ def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
     workload = snapshot.workload
     if workload is None or _true(condition(workload, "Admitted")):
         return None
-    pending = [
-        check for check in workload.get("status", {}).get("admissionChecks", []) if check.get("state") != "Ready"
-    ]
+    pending = [check for check in children(workload, "status", "admissionChecks") if text(check, "state") != "Ready"]
     for check in pending:
         definition = next(
-            (check_row for check_row in snapshot.admission_checks if check_row["metadata"]["name"] == check["name"]),
+            (
+                check_row
+                for check_row in snapshot.admission_checks
+                if text(check_row, "metadata", "name") == text(check, "name")
+            ),
             None,
         )
         active = condition(definition, "Active") if definition else None
@@ -133,8 +135,8 @@ def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
     if snapshot.provisioning_requests:
         return _dws(newest(snapshot.provisioning_requests), _asked_again(workload))
     for check in pending:
-        message = check.get("message") or ""
-        name, state = check["name"], check.get("state")
+        message = text(check, "message")
+        name, state = text(check, "name"), text(check, "state")
         if state in ("Retry", "Rejected"):
             return _waiting(f"admission check {name} is in state {state}: {message or 'no reason given'}")
         asked = f": {message}" if message else " (no request to DWS yet)"
@@ -146,7 +148,7 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
     """The conditions of a ProvisioningRequest, the last word first."""
     kinds = ("Accepted", "Provisioned", "Failed", "BookingExpired", "CapacityRevoked")
     accepted, provisioned, failed, expired, revoked = (condition(request, kind) for kind in kinds)
-    name = request.get("metadata", {}).get("name", "the request")
+    name = text(request, "metadata", "name", default="the request")
     if _true(revoked):
         sentence = f"DWS revoked the nodes: {_words(revoked, 'the allocation has ended')}"
         return Explanation(JobState.PREEMPTED, sentence, "muster submit again: the run continues from its checkpoint")
@@ -158,7 +160,7 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
     if _true(provisioned):
         return None
     if _true(accepted):
-        message = (provisioned or {}).get("message", "wasn't provisioned")
+        message = text(provisioned, "message", default="wasn't provisioned")
         said = "" if "wasn't provisioned" in message else f" ({message})"
         return _waiting(f"DWS has accepted the request {name}; waiting for capacity{said}")
     return _waiting(f"requested nodes from DWS ({name}); not accepted yet")
@@ -173,7 +175,7 @@ def _placed(snapshot: ClusterSnapshot) -> Explanation:
         return pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
     if snapshot.jobset is not None or snapshot.workload is None:
         return _waiting("admitted; its pods are being created")
-    queue = snapshot.workload.get("status", {}).get("admission", {}).get("clusterQueue", "the queue")
+    queue = text(snapshot.workload, "status", "admission", "clusterQueue", default="the queue")
     if not _admitted(snapshot.workload):
         return _waiting(f"quota is reserved in {queue}; waiting to be admitted")
     return _waiting(f"admitted by {queue}; waiting for its pods")
@@ -181,22 +183,22 @@ def _placed(snapshot: ClusterSnapshot) -> Explanation:
 
 def restarts(jobset: Manifest | None) -> int:
     """How often JobSet has recreated everything."""
-    return int((jobset or {}).get("status", {}).get("restarts", 0))
+    return whole(jobset, "status", "restarts")
 
 
-def condition(thing: Manifest | None, kind: str) -> Mapping[str, Any] | None:
+def condition(thing: Manifest | None, kind: str) -> JsonObject | None:
     """The newest condition of that type."""
-    rows = (thing or {}).get("status", {}).get("conditions", [])
-    return next((row for row in reversed(rows) if row.get("type") == kind), None)
+    conditions = children(thing, "status", "conditions")
+    return next((row for row in reversed(conditions) if text(row, "type") == kind), None)
 
 
 def newest(requests: Sequence[Manifest]) -> Manifest:
     """Kueue numbers its attempts: <workload>-<check>-<n>."""
 
     def attempt(request: Manifest) -> tuple[int, str]:
-        metadata = request.get("metadata", {})
-        tail = str(metadata.get("name", "")).rpartition("-")[2]
-        return int(tail) if tail.isdigit() else 0, str(metadata.get("creationTimestamp", ""))
+        metadata = child(request, "metadata")
+        tail = text(metadata, "name").rpartition("-")[2]
+        return int(tail) if tail.isdigit() else 0, text(metadata, "creationTimestamp")
 
     return max(requests, key=attempt)
 
@@ -206,15 +208,15 @@ def _waiting(sentence: str, hint: str | None = None) -> Explanation:
 
 
 def _admitted(workload: Manifest) -> bool:
-    checks = workload.get("status", {}).get("admissionChecks", [])
-    all_ready = bool(checks) and all(check.get("state") == "Ready" for check in checks)
+    checks = children(workload, "status", "admissionChecks")
+    all_ready = bool(checks) and all(text(check, "state") == "Ready" for check in checks)
     return all_ready or _true(condition(workload, "Admitted"))
 
 
-def _true(result: Mapping[str, Any] | None) -> bool:
+def _true(result: JsonObject | None) -> bool:
     return result is not None and result.get("status") == "True"
 
 
-def _words(result: Mapping[str, Any] | None, otherwise: str = "no reason given") -> str:
+def _words(result: JsonObject | None, otherwise: str = "no reason given") -> str:
     message = str((result or {}).get("message") or "").strip().rstrip(".")
     return message or otherwise

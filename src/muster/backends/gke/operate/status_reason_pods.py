@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from muster.core.typed_json import JsonObject, child, children, text, whole
 from muster.core.types import JobState
 
-Manifest = Mapping[str, Any]
+Manifest = JsonObject
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"
@@ -75,7 +76,7 @@ def _waiting_sentence(
 
 
 def _failed_sentence(newest: Sequence[Manifest]) -> Explanation | None:
-    failed = [pod for pod in newest if pod.get("status", {}).get("phase") == "Failed"]
+    failed = [pod for pod in newest if text(pod, "status", "phase") == "Failed"]
     if not failed:
         return None
     ends = ", ".join(f"{_name(pod)} {_ending(pod)}" for pod in failed[:3])
@@ -92,36 +93,36 @@ def _running_sentence(newest: Sequence[Manifest], nodes: Sequence[Manifest]) -> 
 
 def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifest]) -> str | None:
     """Why a missing pod of the JobSet was not created: its Job's own message (quota, a policy)."""
-    there = {(_role(pod), pod["metadata"].get("labels", {}).get(INDEX, "0")) for pod in pods}
+    there = {(_role(pod), text(pod, "metadata", "labels", INDEX, default="0")) for pod in pods}
     missing = {
-        f"{jobset['metadata']['name']}-{role['name']}-{index}": f"{role['name']}-{index}"
-        for role in jobset.get("spec", {}).get("replicatedJobs", [])
-        for index in range(int(role.get("replicas", 1)))
-        if (role["name"], str(index)) not in there
+        f"{text(jobset, 'metadata', 'name')}-{role['name']}-{index}": f"{role['name']}-{index}"
+        for role in children(jobset, "spec", "replicatedJobs")
+        for index in range(whole(role, "replicas", default=1))
+        if (text(role, "name"), str(index)) not in there
     }
     failures = [
         event
         for event in events
-        if event.get("reason") == "FailedCreate" and event.get("involvedObject", {}).get("name") in missing
+        if text(event, "reason") == "FailedCreate" and text(event, "involvedObject", "name") in missing
     ]
     if not failures:
         return None
     last = max(failures, key=_when)
-    subject = missing[last["involvedObject"]["name"]] if len(missing) == 1 else f"{len(missing)} pods"
-    return f"{subject} cannot be created ({_short(last.get('message', 'no reason given'))})"
+    subject = missing[text(last, "involvedObject", "name")] if len(missing) == 1 else f"{len(missing)} pods"
+    return f"{subject} cannot be created ({_short(text(last, 'message', default='no reason given'))})"
 
 
 def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
     """Pods on nodes whose termination is announced."""
     tainted = {
-        node["metadata"]["name"]
+        text(node, "metadata", "name")
         for node in nodes
-        if any(taint.get("key") == TERMINATION_TAINT for taint in node.get("spec", {}).get("taints", []))
+        if any(text(taint, "key") == TERMINATION_TAINT for taint in children(node, "spec", "taints"))
     }
     result = [
         f"{_name(pod)} (node {node})"
         for pod in pods
-        if (node := pod.get("spec", {}).get("nodeName")) in tainted and _running(pod)
+        if (node := text(pod, "spec", "nodeName")) in tainted and _running(pod)
     ]
     return f"; node termination announced: {', '.join(result)}" if result else ""
 
@@ -129,53 +130,53 @@ def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
 def _newest_of_each_role(pods: Sequence[Manifest]) -> list[Manifest]:
     """One pod for each job: a replaced pod's predecessor may still exist."""
     result: dict[tuple[str, str], Manifest] = {}
-    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", ""))):
-        labels = pod["metadata"].get("labels", {})
-        result[labels.get(ROLE, pod["metadata"]["name"]), labels.get(INDEX, "0")] = pod
+    for pod in sorted(pods, key=lambda pod: text(pod, "metadata", "creationTimestamp")):
+        labels = child(pod, "metadata", "labels")
+        result[text(labels, ROLE) or text(pod, "metadata", "name"), text(labels, INDEX, default="0")] = pod
     return list(result.values())
 
 
 def _lost(pod: Manifest, nodes: Sequence[Manifest]) -> str | None:
     """Why a pod that was placed is gone, where it is."""
-    status = pod.get("status", {})
-    node = pod.get("spec", {}).get("nodeName")
-    for row in status.get("conditions", []):
-        if row.get("type") == "DisruptionTarget" and row.get("status") == "True":
+    status = child(pod, "status")
+    node = text(pod, "spec", "nodeName")
+    for row in children(status, "conditions"):
+        if text(row, "type") == "DisruptionTarget" and text(row, "status") == "True":
             return f"{row.get('reason', 'disrupted')} on {node}"
-    if node is None or status.get("phase") not in ("Running", "Pending"):
+    if not node or text(status, "phase") not in ("Running", "Pending"):
         return None
-    known = {row["metadata"]["name"]: row for row in nodes}
+    known = {text(row, "metadata", "name"): row for row in nodes}
     if nodes and node not in known:
         return f"node {node} no longer exists"
-    for row in known.get(node, {}).get("status", {}).get("conditions", []):
-        if row.get("type") == "Ready" and row.get("status") != "True":
+    for row in children(known.get(node), "status", "conditions"):
+        if text(row, "type") == "Ready" and text(row, "status") != "True":
             return f"node {node} is not responding ({row.get('reason', 'NotReady')})"
     return None
 
 
 def _trouble(pod: Manifest, events: Sequence[Manifest]) -> Trouble | None:
-    status = pod.get("status", {})
-    if status.get("phase") not in (None, "Pending"):
+    status = child(pod, "status")
+    if text(status, "phase") not in ("", "Pending"):
         return None
-    node = pod.get("spec", {}).get("nodeName")
-    if node is None:
+    node = text(pod, "spec", "nodeName")
+    if not node:
         return _no_node(pod, events)
-    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+    for container in [*children(status, "initContainerStatuses"), *children(status, "containerStatuses")]:
         if trouble := _container_trouble(container):
             return trouble
     for event in reversed(_events_of(pod, events)):
         if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
-            return Trouble(35, f"a volume on node {node} ({_short(event.get('message', ''))})")
+            return Trouble(35, f"a volume on node {node} ({_short(text(event, 'message'))})")
         if event.get("reason") == "FailedCreatePodSandBox":
-            return Trouble(34, f"its network on node {node} ({_short(event.get('message', ''))})")
+            return Trouble(34, f"its network on node {node} ({_short(text(event, 'message'))})")
         if event.get("reason") == "Pulling":
             return Trouble(30, f"the image is being pulled on node {node}")
     return Trouble(25, f"starting on node {node}")
 
 
-def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
-    waiting = container.get("state", {}).get("waiting", {})
-    reason, message = waiting.get("reason"), waiting.get("message", "")
+def _container_trouble(container: JsonObject) -> Trouble | None:
+    waiting = child(container, "state", "waiting")
+    reason, message = text(waiting, "reason"), text(waiting, "message")
     if reason in _IMAGE:
         reason_text = f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})"
         return Trouble(40, reason_text, "does resources.image exist, and may the nodes' service account read it?")
@@ -187,7 +188,7 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
 
 def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
     for event in reversed(_events_of(pod, events)):
-        reason, message = event.get("reason"), str(event.get("message", ""))
+        reason, message = text(event, "reason"), text(event, "message")
         if reason == "FailedScaleUp":
             return _no_scale_up(message)
         if reason == "TriggeredScaleUp":
@@ -195,10 +196,10 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
         if reason == "NotTriggerScaleUp":
             hint = "muster up RUN.yaml makes the pool; labels, taints and machine must match"
             return Trouble(18, f"no node pool matches ({_short(message)})", hint)
-    for row in pod.get("status", {}).get("conditions", []):
-        if row.get("type") == "PodScheduled" and row.get("status") == "False":
-            return Trouble(10, f"no node fits ({_short(row.get('message', 'Unschedulable'))})")
-        if row.get("type") == "PodScheduled" and row.get("reason") == "SchedulingGated":
+    for row in children(pod, "status", "conditions"):
+        if text(row, "type") == "PodScheduled" and text(row, "status") == "False":
+            return Trouble(10, f"no node fits ({_short(text(row, 'message', default='Unschedulable'))})")
+        if text(row, "type") == "PodScheduled" and text(row, "reason") == "SchedulingGated":
             return Trouble(5, "topology assignment pending (scheduling gate)")
     return Trouble(8, "the scheduler")
 
@@ -213,8 +214,8 @@ def _no_scale_up(message: str) -> Trouble:
 
 
 def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
-    name = pod["metadata"]["name"]
-    own = [event for event in events if event.get("involvedObject", {}).get("name") == name]
+    name = text(pod, "metadata", "name")
+    own = [event for event in events if text(event, "involvedObject", "name") == name]
     return sorted(own, key=_when)
 
 
@@ -223,33 +224,32 @@ def _when(event: Manifest) -> str:
 
 
 def _running(pod: Manifest) -> bool:
-    return bool(pod.get("status", {}).get("phase") == "Running")
+    return text(pod, "status", "phase") == "Running"
 
 
 def _ending(pod: Manifest) -> str:
-    status = pod.get("status", {})
-    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
-        ended = container.get("state", {}).get("terminated")
-        if ended and ended.get("exitCode"):
-            of_container = f" of {container['name']}" if container in status.get("initContainerStatuses", []) else ""
+    status = child(pod, "status")
+    for container in [*children(status, "initContainerStatuses"), *children(status, "containerStatuses")]:
+        ended = child(container, "state", "terminated")
+        if ended.get("exitCode"):
+            of_container = f" of {container['name']}" if container in children(status, "initContainerStatuses") else ""
             return f"with exit code {ended['exitCode']}{of_container}" + (
                 f" ({ended['reason']})" if ended.get("reason") else ""
             )
-    message = f": {_short(status['message'])}" if status.get("message") else ""  # an eviction names what ran out
+    message = f": {_short(said)}" if (said := text(status, "message")) else ""  # an eviction names what ran out
     return f"({status.get('reason', 'no reason given')}{message})"
 
 
 def _name(pod: Manifest) -> str:
-    labels = pod["metadata"].get("labels", {})
-    role = labels.get(ROLE)
-    if role is None:
-        return str(pod["metadata"]["name"])
-    return role if role == "supervisor" else f"{role}-{labels.get(INDEX, '?')}"
+    labels = child(pod, "metadata", "labels")
+    role = text(labels, ROLE)
+    if not role:
+        return text(pod, "metadata", "name")
+    return role if role == "supervisor" else f"{role}-{text(labels, INDEX, default='?')}"
 
 
-def _role(pod: Manifest) -> str | None:
-    role: str | None = pod["metadata"].get("labels", {}).get(ROLE)
-    return role
+def _role(pod: Manifest) -> str:
+    return text(pod, "metadata", "labels", ROLE)
 
 
 def _short(message: str, length: int = 160) -> str:

@@ -6,15 +6,12 @@ templates are shared. The newest one is the run.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.placement import object_name
 from muster.core.errors import BackendError, CapacityError
-
-Manifest = dict[str, Any]
+from muster.core.typed_json import JsonObject, changed, child, children, text, whole
 
 API = "jobset.x-k8s.io/v1alpha2"
 NUMBER = "muster/allocation"
@@ -24,33 +21,37 @@ _SERVERS_OWN = ("uid", "resourceVersion", "generation", "creationTimestamp", "ma
                 "deletionTimestamp", "selfLink")  # fmt: skip
 
 
-def number_of(jobset: Mapping[str, Any]) -> int:
+def number_of(jobset: JsonObject) -> int:
     """1 for the JobSet that was submitted, then counted up."""
-    return int(jobset["metadata"].get("annotations", {}).get(NUMBER, 1))
+    return whole(jobset, "metadata", "annotations", NUMBER, default=1)
 
 
-def newest(jobsets: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def newest(jobsets: Sequence[JsonObject]) -> JsonObject | None:
     """The one that is the run now."""
     return max(jobsets, key=number_of, default=None)
 
 
-def continuation(jobset: Mapping[str, Any]) -> Manifest:
+def continuation(jobset: JsonObject) -> JsonObject:
     """The JobSet that goes on after ``jobset``: the same, suspended, under the next name. Pure."""
-    result: Manifest = copy.deepcopy({key: value for key, value in jobset.items() if key != "status"})
     number = number_of(jobset) + 1
-    metadata = {key: value for key, value in result["metadata"].items() if key not in _SERVERS_OWN}
-    metadata["name"] = object_name(f"{metadata['labels'][INSTANCE]}-c{number}")
-    annotations = {key: value for key, value in metadata.get("annotations", {}).items() if "kubectl" not in key}
-    metadata["annotations"] = {**annotations, NUMBER: str(number)}
-    result["metadata"] = metadata
-    result["apiVersion"], result["kind"] = API, "JobSet"
-    spec = result["spec"]
-    spec["suspend"] = "kueue.x-k8s.io/queue-name" in metadata["labels"]
-    # The headless service is the JobSet's own: two of them cannot share one.
-    spec.get("network", {})["subdomain"] = metadata["name"]
-    for role in spec["replicatedJobs"]:
-        _forget_the_queue(role["template"]["spec"]["template"])
-    return result
+    there, spec = child(jobset, "metadata"), child(jobset, "spec")
+    name = object_name(f"{text(there, 'labels', INSTANCE)}-c{number}")
+    annotations = {key: value for key, value in child(there, "annotations").items() if "kubectl" not in key}
+    metadata = {key: value for key, value in there.items() if key not in _SERVERS_OWN}
+    following: JsonObject = {
+        **spec,
+        "suspend": "kueue.x-k8s.io/queue-name" in child(there, "labels"),
+        "replicatedJobs": [_without_the_queue(role) for role in children(spec, "replicatedJobs")],
+    }
+    if "network" in spec:  # the headless service is the JobSet's own: two of them cannot share one
+        following = changed(following, name, "network", "subdomain")
+    return {
+        **{key: value for key, value in jobset.items() if key != "status"},
+        "apiVersion": API,
+        "kind": "JobSet",
+        "metadata": {**metadata, "name": name, "annotations": {**annotations, NUMBER: str(number)}},
+        "spec": following,
+    }
 
 
 def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: int = 0) -> str:
@@ -71,18 +72,21 @@ def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: 
         )
     following = continuation(there)
     cluster.apply(following)
-    return f"{namespace}/{following['metadata']['name']}"
+    return f"{namespace}/{text(following, 'metadata', 'name')}"
 
 
-def _forget_the_queue(template: Manifest) -> None:
+def _without_the_queue(role: JsonObject) -> JsonObject:
     """What Kueue wrote into the pods on admission belongs to the old allocation; what was asked of it stays."""
-    metadata, spec = template.get("metadata", {}), template["spec"]
-    for table in (metadata.get("annotations", {}), metadata.get("labels", {})):
-        for key in [key for key in table if _of_an_allocation(key)]:
-            del table[key]
-    gates = [gate for gate in spec.pop("schedulingGates", []) if not _of_an_allocation(gate["name"])]
+    template = child(role, "template", "spec", "template")
+    metadata, spec = dict(child(template, "metadata")), dict(child(template, "spec"))
+    for table in metadata.keys() & {"annotations", "labels"}:
+        kept = {key: value for key, value in child(metadata, table).items() if not _of_an_allocation(key)}
+        metadata[table] = kept
+    gates = [gate for gate in children(spec, "schedulingGates") if not _of_an_allocation(text(gate, "name"))]
+    spec.pop("schedulingGates", None)
     if gates:
         spec["schedulingGates"] = gates
+    return changed(role, {**template, "metadata": metadata, "spec": spec}, "template", "spec", "template")
 
 
 def _of_an_allocation(key: str) -> bool:

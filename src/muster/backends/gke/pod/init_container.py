@@ -31,7 +31,7 @@ def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Pat
     Raises:
         UsageError: a run is there, in a format that this version does not read.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if run_registry.existing_id(run_dir) is not None:
         run_registry.check_format(run_dir)
     files = {"format": f"{run_registry.FORMAT}\n".encode()}

@@ -55,7 +55,7 @@ class LogForwarder:
         """Start; without inotify, nothing is copied."""
         folders = [self.run_dir / "logs", self.run_dir / "events"]
         for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         inotify = _watching(folders)
         if inotify is None:
             return

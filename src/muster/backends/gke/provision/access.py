@@ -11,6 +11,7 @@ from muster.backends.gke.provision.networks import network_profile
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import Found, Resource
 from muster.core.errors import AccessError, BackendError, CapacityError
+from muster.core.typed_json import child, children, text, texts
 
 SERVICES = (
     "artifactregistry.googleapis.com",
@@ -73,7 +74,7 @@ def preflight(site: Site, session: Session) -> None:
     answer = _ask(question := _permissions(site), site, session)
     if answer.status >= 300:
         raise refusal(question, answer)
-    granted = set(answer.body.get("permissions", []))
+    granted = texts(answer.body, "permissions")
     missing = [permission for permission in PERMISSIONS if permission not in granted]
     if missing:
         lines = "\n".join(f"  {permission} (in {PERMISSIONS[permission]})" for permission in missing)
@@ -114,9 +115,10 @@ def check_zone(site: Site, session: Session) -> None:
     profile = network_profile(site)
     if profile is None or session.send(Call(method="GET", url=profile)).status != 404:
         return
-    listed = session.ok(Call(method="GET", url=f"{site.compute}/global/networkProfiles")).body.get("items", [])
+    listed = session.ok(Call(method="GET", url=f"{site.compute}/global/networkProfiles")).body
     suffix = f"-{site.placement.family.network_profile}"
-    zones = sorted(row["name"].removesuffix(suffix) for row in listed if row["name"].endswith(suffix))
+    names = [text(row, "name") for row in children(listed, "items")]
+    zones = sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix))
     raise CapacityError(
         f"zone {site.zone} has no {site.placement.family.network_profile} network for {machine.name}",
         hint="it is in " + ", ".join(zones) if zones else "no zone has one",
@@ -139,8 +141,8 @@ def _when_it_answers(call: Call, session: Session) -> Reply:
 def _zones_with(machine: str, site: Site, session: Session) -> list[str]:
     url = f"{site.compute}/aggregated/machineTypes?filter=name%3D{machine}"
     reply = session.send(Call(method="GET", url=url))
-    rows = reply.body.get("items", {}) if reply.status < 300 else {}
-    return sorted(zone.removeprefix("zones/") for zone, row in rows.items() if row.get("machineTypes"))
+    places = child(reply.body, "items") if reply.status < 300 else {}
+    return sorted(zone.removeprefix("zones/") for zone, row in places.items() if children(row, "machineTypes"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +155,8 @@ class Services(Resource):
 
     def look(self, session: Session) -> Found:
         names = "&".join(f"names=projects/{self.site.project}/services/{name}" for name in SERVICES)
-        rows = session.ok(Call(method="GET", url=f"{self._url}:batchGet?{names}")).body.get("services", [])
-        on = sum(row.get("state") == "ENABLED" for row in rows)
+        reply = session.ok(Call(method="GET", url=f"{self._url}:batchGet?{names}"))
+        on = sum(text(row, "state") == "ENABLED" for row in children(reply.body, "services"))
         return Found(state="there" if on == len(SERVICES) else "absent", ours=False)
 
     def make(self, session: Session) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.resource_names import Site
+from muster.core.typed_json import JsonObject, child, children, text
 
 MODELS = {"spot": "SPOT", "flex_start": "FLEX_START", "flex_start_queued": "FLEX_START"}
 
@@ -35,7 +36,7 @@ def capacity_advice(sites: Sequence[Site], session: Session) -> list[Advice]:
 def advice_call(site: Site) -> Call:
     """The question: all hosts of the run in that one zone."""
     placement = site.placement
-    body = {
+    body: JsonObject = {
         "size": placement.hosts,
         "distributionPolicy": {"targetShape": "ANY_SINGLE_ZONE", "zones": [{"zone": f"zones/{site.zone}"}]},
         "instanceFlexibilityPolicy": {"instanceSelections": {"hosts": {"machineTypes": [placement.machine.name]}}},
@@ -51,10 +52,10 @@ def _one(site: Site, session: Session) -> Advice:
     reply = session.send(advice_call(site))
     if reply.status >= 300:
         return Advice(zone=site.zone, mode=mode, obtainability=None, note=reply.message)
-    for row in reply.body.get("recommendations", []):
-        scores = row.get("scores", {})
+    for row in children(reply.body, "recommendations"):
+        scores = child(row, "scores")
         if "obtainability" in scores:
-            uptime = scores.get("estimatedUptime")
+            uptime = text(scores, "estimatedUptime")
             note = f"most machines live {uptime}" if uptime else ""
-            return Advice(zone=site.zone, mode=mode, obtainability=float(scores["obtainability"]), note=note)
+            return Advice(zone=site.zone, mode=mode, obtainability=float(text(scores, "obtainability")), note=note)
     return Advice(zone=site.zone, mode=mode, obtainability=None, note="the answer had none")

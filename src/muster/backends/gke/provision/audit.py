@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from muster.backends.cluster import Leftover
 from muster.backends.gke.google.http import Call
@@ -13,6 +12,7 @@ from muster.backends.gke.provision.prices import machine_usd_per_hour
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import LABEL, MARK, last_word
 from muster.catalog import gke as catalogue
+from muster.core.typed_json import JsonObject, child, children, text, whole
 
 BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")
 """Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
@@ -35,78 +35,77 @@ def audit(site: Site, session: Session, *, kept: set[str]) -> list[Leftover]:
     ]
 
 
-def _billed_for(kind: str, row: Mapping[str, Any]) -> str | None:
+def _billed_for(kind: str, row: JsonObject) -> str | None:
     if kind not in BILLING:
         return None
     if kind == "disks":
         return f"{row.get('sizeGb', '?')} GB of {last_word(row.get('type', 'disk'))}"
     if kind == "instances":
         return f"a {last_word(row.get('machineType', 'machine'))} ({row.get('status', 'in an unknown state')})"
-    return str(catalogue.leftovers()[kind]["how"])
+    return catalogue.leftovers()[kind].how
 
 
-def _usd_per_day(kind: str, row: Mapping[str, Any]) -> float | None:
+def _usd_per_day(kind: str, row: JsonObject) -> float | None:
     if kind not in BILLING:
         return None
     prices = catalogue.leftovers()[kind]
     if kind == "disks":
-        price = prices["usd_per_gb_month"].get(last_word(row.get("type", "")))
-        return price * int(row["sizeGb"]) / DAYS_A_MONTH if price and "sizeGb" in row else None
+        price = prices.usd_per_gb_month.get(last_word(row.get("type", "")))
+        return price * whole(row, "sizeGb") / DAYS_A_MONTH if price and "sizeGb" in row else None
     if kind == "instances":
         return _machine_usd_per_day(row)
-    usd: float | None = prices.get("usd_per_day")
-    return usd
+    return prices.usd_per_day
 
 
-def _machine_usd_per_day(row: Mapping[str, Any]) -> float | None:
-    model = row.get("scheduling", {}).get("provisioningModel", "STANDARD")
+def _machine_usd_per_day(row: JsonObject) -> float | None:
+    model = text(row, "scheduling", "provisioningModel")
     mode = {"SPOT": "spot", "FLEX_START": "flex_start", "RESERVATION_BOUND": "reservation"}.get(model, "on_demand")
     region = last_word(row.get("zone", "")).rpartition("-")[0]
     usd = machine_usd_per_hour(last_word(row.get("machineType", "")), mode, region)
     return None if usd is None else 24 * usd
 
 
-def _of_compute(site: Site, session: Session) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _of_compute(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]]:
     for kind in ("networks", "firewalls"):
         for row in _pages(session, f"{site.compute}/global/{kind}", "items"):
             if row.get("description") == MARK and str(row.get("name", "")).startswith(f"{site.prefix}-"):
                 yield kind, row
     for kind in ("subnetworks", "disks", "instances", "addresses", "instanceGroupManagers"):
         for place in _pages(session, f"{site.compute}/aggregated/{kind}", "items"):
-            yield from ((kind, row) for row in place.get(kind, []) if _ours(row, site))
+            yield from ((kind, row) for row in children(place, kind) if _ours(row, site))
 
 
-def _of_others(site: Site, session: Session) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _of_others(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]]:
     everywhere = site.container.rpartition("/")[0] + "/-"
     for row in _pages(session, f"{everywhere}/clusters", "clusters"):
-        if row.get("resourceLabels", {}).get("managed-by") == LABEL["managed-by"] and row["name"] == site.cluster:
+        if text(row, "resourceLabels", "managed-by") == LABEL["managed-by"] and text(row, "name") == site.cluster:
             yield "clusters", row
     for row in _pages(session, f"https://storage.googleapis.com/storage/v1/b?project={site.project}", "items"):
-        if row.get("labels", {}).get("managed-by") == LABEL["managed-by"] and row["name"] in site.buckets:
+        if text(row, "labels", "managed-by") == LABEL["managed-by"] and text(row, "name") in site.buckets:
             yield "buckets", row
     folder = f"https://artifactregistry.googleapis.com/v1/projects/{site.project}/locations/{site.region}"
     for row in _pages(session, f"{folder}/repositories", "repositories"):
-        if row.get("labels", {}).get("managed-by") == LABEL["managed-by"] and last_word(row["name"]) == site.prefix:
+        if text(row, "labels", "managed-by") == LABEL["managed-by"] and last_word(text(row, "name")) == site.prefix:
             yield "repositories", row
 
 
-def _ours(row: Mapping[str, Any], site: Site) -> bool:
+def _ours(row: JsonObject, site: Site) -> bool:
     """Our mark, our cluster's label (disks and addresses that GKE made), or GKE's naming of nodes."""
     labels = row.get("labels", {})
     name = str(row.get("name", ""))
     return (
         (row.get("description") == MARK and name.startswith(f"{site.prefix}-"))
-        or labels.get("goog-k8s-cluster-name") == site.cluster
+        or text(labels, "goog-k8s-cluster-name") == site.cluster
         or name.startswith(f"gke-{site.cluster}-")
     )
 
 
-def _pages(session: Session, url: str, field: str) -> Iterator[Mapping[str, Any]]:
+def _pages(session: Session, url: str, field: str) -> Iterator[JsonObject]:
     """Rows of a list; of an aggregated one, which is a mapping, its places."""
     token, joint = "", "&" if "?" in url else "?"
     while reply := session.find(Call(method="GET", url=f"{url}{joint}pageToken={token}" if token else url)):
-        rows = reply.body.get(field, [])
-        yield from rows.values() if isinstance(rows, Mapping) else rows
+        yield from children(reply.body, field)
+        yield from (child(place) for place in child(reply.body, field).values())
         token = str(reply.body.get("nextPageToken", ""))
         if not token:
             return

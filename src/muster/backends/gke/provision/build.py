@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from muster.backends.gke.google.http import Call, Unreachable
 from muster.backends.gke.google.session import Session, refusal
@@ -13,6 +11,7 @@ from muster.backends.gke.provision.image import Parts, build_arguments
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import MARK
 from muster.core.errors import BackendError, UsageError
+from muster.core.typed_json import JsonObject, child, children, text
 
 NAME = "trainer"
 GOING = ("PENDING", "QUEUED", "WORKING")
@@ -61,7 +60,7 @@ class Build:
         if going is None:
             session.ok(self._upload())
             try:
-                going = session.ok(self._create()).body["metadata"]["build"]
+                going = child(session.ok(self._create()).body, "metadata", "build")
             except Unreachable:
                 going = self._running(session)  # the answer is lost, not necessarily the build
                 if going is None:
@@ -76,12 +75,12 @@ class Build:
             raise refusal(call, reply)
         return reply.status < 300
 
-    def _running(self, session: Session) -> Mapping[str, Any] | None:
+    def _running(self, session: Session) -> JsonObject | None:
         condition = urllib.parse.quote(f'tags="{MARK.replace(" ", "-")}-{self.tag}"')
-        rows = session.ok(Call(method="GET", url=f"{self._builds}?filter={condition}")).body.get("builds", [])
-        return next((row for row in rows if row.get("status") in GOING), None)
+        builds = session.ok(Call(method="GET", url=f"{self._builds}?filter={condition}")).body
+        return next((row for row in children(builds, "builds") if text(row, "status") in GOING), None)
 
-    def _wait(self, session: Session, build: Mapping[str, Any]) -> None:
+    def _wait(self, session: Session, build: JsonObject) -> None:
         url, waited_s, pause_s = f"{self._builds}/{build['id']}", 0.0, 5.0
         while build.get("status") in GOING:
             if waited_s > LONGEST_S:
@@ -90,7 +89,7 @@ class Build:
             waited_s += pause_s
             build = session.ok(Call(method="GET", url=url)).body
         if build.get("status") != "SUCCESS":
-            reason = build.get("statusDetail") or build.get("failureInfo", {}).get("detail") or "it does not say why"
+            reason = text(build, "statusDetail") or text(build, "failureInfo", "detail") or "it does not say why"
             raise BackendError(
                 f"the build ended as {build.get('status')}: {reason}", hint=f"log: {build.get('logUrl')}"
             )
@@ -106,7 +105,7 @@ class Build:
         return Call(method="POST", url=url, data=self.data, content_type="application/gzip")
 
     def _create(self) -> Call:
-        body = {
+        body: JsonObject = {
             "source": {"storageSource": {"bucket": self.bucket, "object": self.source}},
             "steps": [{"name": DOCKER, "args": build_arguments(self.parts, self.image)}],
             "images": [self.image],

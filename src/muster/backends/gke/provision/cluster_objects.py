@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
@@ -14,6 +13,7 @@ from muster.backends.gke.kubernetes.kind import root_of
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import Found, Resource, differences
 from muster.core.errors import BackendError
+from muster.core.typed_json import JsonObject, text
 
 APPLY = "fieldManager=muster&force=true&fieldValidation=Strict"
 CLUSTER_SCOPED_FIRST = ("CustomResourceDefinition", "Namespace")
@@ -26,7 +26,7 @@ def connect(site: Site, session: Session) -> Cluster | None:
         return None
     from muster.backends.gke.kubernetes.config import google_cluster  # lightkube: only once a cluster is contacted
 
-    authority = reply.body.get("masterAuth", {}).get("clusterCaCertificate")
+    authority = text(reply.body, "masterAuth", "clusterCaCertificate")
     pem = base64.b64decode(authority).decode() if authority else None
     return google_cluster(f"https://{reply.body['endpoint']}", pem, session)
 
@@ -39,7 +39,7 @@ class Objects(Resource):
     """
 
     site: Site
-    manifests: tuple[Mapping[str, Any], ...]
+    manifests: tuple[JsonObject, ...]
     secret: bool = False
     removed_with_cluster: bool = True
     foreign: Literal["refuse", "use"] = "use"
@@ -74,7 +74,8 @@ class Objects(Resource):
         return [
             Call(
                 method="PATCH",
-                url=f"https://CLUSTER/{root_of(manifest['apiVersion'])}/.../{manifest['metadata']['name']}?{APPLY}",
+                url=f"https://CLUSTER/{root_of(text(manifest, 'apiVersion'))}/.../"
+                f"{text(manifest, 'metadata', 'name')}?{APPLY}",
                 body=manifest,
                 content_type="application/apply-patch+yaml",
                 secret=self.secret,

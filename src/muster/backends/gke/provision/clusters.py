@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.manifests.placement import longest_run_s
@@ -11,6 +10,7 @@ from muster.backends.gke.provision.prices import cluster_usd_per_hour, machine_u
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import LABEL, RestResource
 from muster.catalog import gke as catalogue
+from muster.core.typed_json import Json, JsonObject
 
 SUPERVISOR_MACHINE = "e2-standard-4"
 SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
@@ -28,7 +28,7 @@ def clusters(site: Site) -> list[RestResource]:
 
 def _cluster(site: Site) -> RestResource:
     name = site.cluster
-    body: dict[str, Any] = {
+    body: dict[str, Json] = {
         "name": name,
         "description": "made by muster",
         "resourceLabels": LABEL,
@@ -60,7 +60,7 @@ def _cluster(site: Site) -> RestResource:
     )
 
 
-def _nodes_stay(day: str) -> dict[str, Any]:
+def _nodes_stay(day: str) -> dict[str, Json]:
     """No node is upgraded from that day on for as long as Google's shortest limit for such exclusions allows."""
     begin = datetime.date.fromisoformat(day)
     end = begin + datetime.timedelta(days=NODES_STAY_DAYS)
@@ -71,7 +71,7 @@ def _nodes_stay(day: str) -> dict[str, Any]:
     }
 
 
-def _cpu_pool(site: Site) -> dict[str, Any]:
+def _cpu_pool(site: Site) -> dict[str, Json]:
     """Where supervisors run: on demand, because a preempted supervisor cannot recover anything."""
     return {
         "name": site.placement.options.supervisor_pool,
@@ -96,7 +96,7 @@ def _pool(site: Site) -> RestResource:
     flex, queued = mode.startswith("flex_start"), mode == catalogue.QUEUED
     nodes = placement.options.nodes_in_quota or placement.hosts
     static = mode in ("reservation", "calendar")
-    body: dict[str, Any] = {
+    body: dict[str, Json] = {
         "name": site.pool,
         "locations": [site.zone],
         # A reservation is paid for anyway; its nodes are there, so that topology-aware placement can count them.
@@ -120,7 +120,7 @@ def _pool(site: Site) -> RestResource:
     network = _networks_of_nodes(site)
     if network:
         body["networkConfig"] = network
-    compared = {
+    compared: JsonObject = {
         "queuedProvisioning": {"enabled": queued},
         "config": {"machineType": placement.machine.name, "flexStart": flex, "spot": mode == "spot"},
         "locations": [site.zone],
@@ -151,15 +151,15 @@ def _usd_per_node_hour(site: Site) -> float | None:
     return machine_usd_per_hour(site.placement.machine.name, site.placement.mode, site.region)
 
 
-def _node_config(site: Site, *, flex: bool) -> dict[str, Any]:
+def _node_config(site: Site, *, flex: bool) -> dict[str, Json]:
     placement = site.placement
     mode, family = placement.mode, placement.family
-    accelerator = {
+    accelerator: JsonObject = {
         "acceleratorType": family.label,
         "acceleratorCount": str(placement.machine.gpus),
         "gpuDriverInstallationConfig": {"gpuDriverVersion": family.driver},
     }
-    config: dict[str, Any] = {
+    config: dict[str, Json] = {
         "machineType": placement.machine.name,
         "accelerators": [accelerator],
         "diskType": family.boot_disk,
@@ -191,7 +191,7 @@ def _node_config(site: Site, *, flex: bool) -> dict[str, Any]:
     return config
 
 
-def _networks_of_nodes(site: Site) -> dict[str, Any]:
+def _networks_of_nodes(site: Site) -> dict[str, Json]:
     if site.placement.claims:
         return {"acceleratorNetworkProfile": "auto"}
     rows = [

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata, resources
+from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
-from typing import Any
 
 from muster.backends.code_bundle import archive
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
+from muster.core.typed_json import JsonObject, child, children, text, texts
 
 EXTRAS = ("train", "data", "gcs", "gke")
 """Of Muster's own; a pod trains, reads data and buckets, and queues the rest of its run."""
@@ -47,15 +48,17 @@ class Doubt:
 
 def parts(*, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Parts:
     """The table's, with the user's overrides."""
-    table = catalogue.versions()["image"]
+    table = child(catalogue.versions(), "image")
     return Parts(
-        base=base or table["base"], torch=torch or str(table["torch"]), torch_index=torch_index or table["torch_index"]
+        base=base or text(table, "base"),
+        torch=torch or text(table, "torch"),
+        torch_index=torch_index or text(table, "torch_index"),
     )
 
 
 def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
     """What does not fit, first; then what is not known to."""
-    rows = [row for row in catalogue.versions()["compatibility"] if row["family"] == family.name]
+    rows = [row for row in children(catalogue.versions(), "compatibility") if row["family"] == family.name]
     result = list(_of_the_base(made_of))
     if not rows and machine.gpus:
         result.append(Doubt(message=f"no known row for {family.name}: no image is known to work on it"))
@@ -65,8 +68,8 @@ def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
 
 
 def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
-    known = catalogue.versions()["image"]["bases"].get(made_of.base)
-    if known is None:
+    known = child(catalogue.versions(), "image", "bases", made_of.base)
+    if not known:
         yield Doubt(message=f"base {made_of.base} is not in the table: its CUDA and glibc are not known here")
     elif made_of.torch_cuda and _number(known["cuda"])[0] != _number(made_of.torch_cuda)[0]:
         yield Doubt(
@@ -78,8 +81,8 @@ def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
         yield Doubt(message=f"index {made_of.torch_index} does not say which CUDA torch is built for")
 
 
-def _of_the_row(made_of: Parts, row: Mapping[str, Any]) -> Iterator[Doubt]:
-    base = catalogue.versions()["image"]["bases"].get(made_of.base, {})
+def _of_the_row(made_of: Parts, row: JsonObject) -> Iterator[Doubt]:
+    base = child(catalogue.versions(), "image", "bases", made_of.base)
     cuda, glibc = made_of.torch_cuda, base.get("glibc")
     if cuda and "least_cuda" in row and _number(cuda) < _number(row["least_cuda"]):
         requested = f"{row['family']} needs CUDA {row['least_cuda']} or newer"
@@ -88,7 +91,7 @@ def _of_the_row(made_of: Parts, row: Mapping[str, Any]) -> Iterator[Doubt]:
         requested = f"the NCCL plugin of {row['family']} needs {row['least_glibc']}"
         yield Doubt(message=f"base has glibc {glibc}, {requested}", wrong=True)
     if "supported_nccl" in row:
-        versions = ", ".join(row["supported_nccl"])
+        versions = ", ".join(texts(row, "supported_nccl"))
         yield Doubt(
             message=f"{row['plugin']} is known with NCCL {versions}; the one that torch {made_of.torch} brings is not "
             "in the table: the build's log prints it, and NCCL_DEBUG=INFO says at the start which one is used"
@@ -99,7 +102,7 @@ def _of_the_row(made_of: Parts, row: Mapping[str, Any]) -> Iterator[Doubt]:
         )
 
 
-def _of_the_node(family: Family, machine: Machine, row: Mapping[str, Any]) -> Iterator[Doubt]:
+def _of_the_node(family: Family, machine: Machine, row: JsonObject) -> Iterator[Doubt]:
     installed = " ".join(machine.fabric.images.values())
     if machine.fabric.images and str(row["plugin"]) not in installed:
         yield Doubt(message=f"the known row is for {row['plugin']}; nodes get {installed.rsplit('/', 1)[-1]}")
@@ -136,8 +139,8 @@ def requirements() -> str:
     from packaging.requirements import Requirement
 
     result = []
-    for text in metadata.requires("muster") or []:
-        requirement = Requirement(text)
+    for line in metadata.requires("muster") or []:
+        requirement = Requirement(line)
         requested = requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
         if requested and requirement.name not in ("torch", "muster"):
             requirement.marker = None
@@ -145,7 +148,7 @@ def requirements() -> str:
     return "\n".join(sorted(set(result))) + "\n"
 
 
-def _package(folder: Any, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, bytes]]:
+def _package(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, bytes]]:
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name != "__pycache__":
             yield from _package(entry, at / entry.name)

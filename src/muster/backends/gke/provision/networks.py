@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import MARK, RestResource
+from muster.core.typed_json import Json, JsonObject
 
 MAIN_RANGE = "10.64.0.0/20"
 DATA_RANGE = "192.168.0.0/16"
@@ -41,7 +39,7 @@ def network_profile(site: Site) -> str | None:
 
 def _network(site: Site, suffix: str, *, roce: bool = False) -> RestResource:
     name = f"{site.prefix}-{suffix}"
-    body: dict[str, Any] = {
+    body: dict[str, Json] = {
         "name": name,
         "description": MARK,
         "autoCreateSubnetworks": False,
@@ -60,15 +58,15 @@ def _network(site: Site, suffix: str, *, roce: bool = False) -> RestResource:
 
 def _subnet(site: Site, vpc: str, suffix: str, cidr: str) -> RestResource:
     name, network = f"{site.prefix}-{suffix}", f"{site.prefix}-{vpc}"
-    body = {
+    body: dict[str, Json] = {
         "name": name,
         "description": MARK,
         "network": f"{site.compute}/global/networks/{network}",
         "ipCidrRange": cidr,
     }
     if suffix == "sub":
-        body["privateIpGoogleAccess"] = True  # type: ignore[assignment]
-    compared = {"network": body["network"], "ipCidrRange": cidr}
+        body["privateIpGoogleAccess"] = True
+    compared: JsonObject = {"network": body["network"], "ipCidrRange": cidr}
     folder = f"regions/{site.region}/subnetworks"
     return _compute(site, "subnetworks", name, folder, body, compared, needs=(f"networks/{network}",))
 
@@ -76,8 +74,11 @@ def _subnet(site: Site, vpc: str, suffix: str, cidr: str) -> RestResource:
 def _firewall(site: Site, vpc: str) -> RestResource:
     network = f"{site.prefix}-{vpc}"
     name = f"{network}-internal"
-    protocols = [{"IPProtocol": "tcp", "ports": ["0-65535"]}, {"IPProtocol": "udp", "ports": ["0-65535"]}]
-    body = {
+    protocols: list[JsonObject] = [
+        {"IPProtocol": "tcp", "ports": ["0-65535"]},
+        {"IPProtocol": "udp", "ports": ["0-65535"]},
+    ]
+    body: JsonObject = {
         "name": name,
         "description": MARK,
         "network": f"{site.compute}/global/networks/{network}",
@@ -94,8 +95,8 @@ def _compute(
     kind: str,
     name: str,
     folder: str,
-    body: Mapping[str, Any],
-    compared: Mapping[str, Any],
+    body: JsonObject,
+    compared: JsonObject,
     needs: tuple[str, ...] = (),
 ) -> RestResource:
     url = f"{site.compute}/{folder}"

@@ -51,7 +51,7 @@ def fetch_missing(site: Site, fetch: Fetch | None = None) -> list[str]:
             raise BackendError(
                 f"cannot get {url}: {error}", hint="get it elsewhere, and give --manifests FOLDER"
             ) from error
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_registry.make_folder(path.parent)
         run_registry.replace_text(path, data.decode(errors="replace"))
         lines.append(f"{url} is now {path}")
     return lines
@@ -79,7 +79,7 @@ def pin(hashes: Mapping[str, str], *, day: str) -> Path:
     path = _pins_file()
     before = json.loads(path.read_text(encoding="utf-8"))["pins"] if pins() else {}
     new = {url: {"sha256": digest, "since": day} for url, digest in hashes.items() if pins().get(url) != digest}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    run_registry.make_folder(path.parent)
     run_registry.replace_text(path, json.dumps({"version": 1, "pins": {**before, **new}}, indent=1) + "\n")
     return path
 

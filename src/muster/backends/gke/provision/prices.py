@@ -8,7 +8,7 @@ from muster.catalog import offers as catalogue_of_offers
 
 def machine_usd_per_hour(machine: str, mode: str, region: str) -> float | None:
     """By the row for the machine, the way it is bought and the region nearest to hand; the dearest of those left."""
-    small: float | None = catalogue.leftovers()["instances"]["usd_per_hour"].get(machine)
+    small = catalogue.leftovers()["instances"].usd_per_hour.get(machine)
     if small is not None:
         return small
     offers = [row.offer for row in catalogue_of_offers.catalogue() if row.offer.machine == machine and row.price]
@@ -20,5 +20,5 @@ def machine_usd_per_hour(machine: str, mode: str, region: str) -> float | None:
 def cluster_usd_per_hour(machine: str, region: str) -> float | None:
     """The management fee and one small machine."""
     node = machine_usd_per_hour(machine, "on_demand", region)
-    fee: float = catalogue.leftovers()["clusters"]["usd_per_day"] / 24
-    return None if node is None else fee + node
+    fee = catalogue.leftovers()["clusters"].usd_per_day
+    return None if node is None or fee is None else fee / 24 + node

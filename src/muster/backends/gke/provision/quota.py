@@ -7,14 +7,13 @@ seen in the Cloud Quotas API of several projects in 2026; one that is not found 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.resource_names import Site
 from muster.core.errors import CapacityError
+from muster.core.typed_json import JsonObject, child, children, text, whole
 
 OWN_QUOTA = ("L4", "A100", "A100-80GB")
 BY_FAMILY = "gpus_per_gpu_family"
@@ -97,14 +96,17 @@ def _family(site: Site) -> str:
     return "NVIDIA_" + site.placement.family.accelerator.replace("-", "_")
 
 
-def _limit(body: Mapping[str, Any], region: str, family: str) -> int | None:
+def _limit(body: JsonObject, region: str, family: str) -> int | None:
     """The bucket that fits most closely: region and family, then the one for everywhere."""
     best: tuple[int, int] | None = None
-    for limit in body.get("consumerQuotaLimits", []):
-        for bucket in limit.get("quotaBuckets", []):
-            dimensions = bucket.get("dimensions", {})
-            if dimensions.get("region", region) != region or dimensions.get("gpu_family", family) != family:
+    for limit in children(body, "consumerQuotaLimits"):
+        for bucket in children(limit, "quotaBuckets"):
+            dimensions = child(bucket, "dimensions")
+            if (
+                text(dimensions, "region", default=region) != region
+                or text(dimensions, "gpu_family", default=family) != family
+            ):
                 continue
             if "effectiveLimit" in bucket and (best is None or len(dimensions) > best[0]):
-                best = (len(dimensions), int(bucket["effectiveLimit"]))
+                best = (len(dimensions), whole(bucket, "effectiveLimit"))
     return best[1] if best else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from muster.backends.gke.google.http import Call, Reply, Unreachable
 from muster.backends.gke.google.session import NotOver, Session, failure, refusal
 from muster.core.errors import BackendError, CapacityError, ConflictError
+from muster.core.typed_json import Json, JsonObject, at, children, text
 
 MARK = "made by muster"
 LABEL = {"managed-by": "muster"}
@@ -25,7 +26,7 @@ class Found:
     """One look at a resource."""
 
     state: State
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: JsonObject = field(default_factory=dict)
     ours: bool = True
     differences: tuple[str, ...] = ()
 
@@ -81,7 +82,7 @@ class RestResource(Resource):
     create: Call
     owner: tuple[str, ...]
     """Path of the field that says whose it is."""
-    compared: Mapping[str, Any] = field(default_factory=dict)
+    compared: JsonObject = field(default_factory=dict)
     """Part of the body in which a difference matters."""
     ready: tuple[str, ...] = ()
     """Values of ``status`` of a finished one; empty: it has no status."""
@@ -104,7 +105,7 @@ class RestResource(Resource):
         return Found(
             state=state,
             body=reply.body,
-            ours=_at(reply.body, self.owner) in (MARK, LABEL["managed-by"]),
+            ours=at(reply.body, *self.owner) in (MARK, LABEL["managed-by"]),
             differences=tuple(differences(self.compared, reply.body)),
         )
 
@@ -176,11 +177,11 @@ class RestResource(Resource):
         """See ``Resource``: machines that have not come are not waited for."""
         if self.operations is None or self.patience_s is None:
             return super().give_up(session)
-        rows = session.ok(Call(method="GET", url=self.operations)).body.get("operations", [])
+        operations = session.ok(Call(method="GET", url=self.operations)).body
         end = "/clusters/" + self.url.rpartition("/clusters/")[2]
-        for row in rows:
-            creates = row.get("operationType") == "CREATE_NODE_POOL" and row.get("status") in ("PENDING", "RUNNING")
-            if creates and str(row.get("targetLink", "")).endswith(end):
+        for row in children(operations, "operations"):
+            creates = text(row, "operationType") == "CREATE_NODE_POOL" and text(row, "status") in ("PENDING", "RUNNING")
+            if creates and text(row, "targetLink").endswith(end):
                 reply = session.send(Call(method="POST", url=f"{self.operations}/{row['name']}:cancel", body={}))
                 if reply.status >= 300:
                     return f"it cannot be cancelled: {reply.message}"
@@ -188,28 +189,28 @@ class RestResource(Resource):
 
     def _poll(self, reply: Reply) -> str | None:
         if self.operations is None:
-            return reply.body.get("selfLink")
+            return text(reply.body, "selfLink") or None
         return f"{self.operations}/{last_word(reply.body['name'])}"
 
 
-def differences(requested: Any, there: Any, at: str = "") -> list[str]:
+def differences(requested: Json, there: Json, where: str = "") -> list[str]:
     """Where ``there`` is not as ``wanted`` says; keys that ``wanted`` does not name do not matter."""
     if isinstance(requested, Mapping):
         result = []
         for key, value in requested.items():
             inner = there.get(key) if isinstance(there, Mapping) else None
-            result += differences(value, inner, f"{at}.{key}" if at else key)
+            result += differences(value, inner, f"{where}.{key}" if where else key)
         return result
     if isinstance(requested, list) and isinstance(there, list) and len(requested) == len(there):
         return [
             line
             for index, pair in enumerate(zip(requested, there, strict=True))
-            for line in differences(*pair, f"{at}[{index}]")
+            for line in differences(*pair, f"{where}[{index}]")
         ]
     same = requested == there or str(requested) == str(there)
     if same or _same_address(requested, there) or (not requested and not there):
         return []
-    return [f"{at} should be {requested!r}, is {there!r}"]
+    return [f"{where} should be {requested!r}, is {there!r}"]
 
 
 def refuse_foreign(resource: Resource, result: Found, *, adopt: bool) -> None:
@@ -230,22 +231,17 @@ def refuse_foreign(resource: Resource, result: Found, *, adopt: bool) -> None:
         )
 
 
-def _same_address(requested: Any, there: Any) -> bool:
+def _same_address(requested: Json, there: Json) -> bool:
     """Google answers with full addresses where short ones were given."""
-    both = isinstance(requested, str) and isinstance(there, str) and "/" in requested
-    return both and there.endswith("/" + requested.split("/projects/")[-1].removeprefix("projects/"))
+    if not (isinstance(requested, str) and isinstance(there, str) and "/" in requested):
+        return False
+    return there.endswith("/" + requested.split("/projects/")[-1].removeprefix("projects/"))
 
 
-def _is_operation(body: Mapping[str, Any]) -> bool:
+def _is_operation(body: JsonObject) -> bool:
     return "operationType" in body or "done" in body or "/operations/" in str(body.get("name", ""))
 
 
 def last_word(address: object) -> str:
     """``.../zones/us-central1-b`` -> ``us-central1-b``."""
     return str(address).rpartition("/")[2]
-
-
-def _at(body: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        body = body.get(key) if isinstance(body, Mapping) else None
-    return body

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from muster.backends.gke.provision.resource_names import Site
 from muster.catalog import gke as catalogue
 from muster.core.errors import UsageError
+from muster.core.typed_json import JsonObject, child, text
 
-Manifest = Mapping[str, Any]
+Manifest = JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Unpinned:
 
 def wanted_software(site: Site) -> dict[str, str]:
     """File name -> address it is released at, of everything that this run file's cluster needs."""
-    releases = catalogue.versions()["releases"]
+    releases = child(catalogue.versions(), "releases")
     fabric = site.placement.machine.fabric
-    result = {f"{name}.yaml": str(releases[name]["url"]) for name in ("jobset", "kueue")}
+    result = {f"{name}.yaml": text(releases, name, "url") for name in ("jobset", "kueue")}
     if site.placement.machine.gpus:
         result |= {path.rpartition("/")[2]: catalogue.installers_url() + path for path in fabric.installers}
     return result
@@ -68,11 +68,11 @@ def unpinned(site: Site, texts: Mapping[str, str], pins: Mapping[str, str]) -> l
     Raises:
         UsageError: files are missing, or one is not what the table or a pin says.
     """
-    releases = catalogue.versions()["releases"]
+    releases = child(catalogue.versions(), "releases")
     result = []
     for name, url in _all_there(site, texts).items():
         digest = sha256(texts[name])
-        if known := releases.get(name.removesuffix(".yaml"), {}).get("sha256"):
+        if known := text(releases, name.removesuffix(".yaml"), "sha256"):
             if digest != known:
                 raise UsageError(f"{name} has sha256 {digest}, the release has {known}", hint=f"get it from {url}")
         elif pinned := pins.get(url):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import urllib.parse
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from muster.backends.gke.google.http import Call, Unreachable
 from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.resource_names import Site
 from muster.backends.gke.provision.resources import LABEL, Found, Resource, RestResource
 from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.typed_json import JsonObject, children, text, texts
 
 STORAGE = "https://storage.googleapis.com/storage/v1"
 ROLE = "roles/storage.objectUser"
@@ -28,7 +30,7 @@ def storage(site: Site) -> list[Resource]:
 
 def _repository(site: Site) -> RestResource:
     folder = f"https://artifactregistry.googleapis.com/v1/projects/{site.project}/locations/{site.region}"
-    body = {"format": "DOCKER", "description": "made by muster", "labels": LABEL}
+    body: JsonObject = {"format": "DOCKER", "description": "made by muster", "labels": LABEL}
     return RestResource(
         key=f"repositories/{site.prefix}",
         url=f"{folder}/repositories/{site.prefix}",
@@ -42,7 +44,7 @@ def _repository(site: Site) -> RestResource:
 
 
 def _bucket(site: Site, name: str) -> Bucket:
-    body = {
+    body: JsonObject = {
         "name": name,
         "location": site.region.upper(),
         "hierarchicalNamespace": {"enabled": True},
@@ -79,22 +81,23 @@ class Bucket(RestResource):
         """Empty it and remove it."""
         while rows := self._rows(session, f"{self.url}/o?versions=true"):
             for row in rows:
+                name = urllib.parse.quote(text(row, "name"), safe="")
                 generation = f"?generation={row['generation']}" if "generation" in row else ""
-                session.delete(f"{self.url}/o/{urllib.parse.quote(row['name'], safe='')}{generation}")
+                session.delete(f"{self.url}/o/{name}{generation}")
         # In a hierarchical namespace folders are things of their own, and go from the inside out.
         while rows := self._rows(session, f"{self.url}/folders"):
-            for row in sorted(rows, key=lambda row: -row["name"].count("/")):
-                session.delete(f"{self.url}/folders/{urllib.parse.quote(row['name'], safe='')}")
+            for name in sorted((text(row, "name") for row in rows), key=lambda name: -name.count("/")):
+                session.delete(f"{self.url}/folders/{urllib.parse.quote(name, safe='')}")
         super().remove(session)
 
-    def _rows(self, session: Session, url: str) -> list[Any]:
+    def _rows(self, session: Session, url: str) -> list[JsonObject]:
         reply = session.send(Call(method="GET", url=url))
         if reply.status == 404 or reply.status == 409:
             # The bucket is gone, or has no hierarchical namespace and therefore no folders.
             return []
         if reply.status >= 300:
             raise refusal(Call(method="GET", url=url), reply)
-        return list(reply.body.get("items", []))
+        return children(reply.body, "items")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +112,13 @@ class Binding(Resource):
         reply = session.send(Call(method="GET", url=self._url))
         if reply.status >= 300:
             return Found(state="absent")
-        there = any(self._ours(row, self._member(session)) for row in reply.body.get("bindings", []))
+        there = any(self._ours(row, self._member(session)) for row in children(reply.body, "bindings"))
         return Found(state="there" if there else "absent", body=reply.body)
 
     def make(self, session: Session) -> None:
         member = self._member(session)
 
-        def with_member(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def with_member(rows: list[JsonObject]) -> list[JsonObject]:
             if any(self._ours(row, member) for row in rows):
                 return rows
             return [*rows, {"role": ROLE, "members": [member]}]
@@ -125,10 +128,10 @@ class Binding(Resource):
     def remove(self, session: Session) -> None:
         member = self._member(session)
 
-        def without(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            kept = []
+        def without(rows: list[JsonObject]) -> list[JsonObject]:
+            kept: list[JsonObject] = []
             for row in rows:
-                members = [other for other in row["members"] if other != member or row["role"] != ROLE]
+                members = [other for other in texts(row, "members") if other != member or text(row, "role") != ROLE]
                 if members:
                     kept.append({**row, "members": members})
             return kept
@@ -143,16 +146,16 @@ class Binding(Resource):
     def _url(self) -> str:
         return f"{STORAGE}/b/{self.bucket}/iam"
 
-    def _change(self, session: Session, change: Any) -> None:
+    def _change(self, session: Session, change: Callable[[list[JsonObject]], list[JsonObject]]) -> None:
         """Read, change, write back under the policy's etag: a lost race is tried again."""
         for _ in range(5):
             reply = session.find(Call(method="GET", url=f"{self._url}?optionsRequestedPolicyVersion=3"))
             if reply is None:
                 return
             policy = dict(reply.body)
-            rows = list(policy.get("bindings", []))
-            changed = change(rows)
-            if changed == rows:
+            there = children(policy, "bindings")
+            changed = change(there)
+            if changed == there:
                 return
             call = Call(method="PUT", url=self._url, body={**policy, "bindings": changed})
             try:
@@ -169,8 +172,8 @@ class Binding(Resource):
         url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{self.site.project}"
         return principal(self.site, str(session.ok(Call(method="GET", url=url)).body["projectNumber"]))
 
-    def _ours(self, row: dict[str, Any], member: str) -> bool:
-        return row.get("role") == ROLE and member in row.get("members", []) and "condition" not in row
+    def _ours(self, row: JsonObject, member: str) -> bool:
+        return text(row, "role") == ROLE and member in texts(row, "members") and "condition" not in row
 
 
 def principal(site: Site, project_number: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from muster.backends.cluster import Began, Down, Leftover, Planned, Progress, Said, silent
 from muster.backends.gke.google.http import Call
@@ -25,6 +24,7 @@ from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.gke.provision.storage import Binding, Bucket, storage
 from muster.backends.protocols import Lease
 from muster.core.errors import BackendError, CapacityError, UsageError
+from muster.core.typed_json import JsonObject, children, text
 
 
 def resources(site: Site, installed: Software | None) -> list[Resource]:
@@ -165,11 +165,11 @@ def _begun(where: Site, session: Session) -> bool:
     return cluster.ours and not _pools_of_others(where, session)
 
 
-def _pools_of_others(where: Site, session: Session) -> list[Mapping[str, Any]]:
+def _pools_of_others(where: Site, session: Session) -> list[JsonObject]:
     """Node pools of the cluster that this run file did not make."""
     reply = session.find(Call(method="GET", url=f"{where.container}/clusters/{where.cluster}/nodePools"))
-    rows = reply.body.get("nodePools", []) if reply else []
-    return [row for row in rows if row["name"] not in (where.pool, where.placement.options.supervisor_pool)]
+    rows = children(reply.body, "nodePools") if reply else []
+    return [row for row in rows if text(row, "name") not in (where.pool, where.placement.options.supervisor_pool)]
 
 
 def _used_by_others(where: Site, session: Session) -> set[str]:
@@ -180,8 +180,8 @@ def _used_by_others(where: Site, session: Session) -> set[str]:
     cluster, main = f"clusters/{where.cluster}", f"{where.prefix}-net"
     result = {cluster, f"networks/{main}", f"subnetworks/{where.prefix}-sub", f"repositories/{where.prefix}"}
     for row in others:
-        for data in row.get("networkConfig", {}).get("additionalNodeNetworkConfigs", []):
-            network, subnet = last_word(data["network"]), last_word(data["subnetwork"])
+        for data in children(row, "networkConfig", "additionalNodeNetworkConfigs"):
+            network, subnet = last_word(text(data, "network")), last_word(text(data, "subnetwork"))
             result |= {f"networks/{network}", f"subnetworks/{subnet}", f"firewalls/{network}-internal"}
     return result
 
@@ -236,7 +236,7 @@ def _queue_of_its_own(site: Site) -> list[Resource]:
     return [
         replace(
             resource,
-            manifests=tuple(row for row in resource.manifests if row["metadata"]["name"] in names),
+            manifests=tuple(row for row in resource.manifests if text(row, "metadata", "name") in names),
             removed_with_cluster=False,
         )
         for resource in requested

@@ -19,13 +19,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
-from muster.core.event_order import merge_by_monotonic_clock
-from muster.core.events import Event, check, encode
+from muster.core.event_details.kinds import check
+from muster.core.event_log.order import merge_by_monotonic_clock
+from muster.core.events import Event, encode
 from muster.core.protocols import Clock
+from muster.core.typed_json import JsonObject
 
 _NAME = re.compile(r"^(?P<writer>[A-Za-z0-9][A-Za-z0-9_.-]*)\.(?P<attempt>\d+)\.jsonl$")
 
@@ -56,12 +57,14 @@ class EventLog:
 
     def __post_init__(self) -> None:
         self.directory = Path(self.directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.name = f"{self.writer}.{self.attempt}.jsonl"
         if not _NAME.match(self.name):
             raise MusterError(f"event writer name {self.writer!r} has characters a file name cannot carry")
         self.path = self.directory / self.name
-        self._file: io.FileIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (held for the log's life)
+        # Made for this user alone, and never a link.
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file: io.FileIO = open(fd, "a+b", buffering=0)  # noqa: SIM115 (held for the log's life)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -92,7 +95,7 @@ class EventLog:
         attempt: int | None = None,
         mono_ns: int | None = None,
         wall_ns: int | None = None,
-        detail: Mapping[str, Any] | None = None,
+        detail: JsonObject | None = None,
     ) -> Event:
         """Write one event and return it. A kill leaves a whole line or a torn last one."""
         event = Event(
@@ -193,7 +196,7 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
 
 
 def merged(directory: str | Path) -> list[Event]:
-    """All events of a run in the order in which they happened (see ``core.event_order``), each as it was written.
+    """All events of a run in the order in which they happened (see ``core.event_log.order``), each as it was written.
 
     Good enough for showing; the ledger uses the logged clock offsets instead.
     """

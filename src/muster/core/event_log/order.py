@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from muster.core.event_details.hosts import AgentStarted, ClockOffset
+from muster.core.event_details.run import SupervisorStarted
 from muster.core.events import Event
 
 #: More than synchronised clocks differ by, less than a step that matters.
 BENT_NS = 1_000_000_000
 #: First event of a new process in a file that another process began, perhaps before a reboot.
-_BEGINS = ("agent.started", "supervisor.started")
+_BEGINS = (AgentStarted.kind, SupervisorStarted.kind)
 
 
 def merge_by_monotonic_clock(files: Mapping[str, Sequence[Event]]) -> list[tuple[int, str, Event]]:
@@ -30,8 +32,8 @@ def merge_by_monotonic_clock(files: Mapping[str, Sequence[Event]]) -> list[tuple
         result += _placed(name, stretch, anchor)
         last_ns = max(at_ns for at_ns, _, _ in result)
         for event in stretch:
-            if event.kind == "clock.offset":
-                anchors.setdefault(event.host, []).append(anchor + int(event.detail["offset_ns"]))
+            if event.kind == ClockOffset.kind:
+                anchors.setdefault(event.host, []).append(anchor + event.read(ClockOffset).offset_ns)
     for name, stretch in (pair for pair in stretches if not _is_supervisor(pair[0])):
         anchor = _anchor(stretch[0])
         measured = min(anchors.get(stretch[0].host, ()), key=lambda offset: abs(offset - anchor), default=anchor)

@@ -1,0 +1,62 @@
+"""Which host of which run this is: plain values that all parts of its agent may know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from muster.config.spec import RunSpec
+from muster.core.processes import open_log
+from muster.storage.memory_dir import MemoryDir
+
+#: Where the agent listens to the processes of its host, in the host's folder in memory.
+SOCKET = "agent.sock"
+#: Compute Engine's; only its machines resolve the name.
+METADATA_URL = "http://metadata.google.internal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostIdentity:
+    """One host of one run."""
+
+    run_dir: Path
+    run_id: str
+    host: str
+    bind: str
+    memory: MemoryDir
+    """The host's folder in memory: snapshots, sockets."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """What the programs started here inherit."""
+    hosts_here: int = 1
+    """Agents of the run that share this machine's cores."""
+    metadata_url: str | None = None
+    """The cloud's metadata server, which announces the end of this host; None: no cloud machine."""
+
+    def read_spec(self) -> RunSpec:
+        """The run file as it is now: a restart may have changed it."""
+        return RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+
+    def log_path(self, program: str) -> Path:
+        return self.run_dir / "logs" / f"{program}-{self.host}.log"
+
+    def _open_log(self, program: str) -> BinaryIO:
+        path = self.log_path(program)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return open_log(path)
+        except OSError:  # a full disk must not prevent a start
+            return open(os.devnull, "ab")
+
+    def start_program(self, log: str, module: str, *arguments: str, **streams: Any) -> subprocess.Popen[Any]:
+        """Start ``python -m module arguments``, in a session of its own; it writes to ``logs/{log}-HOST.log``.
+
+        ``streams``: stdin, stdout where they are others, and what else ``Popen`` takes.
+        """
+        with self._open_log(log) as output:
+            given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **streams}
+            return subprocess.Popen([sys.executable, "-m", module, *arguments], start_new_session=True, **given)

@@ -1,0 +1,129 @@
+"""The programs of a host that serve no rank directly: data preparation, and the watcher of preemption notices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+from muster.agent.host_event_log import HostLog
+from muster.agent.host_identity import HostIdentity
+from muster.agent.ranks.rank_process import end_child, on_exit
+from muster.config.spec import RunSpec
+from muster.core.typed_json import Unreadable
+from muster.protocol.codec import reader_of
+from muster.protocol.pipes import PREEMPTION_NOTICES, PREPARATION, DataFailed, DataPrepared, FromPreparation
+from muster.protocol.to_supervisor import StartFailed
+from muster.transport.connections import ConnectionPool
+
+#: Data preparation that was killed is restarted this often: what it has done is in the cache.
+PREPARE_KILLS = 1
+
+
+class Programs:
+    """``prepared``: whether the data is there."""
+
+    def __init__(
+        self,
+        *,
+        identity: HostIdentity,
+        hub: ConnectionPool,
+        log: HostLog,
+        spec: Callable[[], RunSpec],
+        is_ending: Callable[[], bool],
+        on_prepared: Callable[[], None],
+        on_failure: Callable[[StartFailed], None],
+        on_notice: Callable[[str], None],
+    ) -> None:
+        """``on_notice``: this host is being preempted; who says so."""
+        self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
+        self._is_ending, self._on_prepared = is_ending, on_prepared
+        self._on_failure, self._on_notice = on_failure, on_notice
+        self.prepared = False
+        self._prepare: subprocess.Popen[bytes] | None = None
+        self._prepare_kills = 0
+        self._preemption_watcher: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._start_prepare()
+        if self._identity.metadata_url is not None:
+            self._start_preemption_watcher(self._identity.metadata_url)
+
+    def prepare_again(self) -> None:
+        """The run file changed."""
+        self.prepared = False
+        self._start_prepare()
+
+    def shutdown(self) -> None:
+        """End them; never waits long."""
+        end_child(self._prepare)
+        end_child(self._preemption_watcher)
+
+    # ------------------------------------------------------------ data preparation
+
+    def _start_prepare(self) -> None:
+        if self._spec().data is None:
+            self.prepared = True
+            return
+        arguments = ("--run-dir", str(self._identity.run_dir))
+        self._prepare = self._identity.start_program("prepare", "muster.data", *arguments, stdout=subprocess.PIPE)
+        on_exit(self._hub, self._prepare.pid, self._on_prepare_exit)
+
+    def _on_prepare_exit(self) -> None:
+        assert self._prepare is not None
+        host = self._identity.host
+        out, _ = self._prepare.communicate()
+        code, self._prepare = self._prepare.returncode, None
+        result: FromPreparation | None = None
+        with contextlib.suppress(Unreadable, IndexError):
+            result = reader_of(PREPARATION)(out.strip().splitlines()[-1])
+        if code < 0 and self._prepare_kills < PREPARE_KILLS and not self._is_ending():
+            self._prepare_kills += 1
+            self._log.note(f"data preparation on {host} was ended by signal {-code} and is restarted")
+            self._start_prepare()
+            return
+        if code == 0 and isinstance(result, DataPrepared):
+            found = {"fingerprint": result.fingerprint, "tokens": result.tokens, "sequences": result.sequences}
+            self._log.write("data.prepared", {**found, "cached": result.cached, **result.more})
+            self.prepared = True
+            self._on_prepared()
+        elif isinstance(result, DataFailed):
+            self._on_failure(StartFailed(reason=result.error, exit_code=result.exit_code, hint=result.hint))
+        else:
+            reason = f"data preparation ended with code {code}; see logs/prepare-{host}.log"
+            hint = "code -9 without a user's kill is lack of memory" if code == -9 else None
+            self._on_failure(StartFailed(reason=reason, hint=hint))
+
+    # ------------------------------------------------------------ preemption notices of the cloud
+
+    def _start_preemption_watcher(self, url: str) -> None:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "muster.agent.preemption_watcher", url],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert child.stdout is not None
+        self._preemption_watcher, fd = child, child.stdout.fileno()
+        os.set_blocking(fd, False)
+        self._hub.watch(fd, lambda: self._on_output(fd))
+
+    def _on_output(self, fd: int) -> None:
+        output = os.read(fd, 4096)
+        if not output:  # it has ended: no metadata server here
+            self._hub.unwatch(fd)
+            return
+        for line in output.splitlines():
+            try:
+                notice = reader_of(PREEMPTION_NOTICES)(line)
+            except Unreadable as error:
+                self._log.note(f"a notice of the preemption watcher: {error}")
+                continue
+            if notice.notice == "preempted":
+                self._on_notice("the metadata server: preempted")
+            else:
+                source = f"the metadata server: {notice.value}"
+                self._log.write("termination.notice", {"notice": notice.notice, "source": source, "grace_s": 60.0})

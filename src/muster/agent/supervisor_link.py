@@ -1,0 +1,91 @@
+"""The agent's connection to the supervisor that holds the lease: found, kept, left when another one holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from muster.agent.heartbeat import supervisor_address
+from muster.agent.host_identity import HostIdentity
+from muster.protocol.codec import reader_of
+from muster.protocol.hello import AgentHello
+from muster.protocol.to_agent import TO_AGENT, ToAgent
+from muster.protocol.to_supervisor import FromAgent
+from muster.protocol.values import Address
+from muster.protocol.version import OtherVersion
+from muster.transport.connections import Connection, ConnectionPool
+
+#: How often the lease is read while a supervisor is connected.
+LEASE_CHECK_S = 1.0
+
+
+class SupervisorLink:
+    """At most one connection; nothing is kept for a supervisor that is absent: the next one's hello tells all."""
+
+    def __init__(
+        self,
+        *,
+        hub: ConnectionPool,
+        identity: HostIdentity,
+        hello: Callable[[], AgentHello],
+        on_message: Callable[[ToAgent], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """``hello``: the first message to each supervisor; ``on_refused``: the lease is held by one of another version;
+        one line that names both."""
+        self._hub, self._identity, self._hello = hub, identity, hello
+        self._on_message, self._on_refused = on_message, on_refused
+        self._peer: Connection | None = None
+        self._address: Address | None = None
+        self._lease_check_s = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return self._peer is not None
+
+    def is_peer(self, peer: Connection) -> bool:
+        return peer is self._peer
+
+    def find_address(self) -> Address | None:
+        """Where the holder of the lease listens; None: there is none, or not one to speak to."""
+        try:
+            return supervisor_address(self._identity.run_dir, me=self._identity.host)
+        except OtherVersion as error:
+            self._on_refused(str(error))
+            return None
+
+    def send(self, message: FromAgent) -> None:
+        """To the supervisor, where one is connected."""
+        if self._peer is not None:
+            self._hub.send(self._peer, message)
+
+    def connect(self) -> bool:
+        """Try once to reach the holder of the lease, and greet it."""
+        self._address = self.find_address()
+        if self._address is None:
+            return False
+        try:
+            self._peer = self._hub.connect(*self._address, timeout_s=0.5)
+        except OSError:
+            return False
+        self._peer.expect(reader_of(TO_AGENT), lambda _, message: self._on_message(message))
+        self.greet()
+        return True
+
+    def greet(self) -> None:
+        """Tell everything that a supervisor needs to know about this host, again where it has changed."""
+        self.send(self._hello())
+
+    def leave_deposed(self) -> None:
+        """A holder that is silent (its node lost power) keeps a connection open: the lease decides which one counts."""
+        if self._peer is None or time.monotonic() < self._lease_check_s:
+            return
+        self._lease_check_s = time.monotonic() + LEASE_CHECK_S
+        address = self.find_address()
+        if address is not None and address != self._address:
+            self._hub.close(self._peer)
+            self._peer = None
+
+    def on_lost(self) -> None:
+        """The connection is closed."""
+        self._peer = None

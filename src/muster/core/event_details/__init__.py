@@ -1,0 +1,1 @@
+"""What each kind of event says: one frozen class a kind, with the meaning and unit of every field."""

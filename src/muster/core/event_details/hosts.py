@@ -1,0 +1,132 @@
+"""Details of hosts and their agents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from muster.core.event_detail import Detail, OpenDetail
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRequested(OpenDetail):
+    kind: ClassVar = "host.requested"
+    doc: ClassVar = "Asked for; the queue begins."
+    count: Annotated[int, "hosts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostAllocated(Detail):
+    kind: ClassVar = "host.allocated"
+    doc: ClassVar = "Bought: from here a host costs money."
+    gpus: Annotated[int, "on this host (CPU: ranks)"]
+    role: Annotated[str, "active or spare"]
+    usd_per_hour: Annotated[float | None, "price of the whole host; absent: unknown"] = None
+    machine: Annotated[str | None, "type"] = None
+    location: Annotated[str | None, "zone"] = None
+    peak_flops: Annotated[float | None, "per rank"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReleased(Detail):
+    kind: ClassVar = "host.released"
+    doc: ClassVar = "Given back: costs nothing from here."
+    reason: Annotated[str | None, "why"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLost(Detail):
+    kind: ClassVar = "host.lost"
+    doc: ClassVar = "Gone or silent."
+    evidence: Annotated[str, "what was seen"]
+    silent_s: Annotated[float, "seconds since it was heard of"] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReset(Detail):
+    kind: ClassVar = "host.reset"
+    doc: ClassVar = "Its GPUs were reset between two attempts."
+    gpus: Annotated[tuple[int, ...], "their numbers on the host"]
+    ok: Annotated[bool, "whether it worked"]
+    evidence: Annotated[str | None, "what the tool said"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSetAside(Detail):
+    kind: ClassVar = "host.set_aside"
+    doc: ClassVar = "It could not prepare; not used until it can."
+    reason: Annotated[str, "why"]
+    needed: Annotated[bool, "whether the run cannot go on without it"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostHealth(Detail):
+    kind: ClassVar = "host.health"
+    doc: ClassVar = "A detector's report on a host."
+    incident: Annotated[str, "kind: a row of muster.core.incidents"]
+    evidence: Annotated[str, "one sentence with values"]
+    resettable: Annotated[tuple[int, ...], "GPUs that a reset may heal"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostQuarantined(Detail):
+    kind: ClassVar = "host.quarantined"
+    doc: ClassVar = "Not used again, or not for now."
+    reason: Annotated[str, "why"]
+    for_s: Annotated[float | None, "seconds of quarantine"] = None
+    until_return: Annotated[bool, "until the host has left and rejoined"] = False
+    quarantined_for_error: Annotated[str | None, "error (step and words) that is looked for on another host"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReadmitted(Detail):
+    kind: ClassVar = "host.readmitted"
+    doc: ClassVar = "No longer quarantined: it may be used again."
+    reason: Annotated[str, "why"]
+    cause: Annotated[
+        Literal["expired", "recurred", "returned"] | None,
+        "its time was over, the error came on another host too, or the host left and rejoined",
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockOffset(Detail):
+    kind: ClassVar = "clock.offset"
+    doc: ClassVar = "A host's monotonic clock against the supervisor's, by round trips."
+    offset_ns: Annotated[int, "add to the host's mono_ns"]
+    error_ns: Annotated[int, "half the best round trip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentStarted(OpenDetail):
+    kind: ClassVar = "agent.started"
+    doc: ClassVar = "An agent is ready."
+    pid: Annotated[int, "process id"]
+    ranks: Annotated[int, "ranks it can run"]
+    boot_id: Annotated[str | None, "kernel's"] = None
+    adopted: Annotated[tuple[int, ...], "ranks found alive"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEnded(Detail):
+    kind: ClassVar = "agent.ended"
+    doc: ClassVar = "An agent leaves."
+    reason: Annotated[str, "why"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminationNotice(Detail):
+    kind: ClassVar = "termination.notice"
+    doc: ClassVar = "Announced in advance: preemption, maintenance, a time limit, a user's stop."
+    notice: Annotated[str, "preemption, maintenance, time_limit, stop"]
+    source: Annotated[str, "signal, endpoint..."]
+    grace_s: Annotated[float | None, "time given"] = None
+    exit_code: Annotated[int | None, "of a stop: what the run will answer"] = None
+    save: Annotated[bool | None, "of a stop: whether the ranks save first"] = None
+
+
+DETAILS: tuple[type[Detail], ...] = (
+    HostRequested, HostAllocated, HostReleased, HostLost, HostReset, HostSetAside, HostHealth, HostQuarantined,
+    HostReadmitted, ClockOffset,
+)  # fmt: skip
+AGENT_DETAILS: tuple[type[Detail], ...] = (AgentStarted, AgentEnded)

@@ -1,0 +1,107 @@
+"""Details of training; its events come from rank 0 unless stated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from muster.core.event_detail import Detail, OpenDetail
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPrepared(OpenDetail):
+    kind: ClassVar = "data.prepared"
+    doc: ClassVar = "Tokens are ready."
+    fingerprint: Annotated[str, "of the prepared data"]
+    tokens: Annotated[int, "in it"]
+    sequences: Annotated[int, "in it"]
+    cached: Annotated[bool, "was there already"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReady(OpenDetail):
+    kind: ClassVar = "model.ready"
+    doc: ClassVar = "What will train."
+    parameters: Annotated[int, "count"]
+    trainable_parameters: Annotated[int, "count"]
+    attention: Annotated[str, "kernel chosen and why"]
+    flops_per_token: Annotated[float | None, "CAUSAL, fwd+bwd"] = None
+    peak_flops: Annotated[float | None, "per rank that MFU divides by"] = None
+    peak_source: Annotated[str | None, "where from"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Detail):
+    """A loop of the user's own (``command:``) may leave any of the first seven but ``step_ns`` null: unknown, never
+    zero."""
+
+    kind: ClassVar = "step"
+    doc: ClassVar = "An optimizer step was applied by every rank."
+    loss: Annotated[float | None, "mean over the step's supervised tokens, all ranks"]
+    grad_norm: Annotated[float | None, "global norm before clipping"]
+    learning_rate: Annotated[float | None, "as applied"]
+    step_ns: Annotated[int, "wall time of the step, the previous step's end to this one's"]
+    tokens: Annotated[int | None, "tokens of the global batch, padding excluded"]
+    supervised_tokens: Annotated[int | None, "tokens that count in the loss"]
+    padding_tokens: Annotated[int | None, "positions without a document, zero-weight rounds included"]
+    data_wait_ns: Annotated[int | None, "time the loop waited for its batch"] = None
+    stall_ns: Annotated[int | None, "time a snapshot or save held the loop"] = None
+    tokens_per_s: Annotated[float | None, "tokens / step time, all ranks"] = None
+    model_flops: Annotated[float | None, "FLOPs of the step by the CAUSAL convention (docs/mfu.md)"] = None
+    mfu: Annotated[float | None, "model_flops / (step time x peak x ranks)"] = None
+    tflops_per_rank: Annotated[float | None, "model_flops / step time / ranks / 1e12"] = None
+    memory_bytes: Annotated[int | None, "peak on this rank: CUDA allocator, or resident set on CPU"] = None
+    rows: Annotated[int | None, "sequences of the global batch"] = None
+    padding_rounds: Annotated[int | None, "zero-weight micro-batches of this step, all ranks"] = None
+    skipped: Annotated[bool, "true: its update was left out on every rank; tokens are 0, loss and norm null"] = False
+    skipped_tokens: Annotated[int | None, "tokens of the batch that was left out"] = None
+    state_hash: Annotated[
+        str | None,
+        "64 bits over the state after this step, equal in any layout, where asked for; null: a peer was lost",
+    ] = None
+    replica_hashes: Annotated[
+        tuple[str, ...], "one hash a replica, where they are not all `state_hash`: silent corruption of a copy"
+    ] = ()
+    snapshot_step: Annotated[int | None, "newest step that the hosts' own memory holds"] = None
+    peer_step: Annotated[
+        int | None, "newest step of which every rank knows that another host's memory holds it too"
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineRate(Detail):
+    kind: ClassVar = "baseline_rate"
+    doc: ClassVar = "The rate of these ranks with fault tolerance off and no checkpoints: what goodput divides by."
+    tokens_per_s: Annotated[float, "all ranks, median of the steps"]
+    world_size: Annotated[int, "ranks"]
+    steps: Annotated[int, "measured after warm-up"]
+    spread: Annotated[float | None, "robust standard deviation / median"] = None
+    mfu: Annotated[float | None, "of the median step"] = None
+    first_step: Annotated[int | None, "first step without fault tolerance; `step` is the last"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(OpenDetail):
+    kind: ClassVar = "eval"
+    doc: ClassVar = "Held-out figures after `step`."
+    loss: Annotated[float | None, "held-out, mean per supervised token"] = None
+    execution_accuracy: Annotated[float | None, "share of questions whose rows equal the gold query's"] = None
+    query_match: Annotated[float | None, "share of queries equal to gold after normalising"] = None
+    questions: Annotated[int | None, "asked"] = None
+    baseline_accuracy: Annotated[float | None, "majority-template baseline on the same questions"] = None
+    duration_ns: Annotated[int | None, "time it took"] = None
+    timeouts: Annotated[int | None, "queries stopped"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Detail):
+    kind: ClassVar = "generation"
+    doc: ClassVar = "One generation, shown."
+    prompt: Annotated[str, "text"]
+    completion: Annotated[str, "text"]
+    expected: Annotated[str | None, "gold text"] = None
+    correct: Annotated[bool | None, "bool"] = None
+    rows: Annotated[tuple[tuple[str, ...], ...] | None, "what it returned"] = None
+
+
+DETAILS: tuple[type[Detail], ...] = (DataPrepared, ModelReady, Step, BaselineRate, Eval, Generation)

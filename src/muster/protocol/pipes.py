@@ -1,0 +1,109 @@
+"""What programs print for the process that started them: one message on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias, get_args
+
+from muster.core.typed_json import Count, Int64, JsonObject, Record, Seconds
+from muster.protocol.channel import Channel
+from muster.protocol.client import SupervisorStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptionNotice(Record):
+    """The cloud takes the host away, or maintains it."""
+
+    notice: Annotated[str, "the metadata server's key"]
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPrepared(Record):
+    """A host's data is ready."""
+
+    fingerprint: str
+    tokens: Count
+    sequences: Count
+    cached: bool
+    more: Annotated[JsonObject, "counts of the preparation"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFailed(Record):
+    """The data cannot be prepared."""
+
+    error: str
+    hint: str | None = None
+    exit_code: Int64 = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskInPod(Record):
+    """Ask the supervisor in this pod."""
+
+    message: Annotated[str, "a client's message, as a frame"]
+    timeout_s: Seconds = 5.0
+    resolved: Annotated[str | None, "replaces the run file before it is asked"] = None
+    code: Annotated[str | None, "the user's code, packed, in base64"] = None
+
+
+Folder: TypeAlias = Literal["logs", "events"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFolder(Record):
+    """What a folder's files hold beyond these offsets."""
+
+    folder: Folder
+    after: Annotated[Mapping[str, Count], "file name -> bytes"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart(Record):
+    """A part of a file."""
+
+    name: str
+    offset: Count
+    data: Annotated[str, "in base64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileParts(Record):
+    """The answer to ``ReadFolder``; it may be cut: ask again."""
+
+    files: tuple[FilePart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodError(Record):
+    """What was asked cannot be done."""
+
+    error: str
+    hint: str | None = None
+
+
+ToPod: TypeAlias = AskInPod | ReadFolder
+FromPod: TypeAlias = SupervisorStatus | FileParts | PodError
+FromPreparation: TypeAlias = DataPrepared | DataFailed
+TO_POD: Channel[ToPod] = Channel(
+    name="launcher to pod", sender="launcher", receiver="program in a pod", over="pipe", messages=get_args(ToPod)
+)
+FROM_POD: Channel[FromPod] = Channel(
+    name="pod to launcher", sender="program in a pod", receiver="launcher", over="pipe", messages=get_args(FromPod)
+)
+PREEMPTION_NOTICES: Channel[PreemptionNotice] = Channel(
+    name="preemption watcher to agent",
+    sender="preemption watcher",
+    receiver="agent",
+    over="pipe",
+    messages=(PreemptionNotice,),
+)
+PREPARATION: Channel[FromPreparation] = Channel(
+    name="data preparation to agent",
+    sender="data preparation",
+    receiver="agent",
+    over="pipe",
+    messages=get_args(FromPreparation),
+)

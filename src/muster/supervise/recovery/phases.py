@@ -1,0 +1,213 @@
+"""Where a run is: one value for each phase, with what has a meaning only there, and the table of transitions.
+
+Only ``SupervisorContext.enter`` changes the phase. ``docs/recovery.md`` shows the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from muster.protocol.held_snapshots import Choice
+from muster.protocol.to_agent import EndAttempt, FlushedFile
+from muster.supervise.recovery.inputs import FromHost, StopRequest
+
+
+@dataclass(kw_only=True)
+class Phase:
+    """Base of the phases."""
+
+    name: ClassVar[str]
+    """In ``muster status``."""
+    deadline_ns: int | None = None
+    """When ``Tick`` is due; what it means is the phase's."""
+
+
+@dataclass(kw_only=True)
+class Starting(Phase):
+    """Hosts are joining; no attempt is running or will be taken over."""
+
+    name = "starting"
+
+
+@dataclass(kw_only=True)
+class RunEnd:
+    """How a run ends."""
+
+    outcome: str
+    exit_code: int
+    reason: str
+
+
+@dataclass(kw_only=True)
+class Adopting(Phase):
+    """A new supervisor waits for the hosts of the attempt that it found in the log."""
+
+    name = "adopt"
+    found: Phase = field(default_factory=lambda: Running())
+    """Where the log says that the run is."""
+    asked: StopRequest | None = None
+    """A stop from before the hosts have answered."""
+    asked_before: StopRequest | None = None
+    """The same, of an earlier supervisor."""
+    deferred: list[FromHost] = field(default_factory=list)
+    """Reports that are judged once it is known whether the attempt continues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resize:
+    """The ranks were asked to exit after their step, for an attempt on more hosts."""
+
+    hosts: list[str]
+    until_ns: int
+    """Ranks that continue meanwhile, because a save is running, may do so until then."""
+
+
+@dataclass(kw_only=True)
+class Running(Phase):
+    """Ranks are starting or stepping. The deadline is that of the first step, or of a resize."""
+
+    name = "run"
+    resize: Resize | None = None
+
+
+@dataclass(kw_only=True)
+class NextHosts:
+    """The attempt to come."""
+
+    hosts: list[str]
+    needed: int = 0
+    """With fewer hosts it is not started; 0: the run's minimum."""
+    waiting_since_ns: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOrder:
+    """What a host was sent to end its ranks; sent again to an agent that restarts before it has answered."""
+
+    message: EndAttempt
+    answer_by_ns: int
+    """Without an answer by then the host counts as lost."""
+
+
+@dataclass(kw_only=True)
+class Draining(Phase):
+    """Ranks are being ended; hosts report what they hold. The deadline is that of the next answer."""
+
+    name = "draining"
+    next: NextHosts
+    waiting: dict[str, EndOrder] = field(default_factory=dict)
+    """Hosts that have not reported the end of their ranks yet."""
+
+    def await_next(self) -> None:
+        """Set the deadline to the first host's time limit."""
+        self.deadline_ns = min((order.answer_by_ns for order in self.waiting.values()), default=None)
+
+
+@dataclass(kw_only=True)
+class Waiting(Phase):
+    """Too few hosts. After the deadline the policy is asked again."""
+
+    name = "wait"
+    next: NextHosts
+
+
+@dataclass(kw_only=True)
+class Stopping(Phase):
+    """Ranks were asked to save and exit, or do so by themselves."""
+
+    name = "stopping"
+    outcome: str
+    exit_code: int
+    source: str = ""
+    """What requested it."""
+    saves: bool = True
+    by_user: bool = False
+    """A user or scheduler requested it; a second request does not wait. (A notice to the hosts does not count.)"""
+
+
+@dataclass(kw_only=True)
+class Flushing(Phase):
+    """The run ends: hosts write what only their memory holds (``final_flush``)."""
+
+    name = "flush"
+    end: RunEnd
+    until_ns: int
+    by_user: bool = False
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Host -> answers still due; only the last one counts."""
+    answered: set[str] = field(default_factory=set)
+    """Hosts that have listed their snapshots."""
+    choice: Choice | None = None
+    """The version being written; None: the hosts' lists are awaited."""
+    files: list[FlushedFile] = field(default_factory=list)
+    """What was written, as the hosts report it."""
+    writers: list[str] = field(default_factory=list)
+    committing: bool = False
+    newest: int = 0
+    """Newest step that was to be written."""
+    given_up: set[tuple[int, int]] = field(default_factory=set)
+    """(step, attempt) of versions that could not be written."""
+    problem: str = ""
+    """What last went wrong with it."""
+
+
+@dataclass(kw_only=True)
+class Held(Phase):
+    """Failed by the user's own error; hosts stay warm for a corrected run file until the deadline."""
+
+    name = "hold"
+    exit_code: int
+    reason: str
+
+
+@dataclass(kw_only=True)
+class Ended(Phase):
+    """Over: nothing is done any more."""
+
+    name = "ended"
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One row of the table."""
+
+    source: type[Phase]
+    on: str
+    target: type[Phase]
+
+
+TRANSITIONS = (
+    Transition(Starting, "all hosts are ready, or the fewest at the deadline", Running),
+    Transition(Starting, "too few at the deadline, or one cannot start: the policy restarts or waits", Draining),
+    Transition(Starting, "a stop; the policy stops", Ended),
+    Transition(Starting, "a stop; the policy stops, and an earlier attempt left something to write", Flushing),
+    Transition(Starting, "a host cannot start by the user's own error, and hosts are to be held", Held),
+    Transition(Adopting, "every rank of the attempt is there; or some are lost, an incident", Running),
+    Transition(Adopting, "its ranks were being replaced, or hosts were awaited", Draining),
+    Transition(Adopting, "its ranks were saving", Stopping),
+    Transition(Adopting, "the run was ending", Flushing),
+    Transition(Adopting, "nothing of the attempt is left: all agents are new", Starting),
+    Transition(Adopting, "no host answers in time; it was ending, and nothing is left to write; a forced stop", Ended),
+    Transition(Running, "restart, reset, swap, shrink, wait, grow", Draining),
+    Transition(Running, "a stop, an announced preemption; ranks that leave by themselves", Stopping),
+    Transition(Running, "the policy stops after the user's own error, and hosts are to be held", Held),
+    Transition(Running, "the policy stops, or the last save failed", Flushing),
+    Transition(Running, "the last step; the policy stops and nothing is left to write; a forced stop", Ended),
+    Transition(Draining, "every host has answered or is lost, and there are enough", Running),
+    Transition(Draining, "every host has answered or is lost, and there are too few", Waiting),
+    Transition(Draining, "a stop; the policy stops", Flushing),
+    Transition(Draining, "a stop, the policy stops, and nothing is left to write", Ended),
+    Transition(Draining, "the policy stops after the user's own error, and hosts are to be held", Held),
+    Transition(Waiting, "a host becomes ready", Running),
+    Transition(Waiting, "the deadline, a lost host: the policy decides again", Draining),
+    Transition(Waiting, "a host cannot start by the user's own error, and hosts are to be held", Held),
+    Transition(Waiting, "a stop; the policy stops", Flushing),
+    Transition(Waiting, "a stop, the policy stops, and nothing is left to write", Ended),
+    Transition(Stopping, "all have saved and exited; a second stop", Ended),
+    Transition(Stopping, "some could not save, or not in time", Flushing),
+    Transition(Held, "muster restart", Draining),
+    Transition(Held, "a stop, the deadline, every host has notice", Flushing),
+    Transition(Held, "the same, and nothing is left to write", Ended),
+    Transition(Flushing, "the newest version is written, or cannot be; a second stop", Ended),
+)

@@ -1,0 +1,39 @@
+"""A supervisor's process that serves nobody: what tests give it is handled, what it would send is kept."""
+
+from types import SimpleNamespace
+
+from fakes.virtual_run import machine
+
+from muster.core.event_log import EventLog
+from muster.supervise.process.clock_offsets import ClockOffsets
+from muster.supervise.process.limits import LimitsGuard
+from muster.supervise.process.liveness import HostLiveness
+from muster.supervise.process.server import Supervisor
+
+
+class RecordingPool:
+    def __init__(self):
+        self.sent, self.closed = [], []
+
+    def send(self, peer, message):
+        self.sent.append(message)
+
+    def close(self, peer):
+        self.closed.append(peer)
+
+    def dismiss(self, peer, message):
+        self.send(peer, message)
+        self.close(peer)
+
+
+def idle_supervisor(folder, of):
+    """For the run file ``of``; its log is in ``folder``."""
+    found = Supervisor(run_dir=folder)
+    found.run_id, found.pool, found.agents, found.watchdogs = "r", RecordingPool(), {}, {}
+    found.clocks, found.machine = ClockOffsets(), machine(of)
+    found.limits_guard = LimitsGuard(limits=of.limits, grace_s=30.0)
+    found.liveness = HostLiveness(timeout_s=3.0)
+    found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
+    found.lease = SimpleNamespace(hold=lambda: None)
+    found.log = EventLog("r", folder / "events", "supervisor", 1)
+    return found

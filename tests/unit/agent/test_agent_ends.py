@@ -1,0 +1,147 @@
+"""The agent's own ends of its channels: what cannot be read, and a supervisor of another version."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from muster.agent import host_agent
+from muster.agent.host_agent import HostAgent
+from muster.agent.host_identity import SOCKET, HostIdentity
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
+from muster.protocol.codec import encode
+from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
+from muster.protocol.rank_agent import RankBeat, StandbyHello
+from muster.protocol.to_supervisor import StoreLost
+from muster.protocol.version import MINE
+from muster.storage.memory_dir import MemoryDir
+from muster.transport.secure_session import Session
+
+TOKEN = b"t" * 64
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """One that has started nothing."""
+    spec = RunSpec.model_validate({"name": "case", "command": ["train.py"], "resources": {"device": "cpu"}})
+    (tmp_path / "resolved.json").write_text(spec.model_dump_json())
+    (tmp_path / "token").write_bytes(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    memory = MemoryDir.of_host(tmp_path, run_id="run", host="host-0")
+    identity = HostIdentity(run_dir=tmp_path, run_id="run", host="host-0", bind="127.0.0.1", memory=memory)
+    made = HostAgent(identity)
+    yield made
+    if made.exit_reason is None:
+        made.hub.shutdown()
+    memory.remove()
+
+
+@pytest.fixture
+def sleeper():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield child
+    child.kill()
+    child.wait()
+    child.stdin.close()
+
+
+class Process:
+    """A process of the host, connected to the agent."""
+
+    def __init__(self, agent):
+        self.agent, self.session = agent, Session(TOKEN, server=False)
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(agent.identity.memory.path(SOCKET)))
+        self.sock.setblocking(False)
+        while not self.session.ready:
+            self.turn()
+
+    def turn(self):
+        """Both ends read and write once; False: the agent has closed the connection."""
+        self.agent.hub.run_once(0.05)
+        try:
+            data = self.sock.recv(1 << 16)
+        except BlockingIOError:
+            data = None
+        if data == b"":
+            return False
+        if data:
+            self.session.frames(data)
+        out = self.session.outgoing()
+        if out:
+            self.sock.sendall(out)
+        return True
+
+    def lives_after(self, *frames):
+        for frame in frames:
+            self.session.send(frame)
+        return all([self.turn() for _ in range(3)])
+
+
+STANDBY = encode(StandbyHello(pid=1, local_rank=0, bound=False))
+UNREADABLE = {
+    "no JSON": [b"\xff\xfe"],
+    "another channel's": [encode(StoreLost())],
+    "of the right channel, before the hello": [encode(RankBeat(step=1, micro=1))],
+    "a second hello": [STANDBY, STANDBY],
+    "what the agent itself sends": [STANDBY, encode(SpawnStandbys(local_ranks=(0,), contexts=False))],
+    "a field that is missing": [STANDBY, b'["rank_beat",{"step":1}]'],
+    "an event that is none": [b'["rank_hello",{"pid":PID,"attempt":1,"rank":0,"step":1}]',
+        b'["rank_event",{"kind":"no.such","attempt":1,"mono_ns":1,"wall_ns":1,"detail":{}}]'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("frames", UNREADABLE.values(), ids=list(UNREADABLE))
+def test_what_cannot_be_read_ends_its_connection_and_no_more(agent, frames, sleeper):
+    assert not Process(agent).lives_after(*(frame.replace(b"PID", b"%d" % sleeper.pid) for frame in frames))
+    server = Process(agent)
+    assert server.lives_after(encode(ForkServerHello(pid=1, store=("127.0.0.1", 1))))
+    assert agent.fork_server.connected and agent.exit_reason is None
+
+
+def tree(folder):
+    return {path: path.lstat().st_ino for path in folder.rglob("*")}
+
+
+def hold_snapshot(agent):
+    ring = Ring.create(agent.identity.memory.path(file_name("own", "r1s2t1p1c1e1", 0)), header=b"{}", slot_bytes=64)
+    ring.commit(ring.begin(), step=8, attempt=2, rank=0)
+    return ring
+
+
+def hand_lease_to_another_version(agent):
+    other = {"protocol": MINE.protocol + 1, "muster": "9.9.9"}
+    (agent.identity.run_dir / "lease.json").write_text(json.dumps({"version": other}))
+
+
+def test_a_supervisor_of_another_version_is_refused_before_anything_is_touched(agent, monkeypatch, capsys):
+    """``agent`` is the predecessor, whose snapshots and ranks are none of the refused one's."""
+    hold_snapshot(agent).close()
+    hand_lease_to_another_version(agent)
+    run_dir, memory = agent.identity.run_dir, agent.identity.memory.folder
+    before = tree(run_dir) | tree(memory)
+    monkeypatch.setattr(sys, "argv", ["agent", "--run-dir", str(run_dir), "--run-id", "run", "--host", "host-0"])
+    with pytest.raises(SystemExit) as ended:
+        host_agent.main()
+    assert ended.value.code == UsageError.exit_code
+    assert tree(run_dir) | tree(memory) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"host-0 speaks {MINE}" in line and "(muster 9.9.9)" in line
+
+
+def test_a_host_with_snapshots_outlives_a_refusal_and_one_without_does_not(agent):
+    ring = hold_snapshot(agent)
+    hand_lease_to_another_version(agent)
+    for _ in range(2):
+        agent._find_supervisor()
+    assert agent.exit_reason is None
+    notes = [line for line in (agent.identity.run_dir / "events").rglob("*.jsonl") if "9.9.9" in line.read_text()]
+    assert len(notes) == 1 and notes[0].read_text().count("9.9.9") == 1
+    ring.drop(ring.find(8, 2))
+    ring.close()
+    agent._find_supervisor()
+    assert "9.9.9" in agent.exit_reason and agent.exit_code == UsageError.exit_code

@@ -1,0 +1,58 @@
+"""What a host holds in memory, and what it holds no longer."""
+
+from dataclasses import replace
+
+import pytest
+
+from muster.agent.snapshot_store import SnapshotStore
+from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.core.types import Layout
+from muster.protocol.ranks import RankContext, Restore
+from muster.protocol.to_agent import StartAttempt
+
+KEY = "r1s2t1p1c1e1"
+
+
+@pytest.fixture
+def store(tmp_path):
+    for tier, rank in (("own", 0), ("peer", 1)):
+        ring = Ring.create(tmp_path / file_name(tier, KEY, rank), header=b"{}", slot_bytes=64)
+        for step in (8, 9):
+            ring.commit(ring.begin(), step=step, attempt=2, rank=rank)
+        ring.close()
+    return SnapshotStore(
+        memory=tmp_path, host="host-0", takes_snapshots=lambda: True, copy_to=lambda _: None, fetch=lambda _: None
+    )
+
+
+def held(store):
+    return {(copy.tier, copy.rank, copy.step) for copy in store.held()}
+
+
+def test_a_damaged_copy_is_listed_no_more_and_all_others_are(store):
+    damaged = next(copy for copy in store.held() if (copy.tier, copy.step) == ("peer", 9))
+    assert damaged.host == "host-0"
+    store.drop([damaged])
+    assert held(store) == {("memory", 0, 8), ("memory", 0, 9), ("peer", 1, 8)}
+    store.drop([damaged])  # told twice: by the rank, and by the supervisor
+
+
+def test_what_is_another_hosts_or_gone_drops_nothing(store):
+    before, copy = held(store), store.held()[0]
+    store.drop([replace(copy, host="host-1"), replace(copy, rank=7), replace(copy, attempt=3), replace(copy, step=7)])
+    assert held(store) == before
+
+
+@pytest.mark.parametrize("kept, share", [((None, None), True), ((0, None), False)])
+def test_files_are_verified_in_shares_only_where_no_rank_is_retained(store, kept, share):
+    """One that is retained reads no file: nobody would verify its share."""
+    contexts = tuple(
+        RankContext(
+            run_id="r", run_dir=".", attempt=3, host="host-0", rank=rank, local_rank=rank, world_size=2,
+            local_world_size=2, layout=Layout(dp_replicate=2), master_addr="", master_port=1, kept_rank=kept_rank,
+            restore=Restore(step=9, attempt=2, layout=Layout(dp_replicate=4)),
+        )
+        for rank, kept_rank in enumerate(kept)
+    )  # fmt: skip
+    begun = store.begin(StartAttempt(attempt=3, contexts=contexts, fetch=(), peer=None))
+    assert [context.restore.share_verification for context in begun] == [share, share]

@@ -1,0 +1,125 @@
+"""One selector loop: each connection carries one channel's messages, and a frame that is none ends that connection."""
+
+import socket
+
+import pytest
+
+from muster.core.typed_json import Unreadable
+from muster.protocol.client import FROM_CLIENT, TO_CLIENT, AskStatus, RestartRun, StopRun
+from muster.protocol.codec import encode, reader_of
+from muster.protocol.hello import ClientHello, Refused
+from muster.protocol.to_supervisor import GREETING
+from muster.protocol.version import MINE
+from muster.transport.connections import ConnectionPool
+
+TOKEN = b"k" * 32
+HELLO = ClientHello(version=MINE)
+
+
+class Serving:
+    """A pool that takes clients' messages after a hello, and a pool of clients."""
+
+    def __init__(self):
+        self.heard, self.gone, self.acts = [], [], {}
+        self.pool = ConnectionPool(
+            token=TOKEN,
+            on_accept=lambda peer: peer.expect(reader_of(GREETING), self.hello),
+            on_gone=lambda peer, reason: self.gone.append(reason),
+        )
+        self.answers = []
+        self.clients = ConnectionPool(token=TOKEN, on_gone=lambda *_: None)
+        self.address = self.pool.listen("127.0.0.1")
+
+    def hello(self, peer, message):
+        self.heard.append(message)
+        peer.expect(reader_of(FROM_CLIENT), self.on_message)
+
+    def on_message(self, peer, message):
+        self.heard.append(message)
+        self.acts.get(type(message), lambda: None)()
+
+    def client(self, *frames):
+        peer = self.clients.connect(*self.address)
+        peer.expect(reader_of(TO_CLIENT), lambda _, answer: self.answers.append(answer))
+        for frame in frames:
+            peer.session.send(frame if isinstance(frame, bytes) else encode(frame))
+        for _ in range(20):
+            self.clients.run_once(0.01)
+            self.pool.run_once(0.01)
+        return peer
+
+
+@pytest.fixture
+def serving():
+    found = Serving()
+    yield found
+    found.clients.shutdown()
+    found.pool.shutdown()
+
+
+def test_a_connection_is_narrowed_to_a_channel_even_for_what_has_come_with_the_hello(serving):
+    serving.client(HELLO, StopRun(force=True), AskStatus())
+    assert serving.heard == [HELLO, StopRun(force=True), AskStatus()] and not serving.gone
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b"{}"], "not a message"),
+        ([AskStatus()], "first message to the supervisor has no message ask_status"),
+        ([HELLO, HELLO], "client to supervisor has no message client_hello"),
+        ([HELLO, b'["stop_run",{"save":"no"}]', AskStatus()], "stop_run: save: Input should be a valid boolean"),
+    ],
+)
+def test_a_frame_that_cannot_be_read_ends_its_connection_and_no_other(serving, frames, reason):
+    serving.client(HELLO)
+    serving.client(*frames)
+    assert serving.gone == [reason]
+    assert AskStatus() not in serving.heard, "nothing after it is read"
+    serving.client(HELLO, RestartRun())
+    assert serving.heard[-1] == RestartRun() and serving.gone == [reason]
+
+
+def test_an_error_of_the_one_who_acts_is_his_own(serving):
+    def fails():
+        raise Unreadable("a file of mine")
+
+    serving.acts[StopRun] = fails
+    with pytest.raises(Unreadable, match="a file of mine"):
+        serving.client(HELLO, StopRun())
+
+
+def test_who_is_dismissed_gets_the_last_word_whatever_he_still_says(serving):
+    last = Refused(version=MINE, reason="no")
+    serving.hello = lambda peer, hello: serving.pool.dismiss(peer, last)
+    peer = serving.client(HELLO)
+    for _ in range(50):
+        serving.clients.send(peer, StopRun(source="x" * 100_000))
+        serving.pool.run_once(0.0)
+    for _ in range(20):
+        serving.clients.run_once(0.01)
+        serving.pool.run_once(0.01)
+    assert serving.answers == [last] and not serving.heard
+    serving.clients.close(peer)
+    for _ in range(20):
+        serving.pool.run_once(0.01)
+    assert serving.gone == ["connection closed"] and not serving.pool.peers
+
+
+def test_a_frame_over_the_limit_is_not_waited_for(serving):
+    peer = serving.clients.connect(*serving.address)
+    for _ in range(10):
+        serving.clients.run_once(0.01)
+        serving.pool.run_once(0.01)
+    peer.sock.sendall(b"\xff\xff\xff\xff")
+    for _ in range(5):
+        serving.pool.run_once(0.01)
+    assert len(serving.gone) == 1 and "over the limit" in serving.gone[0]
+
+
+def test_who_does_not_know_the_token_says_nothing(serving):
+    with socket.create_connection(serving.address) as sock:
+        sock.sendall(b"x" * 200)
+        for _ in range(5):
+            serving.pool.run_once(0.01)
+    assert not serving.heard and "token" in serving.gone[0]

@@ -154,7 +154,7 @@ def test_what_rotted_before_it_is_copied_is_dropped_and_said(replicators, capfd)
 def test_strangers_and_paths_are_refused(replicators, tmp_path):
     a, _ = replicators
     with pytest.raises((AccessError, ConnectionError)):
-        Stream(socket.create_connection(tuple(a.address)), b"x" * 64, server=False)
+        Stream(socket.create_connection(tuple(a.address)), b"x" * 64, server=False, decode=bytes)
     (tmp_path / "secret").write_text("not yours")
     stream = connect(a.address, TOKEN)
     stream.send(ReadVersion(file="../secret", copy=copy_of(0, 0)))

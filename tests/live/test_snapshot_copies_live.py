@@ -1,6 +1,5 @@
 """Copies in another host's memory: over a slow link, without room, and from a host that resumes too late."""
 
-import json
 import os
 import subprocess
 import tempfile
@@ -18,7 +17,8 @@ from muster.agent.replicator.replication import connect
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
 from muster.core.snapshots import PEER_SLOTS, SnapshotCopy
-from muster.protocol.replicator_orders import CopyNext, CopyTo, FetchVersion
+from muster.protocol.codec import reader_of
+from muster.protocol.replicator_orders import FROM_REPLICATOR, CopyNext, CopyTo, FetchVersion
 from muster.protocol.replicator_peers import Go, Held, PushRefused, PushVersion, Whole
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
@@ -213,9 +213,9 @@ def test_a_peer_without_room_is_named_with_numbers_and_nothing_else_happens(tmp_
     a.handle(peers(b.address, [0], 1))
     for _ in range(3):
         a.handle(CopyNext())
-    said = []
+    said, read = [], reader_of(FROM_REPLICATOR)
     eventually(lambda: said.extend(capfd.readouterr().out.splitlines()) or said)
-    (note,) = [json.loads(line)["text"] for line in said]
+    (note,) = [read(line.encode()).text for line in said]
     assert "6.00 MB wanted" in note and "free in" in note and "checkpoint.replicate_snapshots: false" in note
     assert ring.copied() == (-1, -1) and list(small.iterdir()) == []
 

@@ -100,7 +100,7 @@ def test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit(shell: Shell) -
 
 
 def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) -> None:
-    train = shell.start("train", "run.yaml", "run_dir=there")
+    train = shell.start("train", "run.yaml", "run_dir=there", output=subprocess.DEVNULL)
     eventually(lambda: (shell.folder / "there" / "run_id").exists())
     shell.wait_for_step(2)
     os.kill(train.pid, signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) 
     assert json.loads(shell.run("checkpoints", "there", "--json").stdout)["committed"]
 
     ended = shell.status("there")["attempt"]
-    train = shell.start("train", "run.yaml", "run_dir=there", "recovery.grace_s=600")
+    train = shell.start("train", "run.yaml", "run_dir=there", "recovery.grace_s=600", output=subprocess.DEVNULL)
     eventually(lambda: shell.status("there")["phase"] == "run" and shell.status("there")["attempt"] > ended)
     rank = next(each for each in shell.left(shell.status("there")["run_id"]) if "fork_server" in " ".join(each.argv))
     os.kill(rank.pid, signal.SIGCONT)

@@ -39,9 +39,10 @@ class Shell:
         self.env = {**os.environ, "MUSTER_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
         self.env.pop("MUSTER_RUN_ID", None)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, output: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        """In the background. A pipe that nobody reads stops who writes to it once it is full: DEVNULL for those."""
         return subprocess.Popen(
-            [*MUSTER, *words], cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*MUSTER, *words], cwd=self.folder, env=self.env, stdout=output, stderr=output, text=True
         )
 
     def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -94,14 +94,12 @@ class LeaseKeeper:
 
     def _write(self, generation: str | None) -> None:
         """Replace ``generation`` (None: nothing) by our record."""
-        length = int(LEASE_S * 1e9)
-        until_ns = (self.clock.monotonic_ns() + length, self.clock.wall_ns() + length)
-        record = encode(self._record())
+        record = self._record()
         if generation is None:
-            self._generation = self.store.put_if_absent(self.uri, record)
+            self._generation = self.store.put_if_absent(self.uri, encode(record))
         else:
-            self._generation = self.store.put_if(self.uri, record, generation)
-        self._until_ns = until_ns
+            self._generation = self.store.put_if(self.uri, encode(record), generation)
+        self._until_ns = (record.expires_mono_ns, record.expires_wall_ns)
 
     def _expired(self) -> bool:
         monotonic, wall = self._until_ns

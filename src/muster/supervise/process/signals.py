@@ -25,6 +25,6 @@ def caught(pool: ConnectionPool, handle: Callable[[int], None], *, leaving: Call
         yield
     finally:
         signal.set_wakeup_fd(old_fd)
+        # Ignored, not left to `handle`: an interpreter that ends resets handlers to the default, which kills.
         for number, handler in before.items():
-            if not leaving():
-                signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if leaving() else handler)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from muster.core.incidents import HOST_LOST, RANK_EXIT
 from muster.supervise.recovery.attempts import ask_to_save, drain, log_end, start_attempt, start_when_drained
 from muster.supervise.recovery.context import SupervisorContext
@@ -61,7 +59,7 @@ def _continue(ctx: SupervisorContext, found: Phase) -> None:
     """All its ranks are there, or their exits will be reported."""
     ctx.log("attempt.adopted", {})
     if isinstance(found, Stopping):  # the ranks may not have heard of it, or may hang in their save
-        ask_to_save(ctx, replace(found))
+        ask_to_save(ctx, found)
         return
     running = Running()
     ctx.enter(running)

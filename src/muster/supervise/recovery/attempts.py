@@ -173,7 +173,7 @@ def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[
         {
             "world_size": state.layout.world_size,
             "layout": state.layout.sizes,
-            "hosts": {name: ctx.ranks_on(name) for name in hosts},
+            "hosts": {name: ctx.state.ranks_on(name) for name in hosts},
             "resume_step": resume_step,
             **{key: value for key, value in optional.items() if value},
         },

@@ -76,10 +76,6 @@ class SupervisorContext:
         """Hosts that could run ranks now, in natural order."""
         return sorted((host.name for host in self.state.hosts.values() if usable(host)), key=natural_key)
 
-    def ranks_on(self, host: str) -> list[int]:
-        """Ranks of the current attempt on ``host``."""
-        return [rank for rank, name in self.state.ranks.items() if name == host]
-
     def largest_layout(self, num_hosts: int) -> Layout | None:
         """The layout of the most hosts, of ``num_hosts``, that can form one; None: no number of them can."""
         axes, per_host = self.settings.spec.parallelism.axes, self.settings.ranks_per_host

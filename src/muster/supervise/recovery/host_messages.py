@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from muster.core.errors import UsageError
 from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, traits_of
 from muster.core.typed_json import JsonObject
 from muster.protocol.client import HealthReport
@@ -150,8 +149,4 @@ def _health(ctx: SupervisorContext, host: Host, message: HealthReport) -> None:
     host.resettable = message.resettable
     if not isinstance(ctx.state.phase, Running) or host.name not in ctx.state.active:
         return
-    try:
-        traits = traits_of(message.kind)
-    except UsageError:  # of a package that only the host has
-        traits = HOST_UNHEALTHY
-    report_incident(ctx, traits, host=host.name, evidence=f"{host.name}: {message.evidence[:500]}")
+    report_incident(ctx, traits_of(message.kind), host=host.name, evidence=f"{host.name}: {message.evidence[:500]}")

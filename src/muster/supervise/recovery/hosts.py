@@ -105,7 +105,7 @@ def check_returned_agent(ctx: SupervisorContext, host: Host) -> None:
     Ranks that have exited are reported one by one, with their codes, in the messages that follow.
     """
     gone = {*ctx.state.progress.exited, *host.exited}
-    expected = set(ctx.ranks_on(host.name)) - gone
+    expected = set(ctx.state.ranks_on(host.name)) - gone
     if host.attempt == ctx.state.attempt and expected <= set(host.alive):
         return
     evidence = f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}"
@@ -187,7 +187,7 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
     ctx.log("host.lost", {"evidence": given.reason, "silent_s": given.silent_s}, host=given.host)
     phase = ctx.state.phase
     if isinstance(phase, Stopping):
-        for rank in ctx.ranks_on(given.host):
+        for rank in ctx.state.ranks_on(given.host):
             ctx.state.progress.exited.setdefault(rank, -9)
         check_ranks_exited(ctx)
     elif isinstance(phase, Flushing):

@@ -29,7 +29,7 @@ def start_message(
 def _contexts(
     ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
 ) -> tuple[RankContext, ...]:
-    state, local_ranks = ctx.state, ctx.ranks_on(name)
+    state, local_ranks = ctx.state, ctx.state.ranks_on(name)
     stores = (store for host in state.active if (store := state.hosts[host].store))
     address, port = next(stores, ("127.0.0.1", 0))
     restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout) if choice is not None else None
@@ -62,7 +62,9 @@ def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mappin
     """Shards that the host's ranks need and its retained ranks do not hold, and where each is."""
     state = ctx.state
     paused = state.hosts[name].retained
-    missing = [rank for rank in ctx.ranks_on(name) if rank not in retained or paused.get(retained[rank]) != choice.step]
+    missing = [
+        rank for rank in state.ranks_on(name) if rank not in retained or paused.get(retained[rank]) != choice.step
+    ]
     if choice.layout != state.layout and missing:
         missing = needed_shards(choice, name)
     copies = ((rank, choice.nearest(rank, name)) for rank in missing)

@@ -197,6 +197,10 @@ class State:
                     step  # a late report of the attempt that ends: it was applied all the same
                 )
 
+    def ranks_on(self, host: str) -> list[int]:
+        """Ranks of the current attempt on ``host``."""
+        return [rank for rank, name in self.ranks.items() if name == host]
+
     def open_incident(self, incident: OpenIncident) -> None:
         """A decision other than to ignore it: what it costs counts from here, unless an earlier one is still open."""
         if self.open is None or isinstance(self.phase, Running):
@@ -206,7 +210,7 @@ class State:
         """A reset of its GPUs was decided, for when its ranks are ended."""
         if name in self.hosts:
             self.hosts[name].resetting = True
-            self.progress.blamed |= {rank for rank, host in self.ranks.items() if host == name}
+            self.progress.blamed |= set(self.ranks_on(name))
 
     def reject(self, copies: Iterable[SnapshotCopy]) -> None:
         """These are not intact."""

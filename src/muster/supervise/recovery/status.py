@@ -34,7 +34,7 @@ def status(machine: RecoveryStateMachine) -> SupervisorStatus:
                 connected=host.connected,
                 ready=host.ready,
                 active=name in state.active,
-                ranks=tuple(rank for rank, on in state.ranks.items() if on == name),
+                ranks=tuple(state.ranks_on(name)),
             )
             for name, host in state.hosts.items()
         },

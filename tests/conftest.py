@@ -8,6 +8,7 @@ runs twice where several commands run one after the other (``.ci/run``).
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ RAN = os.environ.get("MUSTER_TESTS_RAN")
 
 
 def pytest_configure(config):
+    # A shell's background job ignores Ctrl-C, and so does all that it starts: `muster logs -f` would not end.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

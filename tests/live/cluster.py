@@ -196,7 +196,7 @@ class LiveRun(Watched):
 
     def signal_host(self, name, number=signal.SIGKILL):
         """All processes of a host at once; before a kill they are stopped, so that none reports another one's end."""
-        pids = self.host_pids(name)
+        pids = sorted(self.host_pids(name))  # its agent is older than its ranks: the host is lost before they are
         for each in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

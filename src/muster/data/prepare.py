@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import time
 from dataclasses import dataclass
@@ -189,17 +190,21 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
 
 
 def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> None:
-    """Write the data's location and a copy of the tokenizer to the run's folder. Many ranks may do so at once."""
+    """Write the data's location and a copy of the tokenizer to the run's folder. Hosts do so at once.
+
+    Their temporary names are random: a pod's process numbers are those of every other pod.
+    """
+    mine = secrets.token_hex(8)
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        temporary = run_dir / f".{_POINTER}.{os.getpid()}"
+        temporary = run_dir / f".{_POINTER}.{mine}"
         temporary.write_text(json.dumps({"folder": str(folder.resolve()), "request": request}))
         os.replace(temporary, run_dir / _POINTER)
         target = run_dir / "tokenizer"
         if prepared.tokenizer_dir is None or target.is_dir():
             return
-        temporary = run_dir / f".tokenizer.{os.getpid()}"
-        shutil.copytree(prepared.tokenizer_dir, temporary, dirs_exist_ok=True)
+        temporary = run_dir / f".tokenizer.{mine}"
+        shutil.copytree(prepared.tokenizer_dir, temporary)
         try:
             os.rename(temporary, target)
         except OSError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -79,6 +80,18 @@ def test_the_second_start_finds_the_first(make_spec, tmp_path):
     found = open_prepared(spec, tmp_path / "b")
     assert (found.train[3].input_ids == first.train[3].input_ids).all()
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [first.fingerprint]
+
+
+def test_hosts_whose_process_numbers_are_equal_share_a_run_folder(make_spec, tmp_path):
+    """As pods do: with names made of process numbers, one replaced what another was about to rename."""
+    spec = make_spec([TEXT2SQL])
+    run_dir = tmp_path / "run"
+    prepare(spec, run_dir=run_dir)
+    with ThreadPoolExecutor(8) as hosts:
+        for each in [hosts.submit(prepare, spec, run_dir=run_dir) for _ in range(100)]:
+            each.result()
+    left = {path.name for path in run_dir.iterdir()}
+    assert left == {"data.json", "tokenizer"}, left
 
 
 def test_the_fingerprint_covers_what_changes_the_tokens(make_spec, tmp_path):

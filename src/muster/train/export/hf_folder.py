@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -268,7 +269,7 @@ def apply_umask(folder: Path) -> None:
 @contextlib.contextmanager
 def temporary_folder_beside(target: Path) -> Iterator[Path]:
     """A folder in the target's file system that is removed if the block fails."""
-    folder = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()

@@ -37,7 +37,7 @@ from muster.checkpoint_format.manifest import committed
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, list_snapshots
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.layout import Layout
-from muster.core.snapshots import SnapshotCopy, SnapshotNotIntact
+from muster.core.snapshots import MAX_SLOTS, SnapshotCopy, SnapshotNotIntact
 from muster.protocol.ranks import RankContext, Restore, ShardSource
 from muster.protocol.replicator_peers import ReadVersion, VersionFollows
 from muster.storage.store import open_store
@@ -234,7 +234,7 @@ class Templates:
         save(self.disk, "run-a", offset=0)
         save(self.other_disk, "run-b", offset=100)
         whole = Ring.open(folder / "a" / RING)
-        self.data_at, self.slot_bytes = len(self.ring) - 4 * whole.slot_bytes, whole.slot_bytes
+        self.data_at, self.slot_bytes = len(self.ring) - MAX_SLOTS * whole.slot_bytes, whole.slot_bytes
         self.slots = {version.step: version.slot for version in whole.versions()}
 
 
@@ -395,7 +395,6 @@ def run(cases: int, seed: int) -> Iterator[tuple[str, str, str]]:
             kind = dice.choice(["ring", "ring", "disk", "disk", "wire"])
             folder = Path(base) / str(number)
             folder.mkdir()
-            words = f"case {number}"
             try:
                 words = CASES[kind](made, folder, dice)
                 yield kind, words, ""

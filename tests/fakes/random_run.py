@@ -130,11 +130,16 @@ class Adjusting(DefaultPolicy):
         return {"learning_rate_scale": world.num_hosts / world.wanted_hosts}
 
 
+def successor(found, supervisor):
+    """A supervisor that knows what the log says at this moment."""
+    return supervisor(rebuild_state(found.whole_log(), now_wall_ns=found.now_ns))
+
+
 def again(found, supervisor):
     """The run has ended, and is started once more."""
     if len([event for event in found.events if event.kind == "run.finished"]) > 1 or found.now_s > 60.0:
         return False
-    found.after(2.0, lambda: found.resume(supervisor(rebuild_state(found.whole_log(), now_wall_ns=found.now_ns))))
+    found.after(2.0, lambda: found.resume(successor(found, supervisor)))
     return True
 
 
@@ -248,9 +253,7 @@ def supervisor_is_lost(found, name, rng, supervisor):
         if isinstance(found.machine.state.phase, Ended):
             found.lose_supervisor()  # its agents have left too: ``again`` starts both
             return
-        found.replace_supervisor(
-            supervisor(rebuild_state(found.whole_log(), now_wall_ns=found.now_ns)), apart_s=apart_s
-        )
+        found.replace_supervisor(successor(found, supervisor), apart_s=apart_s)
 
     found.after(gap_s, replaced)
 
@@ -261,9 +264,7 @@ def everything_is_lost(found, name, rng, supervisor):
     for other in found.hosts:
         found.kill_host(other)
         found.after(1.0, lambda other=other: found.return_host(other))
-    found.after(
-        2.0, lambda: found.replace_supervisor(supervisor(rebuild_state(found.whole_log(), now_wall_ns=found.now_ns)))
-    )
+    found.after(2.0, lambda: found.replace_supervisor(successor(found, supervisor)))
 
 
 FAULTS = (

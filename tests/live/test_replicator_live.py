@@ -84,10 +84,6 @@ def fetched(address, step=9):
     )
 
 
-def copies_to(address, *ranks):
-    return CopyTo(attempt=1, peer=tuple(address), layout=KEY, ranks=ranks or (0,))
-
-
 def versions(path):
     try:
         return [(version.step, version.attempt) for version in Ring.open(path).versions()]

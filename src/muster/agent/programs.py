@@ -20,6 +20,7 @@ from muster.transport.connections import ConnectionPool
 
 #: Data preparation that was killed is restarted this often: what it has done is in the cache.
 PREPARE_KILLS = 1
+_decode_notice = reader_of(PREEMPTION_NOTICES)
 
 
 class Programs:
@@ -118,7 +119,7 @@ class Programs:
             return
         for line in output.splitlines():
             try:
-                notice = reader_of(PREEMPTION_NOTICES)(line)
+                notice = _decode_notice(line)
             except Unreadable as error:
                 self._log.note(f"a notice of the preemption watcher: {error}")
                 continue

@@ -43,6 +43,7 @@ FIRST_WAIT_S = 20.0
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
 _STATE = "replicator.json"
+_decode = reader_of(FROM_REPLICATOR)
 
 FlushAnswer = SnapshotsFlushed | FlushCommitted
 
@@ -188,7 +189,7 @@ class ReplicatorProcess:
         *lines, self._incoming = (self._incoming + data).split(b"\n")
         for line in lines:
             try:
-                message = reader_of(FROM_REPLICATOR)(line)
+                message = _decode(line)
             except Unreadable as error:
                 self._on_note(f"the replicator on {self._identity.host} said what cannot be read: {error}")
                 continue

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muster.agent.replicator import snapshot_cleanup
-from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, list_snapshots
+from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refusal, list_snapshots, ring_of
 from muster.core.errors import CheckpointError
 from muster.core.snapshots import SnapshotCopy
 from muster.protocol.ranks import RankContext, ShardSource
@@ -50,7 +50,7 @@ class SnapshotStore:
                     self._drop(copy)
 
     def _drop(self, copy: SnapshotCopy) -> None:
-        ring = Ring.open(self._memory / _ring_of(copy), writable=True)
+        ring = Ring.open(self._memory / ring_of(copy), writable=True)
         version = ring.find(copy.step, copy.attempt)
         if version is not None:
             ring.drop(version)
@@ -86,7 +86,7 @@ class SnapshotStore:
         )
         sources = {}
         for shard in order.fetch:
-            held = _ring_of(shard.copy)
+            held = ring_of(shard.copy)
             path = self._memory / held
             if shard.address is not None:
                 path = self._memory / file_name("fetched", origin, shard.rank)
@@ -112,7 +112,3 @@ class SnapshotStore:
         ):
             self._layouts_dropped = attempt
             snapshot_cleanup.drop_other_layouts(self._memory, keep={copies.layout})
-
-
-def _ring_of(copy: SnapshotCopy) -> str:
-    return file_name("own" if copy.tier == "memory" else "peer", copy.layout, copy.rank)

@@ -8,7 +8,6 @@ came too late and does not count, however it got there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ class Fence(Record):
         try:
             body = unseal(data, reads=FORMAT, kind="fence")
             with damage_as("not a fence"):
-                return typed_json.decode(cls, json.dumps(body))
+                return typed_json.convert(cls, body)
         except CheckpointError as error:
             raise CheckpointError(str(error), hint=_HINT) from error
 

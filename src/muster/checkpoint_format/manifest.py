@@ -12,7 +12,6 @@ A checkpoint exists when its marker does and the fence (``checkpoint_format.fenc
 from __future__ import annotations
 
 import builtins
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,7 +79,7 @@ class Manifest(Record):
         """The inverse of ``encode``. Raises CheckpointError saying what is wrong."""
         body = unseal(data, reads=FORMAT, kind=_KIND)
         with damage_as(f"not a {_KIND}"):
-            manifest = typed_json.decode(cls, json.dumps({**body, "directory": directory}))
+            manifest = typed_json.convert(cls, {**body, "directory": directory})
             manifest._check()
         return manifest
 

@@ -31,7 +31,7 @@ from muster.checkpoint_format.decoding import damage_as
 from muster.checkpoint_format.shards import ShardHeader, check_magic, check_places, decode_header
 from muster.core.errors import CheckpointError
 from muster.core.layout import KEY_PATTERN
-from muster.core.snapshots import COPIED_SLOTS, MAX_SLOTS, Tier
+from muster.core.snapshots import COPIED_SLOTS, MAX_SLOTS, SnapshotCopy, Tier
 from muster.core.types import Checksum
 
 FORMAT = 4
@@ -110,6 +110,11 @@ class SnapshotInfo:
     rank: int
     step: int
     attempt: int
+
+
+def ring_of(held: SnapshotCopy | SnapshotInfo) -> str:
+    """The file, in its host's memory, of what that host lists."""
+    return file_name("own" if held.tier == "memory" else "peer", held.layout, held.rank)
 
 
 class Ring:

@@ -18,7 +18,7 @@ from muster.checkpoint_format.draft import CheckpointDraft, WrittenShard
 from muster.checkpoint_format.manifest import Manifest
 from muster.checkpoint_format.shard_file import ShardFile, StoredFile, write_shard
 from muster.checkpoint_format.shards import Chunk
-from muster.checkpoint_format.snapshot_ring import Ring, Version, file_name
+from muster.checkpoint_format.snapshot_ring import Ring, Version, ring_of
 from muster.checkpoint_format.tensor_index import shard_file
 from muster.core.errors import CheckpointError
 from muster.core.snapshots import SnapshotCopy, SnapshotNotIntact
@@ -144,7 +144,7 @@ def _shards(order: FlushSnapshots, memory: Path, run_id: str) -> list[_Shard]:
     result = []
     for item in order.ranks:
         copy = item.copy
-        name = file_name("own" if copy.tier == "memory" else "peer", order.layout, copy.rank)
+        name = ring_of(copy)
         ring = Ring.open(memory / name)
         version = ring.find(order.step, order.attempt)
         if version is None:

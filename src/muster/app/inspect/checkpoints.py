@@ -181,9 +181,8 @@ def missing_ranks(layout: Layout, ranks: Collection[int]) -> list[int]:
 
 
 def _slot_bytes(path: Path, held: snapshot_ring.SnapshotInfo) -> int:
-    tier = "own" if held.tier == "memory" else "peer"
     try:
-        result = snapshot_ring.Ring.open(path / snapshot_ring.file_name(tier, held.layout, held.rank))
+        result = snapshot_ring.Ring.open(path / snapshot_ring.ring_of(held))
     except CheckpointError:
         return 0  # gone since it was listed
     try:

@@ -63,17 +63,12 @@ def token_split(tokens: int, supervised: int, padding: int) -> str:
 
 def eval_line(step: int | None, detail: training.Eval) -> str:
     """Held-out figures in one line."""
-    parts = [f"eval after step {step}"]
-    if detail.loss is not None:
-        parts.append(f"held-out loss {detail.loss:.4f}")
-    if detail.execution_accuracy is not None:
-        of = "?" if detail.questions is None else detail.questions
-        parts.append(f"execution accuracy {detail.execution_accuracy:.3f} of {of}")
-    if detail.query_match is not None:
-        parts.append(f"query match {detail.query_match:.3f}")
-    if detail.baseline_accuracy is not None:
-        parts.append(f"majority baseline {detail.baseline_accuracy:.3f}")
-    return "  ".join(parts)
+    of = "?" if detail.questions is None else detail.questions
+    figures = (
+        f"{label} {figure} of {of}" if label == "execution accuracy" else f"{label} {figure}"
+        for label, figure in eval_figures(detail)
+    )
+    return "  ".join((f"eval after step {step}", *figures))
 
 
 def eval_figures(detail: training.Eval) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import run_visibly
-from muster.core.typed_json import JsonObject, at, parse_object
+from muster.core.typed_json import JsonObject, parse_object, text, texts, whole
 from muster.storage import run_registry
 
 
@@ -49,10 +49,8 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
         except ValueError:
             continue
     if code != 0 or "folder" not in record:
-        hint = record.get("hint")
-        reason = str(record.get("error", f"the export ended with code {code}"))
-        error = MusterError(reason, hint=str(hint) if hint else None)
-        error.exit_code = int(str(record.get("exit_code", 1))) or 1
+        reason = text(record, "error", default=f"the export ended with code {code}")
+        error = MusterError(reason, hint=text(record, "hint") or None)
+        error.exit_code = whole(record, "exit_code", default=1) or 1
         raise error
-    lines = at(record, "lines")
-    return Exported(folder=Path(str(record["folder"])), lines=tuple(map(str, lines if isinstance(lines, list) else ())))
+    return Exported(folder=Path(text(record, "folder")), lines=tuple(texts(record, "lines")))

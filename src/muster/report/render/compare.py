@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from muster.core.typed_json import Json, JsonObject
+from muster.core.typed_json import JsonObject, at
 from muster.report.ledger.categories import CATEGORIES
 from muster.report.render.document import Document
 
@@ -62,14 +62,13 @@ def compare(documents: Sequence[Document]) -> Comparison:
     plain = [document.to_json() for document in documents]
     return Comparison(
         runs=[document.run_id for document in documents],
-        figures={path: _row([_at(document, path) for document in plain]) for path in FIGURES},
+        figures={path: _row([_figure(document, path) for document in plain]) for path in FIGURES},
         categories={name: _row([document.categories[name].share for document in documents]) for name in CATEGORIES},
     )
 
 
-def _at(value: Json, path: str) -> float | None:
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+def _figure(document: JsonObject, path: str) -> float | None:
+    value = at(document, *path.split("."))
     return value if isinstance(value, int | float) else None
 
 

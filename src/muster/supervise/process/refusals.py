@@ -15,7 +15,6 @@ NEW = "a new connection"
 #: It is logged this often for each peer: what connects again does so at once.
 EVERY_NS = 60 * 10**9
 Message = TypeVar("Message")
-Given = TypeVar("Given")
 
 
 @dataclass
@@ -38,12 +37,12 @@ class Refusals:
         """``codec.reader_of``, and what it cannot read is logged."""
         return self.noting(reader_of(channel), who)
 
-    def noting(self, read: Callable[[Given], Message], who: object) -> Callable[[Given], Message]:
+    def noting(self, read: Callable[[bytes], Message], who: object) -> Callable[[bytes], Message]:
         """``read``; where it raises Unreadable, that is logged."""
 
-        def reading(given: Given) -> Message:
+        def reading(frame: bytes) -> Message:
             try:
-                return read(given)
+                return read(frame)
             except Unreadable as error:
                 self.add(str(who), str(error))
                 raise

@@ -171,7 +171,7 @@ def cluster_state(ctx: SupervisorContext, key: str | None) -> ClusterState:
 
 def hosts_after(ctx: SupervisorContext, decision: Decision) -> list[str]:
     """The hosts of the next attempt, if this is carried out."""
-    hosts, action = list(ctx.following().hosts), decision.action
+    hosts, action = ctx.members(), decision.action
     if action in (Action.SWAP, Action.SHRINK, Action.WAIT) and decision.host in hosts:
         place = hosts.index(decision.host)
         hosts[place : place + 1] = [decision.replacement] if action is Action.SWAP and decision.replacement else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from muster.backends.backend import RenderedFiles
@@ -12,7 +11,7 @@ from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.render import render
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.config.spec import RunSpec
-from muster.core.typed_json import JsonObject, decode
+from muster.core.typed_json import JsonObject, convert
 
 
 def rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
@@ -21,7 +20,7 @@ def rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, opti
     Raises:
         RunFileError: rules across keys are broken, each with its reason.
     """
-    chosen = decode(Options, json.dumps(dict(options)))
+    chosen = convert(Options, options)
     run_dir = run_dir or spec.run_dir or f"/muster-runs/{run_id}"
     if form == "helm":
         files: Mapping[str, str] = chart(spec, run_id=run_id, run_dir=run_dir, options=chosen)

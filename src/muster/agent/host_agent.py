@@ -42,7 +42,7 @@ from muster.protocol.values import Address, CommandRanks
 from muster.protocol.version import MINE, OtherVersion
 from muster.storage.memory_dir import MemoryDir
 from muster.transport.connections import Connection, ConnectionPool
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 #: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor: they try to
 #: reconnect every 0.1 s.
@@ -64,7 +64,7 @@ class HostAgent:
         self._failure: to_supervisor.StartFailed | None = None
         self._contact_after = time.monotonic()
         self.hub = ConnectionPool(
-            token=read_token(str(identity.run_dir / "token")),
+            token=run_token(identity.run_dir),
             on_accept=lambda peer: peer.expect(reader_of(HOST_GREETING), self._on_hello),
             on_gone=self._on_disconnect,
         )

@@ -22,7 +22,7 @@ from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.protocol.hello import MAX_BEAT_S
 from muster.protocol.version import OtherVersion
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     heartbeat = HeartbeatSender(
         run_dir=run_dir,
         host=arguments.host,
-        token=read_token(str(run_dir / "token")),
+        token=run_token(run_dir),
         every_s=min(spec.recovery.heartbeat_timeout_s / 6, MAX_BEAT_S),
     )
     argv = [sys.executable, "-m", "muster.agent.host_agent", *sys.argv[1:]]

@@ -12,7 +12,7 @@ from muster.protocol.codec import reader_of
 from muster.protocol.handover import FROM_WRITER, WriteFailed, WriteShard, Written
 from muster.protocol.replicator_peers import Go
 from muster.storage import uris
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 _decode = reader_of(FROM_WRITER)
@@ -38,7 +38,7 @@ class Handover:
         if not path.exists():
             return None
         try:
-            return cls(address=str(path), token=read_token(str(Path(run_dir) / "token")))
+            return cls(address=str(path), token=run_token(run_dir))
         except AccessError:
             return None
 

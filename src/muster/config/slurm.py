@@ -27,6 +27,8 @@ class Container(Section):
     """``SOURCE:TARGET[:OPTIONS]`` in addition to the run's folder, which is always mounted at its own path."""
     python: Line = "python"
     """Python inside the image; Muster must be installed there."""
+    mount_fabric: bool = True
+    """Mount the host's network libraries (gIB, TCPXO) that the catalogue names for ``resources.machine``."""
 
 
 class Slurm(Section):
@@ -40,6 +42,8 @@ class Slurm(Section):
     """Nodes that are not to be used: ``node[3,7]``."""
     time_limit: Annotated[str, Field(pattern=TIME)] | None = None
     """As sbatch takes it (``12:00:00``, ``2-00:00:00``); default: ``limits.max_hours``, else the partition's."""
+    default_time_limit: Annotated[str, Field(pattern=TIME)] | None = None
+    """The time limit where neither ``time_limit`` nor ``limits.max_hours`` says one: for sites that demand one."""
     gres: Line | None = None
     """Generic resources of a node (``gpu:h100:8``); default ``gpu:N`` for ``resources.ranks_per_host``."""
     memory: Line = "0"

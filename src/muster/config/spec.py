@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from muster.config.backends import BACKENDS
+from muster.config.resources import Resources
 from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.slurm import Slurm
 from muster.config.sources import SOURCE_TYPES, Source
@@ -54,6 +55,9 @@ class Model(Section):
     attention: Literal["auto", "flash_attention_3", "flash_attention_2", "varlen", "flex", "sdpa", "document"] = "auto"
     """Kernel for packed attention; ``auto`` takes the best one present and says which."""
     lora: Lora | None = None
+    weights: Literal["hub", "bucket"] = "hub"
+    """Where hosts on GKE read the weights of ``source``: each from the hub, or from a copy that the run makes once in
+    its bucket (a ``gs://`` source is read there anyway)."""
 
 
 # ---------------------------------------------------------------- data
@@ -218,38 +222,6 @@ class Recovery(Section):
     baseline_steps: NotNegative = 0
     """Steps at the run's beginning without snapshots and saves: their rate is the baseline of goodput and of the cost
     of fault tolerance. 200 are enough; a failure during them loses them. 0: none."""
-
-
-class Resources(Section):
-    """Which machines, how many."""
-
-    hosts: Positive = 1
-    min_hosts: Positive | None = None
-    """Continue with as few as this; default: ``hosts``."""
-    spare_hosts: NotNegative = 0
-    ranks_per_host: Positive | None = None
-    """Default: the GPUs of a host; on CPU 1."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    accelerator: str | None = None
-    """For example ``B200``, ``H100``, ``H200``."""
-    machine: str | None = None
-    """For example ``a4-highgpu-8g``."""
-    locations: list[str] = Field([])
-    """Regions or zones, tried in order."""
-    provisioning_model: (
-        Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None
-    ) = None
-    usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None
-    """What a host costs; default: the list price of ``machine``, ``mode`` and place where it is known, and nothing on
-    your own machine."""
-    reservation: str | None = None
-    project: str | None = None
-    cluster: str | None = None
-    image: str | None = None
-    queue: str | None = None
-    """Kueue local queue or Slurm partition."""
-    threads_per_rank: Positive | None = None
-    """Intra-op threads on CPU; default: the cores divided by the ranks."""
 
 
 class Limits(Section):

@@ -53,6 +53,7 @@ VARIABLES = (
     Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
+    Variable("MUSTER_TOKEN_FILE", "File with the run's token.", GKE, "`token` in the run's folder"),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
     Variable("MUSTER_JOBSET", "JobSet of the pod.", GKE),
     Variable("MUSTER_HOST_INDEX", "Index of the host's Job.", GKE),
@@ -74,6 +75,8 @@ class Environment:
     nice: int
     drill: bool
     pod: str
+    token_file: Path | None
+    """A Secret's file: the token is in no folder of the run."""
     storage_emulator: bool
     """Google's own variable STORAGE_EMULATOR_HOST: the bucket is an emulator's, without credentials."""
 
@@ -102,5 +105,6 @@ def read(environ: Mapping[str, str]) -> Environment:
         nice=int(environ.get("MUSTER_NICE") or 0),
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
+        token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),
     )

@@ -93,6 +93,10 @@ class BackendError(MusterError):
     exit_code = 6
 
 
+class BusyError(BackendError):
+    """The back end asks to come again later (429, 503, a connection that was reset): the same request may succeed."""
+
+
 class ConflictError(MusterError):
     """A conditional write lost: another process wrote first, or holds the lease."""
 

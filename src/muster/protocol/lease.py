@@ -1,4 +1,4 @@
-"""The record of a run's lease: who supervises it, since when, and what it speaks."""
+"""Small records in a run's home: who supervises it, where it is, and how it ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from muster.core.typed_json import Count, Int64, Record, decode, parse_object
+from muster.protocol.client import SupervisorStatus
 from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion, Version, incompatible, stated
 
@@ -22,6 +23,34 @@ class LeaseRecord(Record):
     boot_id: str
     expires_wall_ns: Annotated[Int64, "0: it was given back"]
     expires_mono_ns: Annotated[Int64, "by the holder's monotonic clock"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeStatus(Record):
+    """``status.json`` of a home in a bucket: one look at the run, written by the supervisor every 30 s, when its phase
+    changes, and at the end; ``muster status`` reads it instead of the events."""
+
+    wall_ns: Annotated[Int64, "when it was written"]
+    term: Count
+    status: SupervisorStatus
+    loss: Annotated[float | None, "of the last applied step"] = None
+    tokens: Count = 0
+    tokens_per_s: Annotated[float | None, "median of clean steps"] = None
+    incidents: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecord(Record):
+    """``end.json`` of a home in a bucket, written before the lease is given back: this allocation's run is over, and a
+    supervisor that is started again for the same job and submission ends with ``exit_code`` at once."""
+
+    job: Annotated[str, "the back end's own name for it (a JobSet)"]
+    submission: str
+    term: Count
+    outcome: str
+    exit_code: Int64
+    reason: str
+    wall_ns: Int64
 
 
 def read_lease(data: bytes, *, me: str) -> LeaseRecord:

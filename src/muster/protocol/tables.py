@@ -9,7 +9,7 @@ from muster.protocol.channel import Channel
 from muster.protocol.client import FROM_CLIENT, TO_CLIENT
 from muster.protocol.fork_server import FROM_FORK_SERVER, TO_FORK_SERVER
 from muster.protocol.handover import FROM_WRITER, TO_WRITER
-from muster.protocol.lease import LeaseRecord
+from muster.protocol.lease import EndRecord, HomeStatus, LeaseRecord
 from muster.protocol.pipes import FROM_POD, PREEMPTION_NOTICES, PREPARATION, TO_POD
 from muster.protocol.rank_agent import FROM_RANK, HOST_GREETING, TO_RANK
 from muster.protocol.replicator_orders import FROM_REPLICATOR, TO_REPLICATOR, ReplicatorRecord
@@ -43,5 +43,7 @@ CHANNELS: tuple[AnyChannel, ...] = (
 )
 FILES: tuple[tuple[str, type[Record]], ...] = (
     ("lease.json in the run's folder", LeaseRecord),
+    ("status.json in a home in a bucket", HomeStatus),
+    ("end.json in a home in a bucket", EndRecord),
     ("replicator.json in the host's memory folder", ReplicatorRecord),
 )

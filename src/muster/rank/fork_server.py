@@ -50,7 +50,7 @@ from muster.protocol.rank_agent import (
 from muster.protocol.ranks import RankContext
 from muster.protocol.values import LastWords, StoreAddress
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 #: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
 WARM_AFTER_S = 0.5
@@ -70,7 +70,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = environment.current()
     os.setpriority(os.PRIO_PROCESS, 0, settings.nice)  # the agent's own is raised for heartbeats
-    token = read_token(str(Path(arguments.run_dir) / "token"))
+    token = run_token(arguments.run_dir)
     spec = RunSpec.model_validate_json((Path(arguments.run_dir) / "resolved.json").read_text())
     _import_everything(spec)
     gc.collect()

@@ -21,6 +21,7 @@ import secrets
 import stat
 import struct
 
+from muster.core import environment
 from muster.core.errors import AccessError
 from muster.protocol.codec import MAX_BYTES
 
@@ -144,14 +145,24 @@ class Session:
         return payload
 
 
-def read_token(path: str) -> bytes:
+def run_token(run_dir: str | os.PathLike[str]) -> bytes:
+    """The token of the run whose folder this process has: from the file that the environment names (MUSTER_TOKEN_FILE,
+    a Secret's), else from the folder. Raises AccessError as ``read_token``."""
+    given = environment.current().token_file
+    return read_token(str(given), linked=True) if given else read_token(os.path.join(run_dir, "token"))
+
+
+def read_token(path: str, *, linked: bool = False) -> bytes:
     """The run's token from its file.
+
+    ``linked``: the file may be a link, as files of a mounted Secret are (the kubelet exchanges what they lead to).
 
     Raises:
         AccessError: absent, empty, a link, another user's, or readable by others.
     """
+    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
             token = file.read().strip()
     except OSError as error:

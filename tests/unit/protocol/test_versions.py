@@ -40,9 +40,10 @@ def test_another_protocol_is_refused_with_both_named():
 
 
 def test_a_hello_is_refused_for_its_version_before_its_fields_are_read():
-    version = {"protocol": 2, "muster": "1.0", "later": True}
+    version = {"protocol": OTHER.protocol, "muster": "1.0", "later": True}
     assert (
-        "host-1 speaks protocol 2 (muster 1.0)" in GREET(frame("agent_hi", version=version, host="host-1", x=1)).reason
+        f"host-1 speaks protocol {OTHER.protocol} (muster 1.0)"
+        in GREET(frame("agent_hi", version=version, host="host-1", x=1)).reason
     )
 
 

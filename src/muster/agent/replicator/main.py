@@ -55,7 +55,7 @@ from muster.protocol.to_agent import FlushSnapshots
 from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed, SnapshotsRejected
 from muster.protocol.version import MINE, incompatible
 from muster.storage.memory_dir import MemoryDir
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 #: A dead agent's replicator ends when its stdin closes; then its port is free.
 PREDECESSOR_S = 1.0
@@ -243,7 +243,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Not the watchdog's niceness: copies must not slow the ranks.
     os.setpriority(os.PRIO_PROCESS, 0, environment.current().nice)
-    token = read_token(str(arguments.run_dir / "token"))
+    token = run_token(arguments.run_dir)
     memory = MemoryDir.open(arguments.memory)
     replicator = Replicator(memory=memory.folder, token=token, bind=arguments.bind, port=arguments.port)
     ranks = listen_for_ranks(memory)

@@ -15,7 +15,7 @@ from muster.protocol.lease import read_lease
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.client import ask_supervisor
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 
 class SupervisorUnreachable(MusterError):
@@ -51,7 +51,7 @@ def request_here(run: RunDir, message: FromClient, *, timeout_s: float = 5.0) ->
         address = None
     if address is None:
         raise SupervisorUnreachable(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
-    token = read_token(str(run.token))
+    token = run_token(run.path)
     try:
         return ask_supervisor(address, token, message, timeout_s=timeout_s)
     except (OSError, Unreadable) as error:

@@ -18,7 +18,7 @@ from muster.core.types import JobState
 from muster.policy.load import load_policy
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 
 def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:
@@ -95,4 +95,4 @@ def _check_folder(run: RunDir) -> None:
     """
     for _ in event_log.read(run.events):
         pass
-    read_token(str(run.token))
+    run_token(run.path)

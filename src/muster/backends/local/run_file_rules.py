@@ -15,6 +15,8 @@ from muster.storage.memory_dir import check_path_length
 #: Settings that describe hosts somewhere else.
 HOSTS_ELSEWHERE = (
     "accelerator", "machine", "locations", "provisioning_model", "reservation", "project", "cluster", "image", "queue",
+    "private", "authorized_networks", "network", "node_service_account", "build_service_account", "storage",
+    "image_streaming", "local_ssd",
 )  # fmt: skip
 
 
@@ -44,6 +46,7 @@ def unused_settings(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """(key, reason) of settings without effect."""
     for name in HOSTS_ELSEWHERE:
         yield f"resources.{name}", "backend is local: the run uses this machine"
+    yield "model.weights", "backend is local: weights are read from this machine's cache"
     if not spec.resources.usd_per_host_hour:
         yield "limits.max_usd", "backend is local, and resources.usd_per_host_hour is not set"
 

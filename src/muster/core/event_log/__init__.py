@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
@@ -28,12 +29,26 @@ from muster.core.events import Event, encode
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject
 
+#: How long ``sync`` waits for the home's answer before the caller is told that it has to try again.
+SEAL_TIMEOUT_S = 2.0
 _NAME = re.compile(r"^(?P<writer>[A-Za-z0-9][A-Za-z0-9_.-]*)\.(?P<attempt>\d+)\.jsonl$")
 
 
 def genesis(run_id: str, name: str) -> str:
     """What the first line of the file ``name`` cites."""
     return hashlib.sha256(f"muster:{run_id}:{name}".encode()).hexdigest()
+
+
+class Sealer(Protocol):
+    """Carries the lines of one log from this machine to where they survive it (a run's home in a bucket)."""
+
+    def note(self) -> None:
+        """A line was written: it may wait for the next seal, for some seconds. Never blocks."""
+        ...
+
+    def seal(self, timeout_s: float) -> str | None:
+        """Make every line that was written survive this machine; None once it does, else why it does not yet."""
+        ...
 
 
 @dataclass
@@ -54,6 +69,8 @@ class EventLog:
     writer: str
     attempt: int
     clock: Clock = field(default_factory=SystemClock)
+    sealer: Sealer | None = None
+    """None: the file itself is where the log lives."""
 
     def __post_init__(self) -> None:
         self.directory = Path(self.directory)
@@ -82,6 +99,8 @@ class EventLog:
         self.seq = result.events
         self.trouble: str | None = None
         """Why lines wait in memory; None: the disk has all of them."""
+        self.unsealed: str | None = None
+        """Why the last ``sync`` did not reach the home; None: it did, or there is none."""
         self._waiting = bytearray()
 
     def append(
@@ -117,6 +136,8 @@ class EventLog:
         self.head = hashlib.sha256(line).hexdigest()
         self.seq += 1
         self.tend()
+        if self.sealer is not None:
+            self.sealer.note()
         return event
 
     def tend(self) -> bool:
@@ -133,13 +154,19 @@ class EventLog:
         self.trouble = None
         return True
 
-    def sync(self) -> None:
-        """Force what was written to the disk (decisions, commits: what must survive the machine)."""
+    def sync(self) -> bool:
+        """Make what was written survive this machine (decisions, commits); whether it does.
+
+        A disk that takes nothing does not stop a run: True there, with ``trouble`` set. A home that takes nothing is
+        False, with ``unsealed`` saying why: do not act on what was decided, and try again.
+        """
         if self.tend():
             try:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self.trouble = error.strerror or str(error)
+        self.unsealed = self.sealer.seal(SEAL_TIMEOUT_S) if self.sealer is not None else None
+        return self.unsealed is None
 
     def close(self) -> None:
         """Try once more to write what waits, then let go of the file."""

@@ -54,7 +54,7 @@ from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
 from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
 from muster.transport.connections import Connection, ConnectionPool
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 OFFSET_EVERY_S = 30.0
 #: How soon a failed write to the disk is tried again.
@@ -99,7 +99,7 @@ class Supervisor:
         self.run_id = str(job["run_id"])
         self.clock = SystemClock()
         self.pool = ConnectionPool(
-            token=read_token(str(self.run_dir / "token")),
+            token=run_token(self.run_dir),
             on_accept=lambda peer: peer.expect(self._greeting_reader(), self._hello),
             on_gone=self._gone,
         )

@@ -1,0 +1,64 @@
+"""Which machines a run needs, how they are bought, and what is built around them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from muster.config.section import NotNegative, Positive, Section
+
+#: An IPv4 or IPv6 range: ``203.0.113.0/24``.
+CIDR = r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$"
+#: A service account's address, as Google writes it.
+ACCOUNT = r"^[a-z0-9-]+@[a-z0-9.-]+$"
+
+
+class Resources(Section):
+    """Which machines, how many."""
+
+    hosts: Positive = 1
+    min_hosts: Positive | None = None
+    """Continue with as few as this; default: ``hosts``."""
+    spare_hosts: NotNegative = 0
+    ranks_per_host: Positive | None = None
+    """Default: the GPUs of a host; on CPU 1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    accelerator: str | None = None
+    """For example ``B200``, ``H100``, ``H200``."""
+    machine: str | None = None
+    """For example ``a4-highgpu-8g``."""
+    locations: list[str] = Field([])
+    """Regions or zones, tried in order."""
+    provisioning_model: (
+        Literal["owned", "on_demand", "spot", "flex_start", "flex_start_queued", "calendar", "reservation"] | None
+    ) = None
+    usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None
+    """What a host costs; default: the list price of ``machine``, ``mode`` and place where it is known, and nothing on
+    your own machine."""
+    reservation: str | None = None
+    project: str | None = None
+    cluster: str | None = None
+    image: str | None = None
+    queue: str | None = None
+    """Kueue local queue or Slurm partition."""
+    threads_per_rank: Positive | None = None
+    """Intra-op threads on CPU; default: the cores divided by the ranks."""
+    private: bool = False
+    """Nodes without public addresses: Cloud NAT leads out, and ``authorized_networks`` alone reach the control plane.
+    Google Cloud only, as are the keys below."""
+    authorized_networks: list[Annotated[str, Field(pattern=CIDR)]] = Field([])
+    """Address ranges from which the control plane of a private cluster may be reached (``203.0.113.7/32``); default:
+    the address of the machine that runs ``up``."""
+    network: str | None = None
+    """An existing VPC network of the project for the cluster's own traffic; default: one that ``up`` makes."""
+    node_service_account: Annotated[str, Field(pattern=ACCOUNT)] | None = None
+    """An existing account for the nodes; default: one that ``up`` makes, with the least roles."""
+    build_service_account: Annotated[str, Field(pattern=ACCOUNT)] | None = None
+    """An existing account for image builds; default: one that ``up`` makes, with the least roles."""
+    storage: Literal["standard", "anywhere_cache", "rapid"] = "standard"
+    """The bucket that ``up`` makes: standard; with a cache in the zone of the GPUs; or a zonal bucket (Rapid)."""
+    image_streaming: bool | None = None
+    """Start containers while their image is still being read; default: where the node pools support it."""
+    local_ssd: NotNegative | None = None
+    """Local SSDs of a node for temporary files, weights and images; default: all that the machine brings."""

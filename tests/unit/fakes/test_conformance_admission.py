@@ -34,8 +34,8 @@ def jobset(name="llama-20260822-101500-1a2b"):
 
 
 def changed(of, path, value):
-    """A copy with one field set, or taken away where the value is None; a number in the path is a place in a list, ``~``
-    a slash."""
+    """A copy with one field set, or taken away where the value is None; a number in the path is a place in a list, and
+    ``~`` a slash."""
     found = copy.deepcopy(of)
     *folders, last = (int(one) if one.isdecimal() else one.replace("~", "/") for one in path.split("/"))
     at = found

@@ -6,7 +6,7 @@ import pytest
 from cases import placement, spec
 
 from muster.backends.gke.google.session import Session
-from muster.backends.gke.provision.resource_names import site
+from muster.backends.gke.provision.inventory.resource_names import site
 from muster.backends.gke.provision.software import Software, hashes
 
 discovery = pytest.importorskip("fakes.discovery")

@@ -94,6 +94,8 @@ class Machine:
     memory_gb: int
     modes: tuple[str, ...]
     fabric: Fabric
+    local_ssd: int | None = None
+    """Local SSDs of 375 GB that the machine always has; None: none, or not known."""
 
     @property
     def shared_memory_gib(self) -> int:
@@ -118,6 +120,10 @@ class Family:
     """Nodes carry ``cloud.google.com/gce-topology-{block,subblock,host}``."""
     arch: str = "amd64"
     driver: str = "DEFAULT"
+    fast_socket: bool = False
+    """NCCL Fast Socket of the node pool: where one gVNIC is the whole data network."""
+    compact: bool = False
+    """Machines bought on demand are placed compactly only where the pool asks for it; queues and reservations do."""
     tuner_config: str | None = None
 
 

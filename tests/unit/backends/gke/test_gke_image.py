@@ -58,6 +58,8 @@ def test_the_tables_own_parts_are_not_wrong_anywhere():
         ("a4-highgpu-8g", {"base": "debian:13"}, False, "base debian:13 is not in the table"),
         ("a4-highgpu-8g", {}, False, "is known with NCCL 2.25, 2.26"),
         ("a3-ultragpu-8g", {}, False, "no known row for a3-ultra"),
+        ("a3-highgpu-8g", {}, False, "GPUDirect-TCPX v3.1.9 is older than the NCCL that a torch of 2026 brings"),
+        ("a4-highgpu-8g", {}, False, "the newest gIB is v1.1.2, built with CUDA 13.0"),
     ],
 )
 def test_what_does_not_fit_or_is_not_known_is_said(machine, changes, wrong, words):

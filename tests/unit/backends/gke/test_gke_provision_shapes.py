@@ -1,6 +1,8 @@
 """What is made, looks as Google's references have it; what is left, and what it costs; dry run and software."""
 
 import hashlib
+import ipaddress
+import json
 
 import pytest
 from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, session, where
@@ -10,7 +12,7 @@ from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.software import software, wanted_software
 from muster.backends.gke.provision.up import down, requests, up
 from muster.catalog import gke as catalogue
-from muster.core.errors import BackendError, UsageError
+from muster.core.errors import BackendError, ConflictError, UsageError
 
 TOKEN = "aGZfc2VjcmV0"
 
@@ -219,3 +221,33 @@ def test_a_kind_that_is_never_served_is_named():
     google.kubernetes.late["apis/kueue.x-k8s.io/v1beta2"] = 10**6
     with pytest.raises(BackendError, match=r"does not know ResourceFlavor of kueue\.x-k8s\.io/v1beta2"):
         up(SITES["g2"], session(google), INSTALLED, workers=1)
+
+
+def test_data_subnets_hold_thousands_of_nodes_each_in_a_range_of_its_own():
+    ranges = {}
+    for name in ("a4", "a3-mega"):
+        google = cloud()
+        up(SITES[name], session(google), INSTALLED, workers=1)
+        ranges[name] = [
+            ipaddress.ip_network(one["ipCidrRange"])
+            for key, one in google.store.items()
+            if "/subnetworks/" in key and not key.endswith("/muster-sub")
+        ]
+    assert {name: len(found) for name, found in ranges.items()} == {"a4": 9, "a3-mega": 8}
+    for found in ranges.values():
+        assert all(one.num_addresses == 4096 for one in found) and len(set(found)) == len(found)
+        assert all(one.subnet_of(ipaddress.ip_network("192.168.0.0/16")) for one in found)
+
+
+def test_data_subnets_of_an_earlier_version_stay_as_they_are():
+    google = cloud()
+    up(SITES["a4"], session(google), INSTALLED, workers=1)
+    subnets = [key for key in google.store if "/subnetworks/" in key and not key.endswith("/muster-sub")]
+    for number, key in enumerate(subnets):
+        google.store[key]["ipCidrRange"] = f"192.168.{number + 1}.0/24"
+    before, made = json.dumps(google.store, sort_keys=True), list(google.creations)
+    up(SITES["a4"], session(google), INSTALLED, workers=1)
+    assert json.dumps(google.store, sort_keys=True) == before and google.creations == made
+    google.store[subnets[0]]["ipCidrRange"] = "10.1.0.0/24"
+    with pytest.raises(ConflictError, match=r"ipCidrRange should be inside 192.168.0.0/16, is '10.1.0.0/24'"):
+        up(SITES["a4"], session(google), INSTALLED, workers=1)

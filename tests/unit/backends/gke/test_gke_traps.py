@@ -353,8 +353,10 @@ def test_trap_installers():
     assert found["gib"] == ("gpudirect-rdma/nccl-rdma-installer.yaml",)
     assert found["gib-arm64"] == ("gpudirect-rdma/nccl-rdma-installer-a4x.yaml",)
     assert found["tcpxo"][0] == "gpudirect-tcpxo/nccl-tcpxo-installer.yaml"
-    assert "nri_device_injector/nri-device-injector.yaml" in found["tcpxo"]
-    assert found["tcpx"] == ("gpudirect-tcpx/nccl-tcpx-installer.yaml", "gpudirect-tcpx/nccl-config.yaml")
+    # Both daemons' containers ask for no GPU: without the injector they have no /dev/nvidia*.
+    injector = "nri_device_injector/nri-device-injector.yaml"
+    assert injector in found["tcpxo"]
+    assert found["tcpx"] == ("gpudirect-tcpx/nccl-tcpx-installer.yaml", "gpudirect-tcpx/nccl-config.yaml", injector)
 
 
 def test_trap_no_stale_pins():

@@ -7,9 +7,9 @@ from typing import Literal
 
 from muster.backends.gke.google.http import Call, Reply
 from muster.backends.gke.google.session import NOT_SWITCHED_ON, Session, refusal, twice
-from muster.backends.gke.provision.networks import network_profile
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import Found, Resource
+from muster.backends.gke.provision.inventory.networks import network_profile
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import Found, Resource
 from muster.core.errors import AccessError, BackendError, CapacityError
 from muster.core.typed_json import child, children, text, texts
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from muster.backends.cluster import Leftover
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
-from muster.backends.gke.provision.prices import machine_usd_per_hour
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import LABEL, MARK, last_word
+from muster.backends.gke.provision.inventory.prices import machine_usd_per_hour
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import LABEL, MARK, last_word
 from muster.catalog import gke as catalogue
 from muster.core.typed_json import JsonObject, child, children, text, whole
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from muster.backends.gke.google.http import Call, Unreachable
 from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.image import Parts, build_arguments
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import MARK
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import MARK
 from muster.core.errors import BackendError, UsageError
 from muster.core.typed_json import JsonObject, child, children, text
 

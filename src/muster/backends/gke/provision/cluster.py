@@ -16,8 +16,8 @@ from muster.backends.gke.provision.access import preflight
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.build import Build
 from muster.backends.gke.provision.image import context, doubts, parts, tag
+from muster.backends.gke.provision.inventory.resource_names import Site, site, today
 from muster.backends.gke.provision.quota import quota
-from muster.backends.gke.provision.resource_names import Site, site, today
 from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
 from muster.backends.gke.provision.up import down, requests, up_first
 from muster.backends.protocols import Lease

@@ -10,8 +10,8 @@ from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.kind import root_of
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import Found, Resource, differences
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import Found, Resource, differences
 from muster.core.errors import BackendError
 from muster.core.typed_json import JsonObject, text
 

@@ -96,6 +96,8 @@ def _of_the_row(made_of: Parts, row: JsonObject) -> Iterator[Doubt]:
             message=f"{row['plugin']} is known with NCCL {versions}; the one that torch {made_of.torch} brings is not "
             "in the table: the build's log prints it, and NCCL_DEBUG=INFO says at the start which one is used"
         )
+    if "doubt" in row:
+        yield Doubt(message=text(row, "doubt"))
     if "torch" in row and cuda and row["torch"] != f"cu{cuda.replace('.', '')}":
         yield Doubt(
             message=f"seen to work with torch {row['torch']}, not with {made_of.torch_index.rsplit('/', 1)[-1]}"

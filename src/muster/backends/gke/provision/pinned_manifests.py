@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from muster.backends.gke.provision.resource_names import Site
+from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.software import wanted_software
 from muster.core.errors import BackendError, UsageError
 from muster.storage import run_registry

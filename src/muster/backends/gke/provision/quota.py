@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
-from muster.backends.gke.provision.resource_names import Site
+from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.core.errors import CapacityError
 from muster.core.typed_json import JsonObject, child, children, text, whole
 

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Step, silent
 from muster.backends.gke.google.session import Session
-from muster.backends.gke.provision.resources import Resource, refuse_foreign
+from muster.backends.gke.provision.inventory.resources import Resource, refuse_foreign
 from muster.core.errors import ConflictError, MusterError
 
 

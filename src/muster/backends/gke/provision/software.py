@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muster.backends.gke.provision.resource_names import Site
+from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.catalog import gke as catalogue
 from muster.core.errors import UsageError
 from muster.core.typed_json import JsonObject, child, text

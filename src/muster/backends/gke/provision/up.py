@@ -14,14 +14,14 @@ from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
 from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.cluster_objects import Objects
-from muster.backends.gke.provision.clusters import clusters
-from muster.backends.gke.provision.networks import networks
+from muster.backends.gke.provision.inventory.clusters import clusters
+from muster.backends.gke.provision.inventory.networks import networks
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import NeedGone, Resource, last_word
+from muster.backends.gke.provision.inventory.storage import Binding, Bucket, storage
 from muster.backends.gke.provision.quota import check_quota, quota_call
 from muster.backends.gke.provision.reconcile import ensure, remove, survey
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import NeedGone, Resource, last_word
 from muster.backends.gke.provision.software import Manifest, Software, software
-from muster.backends.gke.provision.storage import Binding, Bucket, storage
 from muster.backends.protocols import Lease
 from muster.core.errors import BackendError, CapacityError, UsageError
 from muster.core.typed_json import JsonObject, children, text

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
+from dataclasses import dataclass, replace
+
 from muster.backends.gke.google.http import Call
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import MARK, RestResource
-from muster.core.typed_json import Json, JsonObject
+from muster.backends.gke.google.session import Session
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import MARK, Found, RestResource
+from muster.core.typed_json import Json, JsonObject, text
 
 MAIN_RANGE = "10.64.0.0/20"
 DATA_RANGE = "192.168.0.0/16"
 """All data subnets lie in it; the firewall rule of the plain data networks lets it through."""
+DATA_PREFIX = 20
+"""Of each data subnet: 4,092 nodes, and sixteen subnets in the range; the widest fabric (gIB) has nine."""
 
 
 def networks(site: Site) -> list[RestResource]:
     """Networks, subnets and firewall rules, each after what it needs."""
-    result = [_network(site, "net"), _subnet(site, "net", "sub", MAIN_RANGE)]
+    result = [_network(site, "net"), _main_subnet(site)]
     if site.placement.claims or not site.placement.machine.gpus:
         return result
     fabric = site.placement.machine.fabric
@@ -26,7 +32,7 @@ def networks(site: Site) -> list[RestResource]:
             result.append(_network(site, data.vpc, roce=roce))
             if not roce:
                 result.append(_firewall(site, data.vpc))
-        result.append(_subnet(site, data.vpc, data.subnet, f"192.168.{number + 1}.0/24"))
+        result.append(_data_subnet(site, data.vpc, data.subnet, number))
     return result
 
 
@@ -53,22 +59,47 @@ def _network(site: Site, suffix: str, *, roce: bool = False) -> RestResource:
         body["mtu"] = mtu
     matters = ("autoCreateSubnetworks", "mtu", "networkProfile")
     compared = {key: value for key, value in body.items() if key in matters}
-    return _compute(site, "networks", name, "global/networks", body, compared)
+    return _compute(site, RestResource, "networks", body, compared)
 
 
-def _subnet(site: Site, vpc: str, suffix: str, cidr: str) -> RestResource:
-    name, network = f"{site.prefix}-{suffix}", f"{site.prefix}-{vpc}"
-    body: dict[str, Json] = {
-        "name": name,
+@dataclass(frozen=True, kw_only=True)
+class DataSubnet(RestResource):
+    """A data NIC's subnet: any range inside ``DATA_RANGE`` will do, such as the /24 of earlier versions."""
+
+    def look(self, session: Session) -> Found:
+        result = super().look(session)
+        if result.state == "absent" or _inside(text(result.body, "ipCidrRange"), DATA_RANGE):
+            return result
+        wrong = f"ipCidrRange should be inside {DATA_RANGE}, is {text(result.body, 'ipCidrRange')!r}"
+        return replace(result, differences=(*result.differences, wrong))
+
+
+def _inside(cidr: str, whole: str) -> bool:
+    try:
+        return ipaddress.IPv4Network(cidr).subnet_of(ipaddress.IPv4Network(whole))
+    except ValueError:
+        return False
+
+
+def _data_subnet(site: Site, vpc: str, suffix: str, number: int) -> RestResource:
+    cidr = list(ipaddress.IPv4Network(DATA_RANGE).subnets(new_prefix=DATA_PREFIX))[number]
+    body = _subnet_body(site, vpc, suffix, str(cidr))
+    return _compute(site, DataSubnet, "subnetworks", body, {"network": body["network"]}, (f"{site.prefix}-{vpc}",))
+
+
+def _main_subnet(site: Site) -> RestResource:
+    body = {**_subnet_body(site, "net", "sub", MAIN_RANGE), "privateIpGoogleAccess": True}
+    compared = {"network": body["network"], "ipCidrRange": MAIN_RANGE}
+    return _compute(site, RestResource, "subnetworks", body, compared, (f"{site.prefix}-net",))
+
+
+def _subnet_body(site: Site, vpc: str, suffix: str, cidr: str) -> dict[str, Json]:
+    return {
+        "name": f"{site.prefix}-{suffix}",
         "description": MARK,
-        "network": f"{site.compute}/global/networks/{network}",
+        "network": f"{site.compute}/global/networks/{site.prefix}-{vpc}",
         "ipCidrRange": cidr,
     }
-    if suffix == "sub":
-        body["privateIpGoogleAccess"] = True
-    compared: JsonObject = {"network": body["network"], "ipCidrRange": cidr}
-    folder = f"regions/{site.region}/subnetworks"
-    return _compute(site, "subnetworks", name, folder, body, compared, needs=(f"networks/{network}",))
 
 
 def _firewall(site: Site, vpc: str) -> RestResource:
@@ -87,24 +118,24 @@ def _firewall(site: Site, vpc: str) -> RestResource:
         "allowed": [*protocols, {"IPProtocol": "icmp"}],
     }
     compared = {"network": body["network"], "sourceRanges": [DATA_RANGE]}
-    return _compute(site, "firewalls", name, "global/firewalls", body, compared, needs=(f"networks/{network}",))
+    return _compute(site, RestResource, "firewalls", body, compared, (network,))
 
 
 def _compute(
     site: Site,
+    shape: type[RestResource],
     kind: str,
-    name: str,
-    folder: str,
     body: JsonObject,
     compared: JsonObject,
-    needs: tuple[str, ...] = (),
+    networks: tuple[str, ...] = (),
 ) -> RestResource:
-    url = f"{site.compute}/{folder}"
-    return RestResource(
+    name = text(body, "name")
+    url = f"{site.compute}/{'global' if kind in ('networks', 'firewalls') else f'regions/{site.region}'}/{kind}"
+    return shape(
         key=f"{kind}/{name}",
         url=f"{url}/{name}",
         create=Call(method="POST", url=url, body=body),
         owner=("description",),
         compared=compared,
-        needs=("services", *needs),
+        needs=("services", *(f"networks/{network}" for network in networks)),
     )

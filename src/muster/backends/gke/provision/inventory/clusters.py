@@ -6,9 +6,9 @@ import datetime
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.manifests.placement import longest_run_s
-from muster.backends.gke.provision.prices import cluster_usd_per_hour, machine_usd_per_hour
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import LABEL, RestResource
+from muster.backends.gke.provision.inventory.prices import cluster_usd_per_hour, machine_usd_per_hour
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import LABEL, RestResource
 from muster.catalog import gke as catalogue
 from muster.core.typed_json import Json, JsonObject
 

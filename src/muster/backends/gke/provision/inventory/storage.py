@@ -9,8 +9,8 @@ from typing import Literal
 
 from muster.backends.gke.google.http import Call, Unreachable
 from muster.backends.gke.google.session import Session, refusal
-from muster.backends.gke.provision.resource_names import Site
-from muster.backends.gke.provision.resources import LABEL, Found, Resource, RestResource
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.gke.provision.inventory.resources import LABEL, Found, Resource, RestResource
 from muster.core.errors import AccessError, BackendError, ConflictError
 from muster.core.typed_json import JsonObject, children, text, texts
 

@@ -1,3 +1,0 @@
-from fakes.gcs import main
-
-main()

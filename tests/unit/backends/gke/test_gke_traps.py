@@ -264,7 +264,10 @@ def test_trap_one_job_per_host():
     (hosts,) = [one for one in jobset(of)["spec"]["replicatedJobs"] if one["name"] == "host"]
     assert hosts["replicas"] == 18 and hosts["template"]["spec"]["parallelism"] == 1
     rules = jobset(of)["spec"]["failurePolicy"]["rules"]
-    assert all(rule["action"] not in ("RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts") for rule in rules)
+    assert [rule["action"] for rule in rules] == ["FailJobSet"] and rules[0]["targetReplicatedJobs"] == ["supervisor"]
+    assert hosts["template"]["spec"]["backoffLimit"] == 10_000, (
+        "a failed host Job would end the run, or recreate it all"
+    )
     assert all(re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]) for rule in rules)
     assert "exclusive-topology" not in json.dumps(jobset(of))
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 
 from muster.backends.gke.manifests import pods
-from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, Placement, longest_run_s, mode_of
+from muster.backends.gke.manifests.placement import LONGEST_RUN_NAME, Placement, longest_run_s, mode_of
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.core.typed_json import Json, JsonObject, at, child
 
@@ -72,7 +72,7 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
     run_id: JsonObject = {
         "type": "string",
         "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$",
-        "maxLength": LONGEST_JOBSET_NAME,
+        "maxLength": LONGEST_RUN_NAME,
     }
     return {
         "runId": Knob(value=placement.run_id, about="Name of the run and of its objects.", schema=run_id),

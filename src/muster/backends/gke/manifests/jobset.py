@@ -9,9 +9,12 @@ from muster.core.typed_json import Json, JsonObject
 Manifest = dict[str, Json]
 
 SAVED_AND_WANTS_TO_RUN_AGAIN = 75
+"""Any end of a host's pod, and of a supervisor's that is not the run's: it is free, and the next pod comes."""
 VERDICTS = [1, 2, 3, 4, 5, 6, 130]
-"""Exit codes by which the supervisor says that the run is over; any other end of its pod is a crash, and it is
-started again."""
+"""Exit codes by which the supervisor says that the run is over."""
+HOST_FAILURES, SUPERVISOR_FAILURES = 10_000, 100
+"""Ends of a pod that count (the init container's, a kill for memory, Kueue's own) before its Job, and with it the run,
+fails. A host has fewer in a week: the Job controller waits up to 10 min between two of them."""
 KEPT_AFTER_THE_END_S = 3 * 24 * 3600
 
 
@@ -33,26 +36,25 @@ def jobset(placement: Placement, mode: Mode) -> Manifest:
     }
     spec: Manifest = {
         "suspend": placement.kueue,
-        "coordinator": {"replicatedJob": SUPERVISOR, "jobIndex": 0, "podIndex": 0},
         "network": {"enableDNSHostnames": True, "subdomain": placement.name, "publishNotReadyAddresses": True},
         # Spares never end by themselves: the run is over when the supervisor is.
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [SUPERVISOR]},
         "failurePolicy": _failure_policy(),
         "ttlSecondsAfterFinished": KEPT_AFTER_THE_END_S,
         "replicatedJobs": [
-            _role(SUPERVISOR, 1, pods.supervisor_template(placement), _supervisor_failures()),
-            _role(HOST, placement.hosts, pods.host_template(placement, mode), _host_failures()),
+            _role(SUPERVISOR, 1, SUPERVISOR_FAILURES, pods.supervisor_template(placement), _supervisor_failures()),
+            _role(HOST, placement.hosts, HOST_FAILURES, pods.host_template(placement, mode), _host_failures()),
         ],
     }
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def _role(name: str, replicas: int, template: Manifest, failures: list[Manifest]) -> Manifest:
+def _role(name: str, replicas: int, limit: int, template: Manifest, failures: list[Manifest]) -> Manifest:
     job: JsonObject = {
         "parallelism": 1,
         "completions": 1,
         "completionMode": "Indexed",
-        "backoffLimit": 6,
+        "backoffLimit": limit,
         # The only value that a pod failure policy allows: the next pod starts once the last one has really ended.
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": failures},
@@ -83,25 +85,15 @@ def _exit_codes(container: str, action: str, values: list[int]) -> Manifest:
 
 
 def _failure_policy() -> Manifest:
-    return {
-        "maxRestarts": 3,
-        "restartStrategy": "Recreate",
-        "rules": [
-            {
-                "name": "supervisorDecided",
-                "action": "FailJobSet",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-                "targetReplicatedJobs": [SUPERVISOR],
-            },
-            # Only this host's Job starts again; RestartJobSet would recreate every pod, the supervisor's too.
-            {
-                "name": "hostKeepsFailing",
-                "action": "RestartJob",
-                "onJobFailureReasons": ["BackoffLimitExceeded"],
-                "targetReplicatedJobs": [HOST],
-            },
-        ],
+    """The supervisor's verdict ends the run; nothing restarts Jobs (action RestartJob needs a feature gate, alpha in
+    JobSet 0.12, and a failed Job that no rule names would recreate every pod, the supervisor's too)."""
+    rule: JsonObject = {
+        "name": "supervisorDecided",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "targetReplicatedJobs": [SUPERVISOR],
     }
+    return {"maxRestarts": 0, "rules": [rule]}
 
 
 def _config_map(placement: Placement, run_file: str, resolved: str) -> Manifest:

@@ -19,6 +19,8 @@ SPOT_POD_GRACE_S = 15
 """Of Spot's 30 s notice the pods get the first 15 (docs concepts/spot-vms)."""
 LONGEST_JOBSET_NAME = 63 - len("-supervisor-0-0-abcde")
 """A pod is called <jobset>-<role>-<job>-<pod>-<5 letters>, which has to be a DNS label."""
+LONGEST_RUN_NAME = LONGEST_JOBSET_NAME - len("-c99")
+"""So that the run's next allocations (<run>-c2 and on) keep its name too."""
 START_TIMEOUT_S = 3600.0
 MAX_RUN_DURATION = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
 CLAIM_FOLDER = "/muster-runs"
@@ -170,11 +172,11 @@ def longest_run_s(spec: RunSpec) -> int:
 
 def object_name(run_id: str) -> str:
     """A JobSet name for ``run_id``: itself where it fits, else its head and a hash of the whole."""
-    if len(run_id) <= LONGEST_JOBSET_NAME and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run_id):
+    if len(run_id) <= LONGEST_RUN_NAME and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run_id):
         return run_id
     head = re.sub(r"[^a-z0-9-]+", "-", run_id.lower()).strip("-0123456789") or "run"
     digest = hashlib.sha256(run_id.encode()).hexdigest()[:8]
-    return f"{head[: LONGEST_JOBSET_NAME - 9].strip('-')}-{digest}"
+    return f"{head[: LONGEST_RUN_NAME - 9].strip('-')}-{digest}"
 
 
 def mounted(path: str) -> str:

@@ -35,7 +35,7 @@ def continuation(jobset: JsonObject) -> JsonObject:
     """The JobSet that goes on after ``jobset``: the same, suspended, under the next name. Pure."""
     number = number_of(jobset) + 1
     there, spec = child(jobset, "metadata"), child(jobset, "spec")
-    name = object_name(f"{text(there, 'labels', INSTANCE)}-c{number}")
+    name = f"{object_name(text(there, 'labels', INSTANCE))}-c{number}"
     annotations = {key: value for key, value in child(there, "annotations").items() if "kubectl" not in key}
     metadata = {key: value for key, value in there.items() if key not in _SERVERS_OWN}
     following: JsonObject = {

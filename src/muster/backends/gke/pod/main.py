@@ -2,8 +2,9 @@
 
 Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME] [--leave-after-s N] -- PROGRAM...``.
 
-* ``host``: a pod that is removed (drained, preempted, deleted) ends with 75, so that its Job creates another one; an
-  agent that left because no supervisor connected is restarted for the lifetime of the pod.
+* ``host``: a pod that is removed (drained, preempted, deleted) ends with 75, so that its Job creates another one, and
+  so does one whose agent failed: whether the run goes on is the supervisor's decision, never the Job's; an agent that
+  left because no supervisor connected is restarted for the lifetime of the pod.
 * ``supervisor``: a pod that is removed ends at once and the agents continue training: the next one adopts them once
   the old one's lease has expired (10 s). Where the old one is alive (its node was only unreachable), it waits.
   When the run itself saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of
@@ -70,7 +71,7 @@ class Pod:
         while code == 0 and not self._taken and self.lonely():
             print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
             code = self._wait()
-        return AGAIN if self._taken else code
+        return AGAIN if self._taken or code else 0
 
     def _supervise(self) -> int:
         """A supervisor that disappeared holds the run until its lease expires; its successor waits."""

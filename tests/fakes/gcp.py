@@ -82,6 +82,8 @@ class FakeGoogleCloud:
     """Pod, argv and what is typed -> exit code, output, errors."""
     quotas: dict[str, dict[tuple[tuple[str, str], ...], int]] = field(default_factory=dict)
     """Metric -> dimensions -> limit; a metric that is not here is not known."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Name of a pool -> nodes that its instance group has or is making."""
     builds: dict[str, dict[str, Any]] = field(default_factory=dict)
     build_ends: str = "SUCCESS"
     images: set[str] = field(default_factory=set)
@@ -180,7 +182,7 @@ class FakeGoogleCloud:
             return Reply(status=200, body={"services": rows})
         if match.id == "serviceusage.services.batchEnable":
             wanted = set(call.body["serviceIds"]) if call.body else set()
-            return self._begin("op", {}, lambda _: self.enabled.update(wanted), name="operations/services")
+            return self.begin("op", {}, lambda _: self.enabled.update(wanted), name="operations/services")
         if match.id.endswith("perations.get"):
             return self._look(match)
         if match.id == "container.projects.locations.operations.list":
@@ -193,6 +195,8 @@ class FakeGoogleCloud:
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
         if match.id in ("compute.machineTypes.get", "compute.machineTypes.aggregatedList"):
             return gcp_services.machine_type(self, match, query)
+        if match.verb in ("setSize", "setAutoscaling") or match.id == "compute.instanceGroupManagers.get":
+            return gcp_services.node_pool(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
             return gcp_services.build(self, match, query, call)
         if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):
@@ -215,7 +219,7 @@ class FakeGoogleCloud:
             if path.rpartition("/")[2] in self.foreign_buckets:
                 return _error(403, "forbidden")
             if self.store.get(path, {}).get("status") in ("PROVISIONING", "STOPPING"):
-                self._pause(lambda one: one.busy == "/".join(path.split("/")[:7]))
+                self.advance(lambda one: one.busy == "/".join(path.split("/")[:7]))
             found = self.store.get(path)
             return Reply(status=200, body=found) if found else _error(404, "notFound")
         if call.method == "DELETE":
@@ -258,6 +262,8 @@ class FakeGoogleCloud:
         busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
         if match.api == "container.v1":
             body["status"] = "PROVISIONING"
+        if match.id.endswith("nodePools.create"):
+            gcp_services.begin_nodes(self, path, body)
         if "nodePools" in body:
             for pool in body["nodePools"]:
                 self.store[f"{path}/nodePools/{pool['name']}"] = {**pool, "status": "RUNNING"}
@@ -274,7 +280,7 @@ class FakeGoogleCloud:
 
         late = next((part for part in self.slow if part in f"{folder.rpartition('/')[2]}/{name}"), None)
         looks = self.slow.pop(late) if late else None
-        return self._begin(folder, body, finish, error=error, busy=busy, api=match.api, looks=looks)
+        return self.begin(folder, body, finish, error=error, busy=busy, api=match.api, looks=looks)
 
     def _refusal(self, match: Match, path: str, body: dict[str, Any]) -> Reply | None:
         """What Google says before it begins."""
@@ -284,7 +290,7 @@ class FakeGoogleCloud:
             if key not in self.store:
                 return _error(404, "notFound")
             if self._pending(key):
-                self._pause(lambda one: one.body.get("targetLink", "").endswith(key))
+                self.advance(lambda one: one.body.get("targetLink", "").endswith(key))
                 return _error(400, "resourceNotReady")
         if trouble := gcp_services.management(self.store, match, path, body):
             return _error(400, "badRequest", trouble)
@@ -293,7 +299,7 @@ class FakeGoogleCloud:
             if self.store.get(cluster, {}).get("status") != "RUNNING":
                 return _error(404, "notFound")
             if any(one.busy == cluster for one in self.operations.values()):
-                self._pause(lambda one: one.busy == cluster)
+                self.advance(lambda one: one.busy == cluster)
                 return _error(400, "CLUSTER_ALREADY_HAS_OPERATION")
         return None
 
@@ -307,7 +313,7 @@ class FakeGoogleCloud:
         if match.api == "container.v1":
             cluster = "/".join(path.split("/")[:7])
             if any(one.busy == cluster for one in self.operations.values()):
-                self._pause(lambda one: one.busy == cluster)
+                self.advance(lambda one: one.busy == cluster)
                 return _error(400, "CLUSTER_ALREADY_HAS_OPERATION")
         users = [
             key for key, body in self.store.items()
@@ -329,9 +335,9 @@ class FakeGoogleCloud:
         busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
         if busy:
             self.store[path]["status"] = "STOPPING"
-        return self._begin(path.rpartition("/")[0], {}, finish, busy=busy, api=match.api, target=path)
+        return self.begin(path.rpartition("/")[0], {}, finish, busy=busy, api=match.api, target=path)
 
-    def _begin(
+    def begin(
         self,
         folder: str,
         body: dict[str, Any],
@@ -382,7 +388,7 @@ class FakeGoogleCloud:
             self._advance(operation)
         return Reply(status=200, body={})
 
-    def _pause(self, which: Callable[[Operation], bool]) -> None:
+    def advance(self, which: Callable[[Operation], bool]) -> None:
         """A refusal for being busy makes callers wait, and what they wait for goes on meanwhile."""
         for operation in [one for one in self.operations.values() if which(one)]:
             self._advance(operation)

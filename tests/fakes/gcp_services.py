@@ -79,6 +79,42 @@ def build(google: Any, match: Match, query: dict[str, str], call: Call) -> Reply
     return Reply(status=200, body=found)
 
 
+def begin_nodes(google: Any, path: str, body: dict[str, Any]) -> None:
+    """A pool's nodes are an instance group of Compute Engine's, which alone says how many they are."""
+    name, zone = path.rpartition("/")[2], body["locations"][0]
+    folder = f"https://www.googleapis.com/compute/v1/projects/{path.split('/')[2]}/zones/{zone}"
+    body["instanceGroupUrls"] = [f"{folder}/instanceGroupManagers/gke-{name}-grp"]
+    google.sizes[name] = body.get("initialNodeCount", 0)
+
+
+def node_pool(google: Any, match: Match, path: str, call: Call) -> Reply:
+    """Its size, asked for and changed. A size that cannot be had leaves the pool in error, with the size asked for."""
+    if match.verb == "get":
+        name = match.path["instanceGroupManager"].removeprefix("gke-").removesuffix("-grp")
+        return Reply(status=200, body={"targetSize": google.sizes[name]})
+    path = path.partition(":")[0]
+    cluster, _, name = path.rpartition("/nodePools/")
+    if path not in google.store or google.store.get(cluster, {}).get("status") != "RUNNING":
+        return error(404, "notFound")
+    if any(one.busy == cluster for one in google.operations.values()):
+        google.advance(lambda one: one.busy == cluster)
+        return error(400, "CLUSTER_ALREADY_HAS_OPERATION")
+    pool, asked = google.store[path], call.body or {}
+    trouble = google.fail.pop("resize", None)
+    if match.verb == "setSize":
+        google.sizes[name] = asked["nodeCount"]
+
+    def finish(cancelled: bool = False) -> None:
+        pool["status"] = "RUNNING_WITH_ERROR" if trouble else "RUNNING"
+        if match.verb == "setAutoscaling":
+            pool["autoscaling"] = asked["autoscaling"]
+
+    pool["status"] = "RECONCILING"
+    answer: Reply = google.begin(path.rpartition("/")[0], pool, finish, error=trouble, busy=cluster, api=match.api)
+    answer.body["operationType"] = "SET_NODE_POOL_SIZE"
+    return answer
+
+
 def management(store: dict[str, dict[str, Any]], match: Match, path: str, body: dict[str, Any]) -> str | None:
     """GKE's refusal of pools that do not upgrade or repair themselves on a cluster with a release channel.
 

@@ -213,6 +213,12 @@ def find_model(name: str) -> KnownModel | None:
     return next((known[base] for base in (*bases, stem + "-pt", stem + "-base", stem + "-hf") if base in known), None)
 
 
+def weights_bytes(name: str) -> int | None:
+    """Bytes of a shipped model's weights as the hub has them, two a parameter (bfloat16); None: not shipped."""
+    model = find_model(name)
+    return None if model is None else 2 * model.parameters
+
+
 def table_date(name: str) -> str:
     """When a table was last checked."""
     return str(table(name)["date"])

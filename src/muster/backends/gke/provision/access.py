@@ -22,6 +22,7 @@ SERVICES = (
     "container.googleapis.com",
     "storage.googleapis.com",
 )
+IMAGE_STREAMING = "containerfilesystem.googleapis.com"
 ANSWERS_WITHIN_S = 600.0
 """Google speaks of "a few minutes" between switching a service on and its first answer."""
 PERMISSIONS = {
@@ -154,10 +155,10 @@ class Services(Resource):
     foreign: Literal["refuse", "use"] = "use"
 
     def look(self, session: Session) -> Found:
-        names = "&".join(f"names=projects/{self.site.project}/services/{name}" for name in SERVICES)
+        names = "&".join(f"names=projects/{self.site.project}/services/{name}" for name in self._names)
         reply = session.ok(Call(method="GET", url=f"{self._url}:batchGet?{names}"))
         on = sum(text(row, "state") == "ENABLED" for row in children(reply.body, "services"))
-        return Found(state="there" if on == len(SERVICES) else "absent", ours=False)
+        return Found(state="there" if on == len(self._names) else "absent", ours=False)
 
     def make(self, session: Session) -> None:
         reply = twice(lambda: session.ok(self.requests()[0]))
@@ -168,7 +169,11 @@ class Services(Resource):
         """Nothing: see the class."""
 
     def requests(self) -> list[Call]:
-        return [Call(method="POST", url=f"{self._url}:batchEnable", body={"serviceIds": list(SERVICES)})]
+        return [Call(method="POST", url=f"{self._url}:batchEnable", body={"serviceIds": list(self._names)})]
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*SERVICES, IMAGE_STREAMING) if self.site.streams_images else SERVICES
 
     @property
     def _url(self) -> str:

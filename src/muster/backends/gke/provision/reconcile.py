@@ -39,21 +39,24 @@ def ensure(
 def survey(
     resources: Sequence[Resource], session: Session, *, adopt: bool = False, progress: Progress = silent
 ) -> set[str]:
-    """Look at everything, refuse what Muster did not create or what differs, and return the keys of what is absent.
+    """Look at everything, refuse what Muster did not create or what differs, and return the keys of what is absent or
+    too small.
 
     Raises:
         ConflictError: the first such resource.
     """
-    absent = set()
+    lacking = set()
     for resource in resources:
         with _reporting(resource, progress) as tell:
             result = resource.look(session)
             if result.state == "absent":
-                absent.add(resource.key)
+                lacking.add(resource.key)
             else:
                 refuse_foreign(resource, result, adopt=adopt)
+                if result.state == "there" and result.ours and resource.amendment(session, result) is not None:
+                    lacking.add(resource.key)
         tell("there" if result.state == "there" else "absent")
-    return absent
+    return lacking
 
 
 def remove(
@@ -118,6 +121,11 @@ def _ensure_one(resource: Resource, session: Session, *, adopt: bool, progress: 
         elif result.state == "absent":
             tell("making")
             _whole_or_gone(resource.make, resource, session)
+        if result.state in ("there", "changing") and result.ours:
+            now = result if result.state == "there" else resource.look(session)
+            if call := resource.amendment(session, now):
+                tell("waiting")
+                resource.amend(session, call)
     tell("there")
 
 

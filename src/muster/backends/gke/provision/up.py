@@ -69,9 +69,9 @@ def up(site: Site, session: Session, installed: Software, *, workers: int = 8, p
     services = Services(site=site)
     requested = [resource for resource in resources(site, installed) if resource.key != services.key]
     progress(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
-    absent = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
+    lacking = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
     ensure([services], session, progress=progress)
-    if absent & {resource.key for resource in clusters(site)}:
+    if lacking & {resource.key for resource in clusters(site)}:
         # Nodes that are there are not lost to a quota that has become smaller since.
         check_zone(site, session)
         check_quota(site, session)

@@ -50,6 +50,14 @@ class Site:
         return tuple(sorted(named))
 
     @property
+    def streams_images(self) -> bool:
+        """Containers start while their image is still being read: Artifact Registry alone can do that."""
+        resources = self.placement.spec.resources
+        if resources.image_streaming is not None:
+            return resources.image_streaming
+        return resources.image is None or resources.image.partition("/")[0].endswith("-docker.pkg.dev")
+
+    @property
     def compute(self) -> str:
         return f"https://compute.googleapis.com/compute/v1/projects/{self.project}"
 

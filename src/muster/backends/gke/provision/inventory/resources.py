@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.google.session import NotOver, Session, failure, refusal
+from muster.backends.gke.google.session import NotOver, Session, failure, refusal, twice
 from muster.core.errors import BackendError, CapacityError, ConflictError
 from muster.core.typed_json import Json, JsonObject, at, children, text
 
@@ -64,6 +64,17 @@ class Resource(ABC):
     def give_up(self, session: Session) -> str | None:
         """Cancel its creation, where that goes on and is not waited for; returns why it cannot be cancelled."""
         return "it cannot be cancelled"
+
+    def amendment(self, session: Session, found: Found) -> Call | None:
+        """The request after which what is there and ours serves this run file too; None: it does already."""
+        return None
+
+    def amend(self, session: Session, call: Call) -> None:  # noqa: B027 (most have no amendment)
+        """Send that request, and wait; sent twice it is as sent once.
+
+        Raises:
+            CapacityError, BackendError: it was refused, or failed; what was there is as it was.
+        """
 
     @abstractmethod
     def remove(self, session: Session) -> None:
@@ -133,9 +144,15 @@ class RestResource(Resource):
             return self.settle(session)
         raise BackendError(f"no answer when making {self.key}", hint="run the same command again")
 
+    def amend(self, session: Session, call: Call) -> None:
+        self._follow(session, twice(lambda: session.ok(call)))
+
     def remove(self, session: Session) -> None:
-        reply = session.delete(self.url)
-        if reply is not None and _is_operation(reply.body):
+        if reply := session.delete(self.url):
+            self._follow(session, reply)
+
+    def _follow(self, session: Session, reply: Reply) -> None:
+        if _is_operation(reply.body):
             session.wait(reply.body, self._poll(reply))
 
     def requests(self) -> list[Call]:

@@ -1,0 +1,240 @@
+"""Pools of nodes: what they are made of, and run files that share one."""
+
+import json
+
+import pytest
+from fakes.project import INSTALLED, cloud, killed, session, where
+
+from muster.backends.gke.provision.inventory.disks import boot_disk_gb, left_gib
+from muster.backends.gke.provision.inventory.pools import gpu_pool
+from muster.backends.gke.provision.up import up
+from muster.core.errors import CapacityError, ConflictError
+
+
+def pool_of(google, site):
+    return next(one for key, one in google.store.items() if key.endswith(f"/nodePools/{site.pool}"))
+
+
+def made(machine="a4-highgpu-8g", mode="flex_start_queued", **changes):
+    google, site = cloud(), where(machine, mode, **changes)
+    up(site, session(google), INSTALLED, workers=1)
+    return pool_of(google, site)
+
+
+# ---------------------------------------------------------------- what they are made of
+
+
+@pytest.mark.parametrize(
+    ("machine", "mode", "ssds"),
+    [
+        ("a4-highgpu-8g", "flex_start_queued", 32),
+        ("a3-ultragpu-8g", "spot", 32),
+        ("a3-megagpu-8g", "spot", 16),
+        ("a3-highgpu-8g", "spot", 16),
+        ("a3-highgpu-1g", "spot", 2),
+        ("a2-ultragpu-8g", "on_demand", 8),
+        ("a2-highgpu-8g", "on_demand", None),
+        ("g2-standard-48", "spot", None),
+    ],
+)
+def test_local_ssds_are_asked_for_where_the_machine_has_them(machine, mode, ssds):
+    config = made(machine, mode)["config"]
+    assert config.get("ephemeralStorageLocalSsdConfig") == (ssds and {"localSsdCount": ssds})
+
+
+def test_local_ssds_by_the_run_file():
+    assert made("g2-standard-48", "spot", local_ssd=4)["config"]["ephemeralStorageLocalSsdConfig"] == {
+        "localSsdCount": 4
+    }
+    assert "ephemeralStorageLocalSsdConfig" not in made("a4-highgpu-8g", "spot", local_ssd=0)["config"]
+
+
+SMALL = {"source": "meta-llama/Llama-3.1-8B"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "gib"),
+    [
+        ("a2-highgpu-8g", {}, 400),
+        ("a2-highgpu-8g", {"model": SMALL}, 200),
+        ("a2-highgpu-8g", {"local_ssd": 8}, 200),
+        ("a2-highgpu-8g", {"model": {"source": "meta-llama/Llama-3.1-70B", "weights": "bucket"}}, 200),
+        ("a2-highgpu-8g", {"model": {"source": "gs://example-bucket/llama"}}, 200),
+        ("a2-ultragpu-8g", {}, 200),
+        ("g2-standard-48", {}, 400),
+    ],
+)
+def test_the_boot_disk_holds_image_and_weights_where_nothing_else_does(machine, changes, gib):
+    site = where(machine, "on_demand", **changes)
+    assert boot_disk_gb(site.placement) == gib
+    assert made(machine, "on_demand", **changes)["config"]["diskSizeGb"] == gib
+
+
+def test_what_gke_leaves_of_a_boot_disk():
+    # Of 100 GiB, 41 go to the system and 10 stay free.
+    assert left_gib(100) == pytest.approx(49.0) and left_gib(1000) == pytest.approx(800.0)
+    assert left_gib(400) > 141e9 / 2**30 + 60 > left_gib(200)
+
+
+def test_the_supervisors_disk_holds_an_image_and_their_pool_two_of_each_run():
+    google = cloud()
+    up(where(), session(google), INSTALLED, workers=1)
+    pool = next(one for key, one in google.store.items() if key.endswith("/nodePools/muster-cpu"))
+    assert pool["config"]["diskSizeGb"] == 100 and pool["autoscaling"]["totalMaxNodeCount"] == 8
+
+
+@pytest.mark.parametrize(
+    ("machine", "mode", "compact"),
+    [
+        ("a3-megagpu-8g", "on_demand", True),
+        ("a3-highgpu-8g", "on_demand", True),
+        ("a2-highgpu-8g", "on_demand", True),
+        ("a3-megagpu-8g", "spot", False),
+        ("a3-megagpu-8g", "flex_start", False),
+        ("a3-megagpu-8g", "flex_start_queued", False),
+        ("a4-highgpu-8g", "reservation", False),
+        ("g2-standard-48", "on_demand", False),
+    ],
+)
+def test_compact_placement_on_demand_alone(machine, mode, compact):
+    assert made(machine, mode).get("placementPolicy") == ({"type": "COMPACT"} if compact else None)
+
+
+def test_fast_socket_on_a2_and_the_newest_driver_on_g4():
+    assert made("a2-highgpu-8g", "on_demand")["config"]["fastSocket"] == {"enabled": True}
+    assert "fastSocket" not in made("a3-megagpu-8g", "on_demand")["config"]
+    (accelerator,) = made("g4-standard-384", "on_demand")["config"]["accelerators"]
+    assert accelerator["gpuDriverInstallationConfig"] == {"gpuDriverVersion": "LATEST"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "streams"),
+    [({}, True), ({"image_streaming": False}, False), ({"image": "docker.io/a/b:1"}, False), ({"image": None}, True)],
+)
+def test_images_are_streamed_from_artifact_registry(changes, streams):
+    google, site = cloud(), where(**changes)
+    up(site, session(google), INSTALLED, workers=1)
+    assert pool_of(google, site)["config"].get("gcfsConfig") == ({"enabled": True} if streams else None)
+    assert ("containerfilesystem.googleapis.com" in google.enabled) == streams
+
+
+@pytest.mark.parametrize(
+    ("named", "label", "value"),
+    [
+        ("gpus", "gpus", "gpus"),
+        ("projects/other/reservations/gpus", "gpus", "projects/other/reservations/gpus"),
+        ("gpus/reservationBlocks/b1", "gpus", "projects/example-project/reservations/gpus/reservationBlocks/b1"),
+        (
+            "projects/other/reservations/gpus/reservationBlocks/b1",
+            "gpus",
+            "projects/other/reservations/gpus/reservationBlocks/b1",
+        ),
+    ],
+)
+def test_a_reservation_by_name_project_and_block(named, label, value):
+    config = made(mode="reservation", reservation=named)["config"]
+    assert config["labels"]["cloud.google.com/reservation-name"] == label
+    assert config["reservationAffinity"]["values"] == [value]
+
+
+@pytest.mark.parametrize(("mode", "hosts", "said"), [("spot", 2, True), ("spot", 1, False), ("flex_start", 2, False)])
+def test_nodes_that_come_one_by_one_bill_while_the_others_are_waited_for(mode, hosts, said):
+    bills = gpu_pool(where("g2-standard-48", mode, hosts=hosts)).bills
+    assert ("the first bill while the last is waited for" in bills) == said
+
+
+# ---------------------------------------------------------------- run files that share one
+
+
+MODES = ["flex_start_queued", "reservation"]
+
+
+def size(google, site):
+    pool = pool_of(google, site)
+    return google.sizes[site.pool] if "autoscaling" not in pool else pool["autoscaling"]["totalMaxNodeCount"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_larger_run_file_makes_the_pool_larger_and_a_smaller_one_leaves_it(mode):
+    google, larger = cloud(), where(mode=mode, hosts=6)
+    up(where(mode=mode), session(google), INSTALLED, workers=1)
+    made_before = list(google.creations)
+    assert size(google, larger) == 2
+    up(larger, session(google), INSTALLED, workers=1)
+    assert size(google, larger) == 6
+    log = len(google.log)
+    up(where(mode=mode), session(google), INSTALLED, workers=1)
+    assert size(google, larger) == 6 and google.creations == made_before
+    assert not [url for _, url in google.log[log:] if ":set" in url]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_growing_may_be_killed_at_any_request(mode):
+    def grown(google):
+        up(where(mode=mode), session(google), INSTALLED, workers=1)
+        return len(google.log)
+
+    counted = cloud()
+    start = grown(counted)
+    up(where(mode=mode, hosts=6), session(counted), INSTALLED, workers=1)
+    for number in range(start + 1, len(counted.log) + 1):
+        google = cloud()
+        grown(google)
+        with killed(google, number):
+            up(where(mode=mode, hosts=6), session(google), INSTALLED, workers=1)
+        up(where(mode=mode, hosts=6), session(google), INSTALLED, workers=1)
+        assert size(google, where(mode=mode)) == 6, f"killed after request {number}"
+        assert google.creations == counted.creations
+
+
+def test_nodes_of_a_reservation_that_do_not_come_leave_the_pool_as_it_was():
+    google, site = cloud(), where(mode="reservation")
+    up(site, session(google), INSTALLED, workers=1)
+    google.fail["resize"] = ("GCE_STOCKOUT", "the reservation has two machines")
+    with pytest.raises(CapacityError, match="the reservation has two machines"):
+        up(where(mode="reservation", hosts=6), session(google), INSTALLED, workers=1)
+    assert size(google, site) == 2 and pool_of(google, site)["status"] == "RUNNING"
+
+
+def test_a_longer_run_file_finds_nodes_that_may_stay_as_long():
+    google = cloud()
+    up(where(limits={"max_hours": 1}), session(google), INSTALLED, workers=1)
+    before = json.dumps(google.store, sort_keys=True)
+    up(where(limits={"max_hours": 160}), session(google), INSTALLED, workers=1)
+    assert json.dumps(google.store, sort_keys=True) == before
+    assert pool_of(google, where())["config"]["maxRunDuration"] == "604800s"
+
+
+def differs(google, site, match):
+    before = json.dumps(google.store, sort_keys=True)
+    with pytest.raises(ConflictError, match=match) as caught:
+        up(site, session(google), INSTALLED, workers=1)
+    assert json.dumps(google.store, sort_keys=True) == before and caught.value.hint
+
+
+def test_what_cannot_be_changed_is_refused_with_the_reason():
+    google = cloud()
+    up(where(mode="reservation"), session(google), INSTALLED, workers=1)
+    differs(google, where(mode="reservation", reservation="other"), "values.0. should be 'other', is 'gpus-in-august'")
+    google = cloud()
+    up(where("g2-standard-48", "spot", model=SMALL), session(google), INSTALLED, workers=1)
+    differs(google, where("g2-standard-48", "spot"), "diskSizeGb should be at least 400 for the weights, is 200")
+    differs(google, where("g2-standard-48", "spot", model=SMALL, local_ssd=4), "localSsdCount should be 4, is 0")
+    google = cloud()
+    up(where("g2-standard-48", "spot"), session(google), INSTALLED, workers=1)
+    up(where("g2-standard-48", "spot", model=SMALL), session(google), INSTALLED, workers=1)
+
+
+def test_nodes_of_an_earlier_version_that_end_too_early_are_refused():
+    google = cloud()
+    up(where(), session(google), INSTALLED, workers=1)
+    pool_of(google, where())["config"]["maxRunDuration"] = "7200s"
+    differs(google, where(limits={"max_hours": 12}), "maxRunDuration should be at least '4[0-9]*s', is '7200s'")
+    up(where(limits={"max_hours": 1}), session(google), INSTALLED, workers=1)
+
+
+def test_seventy_billion_parameters_do_not_go_on_a_disk_of_200_gb():
+    google = cloud()
+    up(where("a2-highgpu-8g", "on_demand"), session(google), INSTALLED, workers=1)
+    pool_of(google, where("a2-highgpu-8g", "on_demand"))["config"]["diskSizeGb"] = 200
+    differs(google, where("a2-highgpu-8g", "on_demand"), "diskSizeGb should be at least 400 for the weights, is 200")

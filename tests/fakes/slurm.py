@@ -48,6 +48,8 @@ class FakeSlurm:
     asked: list[tuple[str, ...]] = field(default_factory=list)
     hostnames: str = ""
     configuration: str = "KillWait                = 5 sec\n"
+    accounts: str = ""
+    """Rows of the accounting, as ``sacct --parsable2`` prints them."""
     held: bool = False
     """New jobs wait instead of starting."""
 
@@ -111,7 +113,7 @@ class FakeSlurm:
         return self.configuration if words == ["show", "config"] else ""
 
     def _sacct(self, words: list[str]) -> str:
-        return "JobID|State|ExitCode|End\n"
+        return "JobID|State|ExitCode|End\n" + self.accounts
 
     def _sinfo(self, words: list[str]) -> str:
         wanted = next(word.partition("=")[2] for word in words if word.startswith("--format="))

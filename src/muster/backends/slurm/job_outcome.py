@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from muster.backends.slurm import reason_text
+from muster.backends.slurm import parse, reason_text
 from muster.backends.slurm.commands import Job
 from muster.core.types import JobState, JobStatus
 from muster.storage.job_record import JobRecord
 from muster.storage.run_output import Verdict
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "RESV_DEL_HOLD")
+#: The accounting is told of a job's end late (a busy slurmdbd, or one that was down), and of some never. A run writes
+#: its logs every few seconds, so one that has been quiet for longer has ended, whatever the accounting still says.
+ACCOUNTING_LAGS_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +34,10 @@ def judge(
     accounted: Mapping[str, str] | None,
     *,
     run_dir: Path,
+    quiet_s: float = 0.0,
 ) -> JobStatus:
-    """``jobs``: this submission's, oldest first; ``accounted``: the last one's row in the accounting, if any."""
+    """``jobs``: this submission's, oldest first; ``accounted``: the last one's row in the accounting, if any;
+    ``quiet_s``: since something was last written in the run's folder."""
     living = [job for job in jobs if not job.ended]
     if record is None and not jobs:
         return JobStatus(state=JobState.ABSENT, reason="Slurm has no job of this run")
@@ -49,7 +54,7 @@ def judge(
     if jobs:
         return _ended(jobs[-1].state, jobs[-1].id, run_dir)
     if accounted and accounted.get("State"):
-        return _ended(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir)
+        return _accounted(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir, quiet_s)
     if record is not None and record.state == "interrupted":
         return JobStatus(state=JobState.FAILED, reason="its submission was interrupted, and Slurm has no job of it")
     if record is not None and record.job_id is None:
@@ -80,6 +85,19 @@ def _ended(state: str, job_id: str, run_dir: Path) -> JobStatus:
         job_state = JobState.FAILED  # a run that is done records it itself
     text = reason_text.ENDINGS.get(state, f"the job ended as {state}")
     return JobStatus(state=job_state, reason=f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)")
+
+
+def _accounted(state: str, job_id: str, run_dir: Path, quiet_s: float) -> JobStatus:
+    """Of a job that the queue no longer shows. A state that is not final is believed for a while only."""
+    if state in parse.ENDED:
+        return _ended(state, job_id, run_dir)
+    if quiet_s <= ACCOUNTING_LAGS_S:
+        job_state = JobState.WAITING if state in _WAITING else JobState.RUNNING
+        known = f"the queue no longer shows job {job_id}, the accounting has it as {state.lower()}"
+        return JobStatus(state=job_state, reason=f"{known}; last written {quiet_s:.0f} s ago")
+    text = f"the queue no longer shows job {job_id}, and nothing was written for {quiet_s / 60:.0f} minutes"
+    hint = f"the accounting still has it as {state.lower()} (sacctmgr show runawayjobs)"
+    return JobStatus(state=JobState.FAILED, reason=f"{text}; {hint}; its log is {run_dir}/logs/slurm-{job_id}.log")
 
 
 def _tasks(living: Sequence[Job]) -> dict[str, str]:

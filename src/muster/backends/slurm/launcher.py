@@ -162,10 +162,11 @@ class SlurmLauncher:
         if record and record.job_id is None and record.state == "submitting" and not job_record.is_locked(run_dir):
             record = replace(record, state="interrupted")
         since = record.submitted_wall_ns if record else 0
-        last = None
+        last, quiet_s = None, 0.0
         if not jobs and record and record.job_id:
             last = self.slurm.accounted(record.job_id)  # Slurm forgets a job some minutes after its end
-        return judge(record, jobs, run_output.verdict(run_dir, since), last, run_dir=run_dir)
+            quiet_s = (self.clock.wall_ns() - _last_written_wall_ns(run_dir, since)) / 1e9
+        return judge(record, jobs, run_output.verdict(run_dir, since), last, run_dir=run_dir, quiet_s=quiet_s)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What each file in the run's ``logs`` holds beyond ``after``: ranks, agents, supervisor, the job's own."""
@@ -239,6 +240,15 @@ def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
         return dict(json.loads((run_dir / f"hosts-{job_id}.json").read_text()))
     except (OSError, ValueError):
         return {}
+
+
+def _last_written_wall_ns(run_dir: Path, least: int) -> int:
+    """When a process of the run last wrote a log, an event or its lease; ``least`` where it is not known."""
+    latest = least
+    for path in (run_dir / "lease.json", *run_dir.glob("logs/*.log"), *run_dir.glob("events/*.jsonl")):
+        with contextlib.suppress(OSError):
+            latest = max(latest, path.stat().st_mtime_ns)
+    return latest
 
 
 def _handle(record: SlurmJob, run_dir: Path) -> JobHandle:

@@ -1,14 +1,16 @@
 """Where a run is, in one sentence; what Slurm offers; what is refused and how."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
+from fakes.clock import VirtualClock
 from fakes.slurm import FakeSlurm
 
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
-from muster.backends.slurm.job_outcome import SlurmJob, judge
+from muster.backends.slurm.job_outcome import ACCOUNTING_LAGS_S, SlurmJob, judge
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
@@ -24,8 +26,8 @@ JOB = Job(
 SAVED = Verdict(outcome="preempted", exit_code=75, reason="saved and left after step 9", wall_ns=200 * 10**9)
 
 
-def look(*jobs, verdict=None, record=RECORD, accounted=None):
-    return judge(record, jobs, verdict, accounted, run_dir=HERE)
+def look(*jobs, verdict=None, record=RECORD, accounted=None, quiet_s=0.0):
+    return judge(record, jobs, verdict, accounted, run_dir=HERE, quiet_s=quiet_s)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,41 @@ def test_an_end_without_a_verdict_is_slurms(state, found):
     status = look(dataclasses.replace(JOB, state=state))
     assert status.state is found and "job 12" in status.reason
     assert look(accounted={"State": f"{state} by 0", "JobID": "12"}).state is found, "from the accounting alone"
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [("RUNNING", JobState.RUNNING), ("COMPLETING", JobState.RUNNING), ("PENDING", JobState.WAITING),
+     ("REQUEUED", JobState.WAITING)],
+)  # fmt: skip
+def test_an_accounting_that_lags_is_believed_while_the_run_writes_and_ten_minutes_more(state, found):
+    row = {"State": state, "JobID": "12"}
+    lagging = look(accounted=row, quiet_s=30.0)
+    assert lagging.state is found and "last written 30 s ago" in lagging.reason and "job 12" in lagging.reason
+    assert look(accounted=row, quiet_s=ACCOUNTING_LAGS_S).state is found
+    runaway = look(accounted=row, quiet_s=ACCOUNTING_LAGS_S + 1)
+    assert runaway.state is JobState.FAILED and "runawayjobs" in runaway.reason and "slurm-12.log" in runaway.reason
+    done = Verdict(outcome="succeeded", exit_code=0, reason="done", wall_ns=200 * 10**9)
+    assert look(accounted=row, verdict=done).state is JobState.SUCCEEDED, "the run's own word comes first"
+
+
+def test_a_job_that_only_the_accounting_knows_is_not_handed_in_again_until_the_run_is_quiet(tmp_path):
+    """squeue has dropped the job, sacct still has it as running: `recover` waits, but not for ever."""
+    shell, clock = FakeSlurm(held=True), VirtualClock()
+    clock.now_s = time.time()  # files carry the real time
+    slurm = SlurmLauncher(slurm=Slurm(shell=shell), clock=clock)
+    request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
+    handle = slurm.submit(request)
+    (tmp_path / "logs" / "agent-host-0.log").write_text("alive\n")
+    shell.jobs.clear()
+    shell.accounts = f"{handle.job_id}|RUNNING|0:0|Unknown\n"
+    assert slurm.poll(handle).state is JobState.RUNNING
+    again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
+    with pytest.raises(ConflictError, match="accounting has it as running"):
+        slurm.submit(again)
+    clock.sleep(ACCOUNTING_LAGS_S + 60)
+    assert slurm.poll(handle).state is JobState.FAILED
+    slurm.submit(again)
 
 
 def test_a_forgotten_job_is_no_running_one():

@@ -47,6 +47,7 @@ class FakeSlurm:
     """Program -> (whether it does its work nevertheless, its stderr); used once."""
     asked: list[tuple[str, ...]] = field(default_factory=list)
     hostnames: str = ""
+    nodes: Sequence[tuple[str, ...]] = NODES
     configuration: str = "KillWait                = 5 sec\n"
     accounts: str = ""
     """Rows of the accounting, as ``sacct --parsable2`` prints them."""
@@ -118,7 +119,7 @@ class FakeSlurm:
     def _sinfo(self, words: list[str]) -> str:
         wanted = next(word.partition("=")[2] for word in words if word.startswith("--format="))
         codes = ("%n", "%R", "%T", "%G", "%c", "%m", "%f", "%l", "%a", "%s")
-        return "".join(_filled(wanted, dict(zip(codes, row, strict=True))) + "\n" for row in NODES)
+        return "".join(_filled(wanted, dict(zip(codes, row, strict=True))) + "\n" for row in self.nodes)
 
 
 def _filled(wanted: str, values: Mapping[str, str]) -> str:

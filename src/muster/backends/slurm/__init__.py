@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muster.backends.backend import Backend, RenderedFiles
 from muster.backends.protocols import Launcher
+from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
 
@@ -32,5 +33,9 @@ def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Json
 
 
 BACKEND = Backend(
-    name="slurm", launcher=_launcher, fixed_keys=("slurm",), formats={"yaml": _script, "toolkit": _blueprint}
+    name="slurm",
+    launcher=_launcher,
+    rules=rules,
+    fixed_keys=("slurm",),
+    formats={"yaml": _script, "toolkit": _blueprint},
 )

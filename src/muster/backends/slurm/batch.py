@@ -24,14 +24,15 @@ from types import FrameType
 
 from muster.backends.slurm import locate
 from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.container import inside, make_places, step_environment, step_options
 from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program, python_of
 from muster.config.spec import RunSpec
 from muster.core import environment
-from muster.core.errors import MusterError
+from muster.core.errors import MusterError, UsageError
 from muster.protocol.client import AskStatus, StopRun
 from muster.storage import run_output, run_registry
-from muster.transport.secure_session import read_token
+from muster.transport.secure_session import run_token
 
 #: Where the controllers listen, for nodes that need to know whether they are cut off.
 CONTROLLERS = "controllers.json"
@@ -75,6 +76,7 @@ class Batch:
     def run(self) -> int:
         """Start a step on every node; return the run's exit code when it has ended."""
         steps = self._steps()
+        make_places(self.spec)
         names = {step.host: step.node for step in steps}
         run_registry.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
         with contextlib.suppress(MusterError):
@@ -99,24 +101,20 @@ class Batch:
         return [Step(host=f"host-{index}", node=node) for index, node in enumerate(nodes)]
 
     def _start(self, step: Step) -> None:
-        argv = [*srun(self.spec, str(self.run_dir), step.node), *self._node_program(step)]
+        argv = [*srun(self.spec, str(self.run_dir), step.node, self.environ), *self._node_program(step)]
         step.starts += 1
         if step.starts == 1:
             _log(f"{step.host} on {step.node}: {shlex.join(argv)}")
         else:
             _log(f"{step.host} on {step.node}: its step ended, restarting it")
-        step.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+        own = step_environment(self.spec, self.run_id, str(self.run_dir))
+        step.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**self.environ, **own})
 
     def _node_program(self, step: Step) -> list[str]:
         container = self.spec.slurm.container
         python = container.python if container is not None else python_of(self.spec)
         common = program("backends.slurm.node", python, run_id=self.run_id, run_dir=str(self.run_dir))
-        argv = [*common, "--host", step.host]
-        if container is None or container.runtime != "apptainer":
-            return argv
-        mounts = [word for mount in _mounts(self.spec, str(self.run_dir)) for word in ("--bind", mount)]
-        gpus = ["--nv"] if self.spec.resources.device == "cuda" else []
-        return ["apptainer", "exec", *gpus, *mounts, container.image, *argv]
+        return inside(self.spec, str(self.run_dir), [*common, "--host", step.host], self.environ)
 
     def _wait(self, steps: list[Step], wake: socket.socket) -> run_output.Verdict | None:
         """Wait until the run has a result and the steps have ended (or linger), or until no step is left."""
@@ -142,6 +140,8 @@ class Batch:
     def _reap(self, step: Step) -> None:
         if step.process is not None and step.process.poll() is not None:
             _log(f"{step.host} on {step.node}: its step ended with code {step.process.returncode}")
+            if step.process.returncode == UsageError.exit_code:
+                step.starts = STEP_STARTS  # it would say the same again
             step.process, step.ended_s = None, time.monotonic()
 
     def _restart(self, steps: list[Step]) -> bool:
@@ -182,19 +182,16 @@ def wake_on_signals(
         signal.set_wakeup_fd(-1)
 
 
-def srun(spec: RunSpec, run_dir: str, node: str) -> list[str]:
+def srun(spec: RunSpec, run_dir: str, node: str, environ: Mapping[str, str]) -> list[str]:
     """The command of one node's step."""
-    slurm = spec.slurm
+    # --cpu-bind=none: a site's autobind gives a step of one task one core, and the ranks are that task's children.
     argv = [
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--no-kill", "--kill-on-bad-exit=0",
-        "--mpi=none", "--export=ALL", f"--chdir={run_dir}",
+        "--mpi=none", "--cpu-bind=none", "--export=ALL", f"--chdir={run_dir}",
     ]  # fmt: skip
-    if slurm.cpus_per_host is not None:
-        argv.append(f"--cpus-per-task={slurm.cpus_per_host}")
-    if slurm.container is not None and slurm.container.runtime == "pyxis":
-        argv.append(f"--container-image={slurm.container.image}")
-        argv.append(f"--container-mounts={','.join(_mounts(spec, run_dir))}")
-    return argv
+    if spec.slurm.cpus_per_host is not None:
+        argv.append(f"--cpus-per-task={spec.slurm.cpus_per_host}")
+    return [*argv, *step_options(spec, run_dir, environ)]
 
 
 def send_to_supervisor(run_dir: Path, request: StopRun) -> bool:
@@ -202,19 +199,13 @@ def send_to_supervisor(run_dir: Path, request: StopRun) -> bool:
     record = locate.lease(run_dir)
     if record is None or record.address is None:
         return False
-    token = read_token(str(run_dir / "token"))
+    token = run_token(run_dir)
     status = locate.request(record.address, token, AskStatus())
     if status is None:
         return False
     if status.phase in ("stopping", "ended"):  # a second stop would make it exit without saving
         return True
     return locate.request(record.address, token, request) is not None
-
-
-def _mounts(spec: RunSpec, run_dir: str) -> list[str]:
-    """The run's folder at its own path, then the user's mounts."""
-    own = [f"{run_dir}:{run_dir}"] + ([f"{spec.slurm.scratch}:{spec.slurm.scratch}"] if spec.slurm.scratch else [])
-    return [*own, *(spec.slurm.container.mounts if spec.slurm.container is not None else [])]
 
 
 def _log(text: str) -> None:

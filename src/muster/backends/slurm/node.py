@@ -134,7 +134,7 @@ class Node:
 
     def _start_agent(self) -> None:
         own = ["--host", self.host, "--no-metadata-server"]
-        argv, variables = with_nccl_settings(self.spec, [*self._program("agent.watchdog"), *own])
+        argv, variables = with_nccl_settings(self.spec, [*self._program("agent.watchdog"), *own], self.environ)
         self.agent = self._start(f"agent-{self.host}", argv, variables)
 
     def _take_over(self, reason: str) -> None:
@@ -326,6 +326,7 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
     environ = environment.inherited()
+    job_log = os.dup(2)
     with processes.open_log(arguments.run_dir / "logs" / f"node-{arguments.host}.log") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -336,7 +337,9 @@ def main() -> None:
         _log(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")
         sys.exit(Node(arguments.run_dir, arguments.run_id, arguments.host, environ).run())
     except MusterError as error:
-        _log(f"error: {error}" + (f" (hint: {error.hint})" if error.hint else ""))
+        text = f"error: {error}" + (f" (hint: {error.hint})" if error.hint else "")
+        _log(text)
+        os.write(job_log, f"{arguments.host}: {text}\n".encode())
         sys.exit(error.exit_code)
 
 

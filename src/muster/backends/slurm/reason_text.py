@@ -81,7 +81,14 @@ _REFUSED: tuple[tuple[str, type[MusterError], str | None], ...] = (
     (r"[Ii]nvalid partition", UsageError, "resources.queue names the partition; sinfo lists them"),
     (r"[Ii]nvalid feature", UsageError, "slurm.constraint; sinfo -o %f lists features"),
     (r"[Ii]nvalid generic resource|Invalid gres|gres", UsageError, "slurm.gres; sinfo -o %G lists them"),
-    (r"time limit is invalid|Requested time limit", UsageError, "slurm.time_limit; sinfo -o '%P %l' shows the limits"),
+    (
+        # The controller's own words, then those of sites' job_submit plug-ins, which demand one.
+        r"time limit is invalid|Requested time limit|"
+        r"(?i:(specify|missing|requires?|without|needs?|set)\b.{0,40}(time ?limit|--time\b|walltime)|"
+        r"(time ?limit|--time\b|walltime)\b.{0,40}(missing|required|must|specified))",
+        UsageError,
+        "slurm.time_limit, or slurm.default_time_limit where a site demands one; sinfo -o '%P %l' shows the limits",
+    ),
     (r"[Rr]eservation is invalid|invalid reservation", UsageError, "resources.reservation; scontrol show reservation"),
     (r"unrecognized option|invalid option|Invalid --|Unable to open file", UsageError, "slurm.options"),
     (

@@ -100,7 +100,7 @@ def time_limit(spec: RunSpec) -> str | None:
     if spec.slurm.time_limit is not None:
         return spec.slurm.time_limit
     if spec.limits.max_hours is None:
-        return None
+        return spec.slurm.default_time_limit
     minutes = max(1, round(spec.limits.max_hours * 60))
     days, minutes = divmod(minutes, 24 * 60)
     return f"{days}-{minutes // 60:02d}:{minutes % 60:02d}:00"

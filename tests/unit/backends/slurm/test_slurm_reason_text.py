@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from fakes.clock import VirtualClock
-from fakes.slurm import FakeSlurm
+from fakes.slurm import NODES, FakeSlurm
 
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
 from muster.backends.slurm.job_outcome import ACCOUNTING_LAGS_S, SlurmJob, judge
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.config.spec import RunSpec
-from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError
+from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage.run_output import Verdict
 
@@ -155,6 +155,16 @@ def test_offers_are_kinds_of_usable_nodes():
     assert (found["cpu"].accelerator, found["cpu"].gpus_per_node) == ("cpu", 0)
 
 
+def test_a_reservations_nodes_are_offered_to_a_run_that_names_it():
+    shell = FakeSlurm()
+    shell.nodes = [("n7", "main", state, *NODES[0][3:]) for state in ("reserved", "maint", "idle$")]
+    shell.nodes = [(f"n{place}", *row[1:]) for place, row in enumerate(shell.nodes)]
+    slurm = SlurmLauncher(slurm=Slurm(shell=shell))
+    assert slurm.offers(spec_of()) == []
+    assert [offer.max_nodes for offer in slurm.offers(spec_of(reservation="august"))] == [3]
+    assert slurm.resolve(spec_of(hosts=3, reservation="august")).resources.ranks_per_host == 8
+
+
 def test_offers_keep_to_what_the_run_file_names():
     assert [offer.location for offer in launcher().offers(spec_of(queue="cpu"))] == ["cpu"]
     assert [offer.location for offer in launcher().offers(spec_of(accelerator="H100"))] == ["main"]
@@ -189,6 +199,24 @@ def test_a_refusal_is_one_line():
     text = "sbatch: error: Batch job submission failed: Invalid qos specification\nmore\n"
     found = reason_text.refusal("sbatch", text)
     assert "\n" not in str(found) and "Invalid qos" in str(found) and found.hint
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+        "sbatch: error: You must specify a time limit (--time)\nsbatch: error: Batch job submission failed: Error",
+        "sbatch: error: --time is required on this cluster",
+    ],
+)
+def test_a_site_that_demands_a_time_limit_is_answered_with_the_key(said):
+    found = reason_text.refusal("sbatch", said)
+    assert isinstance(found, UsageError) and "slurm.default_time_limit" in found.hint
+
+
+def test_a_limit_of_the_accounting_is_no_missing_time_limit():
+    said = "sbatch: error: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    assert isinstance(reason_text.refusal("sbatch", said), CapacityError)
 
 
 def test_a_run_that_waits_is_not_handed_in_a_second_time(tmp_path):

@@ -7,8 +7,6 @@ import pytest
 from ruamel.yaml import YAML
 from slurm_cases import HERE, RUN_DIR, RUN_ID, blueprints, scripts, spec, texts
 
-from muster.backends.slurm.batch import srun
-from muster.backends.slurm.nccl_settings import settings, with_nccl_settings
 from muster.backends.slurm.script import options, time_limit
 from muster.backends.slurm.toolkit import blueprint
 from muster.core.errors import RunFileError
@@ -74,29 +72,16 @@ def test_the_time_limit_in_slurms_words():
     assert time_limit(spec()) is None
 
 
+def test_a_default_time_limit_is_for_runs_that_name_none():
+    assert time_limit(spec({"default_time_limit": "12:00:00"})) == "12:00:00"
+    assert "--time=12:00:00" in list(options(spec({"default_time_limit": "12:00:00"}), RUN_ID, RUN_DIR))
+    assert time_limit(spec({"default_time_limit": "12:00:00", "time_limit": "90"})) == "90"
+    assert time_limit(spec({"default_time_limit": "12:00:00"}, {"max_hours": 1})) == "0-01:00:00"
+
+
 def test_the_notice_comes_before_any_limit_unless_none_is_wanted():
     assert "--signal=B:USR1@180" in list(options(spec(), RUN_ID, RUN_DIR)), "the partition has a limit too"
     assert not any("--signal" in option for option in options(spec({"signal_before_timeout_s": 0}), RUN_ID, RUN_DIR))
-
-
-def test_a_step_is_one_node_and_a_container_wraps_it():
-    argv = srun(spec({"container": {"image": "img", "mounts": ["/data:/data"]}, "scratch": "/s"}), "/r", "n7")
-    assert "--nodelist=n7" in argv and "--no-kill" in argv and "--overlap" in argv
-    assert "--container-image=img" in argv and "--container-mounts=/r:/r,/s:/s,/data:/data" in argv
-
-
-# ---------------------------------------------------------------- NCCL
-
-
-def test_nccl_settings_come_from_the_catalogue_without_what_holds_in_pods_alone():
-    found = settings("a4-highgpu-8g")
-    assert found["NCCL_NET"] == "gIB" and found["NCCL_IB_TC"] == "52"
-    assert not any("eth0" in value or value.startswith("/usr/local/nvidia") for value in found.values())
-    assert "NCCL_SOCKET_IFNAME" not in settings("a3-megagpu-8g")
-    argv, variables = with_nccl_settings(spec(machine="a4-highgpu-8g"), ["agent"])
-    assert argv == ["agent"] and variables == found, "no script of Google's on this machine"
-    assert with_nccl_settings(spec({"nccl": "none"}, machine="a4-highgpu-8g"), ["agent"]) == (["agent"], {})
-    assert with_nccl_settings(spec(machine="our-own-box"), ["agent"]) == (["agent"], {})
 
 
 # ---------------------------------------------------------------- blueprints

@@ -31,8 +31,9 @@ def kinds(rows: Iterable[Mapping[str, str]], spec: RunSpec) -> list[Kind]:
     The run file's partition, accelerator and features are respected.
     """
     nodes_of: dict[tuple[str, str, int, str, str], set[str]] = {}
+    reservation = spec.resources.reservation is not None
     for row in rows:
-        if row["up"] != "up" or not parse.node_usable(row["state"]):
+        if row["up"] != "up" or not parse.node_usable(row["state"], reservation=reservation):
             continue
         if spec.resources.queue is not None and row["partition"] != spec.resources.queue:
             continue

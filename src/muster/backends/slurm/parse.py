@@ -22,6 +22,8 @@ ENDED = frozenset(
 )  # fmt: skip
 #: Node states in which a job may run on the node, now or later.
 USABLE = frozenset({"IDLE", "ALLOCATED", "ALLOC", "MIXED", "MIX", "COMPLETING", "COMP", "PLANNED", "PLND"})
+#: Further ones for a job that names a reservation: the nodes of a reservation show these while it lasts.
+RESERVED = frozenset({"RESERVED", "RESV", "MAINT"})
 #: Flags behind a node's state: ``*`` does not answer, ``~`` powered down, ``#`` powering up, ``!`` ``%`` powering down,
 #: ``$`` reserved for maintenance, ``@`` ``^`` reboots, ``-`` planned, ``+`` several.
 _FLAGS = "*~#!%$@^-+"
@@ -60,20 +62,35 @@ class Gpus:
     count: int
 
 
+#: A type may be missing; ``no_consume`` (jobs share them) is none.
+_GPUS = r"(?:gres/)?gpu(?::(?!no_consume\b)([^:=()]+))?(?::no_consume)?([:=])(\d+)(K?)(?:\(.*\))?"
+
+
 def gpus(gres: str) -> list[Gpus]:
-    """``gpu:h100:8(S:0-1),nvme:1`` -> [h100 x 8]; a count may have a suffix (``2K``)."""
-    result = []
+    """``gpu:h100:8(S:0-1),nvme:1`` -> [h100 x 8]; a count may have a suffix (``2K``).
+
+    Also with ``no_consume`` between type and count, and as TRES (``gres/gpu=8,gres/gpu:h100=8``), where the untyped one
+    is the sum of the typed ones.
+    """
+    found = []
     for word in re.split(r",(?![^(\[]*[)\]])", gres):
-        match = re.fullmatch(r"gpu(?::([^:()]+))?:(\d+)(K?)(?:\(.*\))?", word.strip())
+        match = re.fullmatch(_GPUS, word.strip())
         if match:
-            result.append(Gpus(type=match[1] or "", count=int(match[2]) * (1024 if match[3] else 1)))
-    return result
+            found.append((match[2], Gpus(type=match[1] or "", count=int(match[3]) * (1024 if match[4] else 1))))
+    typed = any(sign == "=" and one.type for sign, one in found)
+    return [one for sign, one in found if one.type or sign == ":" or not typed]
 
 
-def node_usable(text: str) -> bool:
-    """Whether a job could run on a node in this state (``drained*``: a word and its flags), now or after others."""
+def node_usable(text: str, *, reservation: bool = False) -> bool:
+    """Whether a job could run on a node in this state (``drained*``: a word and its flags), now or after others.
+
+    ``reservation``: the job names one. Whether the node belongs to it is Slurm's to say.
+    """
     word = text.strip().rstrip(_FLAGS)
-    return word.upper() in USABLE and not set("*$") & set(text.strip()[len(word) :])
+    flags = set(text.strip()[len(word) :])
+    if reservation:
+        return word.upper() in USABLE | RESERVED and "*" not in flags
+    return word.upper() in USABLE and not flags & {"*", "$"}
 
 
 def job_id(text: str) -> str | None:

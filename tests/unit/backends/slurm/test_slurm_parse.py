@@ -64,6 +64,9 @@ def test_no_text_raises(text, fields):
         ("gpu:a100:4,gpu:h100:4(S:0,1),nvme:1", [("a100", 4), ("h100", 4)]), ("(null)", []), ("N/A", []), ("", []),
         ("gpu:nvidia_h100_80gb_hbm3:8", [("nvidia_h100_80gb_hbm3", 8)]), ("gpu:h100:8(IDX:0-7)", [("h100", 8)]),
         ("gpu:2K", [("", 2048)]), ("gpus:8", []), ("gpu:h100", []), ("shard:64,gpu:1", [("", 1)]),
+        ("gpu:h100:no_consume:8", [("h100", 8)]), ("gpu:no_consume:8", [("", 8)]), ("gpu:no_consume", []),
+        ("gres/gpu:h100:8", [("h100", 8)]), ("gres/gpu:h100=8", [("h100", 8)]), ("gres/gpu=8", [("", 8)]),
+        ("cpu=208,mem=1900000M,gres/gpu=8,gres/gpu:h100=8", [("h100", 8)]), ("gres/gpumem:h100=8", []),
     ],
 )  # fmt: skip
 def test_gpus(text, found):
@@ -77,6 +80,18 @@ def test_gpus(text, found):
 )  # fmt: skip
 def test_usable_nodes(text, usable):
     assert parse.node_usable(text) is usable
+
+
+@pytest.mark.parametrize("text", ["reserved", "resv", "maint", "RESERVED~", "idle$", "mixed$", "planned", "idle"])
+def test_nodes_of_a_reservation_are_usable_for_a_run_that_names_it(text):
+    assert parse.node_usable(text, reservation=True)
+    assert parse.node_usable(text) is (text in ("planned", "idle"))
+    assert not parse.node_usable(text + "*", reservation=True), "a node that does not answer"
+
+
+@pytest.mark.parametrize("text", ["down", "drained", "draining", "fail", "unknown", ""])
+def test_a_reservation_makes_no_broken_node_usable(text):
+    assert not parse.node_usable(text, reservation=True)
 
 
 def test_job_ids():
@@ -121,7 +136,7 @@ def test_recorded_squeue():
         assert row[9] not in parse.ENDED
     waiting = {row[9]: reason_text.waits(row[27]) for row in rows if row[9] == "PENDING"}
     assert waiting and all("Slurm says" not in sentence for sentence in waiting.values()), waiting
-    assert any(row[9] == "RUNNING" and parse.gpus(row[0].replace("gres/", "")) for row in rows)
+    assert any(row[9] == "RUNNING" and parse.gpus(row[0]) for row in rows)
 
 
 def test_recorded_scontrol():

@@ -6,7 +6,8 @@ from fakes.virtual_run import machine
 
 from muster.core.event_log import EventLog
 from muster.supervise.process.clock_offsets import ClockOffsets
-from muster.supervise.process.limits import LimitsGuard
+from muster.supervise.process.home_sync import SupervisorHome
+from muster.supervise.process.limits import LimitsGuard, LimitsTimer
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.server import Supervisor
 
@@ -31,9 +32,10 @@ def idle_supervisor(folder, of):
     found = Supervisor(run_dir=folder)
     found.run_id, found.pool, found.agents, found.watchdogs = "r", RecordingPool(), {}, {}
     found.clocks, found.machine = ClockOffsets(), machine(of)
-    found.limits_guard = LimitsGuard(limits=of.limits, grace_s=30.0)
     found.liveness = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
+    found.limits = LimitsTimer(LimitsGuard(limits=of.limits, grace_s=30.0), found.clock)
+    found.home = SupervisorHome(folder)
     found.lease = SimpleNamespace(hold=lambda: None)
     found.log = EventLog("r", folder / "events", "supervisor", 1)
     return found

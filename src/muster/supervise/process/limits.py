@@ -1,4 +1,4 @@
-"""``limits`` of the run file: when a run has to stop because of them. A fold over events, without a clock.
+"""``limits`` of the run file: when a run has to stop because of them. A fold over events, and a timer for it.
 
 Hours and dollars count from purchase to release of hosts, over all terms of the supervisor: the same spans as the
 ledger's. Time between two lives of a run, in which it holds no host, is free and is not counted.
@@ -6,12 +6,14 @@ ledger's. Time between two lives of a run, in which it holds no host, is free an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from muster.config.spec import Limits
 from muster.core.event_details.hosts import HostAllocated, HostReleased
 from muster.core.events import Event
+from muster.core.protocols import Clock
 
 SECOND_NS = 1_000_000_000
 HOUR_NS = 3600 * SECOND_NS
@@ -101,3 +103,45 @@ class LimitsGuard:
 
     def _earlier_ns(self, length_ns: int) -> int:
         return min(int(self.grace_s * SECOND_NS), int(length_ns * EARLIER_SHARE))
+
+
+@dataclass
+class LimitsTimer:
+    """The guard's limits on this process's clock."""
+
+    guard: LimitsGuard
+    clock: Clock
+    asked: bool = False
+    """A limit was reached, and the run asked to stop."""
+    _wall_ahead_ns: int = 0
+    """Wall clock minus monotonic clock, when this term began."""
+
+    def __post_init__(self) -> None:
+        self._wall_ahead_ns = self.clock.wall_ns() - self.clock.monotonic_ns()
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Events of earlier terms, in order."""
+        for event in events:
+            self.guard.add(event)
+
+    def add_now(self, event: Event) -> None:
+        """An event of this moment."""
+        self.guard.add(replace(event, wall_ns=self._steady_wall_ns()))
+
+    def change(self, limits: Limits, grace_s: float) -> None:
+        """The run file was corrected."""
+        self.guard.limits, self.guard.grace_s, self.asked = limits, grace_s, False
+
+    def due(self) -> tuple[int | None, str | None]:
+        """When the next limit is due, on the monotonic clock, and its name once the run has to be asked to stop."""
+        now_ns = self._steady_wall_ns()
+        limit = None if self.asked else self.guard.next(now_ns, clock_ns=self.clock.wall_ns())
+        if limit is None:
+            return None, None
+        left_ns = limit.at_wall_ns - now_ns
+        self.asked = left_ns <= 0
+        return self.clock.monotonic_ns() + max(0, left_ns), limit.reason if self.asked else None
+
+    def _steady_wall_ns(self) -> int:
+        """Wall time by a clock that is never stepped: a stepped wall clock must not change hours and dollars."""
+        return self.clock.monotonic_ns() + self._wall_ahead_ns

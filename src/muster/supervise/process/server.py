@@ -7,7 +7,6 @@ log or on the hosts, so it may be killed between any two lines.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import time
@@ -15,28 +14,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from muster.config.spec import RunSpec
-from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
-from muster.core.event_log import EventLog
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject, Unreadable
 from muster.policy.load import load_policy
-from muster.protocol.client import FROM_CLIENT, FromClient, HealthReport, RestartRun, StopRun
+from muster.protocol.client import FROM_CLIENT, FromClient, HealthReport, RestartRun, StopRun, SupervisorStatus
 from muster.protocol.hello import AgentHello, BeatHello, Refused, greeting_reader
 from muster.protocol.to_supervisor import FROM_AGENT, FROM_WATCHDOG, GREETING, Beat, FromAgent, Greeting, Pong
 from muster.protocol.values import RankEvent
-from muster.storage.store import open_store
 from muster.supervise.process.clock_offsets import ClockOffsets
+from muster.supervise.process.decisions import RETRY_S, Decisions
 from muster.supervise.process.handshake import ClientIdentity, health_of, identity_of, stop_of
-from muster.supervise.process.lease import LEASE_S, LeaseKeeper
-from muster.supervise.process.limits import LimitsGuard
+from muster.supervise.process.home_sync import SupervisorHome
+from muster.supervise.process.lease import LEASE_S
+from muster.supervise.process.limits import LimitsGuard, LimitsTimer
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.refusals import NEW, Refusals
+from muster.supervise.process.run_file import read_run_id, read_spec, settings_of
 from muster.supervise.process.signals import caught
 from muster.supervise.recovery.inputs import (
-    Effect,
     End,
     FromHost,
     HostDown,
@@ -45,20 +42,16 @@ from muster.supervise.recovery.inputs import (
     Log,
     RestartRequest,
     Send,
-    Settings,
     StopRequest,
-    Tick,
 )
 from muster.supervise.recovery.phases import Adopting, Held
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
-from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
+from muster.supervise.replay.rebuild_state import rebuild_state
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import run_token
 
 OFFSET_EVERY_S = 30.0
-#: How soon a failed write to the disk is tried again.
-RETRY_S = 1.0
 
 
 @dataclass
@@ -68,22 +61,28 @@ class Supervisor:
     run_dir: Path
     on_event: Callable[[Event], None] | None = None
     bind: str = "127.0.0.1"
+    job: str = ""
+    """The back end's name for the job that this process is part of."""
     ignore_term: bool = False
     """A scheduler signals every process of the job: the process that started us sends one message instead."""
     result: End | None = None
     _pending: list[Input] = field(default_factory=list)
     _log_trouble: str | None = None
     """Why events could not be written."""
-    _limited: bool = False
-    """A limit of the run file was reached, and the run asked to stop."""
     _warned_timeout_s: float = 0.0
     """The shortest possible heartbeat timeout that was last logged."""
-    _wall_ahead_ns: int | None = None
-    """Wall clock minus monotonic clock, when this term began."""
 
     def __post_init__(self) -> None:
         self.refusals = Refusals(
             log=lambda who, reason: self._append("connection.refused", {"who": who, "reason": reason}),
+            clock_ns=lambda: self.clock.monotonic_ns(),
+        )
+        self.decisions = Decisions(
+            machine=lambda: self.machine,
+            append=self._log_decided,
+            sync=self._sync,
+            act=self._act,
+            note=lambda text: self._append("run.message", {"text": text}),
             clock_ns=lambda: self.clock.monotonic_ns(),
         )
 
@@ -94,36 +93,36 @@ class Supervisor:
             ConflictError: another supervisor holds the run, or took it from us.
         """
         self.run_dir = self.run_dir.resolve()
-        spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
-        job = json.loads((self.run_dir / "job.json").read_text())
-        self.run_id = str(job["run_id"])
+        spec, self.run_id = read_spec(self.run_dir), read_run_id(self.run_dir)
         self.clock = SystemClock()
         self.pool = ConnectionPool(
             token=run_token(self.run_dir),
             on_accept=lambda peer: peer.expect(self._greeting_reader(), self._hello),
             on_gone=self._gone,
         )
-        self.lease = LeaseKeeper(open_store(), str(self.run_dir / "lease.json"))
+        self.home = SupervisorHome(self.run_dir, job=self.job, clock=self.clock)
+        self.lease = self.home.lease
         address = self.pool.listen(self.bind)
-        replay = EventReplay(self.run_dir / "events")
-        replay.read_new_events()
-        term = self.lease.take((address[0], int(address[1])))
-        replay.read_new_events()
-        before = replay.in_order()
+        before = self.home.take_over((address[0], int(address[1])))
+        if (ended := self.home.ended()) is not None:
+            self.lease.give_back()
+            self.pool.shutdown()
+            return ended.exit_code
+        term = self.lease.term
         state = rebuild_state(before, now_wall_ns=self.clock.wall_ns())
-        self.limits_guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
-        for event in before:
-            self.limits_guard.add(event)
-        del replay, before  # events of weeks
-        self.log = EventLog(self.run_id, self.run_dir / "events", "supervisor", term)
+        guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
+        self.limits = LimitsTimer(guard, self.clock)
+        self.limits.add(before)
+        del before  # events of weeks
+        self.log = self.home.open_log(self.run_id)
         self.liveness = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
         self.agents: dict[str, Connection] = {}
         self.watchdogs: dict[str, Connection] = {}
         self.clocks = ClockOffsets()
-        self.machine = RecoveryStateMachine(
-            settings=self._settings(spec), policy=load_policy(spec.recovery.policy), state=state
-        )
+        settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
+        self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
         self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
+        self.home.start()
         try:
             with caught(self.pool, self._on_signal, leaving=self._leaving):
                 self._loop()
@@ -133,24 +132,16 @@ class Supervisor:
             raise
         finally:
             self.pool.shutdown()
+            self.home.close()
             self.log.close()
         assert self.result is not None
         return self.result.exit_code
-
-    def _settings(self, spec: RunSpec) -> Settings:
-        return Settings(
-            spec=spec,
-            run_id=self.run_id,
-            run_dir=str(self.run_dir),
-            ranks_per_host=spec.resources.ranks_per_host or 1,
-            usd_per_host_hour=spec.resources.usd_per_host_hour,
-        )
 
     # ------------------------------------------------------------ the loop
 
     def _loop(self) -> None:
         now = self.clock.monotonic_ns()
-        self._carry_out(self.machine.start(now))
+        self.decisions.start()
         next_renewal = now + int(LEASE_S / 3 * 1e9)
         next_offset = now
         while self.result is None:
@@ -162,7 +153,8 @@ class Supervisor:
             if now >= next_offset:
                 self._ping()
                 next_offset = now + int(OFFSET_EVERY_S * 1e9)
-            deadlines = [self.machine.deadline_ns, self.liveness.deadline_ns(), self._next_limit()]
+            own = [self.decisions.deadline_ns, self.home.report_ns(self.machine.state.phase.name)]
+            deadlines = [*own, self.liveness.deadline_ns(), self._next_limit()]
             due = min(next_renewal, next_offset, self._retry_ns(now), *(at for at in deadlines if at is not None))
             asleep_from = self.clock.monotonic_ns()
             self.pool.run_once(max(0.0, (due - asleep_from) / 1e9))
@@ -173,8 +165,8 @@ class Supervisor:
             self._check_liveness()
             while self._pending:
                 self._handle(self._pending.pop(0))
-            if self.machine.deadline_ns is not None and self.clock.monotonic_ns() >= self.machine.deadline_ns:
-                self._handle(Tick())
+            self._tend()
+            self.home.report(self._status, self.machine.state.phase.name)
         self._shutdown()
 
     def _retry_log(self) -> None:
@@ -192,33 +184,29 @@ class Supervisor:
 
     def _next_limit(self) -> int | None:
         """When the run file's next limit is due, on our clock; once it is, the run is asked to save and stop."""
-        now_ns = self._steady_wall_ns()
-        limit = None if self._limited else self.limits_guard.next(now_ns, clock_ns=self.clock.wall_ns())
-        if limit is None:
-            return None
-        left_ns = limit.at_wall_ns - now_ns
-        if left_ns <= 0:
-            self._limited = True
-            self._pending.append(StopRequest(source=limit.reason, exit_code=130))
-        return self.clock.monotonic_ns() + max(0, left_ns)
-
-    def _steady_wall_ns(self) -> int:
-        """Wall time by a clock that is never stepped: a stepped wall clock must not change hours and dollars."""
-        now = self.clock.monotonic_ns()
-        if self._wall_ahead_ns is None:
-            self._wall_ahead_ns = self.clock.wall_ns() - now
-        return now + self._wall_ahead_ns
+        at_ns, reached = self.limits.due()
+        if reached is not None:
+            self._pending.append(StopRequest(source=reached, exit_code=130))
+        return at_ns
 
     def _shutdown(self) -> None:
         """Log the head of every writer's hash chain, then end; agents need a moment to read their last messages."""
         until = time.monotonic() + 5.0
         while self.agents and time.monotonic() < until:
             self.pool.run_once(0.1)
-        heads = event_log.heads(self.run_dir / "events", run_id=self.run_id)
+        assert self.result is not None
+        heads = self.home.heads(self.run_id)
         self._append("log.hash_heads", {"heads": {name: head for name, head in heads.items() if name != self.log.name}})
-        self._append("supervisor.ended", {"reason": self.result.outcome if self.result else ""})
-        self.log.sync()
-        self.lease.give_back()
+        self._append("supervisor.ended", {"reason": self.result.outcome})
+        self.home.finish(self.log, self.result, self._status())
+
+    def _status(self) -> SupervisorStatus:
+        """Of the run, and of its home where that holds it up."""
+        result, trouble = status(self.machine), self.decisions.trouble
+        if trouble is not None:
+            return replace(result, reason=f"decided, and waiting for the run's home ({trouble}): {result.reason}")
+        trouble = self.home.trouble
+        return result if trouble is None else replace(result, reason=f"{result.reason}; not yet in its home: {trouble}")
 
     def _on_signal(self, number: int) -> None:
         """Ctrl-C is the user's stop (130), SIGTERM a preemption (75); a second one leaves at once."""
@@ -246,7 +234,14 @@ class Supervisor:
 
     def _handle(self, given: Input) -> None:
         self.lease.hold()
-        self._carry_out(self.machine.handle(given, self.clock.monotonic_ns()))
+        self.decisions.give(given)
+
+    def _tend(self) -> None:
+        """A deadline of the state machine, or of what waits for the home."""
+        due = self.decisions.deadline_ns
+        if due is not None and self.clock.monotonic_ns() >= due:
+            self.lease.hold()
+            self.decisions.tend()
 
     def _greeting_reader(self) -> Callable[[bytes], Greeting | Refused]:
         return self.refusals.noting(greeting_reader(GREETING, me="the supervisor"), NEW)
@@ -294,8 +289,11 @@ class Supervisor:
             if isinstance(self.machine.state.phase, Adopting):
                 self._handle(HostUp(host=host, hello=message))
             return
-        if isinstance(message, RankEvent) and self.on_event is not None:
-            self.on_event(Event(run_id=self.run_id, seq=-1, host=host, **vars(message)))
+        if isinstance(message, RankEvent):
+            event = Event(run_id=self.run_id, seq=-1, host=host, **vars(message))
+            self.home.add(event)
+            if self.on_event is not None:
+                self.on_event(event)
         self._handle(FromHost(host=host, message=message))
 
     def _from_client(self, peer: Connection, message: FromClient) -> None:
@@ -311,14 +309,14 @@ class Supervisor:
                 return
         elif isinstance(message, RestartRun):
             self._restart()
-        self.pool.send(peer, status(self.machine))
+        self.pool.send(peer, self._status())
 
     def _restart(self) -> None:
         """The run file was corrected: its policy, limits and times apply; a file with a mistake changes nothing."""
         if not isinstance(self.machine.state.phase, Held):
             return
         try:
-            spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+            spec = read_spec(self.run_dir)
             policy = load_policy(spec.recovery.policy)
         except (MusterError, ValueError, OSError) as error:
             self._append("run.message", {"text": f"not restarted: {str(error)[:500]}"})
@@ -326,8 +324,9 @@ class Supervisor:
         self.liveness.timeout_s = spec.recovery.heartbeat_timeout_s
         self._warned_timeout_s = 0.0
         self._warn_of_timeout()
-        self.limits_guard.limits, self.limits_guard.grace_s, self._limited = spec.limits, spec.recovery.grace_s, False
-        self._pending.append(RestartRequest(settings=self._settings(spec), policy=policy))
+        self.limits.change(spec.limits, spec.recovery.grace_s)
+        settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
+        self._pending.append(RestartRequest(settings=settings, policy=policy))
 
     def _gone(self, peer: Connection, reason: str) -> None:
         identity, now = peer.identity, self.clock.monotonic_ns()
@@ -343,20 +342,21 @@ class Supervisor:
 
     # ------------------------------------------------------------ effects
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Log):
-                self._append(
-                    effect.kind, effect.detail, host=effect.host, rank=effect.rank, step=effect.step, phase=effect.phase
-                )
-                if effect.sync:
-                    self.log.sync()
-            elif isinstance(effect, Send):
-                peer = self.agents.get(effect.host)
-                if peer is not None:
-                    self.pool.send(peer, effect.message)
-            else:
-                self.result = effect
+    def _log_decided(self, effect: Log) -> None:
+        self._append(
+            effect.kind, effect.detail, host=effect.host, rank=effect.rank, step=effect.step, phase=effect.phase
+        )
+
+    def _act(self, effect: Send | End) -> None:
+        if isinstance(effect, End):
+            self.result = effect
+            return
+        peer = self.agents.get(effect.host)
+        if peer is not None:
+            self.pool.send(peer, effect.message)
+
+    def _sync(self) -> str | None:
+        return None if self.log.sync() else self.log.unsealed or "no answer"
 
     def _append(
         self,
@@ -370,9 +370,10 @@ class Supervisor:
     ) -> None:
         attempt = self.machine.state.attempt
         event = self.log.append(kind, detail=detail, attempt=attempt, host=host, rank=rank, step=step, phase=phase)
-        self.limits_guard.add(replace(event, wall_ns=self._steady_wall_ns()))
-        if kind == "host.allocated" and len(self.limits_guard.unpriced) == 1:
-            name = self.limits_guard.unpriced[0]
+        self.limits.add_now(event)
+        self.home.add(event)
+        if kind == "host.allocated" and len(self.limits.guard.unpriced) == 1:
+            name = self.limits.guard.unpriced[0]
             text = f"limits.max_usd cannot be kept: the price of {name} is unknown (set resources.usd_per_host_hour)"
             self._append("run.message", {"text": text})
         if self.on_event is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from muster.core.batch_schedule import BatchSegment
 from muster.core.layout import Layout
@@ -249,3 +249,19 @@ class State:
             found.next.waiting_since_ns += by_ns
         if found.deadline_ns is not None:
             found.deadline_ns += by_ns
+
+    def postpone(self, by_ns: int) -> None:
+        """Put off everything that is awaited: for so long nobody was told what is expected of him."""
+        self.alarms = {name: at_ns + by_ns for name, at_ns in self.alarms.items()}
+        for phase in (self.phase, self.phase.found) if isinstance(self.phase, Adopting) else (self.phase,):
+            if phase.deadline_ns is not None:
+                phase.deadline_ns += by_ns
+            if isinstance(phase, Draining):
+                orders = phase.waiting.items()
+                phase.waiting = {
+                    host: replace(order, answer_by_ns=order.answer_by_ns + by_ns) for host, order in orders
+                }
+            elif isinstance(phase, Flushing):
+                phase.until_ns += by_ns
+            elif isinstance(phase, Running) and phase.resize is not None:
+                phase.resize = replace(phase.resize, until_ns=phase.resize.until_ns + by_ns)

@@ -90,6 +90,10 @@ class RecoveryStateMachine:
             ctx.state.phase.deadline_ns = max(ctx.state.phase.deadline_ns or 0, connected_ns)
         return self._taken()
 
+    def postpone(self, by_ns: int) -> None:
+        """Its last effects were carried out ``by_ns`` late: whoever has to answer them has as much longer."""
+        self._ctx.state.postpone(by_ns)
+
     def handle(self, given: Input, now_ns: int) -> list[Effect]:
         """Fold one input; return what is to be done, in order."""
         ctx, state = self._ctx, self._ctx.state

@@ -89,13 +89,13 @@ def corrected(supervisor, **recovery):
 
 def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
     supervisor.machine.state.phase = Held(exit_code=1, reason="bad")
-    supervisor._limited = True
+    supervisor.limits.asked = True
     corrected(supervisor, policy="none")
     supervisor._from_client(None, RestartRun())
     (order,) = supervisor._pending
     assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
-    assert supervisor.liveness.timeout_s == 9.0 and supervisor.limits_guard.limits.max_hours == 2.0
-    assert not supervisor._limited
+    assert supervisor.liveness.timeout_s == 9.0 and supervisor.limits.guard.limits.max_hours == 2.0
+    assert not supervisor.limits.asked
 
 
 def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, tmp_path):

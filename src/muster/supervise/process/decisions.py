@@ -1,0 +1,106 @@
+"""From the state machine to the world: what was decided is made durable, then it is acted on.
+
+Effects are carried out in their order. Before the first message (or the end) that follows a decision, everything logged
+so far is made to survive this machine, in one write. Where that fails (a bucket that does not answer) nothing is sent
+that is not durable: the messages wait, and so does the state machine, whose deadlines are put off by as long. The
+lease, heartbeats and the log go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from muster.supervise.recovery.inputs import SECOND_NS, Effect, End, Input, Log, Send, Tick
+from muster.supervise.recovery.state_machine import RecoveryStateMachine
+
+#: How soon a write that failed is tried again.
+RETRY_S = 1.0
+
+
+@dataclass(kw_only=True)
+class Decisions:
+    """Gives inputs to the state machine and carries out what it answers."""
+
+    machine: Callable[[], RecoveryStateMachine]
+    append: Callable[[Log], None]
+    sync: Callable[[], str | None]
+    """Makes what was logged durable; None once it is, else why it is not yet."""
+    act: Callable[[Send | End], None]
+    note: Callable[[str], None]
+    """Logs a message for people."""
+    clock_ns: Callable[[], int]
+    trouble: str | None = None
+    """Why effects wait; None: none does."""
+    _decided: bool = False
+    """A decision was logged that is not durable yet."""
+    _effects: deque[Send | End] = field(default_factory=deque)
+    _inputs: deque[Input] = field(default_factory=deque)
+    _since_ns: int = 0
+    _retry_ns: int = 0
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When ``tend`` has something to do, if no input comes before."""
+        return self.machine().deadline_ns if self.trouble is None else self._retry_ns
+
+    def start(self) -> None:
+        """The first effects, before any input."""
+        self._carry_out(self.machine().start(self.clock_ns()))
+
+    def give(self, given: Input) -> None:
+        """Have the state machine answer ``given``, now or once earlier decisions are carried out."""
+        if self.trouble is not None:
+            self._inputs.append(given)
+            return
+        self._carry_out(self.machine().handle(given, self.clock_ns()))
+
+    def tend(self) -> None:
+        """At ``deadline_ns``: tell the state machine, or try again what waits."""
+        if self.deadline_ns is None or self.clock_ns() < self.deadline_ns:
+            return
+        if self.trouble is None:
+            self.give(Tick())
+            return
+        self.trouble = self._sync()
+        if self.trouble is None:
+            self._release()
+
+    def _release(self) -> None:
+        held_ns = self.clock_ns() - self._since_ns
+        self.machine().postpone(held_ns)  # nobody was told anything: nobody is late
+        self.note(f"the run's home can be written again: decisions waited {held_ns / SECOND_NS:.1f} s for it")
+        effects, self._effects = list(self._effects), deque()
+        self._carry_out(effects)
+        while self._inputs and self.trouble is None:
+            self.give(self._inputs.popleft())
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Log):
+                self.append(effect)
+                self._decided |= effect.sync
+            elif self.trouble is not None or (self._decided and not self._durable()):
+                self._effects.append(effect)
+            else:
+                self.act(effect)
+        if self._decided and self.trouble is None:
+            self._durable()
+
+    def _durable(self) -> bool:
+        """Whether every decision so far is; if not, from here on effects wait."""
+        reason = self._sync()
+        if reason is None:
+            return True
+        self.trouble, self._since_ns = reason, self.clock_ns()
+        self.note(f"the run's home cannot be written ({reason}): decisions wait until it can")
+        return False
+
+    def _sync(self) -> str | None:
+        reason = self.sync()
+        if reason is None:
+            self._decided = False
+        else:
+            self._retry_ns = self.clock_ns() + int(RETRY_S * SECOND_NS)
+        return reason

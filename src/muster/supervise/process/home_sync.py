@@ -1,0 +1,240 @@
+"""The supervisor's part in a run's home: the lease, what earlier terms left, how the run is, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.core.clock import SystemClock
+from muster.core.errors import ConflictError, MusterError
+from muster.core.event_log import EventLog
+from muster.core.events import Event
+from muster.core.protocols import Clock
+from muster.core.typed_json import Unreadable, decode, encode
+from muster.protocol.client import SupervisorStatus
+from muster.protocol.lease import EndRecord, HomeStatus
+from muster.storage.home import Home, HomeSync, open_home
+from muster.supervise.process.figures import Figures
+from muster.supervise.process.lease import LeaseKeeper
+from muster.supervise.recovery.inputs import SECOND_NS, End
+from muster.supervise.replay.rebuild_state import EventReplay
+
+STATUS, END = "status.json", "end.json"
+#: ``status.json`` is written so often; when the phase changes sooner, but never oftener than an object may be.
+STATUS_EVERY_S, PHASE_EVERY_S = 30.0, 2.0
+#: One stream of a writer that is gone is merged so often.
+MERGE_EVERY_S = 10.0
+#: What the end of a run may take to reach its home; the lease is renewed meanwhile.
+END_S, AGAIN_S = 60.0, 1.0
+
+
+@dataclass
+class SupervisorHome:
+    """One term's. Not thread-safe; what takes long is done by a thread of its own."""
+
+    run_dir: Path
+    job: str = ""
+    """The back end's name for the job that this process is part of."""
+    clock: Clock = field(default_factory=SystemClock)
+    home: Home = field(init=False)
+    lease: LeaseKeeper = field(init=False)
+    figures: Figures = field(default_factory=Figures)
+    _sync: HomeSync | None = None
+    _reporter: Reporter | None = None
+
+    def __post_init__(self) -> None:
+        self.home = open_home(self.run_dir)
+        self.lease = LeaseKeeper(self.home.store, self.home.uri_of("lease.json"), clock=self.clock)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why something waits to reach the home."""
+        return self._sync.trouble if self._sync is not None else None
+
+    # ------------------------------------------------------------ the beginning
+
+    def take_over(self, address: tuple[str, int]) -> list[Event]:
+        """Take the lease; the run's events so far, in order. No earlier supervisor writes any after this.
+
+        Raises:
+            ConflictError: another supervisor holds the run.
+        """
+        replay = EventReplay(self.run_dir / "events")
+        self.home.mirror(replay.directory)  # weeks of events take longer than a lease lasts: most of it before
+        replay.read_new_events()
+        self.lease.take(address)
+        self.home.mirror(replay.directory)
+        replay.read_new_events()
+        events = replay.in_order()
+        if not self.home.is_folder:
+            self.lease.renew()
+            for event in events:
+                self.figures.add(event)
+        return events
+
+    def ended(self) -> EndRecord | None:
+        """How the run ended, where this job of it has ended before: it is not started anew then."""
+        if self.home.is_folder or not self.job:
+            return None
+        try:
+            end = decode(EndRecord, self.home.store.get(self.home.uri_of(END)).data)
+        except (FileNotFoundError, Unreadable):
+            return None
+        return end if (end.job, end.submission) == (self.job, self._submission()) else None
+
+    def open_log(self, run_id: str) -> EventLog:
+        """This term's."""
+        return self.home.open_log(run_id, "supervisor", self.lease.term)
+
+    def start(self) -> None:
+        """Begin to ship what is written here."""
+        self._sync = self.home.start("supervisor")
+        if not self.home.is_folder:
+            self._reporter = Reporter(home=self.home, clock=self.clock)
+            self._reporter.start()
+
+    # ------------------------------------------------------------ how it is
+
+    def add(self, event: Event) -> None:
+        """An event of this process or of a rank."""
+        if self._reporter is not None:
+            self.figures.add(event)
+
+    def report_ns(self, phase: str) -> int | None:
+        """When the status is to be written next, in ``phase``."""
+        return self._reporter.due_ns(phase) if self._reporter is not None else None
+
+    def report(self, make: Callable[[], SupervisorStatus], phase: str) -> None:
+        """Have the status written, if it is due. Never blocks."""
+        if self._reporter is not None and self.clock.monotonic_ns() >= self._reporter.due_ns(phase):
+            self._reporter.offer(self._status(make()), phase)
+
+    def heads(self, run_id: str) -> Mapping[str, str]:
+        """Of every event file, as far as it is sealed; empty where the home does not answer."""
+        try:
+            return self.home.heads(run_id)
+        except (MusterError, OSError):
+            return {}
+
+    def _status(self, status: SupervisorStatus) -> HomeStatus:
+        figures = self.figures
+        return HomeStatus(
+            wall_ns=self.clock.wall_ns(),
+            term=self.lease.term,
+            status=status,
+            loss=figures.loss,
+            tokens=figures.tokens,
+            tokens_per_s=figures.tokens_per_s,
+            incidents=figures.incidents,
+        )
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self, log: EventLog, end: End, status: SupervisorStatus) -> None:
+        """Bring everything home, and give the lease back: from then on a supervisor of another job may take it.
+
+        Without an ``end.json`` in the home the lease is kept until it expires: its end would start the run anew.
+
+        Raises:
+            ConflictError: another supervisor took the lease from us.
+        """
+        self._until(lambda: log.sync())
+        if self._sync is not None:
+            self._sync.stop(END_S)
+        if self._reporter is not None:
+            self._reporter.stop(self._status(status))
+        if self.home.is_folder or self._until(lambda: self._put_end(end)):
+            self.lease.give_back()
+
+    def close(self) -> None:
+        """Let go without an end: lines that wait are shipped by whoever comes next."""
+        if self._reporter is not None:
+            self._reporter.stop(None)
+
+    def _put_end(self, end: End) -> bool:
+        record = EndRecord(
+            job=self.job,
+            submission=self._submission(),
+            term=self.lease.term,
+            outcome=end.outcome,
+            exit_code=end.exit_code,
+            reason=end.reason,
+            wall_ns=self.clock.wall_ns(),
+        )
+        try:
+            self.home.publish(END, encode(record))
+        except ConflictError:
+            raise
+        except (MusterError, OSError):
+            return False
+        return True
+
+    def _until(self, done: Callable[[], bool]) -> bool:
+        """Try for ``END_S``; whether it was done."""
+        until_ns = self.clock.monotonic_ns() + int(END_S * SECOND_NS)
+        while not done():
+            if self.clock.monotonic_ns() >= until_ns:
+                return False
+            self.lease.renew()
+            self.clock.sleep(AGAIN_S)
+        return True
+
+    def _submission(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.run_dir / "submission").read_text().strip()
+        return ""
+
+
+class Reporter(threading.Thread):
+    """Writes the newest status that it was given, and merges streams of writers that are gone."""
+
+    def __init__(self, *, home: Home, clock: Clock) -> None:
+        super().__init__(name="home-status", daemon=True)
+        self._home, self._clock = home, clock
+        self._wake = threading.Condition()
+        self._status: HomeStatus | None = None
+        self._ending = False
+        self._generation: str | None = None
+        self._offered_ns: int | None = None
+        self._phase = ""
+
+    def due_ns(self, phase: str) -> int:
+        """When the next status is to be offered."""
+        every_s = PHASE_EVERY_S if phase != self._phase else STATUS_EVERY_S
+        return 0 if self._offered_ns is None else self._offered_ns + int(every_s * SECOND_NS)
+
+    def offer(self, status: HomeStatus, phase: str) -> None:
+        """Write it soon."""
+        self._offered_ns, self._phase = self._clock.monotonic_ns(), phase
+        with self._wake:
+            self._status = status
+            self._wake.notify()
+
+    def stop(self, last: HomeStatus | None) -> None:
+        """Write ``last`` and end; waits for that."""
+        with self._wake:
+            self._status, self._ending = last, True
+            self._wake.notify()
+        self.join(END_S)
+
+    def run(self) -> None:
+        while not self._ending or self._status is not None:
+            with self._wake:
+                if self._status is None and not self._ending:
+                    self._wake.wait(MERGE_EVERY_S)
+                status, self._status = self._status, None
+            if status is not None and not self._put(status):
+                return
+
+    def _put(self, status: HomeStatus) -> bool:
+        """False: another supervisor writes it now."""
+        try:
+            self._generation = self._home.publish(STATUS, encode(status), generation=self._generation)
+        except ConflictError:
+            return False
+        except (MusterError, OSError):
+            self._generation = None  # it may be there or not; the next one is newer
+        return True

@@ -1,0 +1,30 @@
+"""The run file as the supervisor's process finds it in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from muster.config.spec import RunSpec
+from muster.supervise.recovery.inputs import Settings
+
+
+def read_run_id(run_dir: Path) -> str:
+    """Of the run in ``run_dir``."""
+    return str(json.loads((run_dir / "job.json").read_text())["run_id"])
+
+
+def read_spec(run_dir: Path) -> RunSpec:
+    """As it is now: a restart may have changed it. Raises OSError, ValueError."""
+    return RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
+
+
+def settings_of(spec: RunSpec, *, run_id: str, run_dir: Path) -> Settings:
+    """What the state machine needs of it."""
+    return Settings(
+        spec=spec,
+        run_id=run_id,
+        run_dir=str(run_dir),
+        ranks_per_host=spec.resources.ranks_per_host or 1,
+        usd_per_host_hour=spec.resources.usd_per_host_hour,
+    )

@@ -1,0 +1,190 @@
+"""What was decided is durable before it is acted on: in virtual runs whose home may not answer, and counted."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from fakes.virtual_run import actions, check_invariants, kinds, machine, spec
+
+from muster.simulate import agent_model
+from muster.simulate.cluster import Cluster
+from muster.supervise.process.decisions import Decisions
+from muster.supervise.recovery.inputs import SECOND_NS, End, StopRequest
+
+
+@dataclass
+class HomedCluster(Cluster):
+    """A virtual run whose supervisor carries out its decisions by ``Decisions``; its home is down at times."""
+
+    down: list[tuple[float, float]] = field(default_factory=list)
+    """(from, to) in seconds."""
+    syncs: list[float] = field(default_factory=list)
+    """When everything so far was made durable."""
+    durable: int = 0
+    """How many of the first log entries are."""
+    noted: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.decisions = Decisions(
+            machine=lambda: self.machine,
+            append=self._append,
+            sync=self._sync,
+            act=self._act,
+            note=self.noted.append,
+            clock_ns=lambda: self.now_ns,
+        )
+
+    def _append(self, effect):
+        self.log.append((self.now_s, effect))
+
+    def _sync(self):
+        if any(begin <= self.now_s < end for begin, end in self.down):
+            return "503"
+        self.syncs.append(self.now_s)
+        self.durable = len(self.log)
+        return None
+
+    def _act(self, effect):
+        lost = [log.kind for _, log in self.log[self.durable :] if log.sync]
+        assert not lost, f"{effect} before {lost} was durable"
+        if isinstance(effect, End):
+            self.result = effect
+        else:
+            agent_model.handle_message(self, effect.host, effect.message)
+
+    def _effects(self, effects):
+        self.decisions._carry_out(effects)
+        self._schedule()
+
+    def give(self, given):
+        self._inbox.append(given)
+        if self._acting:
+            return
+        self._acting = True
+        while self._inbox:
+            given = self._inbox.popleft()
+            if self.result is None:
+                self.decisions.give(given)
+        self._acting = False
+        self._schedule()
+
+    def _schedule(self):
+        due = self.decisions.deadline_ns
+        if due is not None and due != self._tick_ns:
+            self._tick_ns = due
+            self.at(due / SECOND_NS, lambda: self._due(due))
+
+    def _due(self, due):
+        if self.decisions.deadline_ns == due and self.result is None:
+            self.now_ns = max(self.now_ns, due)
+            self._acting = True
+            self.decisions.tend()
+            self._acting = False
+            if self._inbox:
+                self.give(self._inbox.popleft())
+            self._schedule()
+
+
+def homed(of, *, steps=100, down=()):
+    names = [f"host-{n}" for n in range(of.resources.hosts + of.resources.spare_hosts)]
+    return HomedCluster(machine=machine(of), names=names, total_steps=steps, down=list(down))
+
+
+@pytest.mark.parametrize(
+    "fault, expected",
+    [(lambda found: found.kill_rank(1), "restart"), (lambda found: found.kill_host("host-1"), "swap")],
+)
+def test_a_recovery_makes_two_writes(fault, expected):
+    """The decision and the start of the attempt; in a folder each is an fsync, in a bucket a put."""
+    found = homed(spec(hosts=2, spare_hosts=1))
+    found.at(10.0, lambda: fault(found))
+    assert found.run().exit_code == 0 and actions(found) == [expected]
+    ((resolved_s, _),) = kinds(found, "incident.resolved")
+    during = [at for at in found.syncs if 10.0 <= at <= resolved_s]
+    assert len(during) == 2, during
+
+
+@pytest.mark.parametrize("fault", [lambda found: found.kill_rank(1), lambda found: found.kill_host("host-1")])
+@pytest.mark.parametrize("length_s", [0.5, 5.0, 90.0])
+def test_a_home_that_is_down_delays_a_recovery_and_costs_no_host(fault, length_s):
+    """90 s is longer than everything that the supervisor waits for hosts to answer."""
+    found = homed(spec(hosts=2, spare_hosts=1), down=[(9.9, 9.9 + length_s)])
+    found.at(10.0, lambda: fault(found))
+    assert found.run().exit_code == 0
+    assert len(actions(found)) == 1, "no host was late"
+    started_s = kinds(found, "attempt.started")[-1][0]
+    assert started_s >= 9.9 + length_s and started_s < 9.9 + length_s + 20
+    assert any("decisions wait" in text for text in found.noted) and any(
+        "can be written again" in t for t in found.noted
+    )
+
+
+def test_a_home_that_is_down_while_hosts_are_ending_their_ranks():
+    """The first write was made, the second cannot be: the ranks start once it can."""
+    found = homed(spec(hosts=2), down=[(10.06, 70.0)])
+    found.at(10.0, lambda: found.kill_rank(1))
+    assert found.run().exit_code == 0 and actions(found) == ["restart"]
+    assert 70.0 <= kinds(found, "incident.resolved")[-1][0] < 85.0
+
+
+def test_an_end_waits_for_its_events():
+    found = homed(spec(hosts=1), down=[(9.0, 60.0)])
+    found.at(10.0, lambda: found.give(StopRequest(source="test", exit_code=130)))
+    end = found.run()
+    assert end.outcome == "stopped" and found.now_s >= 60.0
+
+
+def some_faults(found, rng):
+    for _ in range(4):
+        at_s, rank, name = rng.uniform(1, 60), rng.randrange(2), f"host-{rng.randrange(3)}"
+        if rng.random() < 0.5:
+            found.at(at_s, lambda rank=rank: found.kill_rank(rank))
+        else:
+            found.at(at_s, lambda name=name: found.kill_host(name))
+            found.at(at_s + rng.uniform(1, 20), lambda name=name: found.return_host(name))
+
+
+def test_random_faults_under_a_home_that_comes_and_goes():
+    for seed in range(60):
+        rng = random.Random(seed)
+        begins = sorted(rng.uniform(0, 60) for _ in range(4))
+        found = homed(
+            spec(hosts=3, spare_hosts=1, min_hosts=1),
+            steps=300,
+            down=[(at, at + rng.expovariate(0.1)) for at in begins],
+        )
+        some_faults(found, rng)
+        end = found.run(until_s=5000)
+        assert end is not None, f"seed {seed} did not end"
+        check_invariants(found)
+
+
+def test_inputs_wait_in_their_order():
+    answers = []
+
+    class Machine:
+        deadline_ns = None
+
+        def handle(self, given, now_ns):
+            answers.append(given)
+            return []
+
+        def postpone(self, by_ns):
+            answers.append(by_ns)
+
+    now = [0]
+    reason = ["down"]
+    decisions = Decisions(
+        machine=Machine, append=lambda log: None, sync=lambda: reason[0], act=answers.append,
+        note=lambda text: None, clock_ns=lambda: now[0],
+    )  # fmt: skip
+    decisions._decided = True
+    decisions._carry_out([End(exit_code=0, outcome="succeeded", reason="")])
+    decisions.give("first")
+    decisions.give("second")
+    now[0] = 500_000_000
+    decisions.tend()
+    assert not answers, "tried again only after a second"
+    now[0], reason[0] = 3 * SECOND_NS, None
+    decisions.tend()
+    assert answers[0] == 3 * SECOND_NS and isinstance(answers[1], End) and answers[2:] == ["first", "second"]

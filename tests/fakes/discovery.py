@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,11 @@ class Match:
 class Discovery:
     """The methods of several APIs, by host and path."""
 
-    def __init__(self, documents: Path) -> None:
+    def __init__(self, documents: Path, apis: Sequence[str] = APIS) -> None:
         self._schemas: dict[str, dict[str, Any]] = {}
         self._common: dict[str, dict[str, Any]] = {}
         self._routes: dict[tuple[str, str, int], list[tuple[str, str, dict[str, Any]]]] = {}
-        for api in APIS:
+        for api in apis:
             document = json.loads((documents / f"{api}.json").read_text())
             self._schemas[api] = document["schemas"]
             self._common[api] = document["parameters"]
@@ -111,6 +112,13 @@ class Discovery:
             else:
                 self._check(match, {"$ref": match.method["request"]["$ref"]}, body, "body", found)
         return found
+
+    def wrong_answer(self, match: Match, value: Any) -> list[str]:
+        """Everything in an answer that Google's documents do not know; empty where the method answers nothing."""
+        found: list[str] = []
+        if "response" in match.method:
+            self._check(match, match.method["response"], value, "answer", found)
+        return [one for one in found if not one.endswith(": output-only")]
 
     def _check(self, match: Match, schema: dict[str, Any], value: Any, at: str, found: list[str]) -> None:
         if schema.get("readOnly") or OUTPUT_ONLY.match(schema.get("description", "")):

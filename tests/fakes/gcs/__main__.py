@@ -1,0 +1,3 @@
+from fakes.gcs import main
+
+main()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -17,7 +16,8 @@ from dataclasses import replace
 from muster.agent.fork_server_process import ForkServer
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog, committed_event
-from muster.agent.host_identity import METADATA_URL, SOCKET, HostIdentity
+from muster.agent.host_home import HostHome
+from muster.agent.host_identity import SOCKET, HostIdentity
 from muster.agent.preemption import Preemption
 from muster.agent.programs import Programs
 from muster.agent.rank_pool import RankPool
@@ -40,7 +40,7 @@ from muster.protocol.rank_agent import HOST_GREETING, TO_RANK, HostGreeting, Ran
 from muster.protocol.replicator_orders import FlushOrder
 from muster.protocol.values import Address, CommandRanks
 from muster.protocol.version import MINE, OtherVersion
-from muster.storage.memory_dir import MemoryDir
+from muster.storage.home import open_home
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import run_token
 
@@ -69,7 +69,9 @@ class HostAgent:
             on_gone=self._on_disconnect,
         )
         self.hub.listen(f"unix:{identity.memory.bind_address(SOCKET)}")
-        self.log = HostLog(run_id=identity.run_id, run_dir=identity.run_dir, host=identity.host)
+        home = open_home(identity.run_dir)
+        self.log = HostLog(home=home, run_id=identity.run_id, host=identity.host)
+        self.home = HostHome(home=home, hub=self.hub, on_note=self.log.note)
         self._make_parts()
         self.log.write("agent.started", {"pid": os.getpid(), "ranks": self.pool.ranks_per_host})
 
@@ -189,10 +191,7 @@ class HostAgent:
     def run(self, *, watchdog: int | None, ignore_term: bool) -> int:
         """Serve until the supervisor ends the host, or the wait for one is over. ``watchdog``: exit with this pid."""
         self.hub.wake_on_signals()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, lambda number, _frame: self.preemption.on_notice(signal.Signals(number).name))
-        if ignore_term:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by all children of this process
+        self.preemption.take_signals(ignore_term=ignore_term)
         if watchdog and (fd := open_pidfd(watchdog)) is not None:
             self.hub.watch(fd, lambda: self.request_exit("the watchdog is gone"))
         self._start()
@@ -205,12 +204,14 @@ class HostAgent:
             self.preemption.watch()
             self.pool.watch()
             self.replicator.watch()
+            self.home.watch()
             if self.readiness.is_warming_up:
                 self._check_ready()
         self._shutdown()
         return self.exit_code
 
     def _start(self) -> None:
+        self.home.start(self.identity.host)
         self.programs.start()
         self.replicator.start()
         if not self.fork_server.start():
@@ -226,9 +227,7 @@ class HostAgent:
             self.unsupervised.watch()
             return
         self.pool.on_reconnect()
-        if self._failure is not None:
-            self.link.send(self._failure)
-        for report in self.pool.exits.values():
+        for report in (*([self._failure] if self._failure else []), *self.pool.exits.values()):
             self.link.send(report)
 
     def _on_refused(self, reason: str) -> None:
@@ -277,16 +276,21 @@ class HostAgent:
                 self.replicator.flush(message, fence=self.newest_attempt)
             case to_agent.Ping():
                 self.link.send(to_supervisor.Pong(number=message.number, mono_ns=time.monotonic_ns()))
-            case to_agent.Reload():  # fork server and standbys stay: they hold imports only
-                self.spec = self.identity.read_spec()
-                self._failure = None
-                self.programs.prepare_again()
+            case to_agent.Reload():
+                self.programs.prepared = False
+                self.home.fetch(self._reload)
             case to_agent.DropCopies():
                 self.snapshots.drop(message.copies)
             case to_agent.Shutdown():
                 self.request_exit(message.reason)
             case Refused():
                 self._on_refused(message.reason)
+
+    def _reload(self) -> None:
+        """The run file changed. Fork server and standbys stay: they hold imports only."""
+        self.spec = self.identity.read_spec()
+        self._failure = None
+        self.programs.prepare_again()
 
     # ------------------------------------------------------------ messages of this host's processes
 
@@ -374,22 +378,17 @@ class HostAgent:
             part.shutdown()
         self.log.write("agent.ended", {"reason": self.exit_reason or ""})
         self.hub.shutdown()
+        self.home.stop()
         with contextlib.suppress(OSError):
             self.identity.memory.remove()
 
 
 def main() -> None:
-    arguments = parse_arguments("Muster's agent (started by its watchdog)")
-    variables = environment.current()
-    metadata_url = variables.metadata_url or (None if arguments.no_metadata_server else METADATA_URL)
+    arguments, variables = parse_arguments("Muster's agent (started by its watchdog)"), environment.current()
     try:
         supervisor_address(arguments.run_dir, me=arguments.host)  # refuse another version before touching anything
-        identity = HostIdentity(
-            run_dir=arguments.run_dir, run_id=arguments.run_id, host=arguments.host, bind=arguments.bind,
-            memory=MemoryDir.of_host(arguments.run_dir, run_id=arguments.run_id, host=arguments.host),
-            environ=environment.inherited(), hosts_here=arguments.hosts_here, metadata_url=metadata_url,
-        )  # fmt: skip
-        code = HostAgent(identity).run(watchdog=variables.watchdog_pid, ignore_term=variables.term_ignored)
+        agent = HostAgent(HostIdentity.of_this_process(arguments))
+        code = agent.run(watchdog=variables.watchdog_pid, ignore_term=variables.term_ignored)
     except MusterError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from muster.core.event_log import EventLog
 from muster.protocol.to_supervisor import FlushCommitted
 from muster.protocol.values import RankEvent
 from muster.storage import uris
+from muster.storage.home import Home
 
 
 def committed_event(answer: FlushCommitted, *, directory: str, attempt: int) -> RankEvent:
@@ -29,8 +29,8 @@ def committed_event(answer: FlushCommitted, *, directory: str, attempt: int) -> 
 class HostLog:
     """Appends to the file of the newest attempt."""
 
-    def __init__(self, *, run_id: str, run_dir: Path, host: str) -> None:
-        self._run_id, self._directory, self._host = run_id, run_dir / "events", host
+    def __init__(self, *, home: Home, run_id: str, host: str) -> None:
+        self._home, self._run_id, self._host = home, run_id, host
         self._log: EventLog | None = None
         self._attempt = -1
         self._behind: list[EventLog] = []
@@ -41,7 +41,7 @@ class HostLog:
         if self._attempt != attempt:
             if self._log is not None:
                 self._behind.append(self._log)
-            self._log = EventLog(self._run_id, self._directory, self._host, attempt)
+            self._log = self._home.open_log(self._run_id, self._host, attempt)
             self._attempt = attempt
 
     def write(self, kind: str, detail: Mapping[str, Any], **extra: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from muster.config.spec import RunSpec
+from muster.core import environment
 from muster.core.processes import open_log
 from muster.storage.memory_dir import MemoryDir
 
@@ -36,6 +38,21 @@ class HostIdentity:
     """Agents of the run that share this machine's cores."""
     metadata_url: str | None = None
     """The cloud's metadata server, which announces the end of this host; None: no cloud machine."""
+
+    @classmethod
+    def of_this_process(cls, arguments: argparse.Namespace) -> HostIdentity:
+        """From an agent's arguments (``watchdog.parse_arguments``) and environment; makes the folder in memory."""
+        run_dir, run_id, host = arguments.run_dir, arguments.run_id, arguments.host
+        return cls(
+            run_dir=run_dir,
+            run_id=run_id,
+            host=host,
+            bind=arguments.bind,
+            memory=MemoryDir.of_host(run_dir, run_id=run_id, host=host),
+            environ=environment.inherited(),
+            hosts_here=arguments.hosts_here,
+            metadata_url=environment.current().metadata_url or (None if arguments.no_metadata_server else METADATA_URL),
+        )
 
     def read_spec(self) -> RunSpec:
         """The run file as it is now: a restart may have changed it."""

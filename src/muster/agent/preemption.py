@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,13 @@ class Preemption:
         """The source of a notice that no supervisor has heard of."""
         self._gone_s = 0.0
         """When this host is gone."""
+
+    def take_signals(self, *, ignore_term: bool) -> None:
+        """SIGTERM and SIGINT are notices; ``ignore_term``: of SIGTERM the supervisor was told (Slurm)."""
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, lambda number, _frame: self.on_notice(signal.Signals(number).name))
+        if ignore_term:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by all children of this process
 
     def on_notice(self, source: str) -> None:
         """``source``: who says so."""

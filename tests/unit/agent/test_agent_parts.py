@@ -9,6 +9,7 @@ import pytest
 
 from muster.agent.fork_server_process import ForkServer
 from muster.agent.host_agent import HostAgent
+from muster.agent.host_home import HostHome
 from muster.agent.host_identity import HostIdentity
 from muster.agent.preemption import Preemption
 from muster.agent.programs import Programs
@@ -23,6 +24,7 @@ from muster.agent.unsupervised_host import UnsupervisedHost
 PARTS = (
     ForkServer,
     HostAgent,
+    HostHome,
     Preemption,
     Programs,
     RankPool,

@@ -4,6 +4,7 @@ import errno
 
 from muster.agent.host_event_log import HostLog
 from muster.core.event_log import check_directory, read
+from muster.storage.home import open_home
 
 
 class Full:
@@ -20,7 +21,7 @@ class Full:
 
 
 def test_lines_of_an_older_attempt_are_written_when_there_is_room(tmp_path):
-    log = HostLog(run_id="r", run_dir=tmp_path, host="host-0")
+    log = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
     log.open(1)
     log._log._file = disk = Full(log._log._file)
     log.write("run.message", {"text": "one"})

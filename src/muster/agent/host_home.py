@@ -1,0 +1,71 @@
+"""This host's part in the run's home: threads ship its files and bring the run file, so that the loop never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from muster.core.errors import MusterError
+from muster.storage.home import Home, HomeSync
+from muster.transport.connections import ConnectionPool
+
+#: How soon a run file that could not be had is asked for again.
+AGAIN_S = 1.0
+#: What the last lines of a host may take to reach the home, of the time that its pod has left.
+SHIP_S = 20.0
+
+
+class HostHome:
+    """Ships from ``start`` to ``stop``."""
+
+    def __init__(self, *, home: Home, hub: ConnectionPool, on_note: Callable[[str], None]) -> None:
+        """``on_note``: an informational message for the run's log; called in the loop."""
+        self._home, self._hub, self._on_note = home, hub, on_note
+        self._sync: HomeSync | None = None
+        self._ending = threading.Event()
+        self._trouble: str | None = None
+
+    def start(self, writer: str) -> None:
+        """From here on what ``writer`` writes reaches the home."""
+        self._sync = self._home.start(writer)
+
+    def watch(self) -> None:
+        """Call it in every turn of the loop: a home that cannot be reached is noted, once, and its return too."""
+        trouble = self._sync.trouble if self._sync is not None else None
+        if trouble is not None and self._trouble is None:
+            self._on_note(f"events wait on this host: its run's home cannot be written ({trouble})")
+        elif trouble is None and self._trouble is not None:
+            self._on_note("the run's home can be written again; nothing that waited was lost")
+        self._trouble = trouble
+
+    def fetch(self, on_here: Callable[[], None]) -> None:
+        """Bring the newest run file; ``on_here`` is called in the loop once it is there, however long that takes."""
+        if self._home.is_folder:
+            on_here()
+            return
+        reading, writing = os.pipe()
+
+        def here() -> None:
+            self._hub.unwatch(reading)
+            os.close(reading)
+            on_here()
+
+        self._hub.watch(reading, here)
+        threading.Thread(target=self._fetch, args=(writing,), name="home-fetch", daemon=True).start()
+
+    def _fetch(self, writing: int) -> None:
+        while not self._ending.is_set():
+            with contextlib.suppress(MusterError, OSError):
+                self._home.fetch()
+                os.close(writing)  # which the loop sees
+                return
+            time.sleep(AGAIN_S)
+
+    def stop(self) -> None:
+        """Ship the rest; bounded."""
+        self._ending.set()
+        if self._sync is not None:
+            self._sync.stop(SHIP_S)

@@ -40,6 +40,8 @@ KINDS = {
     "apis/apps/v1": {"DaemonSet": ("daemonsets", True), "Deployment": ("deployments", True)},
     "apis/rbac.authorization.k8s.io/v1": {"Role": ("roles", True), "RoleBinding": ("rolebindings", True)},
     "apis/batch/v1": {"Job": ("jobs", True)},
+    "apis/policy/v1": {"PodDisruptionBudget": ("poddisruptionbudgets", True)},
+    "apis/scheduling.k8s.io/v1": {"PriorityClass": ("priorityclasses", False)},
     "apis/jobset.x-k8s.io/v1alpha2": {"JobSet": ("jobsets", True)},
     "apis/resource.k8s.io/v1": {"ResourceClaimTemplate": ("resourceclaimtemplates", True)},
     "apis/networking.gke.io/v1": {

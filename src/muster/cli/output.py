@@ -57,6 +57,12 @@ def warnings(problems: Iterable[api.Problem]) -> None:
         info(f"warning: {problem.render()}")
 
 
+def doubts(sentences: Iterable[str]) -> None:
+    """What may go wrong with a run that was started."""
+    for sentence in sentences:
+        info(f"warning: {sentence}")
+
+
 def age(seconds: float | None) -> str:
     """``0.4 s``, ``3 min``, ``2.1 h``, ``2.5 d``; ``-`` for None."""
     if seconds is None:

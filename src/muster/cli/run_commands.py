@@ -45,6 +45,7 @@ def submit(
     output.result(result.run.run_id)
     if result.again:
         output.info("it is already running; nothing was started")
+    output.doubts(result.handle.warnings)
     output.info(f"in {result.run.path}")
     output.info(
         f"hint: muster status {result.run.run_id}, muster logs -f {result.run.run_id}, muster stop {result.run.run_id}"
@@ -66,6 +67,7 @@ def recover(
     if not watch:
         result = use_case.recover(run, overrides or [], argv=argv)
         output.result(result.run.run_id)
+        output.doubts(result.handle.warnings)
         output.info(f"hint: muster logs -f {result.run.run_id}")
         return
     from muster.app.inspect.status import spec_of

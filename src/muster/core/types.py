@@ -61,6 +61,8 @@ class JobHandle:
     backend: str
     job_id: str
     run_dir: str
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """Of one that has just been submitted: what the place may do to it, a sentence each."""
 
 
 class JobState(StrEnum):

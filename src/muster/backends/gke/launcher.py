@@ -9,7 +9,7 @@ import base64
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends import code_bundle
@@ -22,6 +22,7 @@ from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec
 from muster.backends.gke.operate.cluster_snapshot import exit_code, label, take_snapshot, tasks
 from muster.backends.gke.operate.exec_stream import attach
+from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.operate.status_reason import condition, explain
@@ -112,19 +113,21 @@ class GkeLauncher:
             config = changed(config, shipped.model_dump_json(indent=1) + "\n", "data", "resolved.json")
             config = changed(config, base64.b64encode(code).decode(), "binaryData", CODE)
         manifests |= {"ConfigMap": config, "JobSet": jobset}
+        warnings: list[str] = []
         there = self._jobset(cluster, request.run_id)
         if there is not None and _ended(there) and text(there, "metadata", "annotations", ANNOTATION) != number:
             self._clear(cluster, request.run_id)
             there = None
         if there is None:
             refuse_unknown_queue(cluster, jobset)
+            warnings = kueue_warnings(cluster, jobset)
             for manifest in manifests.values():
                 cluster.apply(manifest, dry_run=True)
             cluster.apply(self._token(request, jobset))
             for manifest in manifests.values():
                 cluster.apply(manifest)
         self._record(request, number)
-        return self._handle(request.run_id, request.run_dir, there or jobset)
+        return replace(self._handle(request.run_id, request.run_dir, there or jobset), warnings=tuple(warnings))
 
     # ------------------------------------------------------------ watch
 

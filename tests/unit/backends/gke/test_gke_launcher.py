@@ -237,3 +237,12 @@ def test_a_request_shows_what_is_sent_but_no_secret():
 
 def test_the_back_end_is_loaded_by_name_any_number_of_times():
     assert [backends.load("gke").name for _ in range(3)] == ["gke", "gke", "gke"]
+
+
+def test_submit_says_what_the_clusters_kueue_would_do_to_the_run(launcher, google, request_):
+    text = "apiVersion: config.kueue.x-k8s.io/v1beta2\nkind: Configuration\n"
+    config = {"metadata": {"name": "kueue-manager-config"}, "data": {"controller_manager_config.yaml": text}}
+    put(google, "api/v1/namespaces/kueue-system/configmaps", config)
+    warnings = launcher.submit(request_).warnings
+    assert len(warnings) == 2 and "a host short for 30 minutes is evicted" in warnings[1]
+    assert launcher.submit(request_).warnings == (), "it is there already"

@@ -12,7 +12,7 @@ from muster.backends.gke.google.http import Call, Reply, Unreachable
 from muster.backends.gke.google.session import refusal, twice, with_retries
 from muster.backends.gke.kubernetes.kind import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines
-from muster.core.errors import AccessError, BackendError
+from muster.core.errors import AccessError, BackendError, ConflictError
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, at, child, children, text
 
@@ -158,6 +158,8 @@ class Cluster:
         name = about if isinstance(about, str) else f"{about['kind']}/{text(about, 'metadata', 'name')}"
         url = f"{self.connection.endpoint}/{name}"
         reply = with_retries(send, method, url, self.clock)
+        if reply.status == 409:
+            raise ConflictError(f"{method} {url}: {reply.message}", hint="somebody else changes it; try again")
         if reply.status >= 300 and not (absent and reply.status == 404):
             raise refusal(Call(method=method, url=url), reply)
         return reply

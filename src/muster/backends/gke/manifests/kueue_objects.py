@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from muster.backends.gke.manifests.placement import Placement, mode_of
-from muster.core.typed_json import Json, JsonObject, changed
+from muster.core.typed_json import Json, JsonObject, changed, children, text, texts
 
 Manifest = dict[str, Json]
 
@@ -15,6 +17,12 @@ CPU_FLAVOR = "muster-cpu"
 COVERED = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")
 """Every resource that pods request: one left out keeps the job waiting ("resource cpu unavailable in ClusterQueue")."""
 SUPERVISORS_AT_ONCE = 32
+SUPERVISOR_PRIORITY = "muster-supervisor"
+_FACTORS = {
+    "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+}  # fmt: skip
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi|)")
 
 
 def queue_objects(placement: Placement) -> list[Manifest]:
@@ -29,8 +37,46 @@ def queue_objects(placement: Placement) -> list[Manifest]:
     return [*objects, _cluster_queue(placement, queued=mode.queued), _local_queue(placement)]
 
 
+def keeping_quota(manifest: JsonObject, there: JsonObject) -> JsonObject:
+    """A ClusterQueue as wanted, but with no quota below that of the one that is there; other objects as they are.
+
+    The queue is shared by all run files of the same machines and mode. Rows of other hands in the same group (more
+    flavours, a limit on borrowing) stay too, as long as the group covers the same resources.
+    """
+    if manifest.get("kind") != "ClusterQueue":
+        return manifest
+    (group,) = children(manifest, "spec", "resourceGroups")
+    ours = {text(flavor, "name"): flavor for flavor in children(group, "flavors")}
+    held = {
+        text(flavor, "name"): flavor
+        for row in children(there, "spec", "resourceGroups")
+        for flavor in children(row, "flavors")
+        if set(texts(row, "coveredResources")) == set(COVERED)
+    }
+    flavors = [_more(flavor, held.get(name, {})) for name, flavor in ours.items()]
+    flavors += [flavor for name, flavor in held.items() if name not in ours]
+    return changed(manifest, [changed(group, flavors, "flavors")], "spec", "resourceGroups")
+
+
+def _more(wanted: JsonObject, there: JsonObject) -> JsonObject:
+    """The larger of two quotas for each resource of a flavour, with what else its row there says."""
+    held = {text(row, "name"): row for row in children(there, "resources")}
+    rows = []
+    for row in children(wanted, "resources"):
+        before = held.get(text(row, "name"), {})
+        larger = _quantity(before.get("nominalQuota")) > _quantity(row["nominalQuota"])
+        rows.append({**before, **row, "nominalQuota": before["nominalQuota"] if larger else row["nominalQuota"]})
+    return changed(wanted, rows, "resources")
+
+
+def _quantity(value: Json) -> float:
+    """Of a number as Kubernetes writes it (``500m``, ``4Gi``); -1 for what is none."""
+    found = _QUANTITY.fullmatch(str(value))
+    return float(found[1]) * _FACTORS[found[2]] if found else -1.0
+
+
 def account_objects(placement: Placement) -> list[Manifest]:
-    """The identity of a run's pods, and what it may do here: queue the rest of its own run.
+    """The identity of a run's pods, what it may do here (queue the rest of its own run), and its supervisor's priority.
 
     Buckets are bound to it by Workload Identity's principal, so it needs no annotation.
     """
@@ -40,10 +86,18 @@ def account_objects(placement: Placement) -> list[Manifest]:
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     return [
+        priority_class(),
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
         {"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [jobsets]},
         {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata, "roleRef": role, "subjects": [subject]},
     ]
+
+
+def priority_class() -> Manifest:
+    """Of supervisors: a small pod on a shared node is the first to go otherwise, and with it all hosts' supervision."""
+    metadata: JsonObject = {"name": SUPERVISOR_PRIORITY, "labels": {"app.kubernetes.io/managed-by": "muster"}}
+    rank: JsonObject = {"value": 1000, "globalDefault": False, "preemptionPolicy": "Never"}
+    return {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": metadata, **rank}
 
 
 def _topology() -> Manifest:

@@ -1,4 +1,7 @@
-"""What is installed on the cluster: released manifests, pinned by hash."""
+"""What is installed on the cluster: released manifests, pinned by hash; Kueue's with our settings in its Configuration.
+
+Hashes are of the bytes as they were released: what we change is written from them by this program alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from muster.backends.gke.manifests.kueue_configuration import configured, is_kueue
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.catalog import gke as catalogue
 from muster.core.errors import UsageError
@@ -98,6 +102,7 @@ def parsed(site: Site, texts: Mapping[str, str], *, hugging_face_token: str | No
         name: tuple(document for document in YAML(typ="safe", pure=True).load_all(texts[name]) if document)
         for name in _all_there(site, texts)
     }
+    documents = {name: configured(rows) if is_kueue(rows) else rows for name, rows in documents.items()}
     return Software(documents=documents, hugging_face_token=hugging_face_token)
 
 

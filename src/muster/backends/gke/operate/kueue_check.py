@@ -1,0 +1,53 @@
+"""Would the cluster's Kueue end this run for a host that is lost or slow? Read from its live Configuration."""
+
+from __future__ import annotations
+
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.manifests import kueue_configuration as kueue
+from muster.backends.gke.manifests.kueue_objects import API
+from muster.backends.gke.operate.queue_check import LABEL
+from muster.core.errors import AccessError
+from muster.core.typed_json import JsonObject, text
+
+HINT = (
+    f"in ConfigMap {kueue.NAMESPACE}/{kueue.CONFIG_MAP}: waitForPodsReady: {{timeout: 168h, recoveryTimeout: 0s}}, "
+    "then restart its Deployment; muster up does so on clusters that it made"
+)
+
+
+def kueue_warnings(cluster: Cluster, jobset: JsonObject) -> list[str]:
+    """One sentence for each way in which Kueue would evict the run; none for a run without a queue.
+
+    Who may not read Kueue's namespace is told so: that is no proof of anything.
+    """
+    if not text(jobset, "metadata", "labels", LABEL):
+        return []
+    try:
+        config = cluster.get(_object("v1", "ConfigMap", kueue.CONFIG_MAP))
+        deployment = cluster.get(_object("apps/v1", "Deployment", kueue.DEPLOYMENT)) or {}
+    except AccessError as error:
+        return [f"Kueue's Configuration cannot be read, so it may evict a run that is a host short: {error}"]
+    if config is None and not deployment:
+        where = f"{kueue.NAMESPACE}/{kueue.CONFIG_MAP}"
+        return [f"Kueue's Configuration is not in {where}, so it may evict a run that is a host short"]
+    configuration = kueue.parsed(text(config, "data", kueue.KEY)) or {}
+    found = kueue.evictions(
+        configuration,
+        arguments=kueue.arguments_of(deployment),
+        release=kueue.release_of(deployment),
+        topology=_by_topology(cluster),
+    )
+    return [f"Kueue of this cluster ends runs: {risk} ({HINT})" for risk in found]
+
+
+def _by_topology(cluster: Cluster) -> bool:
+    """Whether a flavour of the cluster assigns nodes by topology; who may not look is taken to have one."""
+    try:
+        flavors = cluster.list(API, "resourceflavors")
+    except AccessError:
+        return True
+    return any(text(flavor, "spec", "topologyName") for flavor in flavors)
+
+
+def _object(api: str, kind: str, name: str) -> JsonObject:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": kueue.NAMESPACE}}

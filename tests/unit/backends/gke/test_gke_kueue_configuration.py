@@ -1,0 +1,250 @@
+"""Kueue's Configuration: ``up`` installs one that lets a run without a host live; ``submit`` says where another is."""
+
+import hashlib
+
+import pytest
+from fakes.kubernetes import FakeKubernetes, in_memory
+from fakes.kueue_config import gates_of, kueue_config_refusals, ready_limits
+from fakes.project import PINS, SITES, TEXTS, cloud_with_cluster, session
+
+from muster.backends.gke.manifests import kueue_configuration as kueue
+from muster.backends.gke.manifests.yaml_text import dump
+from muster.backends.gke.operate.kueue_check import kueue_warnings
+from muster.backends.gke.provision.cluster_objects import Objects
+from muster.backends.gke.provision.software import hashes, parsed, software
+from muster.core.errors import BackendError, UsageError
+
+RELEASED = """\
+apiVersion: config.kueue.x-k8s.io/v1beta2
+kind: Configuration
+webhook:
+  port: 9443
+#waitForPodsReady:
+#  timeout: 5m
+controller:
+  groupKindConcurrency:
+    Pod: 5
+integrations:
+  frameworks:
+  - "batch/job"
+  - "jobset.x-k8s.io/jobset"
+"""
+"""With the keys of the release, and its block about pods commented out."""
+PLACE = {"name": "kueue-manager-config", "namespace": "kueue-system"}
+CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": PLACE, "data": {kueue.KEY: RELEASED}}
+DEPLOYMENT = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "kueue-controller-manager", "namespace": "kueue-system"},
+    "spec": {
+        "replicas": 1,
+        "template": {
+            "metadata": {"annotations": {"kubectl.kubernetes.io/default-container": "manager"}},
+            "spec": {"containers": [{"name": "manager", "image": "registry.k8s.io/kueue/kueue:v0.19.2"}]},
+        },
+    },
+}
+JOBSET = {"kind": "JobSet", "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "muster"}}}
+
+
+def configuration(text=RELEASED):
+    return kueue.parsed(text)
+
+
+def installed(*documents):
+    config, deployment = (row for row in kueue.configured(documents) if row["kind"] in ("ConfigMap", "Deployment"))
+    return config["data"][kueue.KEY], deployment
+
+
+def test_the_release_evicts_a_run_that_is_a_host_short_and_ours_does_not():
+    assert ready_limits(configuration()).recovery_s == 1800
+    text, _ = installed(CONFIG_MAP, DEPLOYMENT)
+    after = configuration(text)
+    assert kueue_config_refusals(after) == []
+    limits = ready_limits(after)
+    assert (limits.start_s, limits.recovery_s) == (7 * 24 * 3600, 0)
+    gates = gates_of(after)
+    assert gates["FailureRecoveryPolicy"] and gates["TopologyAwareScheduling"]
+    assert not any(on for name, on in gates.items() if name.startswith(("TASFailedNode", "TASReplaceNode")))
+    assert after["integrations"] == configuration()["integrations"] and after["webhook"] == {"port": 9443}
+
+
+def test_one_gate_alone_would_keep_kueue_from_starting():
+    text, _ = installed(CONFIG_MAP, DEPLOYMENT)
+    for name in ("TASFailedNodeReplacementFailFast", "TASReplaceNodeOnPodTermination"):
+        gates = {one: on for one, on in configuration(text)["featureGates"].items() if one != name}
+        assert kueue_config_refusals({**configuration(text), "featureGates": gates})
+
+
+def test_another_configuration_restarts_the_deployment_and_the_same_does_not():
+    text, deployment = installed(CONFIG_MAP, DEPLOYMENT)
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert annotations[kueue.ANNOTATION] == hashlib.sha256(text.encode()).hexdigest()
+    assert annotations["kubectl.kubernetes.io/default-container"] == "manager"
+    assert installed(CONFIG_MAP, DEPLOYMENT)[1] == deployment
+    other = {**CONFIG_MAP, "data": {kueue.KEY: RELEASED + "metrics: {bindAddress: ':8443'}\n"}}
+    assert installed(other, DEPLOYMENT)[1] != deployment
+    gates = {**CONFIG_MAP, "data": {kueue.KEY: RELEASED + "featureGates: {PriorityBoost: true}\n"}}
+    assert configuration(installed(gates, DEPLOYMENT)[0])["featureGates"]["PriorityBoost"] is True
+
+
+@pytest.mark.parametrize("config", [[], [{**CONFIG_MAP, "data": {"other.yaml": RELEASED}}],
+                                    [{**CONFIG_MAP, "data": {kueue.KEY: "a: [b"}}]])  # fmt: skip
+def test_kueue_without_a_configuration_to_change_is_refused(config):
+    with pytest.raises(UsageError, match="no ConfigMap kueue-manager-config with a Configuration"):
+        kueue.configured([*config, DEPLOYMENT])
+
+
+def test_the_pin_is_of_the_released_bytes():
+    texts = {**TEXTS, "kueue.yaml": dump([CONFIG_MAP, DEPLOYMENT])}
+    pins = hashes(SITES["a4"], texts)
+    assert pins != PINS and pins == {**PINS, next(url for url in PINS if "/kueue/" in url): hashlib.sha256(
+        texts["kueue.yaml"].encode()).hexdigest()}  # fmt: skip
+    rows = software(SITES["a4"], texts, pins=pins).documents["kueue.yaml"]
+    assert configuration(rows[0]["data"][kueue.KEY])["waitForPodsReady"] == {"timeout": "168h", "recoveryTimeout": "0s"}
+    assert parsed(SITES["a4"], texts).documents["kueue.yaml"] == rows, "a dry run shows what would be sent"
+
+
+# ---------------------------------------------------------------- on somebody else's cluster
+
+
+def cluster_of(fake, *, config=RELEASED, image="v0.19.2", flags=(), topology=False):
+    if config is not None:
+        put(fake, "api/v1/namespaces/kueue-system/configmaps", {**CONFIG_MAP, "data": {kueue.KEY: config}})
+    container = {"name": "manager", "image": f"registry/kueue:{image}", "args": list(flags)}
+    put(fake, "apis/apps/v1/namespaces/kueue-system/deployments",
+        {**DEPLOYMENT, "spec": {"template": {"spec": {"containers": [container]}}}})  # fmt: skip
+    flavor = {"kind": "ResourceFlavor", "metadata": {"name": "a4"}, "spec": {"topologyName": "t"} if topology else {}}
+    put(fake, "apis/kueue.x-k8s.io/v1beta2/resourceflavors", flavor)
+    return in_memory(fake)
+
+
+def put(fake, path, one):
+    fake.objects[f"{path}/{one['metadata']['name']}"] = one
+
+
+START = "pods are not all ready 30 minutes after its admission"
+SHORT = "a host short for 30 minutes is evicted, also where a spare trains on"
+FIRST = "evicted when a node is lost and no other is free at once"
+SECOND = "evicted when a second node is lost before the first is replaced"
+OURS = installed(CONFIG_MAP, DEPLOYMENT)[0]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ({}, [START, SHORT]),
+        ({"config": OURS}, []),
+        ({"config": OURS, "topology": True}, [SECOND]),
+        ({"topology": True}, [START, SHORT, FIRST]),
+        ({"config": RELEASED + "waitForPodsReady: {timeout: 0s}\n"}, [START, SHORT]),
+        ({"config": RELEASED + "waitForPodsReady: {timeout: 24h}\n"}, ["a host short for 1440 minutes"]),
+        ({"config": RELEASED + "waitForPodsReady: {timeout: 5m, recoveryTimeout: 0s}\n"}, ["all ready 5 minutes"]),
+        ({"config": RELEASED + "featureGates: {DisableWaitForPodsReady: true}\n"}, []),
+        ({"flags": ["--feature-gates=DisableWaitForPodsReady=true,TASFailedNodeReplacementFailFast=false"],
+          "topology": True}, [SECOND]),
+        ({"config": RELEASED.replace("v1beta2", "v1beta1"), "image": "v0.18.1"}, []),
+        ({"config": RELEASED.replace("v1beta2", "v1beta1") + "waitForPodsReady: {enable: true, timeout: 10m}\n"},
+         ["all ready 10 minutes", "a host short for 10 minutes"]),
+        ({"image": "v0.18.1"}, []),
+        ({"image": "custom"}, [START, SHORT]),
+        ({"config": None}, [START, SHORT]),
+    ],
+)  # fmt: skip
+def test_submit_says_where_kueue_would_end_the_run(cluster, said):
+    found = kueue_warnings(cluster_of(FakeKubernetes(), **cluster), JOBSET)
+    assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True)), found
+
+
+def test_a_run_without_a_queue_asks_nothing():
+    fake = FakeKubernetes()
+    assert kueue_warnings(in_memory(fake), {"kind": "JobSet", "metadata": {}}) == [] and fake.log == []
+
+
+def test_who_may_not_read_is_told_so():
+    class Closed(FakeKubernetes):
+        def handle(self, method, target, body=b""):
+            if "kueue-system" in target:
+                return 403, {"kind": "Status", "message": 'configmaps is forbidden: User "dev" cannot get', "code": 403}
+            return super().handle(method, target, body)
+
+    (line,) = kueue_warnings(in_memory(Closed()), JOBSET)
+    assert "cannot be read" in line and 'User "dev" cannot get' in line
+    (line,) = kueue_warnings(in_memory(FakeKubernetes()), JOBSET)
+    assert "is not in kueue-system/kueue-manager-config" in line
+
+
+# ---------------------------------------------------------------- up waits for it
+
+
+class Slow(FakeKubernetes):
+    """A cluster whose controllers need some looks, and whose webhooks answer some requests later."""
+
+    def __init__(self, *, looks=2, refusals=2):
+        super().__init__()
+        self.looks, self.refusals = looks, refusals
+
+    def handle(self, method, target, body=b""):
+        name = "kueue-controller-manager"
+        path = f"apis/apps/v1/namespaces/kueue-system/deployments/{name}"
+        if method == "GET" and path in target and path in self.objects:
+            self.looks -= 1
+            ready = "True" if self.looks < 0 else "False"
+            message = "Deployment does not have minimum availability."
+            rows = [{"type": "Available", "status": ready, "message": message}]
+            self.objects[path]["status"] = {"conditions": rows, "updatedReplicas": 1, "replicas": 1}
+        if "dryRun=All" in target and self.looks < 0 and self.refusals > 0:
+            self.refusals -= 1
+            message = 'Internal error occurred: failed calling webhook "v.kb.io": no endpoints available for service'
+            return 500, {"kind": "Status", "message": message, "code": 500}
+        return super().handle(method, target, body)
+
+
+def objects():
+    return Objects(site=SITES["a4"], key="software/kueue", manifests=(CONFIG_MAP, DEPLOYMENT))
+
+
+def on(kubernetes):
+    google = cloud_with_cluster()
+    google.kubernetes = kubernetes
+    return google
+
+
+def test_controllers_and_their_webhooks_are_waited_for():
+    kubernetes = Slow(looks=3, refusals=2)
+    resource = objects()
+    resource.make(session(on(kubernetes)))
+    assert kubernetes.looks < 0 and kubernetes.refusals == 0
+    assert "flavor" not in str(list(kubernetes.objects)), "the probe is a dry run"
+    assert resource.look(session(on(kubernetes))).state == "there"
+
+
+def test_what_is_not_ready_in_five_minutes_is_named():
+    kubernetes = Slow(looks=10**6)
+    watched = session(on(kubernetes))
+    with pytest.raises(BackendError, match="kueue-system/kueue-controller-manager is not ready after 5 minutes: "
+                       "Deployment does not have minimum availability"):  # fmt: skip
+        objects().make(watched)
+    assert 300 <= watched.clock.monotonic_ns() / 1e9 < 320
+    kubernetes.looks = 3
+    assert objects().look(watched).state == "changing", "an interrupted up waits for it the next time"
+    objects().settle(watched)
+    kubernetes.refusals = 10**6
+    with pytest.raises(BackendError, match=r"is not ready after 5 minutes: .*failed calling webhook"):
+        objects().settle(watched)
+
+
+@pytest.mark.parametrize("status", [{"observedGeneration": 1}, {"updatedReplicas": 0}, {"replicas": 2}])
+def test_pods_of_an_older_configuration_do_not_count(status):
+    """Until the new pods run, the old ones are available, with the Configuration of before."""
+    rows = [{"type": "Available", "status": "True"}]
+    there = {"observedGeneration": 2, "updatedReplicas": 1, "replicas": 1, "conditions": rows}
+    held = {**DEPLOYMENT, "metadata": {**DEPLOYMENT["metadata"], "generation": 2}, "status": there}
+
+    def state(of):
+        plain = FakeKubernetes()
+        put(plain, "api/v1/namespaces/kueue-system/configmaps", CONFIG_MAP)
+        put(plain, "apis/apps/v1/namespaces/kueue-system/deployments", {**held, "status": of})
+        return objects().look(session(on(plain))).state
+
+    assert (state(there), state({**there, **status})) == ("there", "changing")
